@@ -1,0 +1,96 @@
+"""Weights as plain safetensors files: one, or shards with an index; written beside the old ones, then renamed."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from headway.errors import ConfigError
+from headway.units import parse_bytes
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def untied(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Split tensors into those to write and {tied name: the name that is written}.
+
+    Names that hold the very same memory in the same layout are tied; views that merely share a buffer are not.
+    """
+    kept: dict[str, torch.Tensor] = {}
+    tied: dict[str, str] = {}
+    owners: dict[tuple[Any, ...], str] = {}
+    for name, tensor in tensors:
+        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and key in owners:
+            tied[name] = owners[key]
+        else:
+            owners[key] = name
+            kept[name] = tensor
+    return kept, tied
+
+
+def plan_shards(sizes: dict[str, int], max_shard_size: int) -> list[list[str]]:
+    """Names in order, cut so that no shard is above `max_shard_size` bytes unless one tensor alone is."""
+    shards: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not shards or size > room:
+            shards.append([])
+            room = max_shard_size
+        shards[-1].append(name)
+        room -= size
+    return shards or [[]]
+
+
+def save_weights(tensors: Iterable[tuple[str, torch.Tensor]], folder: str | Path, max_shard_size: int | str) -> list[Path]:
+    """Write the tensors under their names and return the files.
+
+    Args:
+        tensors: (name, tensor) pairs.
+        folder: made where missing.
+        max_shard_size: bytes, or text such as "10GB".
+
+    Raises:
+        ConfigError: the folder is a file.
+    """
+    folder = Path(folder)
+    if folder.is_file():
+        raise ConfigError(f"{folder} is a file; give a folder for the weights")
+    folder.mkdir(parents=True, exist_ok=True)
+    kept, tied = untied(tensors)
+    shards = plan_shards({name: t.numel() * t.element_size() for name, t in kept.items()}, parse_bytes(max_shard_size))
+    names = [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    metadata = {"format": "pt", **tied}
+    written = []
+    for file, shard in zip(names, shards):
+        staged = folder / f".{file}.tmp"
+        # safetensors refuses tensors that share memory; copies are made one shard at a time.
+        save_file({name: kept[name].detach().cpu().clone().contiguous() for name in shard}, staged, metadata=metadata)
+        written.append((staged, folder / file))
+    for staged, final in written:
+        staged.replace(final)
+    files = [final for _, final in written]
+    if len(shards) > 1:
+        total = sum(t.numel() * t.element_size() for t in kept.values())
+        weight_map = {name: file for file, shard in zip(names, shards) for name in shard}
+        files.append(_write_index(folder, {"metadata": {"total_size": total, **tied}, "weight_map": weight_map}))
+    _remove_stale(folder, {file.name for file in files})
+    return files
+
+
+def _write_index(folder: Path, index: dict[str, Any]) -> Path:
+    staged = folder / f".{INDEX}.tmp"
+    staged.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return staged.replace(folder / INDEX)
+
+
+def _remove_stale(folder: Path, current: set[str]) -> None:
+    """An earlier save in the same folder must not be found by a later load."""
+    for pattern in (SINGLE, INDEX, "model-*-of-*.safetensors"):
+        for path in folder.glob(pattern):
+            if path.name not in current:
+                path.unlink()

@@ -1,0 +1,1 @@
+"""The `headway` command, one file a subcommand; torch-free."""

@@ -1,0 +1,1 @@
+"""Typed settings and where each one came from; torch-free."""

@@ -1,0 +1,73 @@
+"""Settings of a run that the user's code may give: data loading, accumulation, project folders."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headway.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DataLoaderConfiguration:
+    """How prepared loaders split, pad and move batches.
+
+    Attributes:
+        split_batches: False: the loader's batch size is per process, the global batch is that times the processes.
+            True: it is the global batch, split over the processes (a multiple of their number).
+        dispatch_batches: True: only the main process reads the data and hands each rank its part. None and False: every
+            process reads its own part.
+        even_batches: True: the last round is completed with samples from the start, which the validity mask marks.
+            False: nothing is repeated; a rank without a batch of its own gets one of weight zero.
+        use_seedable_sampler: True: shuffling is a pure function of (seed, epoch). False: the loader's own sampler draws from
+            its generator, or from torch's global one, synchronised over the ranks at the start of each epoch.
+        data_seed: the seed of the data order; None: derived from torch's initial seed, agreed over the ranks.
+        non_blocking: copy batches to the device without waiting (needs pin_memory=True on the loader).
+        use_stateful_dataloader: load with torchdata's StatefulDataLoader, which can resume iterable datasets.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = True
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+
+@dataclass(frozen=True)
+class GradientAccumulationPlugin:
+    """How micro-batches form an update.
+
+    Attributes:
+        num_steps: micro-batches per update, 1 or more.
+        adjust_scheduler: the schedule was counted in micro-batches, so it ticks once for each of them.
+        sync_with_dataloader: the last batch of a loader closes the window, however short.
+        sync_each_batch: reduce gradients at every micro-batch: less memory where gradients are sharded, more traffic.
+    """
+
+    num_steps: int = 1
+    adjust_scheduler: bool = False
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_steps, bool) or not isinstance(self.num_steps, int) or self.num_steps < 1:
+            raise ConfigError(
+                f"gradient accumulation over {self.num_steps!r} steps; give a whole number of micro-batches per update, 1 or more"
+            )
+
+
+@dataclass(frozen=True)
+class ProjectConfiguration:
+    """Where a run keeps its files.
+
+    Attributes:
+        project_dir: the run's folder; None: nothing is written unless a path is given.
+        logging_dir: where trackers and logs go; defaults to `project_dir`.
+    """
+
+    project_dir: str | Path | None = None
+    logging_dir: str | Path | None = None
+
+    def with_defaults(self) -> "ProjectConfiguration":
+        """The same with `logging_dir` filled in."""
+        return self if self.logging_dir is not None else replace(self, logging_dir=self.project_dir)

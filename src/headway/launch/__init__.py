@@ -1,0 +1,1 @@
+"""From a LaunchConfig to running processes; torch-free."""

@@ -1,0 +1,69 @@
+"""Rank-aware logging: the standard logging module, one line per run instead of one per rank."""
+
+import logging
+from collections.abc import MutableMapping
+from functools import cache
+from typing import Any
+
+from headway import env
+
+
+class RankLogger(logging.LoggerAdapter[logging.Logger]):
+    """A logger that speaks on rank 0 only, unless a call says otherwise.
+
+    Every logging method takes two more keywords: `main_process_only=True` (False: every rank speaks, prefixed with
+    its rank) and `once=False` (True: the same text is logged once per process).
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__(logger, {})
+        self._seen: set[str] = set()
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Log where the rank and `once` allow it."""
+        main_process_only = kwargs.pop("main_process_only", True)
+        once = kwargs.pop("once", False)
+        if not self.isEnabledFor(level) or (main_process_only and env.rank() != 0):
+            return
+        if once:
+            text = str(msg) % args if args else str(msg)
+            if text in self._seen:
+                return
+            self._seen.add(text)
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        message, kwargs = self.process(msg, kwargs)  # type: ignore[assignment]
+        self.logger.log(level, message, *args, **kwargs)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Prefix the rank where there is more than one."""
+        if env.world_size() > 1:
+            msg = f"[rank {env.rank()}] {msg}"
+        return msg, kwargs
+
+    def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Warn once per process about the same thing."""
+        self.warning(msg, *args, once=True, **kwargs)
+
+    def info_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Inform once per process about the same thing."""
+        self.info(msg, *args, once=True, **kwargs)
+
+
+@cache
+def _adapter(name: str) -> RankLogger:
+    return RankLogger(logging.getLogger(name))
+
+
+def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
+    """A rank-aware logger by the usual dotted name.
+
+    Args:
+        name: as for `logging.getLogger`; the same name gives the same logger.
+        log_level: the level of THIS logger ("INFO", logging.DEBUG, ...); None leaves it. The environment variable
+            HEADWAY_LOG_LEVEL is used where it is None. The root logger is never touched.
+    """
+    logger = _adapter(name)
+    level = log_level if log_level is not None else env.get("HEADWAY_LOG_LEVEL")
+    if level is not None:
+        logger.logger.setLevel(level.upper() if isinstance(level, str) else level)
+    return logger

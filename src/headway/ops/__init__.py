@@ -1,0 +1,1 @@
+"""Nested batches, and the one door for collectives."""

@@ -1,0 +1,78 @@
+"""The precision protocol, and full precision, which does nothing."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+
+class Precision(Protocol):
+    """What a number format adds to a training step."""
+
+    name: str
+    is_mixed: bool
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of a forward pass."""
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as backward should see it."""
+
+    def gradient_scale(self) -> float:
+        """What gradients that are not unscaled yet have been multiplied by."""
+
+    def adjust(self) -> None:
+        """No optimizer waits for a step: the scale may change now."""
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the optimizer's gradients true values; harmless when repeated."""
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> bool:
+        """Step the optimizer; False where the update was skipped."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resume needs."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+
+
+class FullPrecision:
+    """Tensors keep the dtypes they have."""
+
+    name = "no"
+    is_mixed = False
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """No autocast."""
+        return nullcontext()
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss itself."""
+        return loss
+
+    def gradient_scale(self) -> float:
+        """1: gradients are true values."""
+        return 1.0
+
+    def adjust(self) -> None:
+        """There is no scale."""
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """There is no scale."""
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> bool:
+        """Step; never skipped."""
+        if closure is None:
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to keep."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take up."""

@@ -1,0 +1,137 @@
+"""Mixed precision by torch.autocast: bf16, and fp16 with one gradient scaler for all optimizers.
+
+The fp16 scale changes only when no optimizer waits for a step: with several optimizers, all gradients of a window are
+unscaled by the scale they were made with. Whether a step was skipped is seen from the step itself, not guessed from
+the scale.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from headway.config.strategies import EngineOptions
+from headway.errors import ConfigError, UnsupportedError
+from headway.precision.base import FullPrecision, Precision
+from headway.runtime.device import Hardware
+
+
+class Bf16Precision(FullPrecision):
+    """Forward passes autocast to bfloat16; weights, gradients and optimizer state keep their dtype."""
+
+    name = "bf16"
+    is_mixed = True
+    dtype = torch.bfloat16
+
+    def __init__(self, hardware: Hardware, options: EngineOptions) -> None:
+        self._kind = hardware.kind
+        self._options = options.autocast
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """torch.autocast for the hardware in use."""
+        chosen = self._options
+        return torch.autocast(self._kind, dtype=self.dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled)
+
+
+class _Probe:
+    """Stands for an optimizer towards torch's scaler, and notes whether its step was called.
+
+    It hides that fused optimizers skip by themselves, so that a skip is always seen here.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.did_step = False
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def step(self) -> None:
+        self.did_step = True
+        self.optimizer.step()
+
+
+class Fp16Precision(Bf16Precision):
+    """Forward passes autocast to float16; losses are scaled so that small gradients survive."""
+
+    name = "fp16"
+    dtype = torch.float16
+
+    def __init__(self, hardware: Hardware, options: EngineOptions) -> None:
+        super().__init__(hardware, options)
+        chosen = options.scaler
+        self.scaler = torch.amp.GradScaler(
+            hardware.kind, init_scale=chosen.init_scale, growth_factor=chosen.growth_factor,
+            backoff_factor=chosen.backoff_factor, growth_interval=chosen.growth_interval, enabled=chosen.enabled,
+        )  # fmt: skip
+        self._probes: dict[int, _Probe] = {}
+        self._unscaled: set[int] = set()
+        self._has_stepped = False
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale, in float32: a scale of 65536 is infinite in float16."""
+        return self.scaler.scale(loss.float())
+
+    def gradient_scale(self) -> float:
+        """The scale in force."""
+        return self.scaler.get_scale()
+
+    def adjust(self) -> None:
+        """Grow or shrink the scale once for all the steps since the last time."""
+        if self._has_stepped:
+            self.scaler.update()
+            self._unscaled.clear()
+            self._has_stepped = False
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, once per window."""
+        if id(optimizer) not in self._unscaled and self.scaler.is_enabled():
+            self.scaler.unscale_(self._probe(optimizer))  # type: ignore[arg-type]
+            self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> bool:
+        """Step unless a gradient overflowed.
+
+        Raises:
+            UnsupportedError: a closure was given.
+        """
+        if closure is not None:
+            raise UnsupportedError("optimizer.step(closure) cannot be undone under fp16; use bf16, or step without a closure")
+        self.unscale(optimizer)
+        probe = self._probe(optimizer)
+        probe.did_step = False
+        self.scaler.step(probe)  # type: ignore[arg-type]
+        self._has_stepped = True
+        return probe.did_step
+
+    def _probe(self, optimizer: torch.optim.Optimizer) -> _Probe:
+        return self._probes.setdefault(id(optimizer), _Probe(optimizer))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's state, adjusted for the steps done."""
+        self.adjust()
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a scaler's state."""
+        self.scaler.load_state_dict(state)
+
+
+def build_precision(name: str, hardware: Hardware, options: EngineOptions) -> Precision:
+    """The precision called `name`.
+
+    Raises:
+        ConfigError: an unknown name.
+        UnsupportedError: the hardware cannot compute in it.
+    """
+    if name == "no":
+        return FullPrecision()
+    if name == "bf16":
+        if not hardware.supports_bf16():
+            raise UnsupportedError(f"mixed_precision='bf16', but this {hardware.kind} device has no bfloat16; use 'fp16' or 'no'")
+        return Bf16Precision(hardware, options)
+    if name == "fp16":
+        return Fp16Precision(hardware, options)
+    raise ConfigError(f"mixed_precision={name!r} is unknown; allowed: 'no', 'bf16', 'fp16'")

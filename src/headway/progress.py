@@ -1,0 +1,147 @@
+"""Progress of a loop: a live bar on a terminal, one plain line per interval elsewhere, on one rank only."""
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TextIO, TypeVar
+
+import psutil
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from headway.runtime.process import current
+from headway.units import format_bytes, format_seconds
+
+Item = TypeVar("Item")
+
+
+class _Facts(ProgressColumn):
+    """Everything behind the bar, as one text."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["facts"], style="dim")
+
+
+class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
+    """Iterate with progress: count, values, rates, memory, time left.
+
+    Example::
+
+        bar = track(loader, description="epoch 0")
+        for inputs, targets in bar:
+            ...
+            bar.show(loss=loss.item())
+            bar.add(tokens=targets.numel())
+
+    Args:
+        iterable: what to iterate over.
+        description: what the line begins with.
+        total: how many items there will be; None: the iterable's length where it has one.
+        main_process_only: only rank 0 shows anything; False: the first process of each machine does too.
+        interval: seconds between plain lines where the output is no terminal.
+        file: where to write; default: standard error.
+    """
+
+    def __init__(self, iterable: Iterable[Item], *, description: str = "", total: int | None = None,
+                 main_process_only: bool = True, interval: float = 10.0, file: TextIO | None = None) -> None:  # fmt: skip
+        runtime = current()
+        self._iterable = iterable
+        self._description = description
+        self._total = total if total is not None else _length(iterable)
+        self._is_shown = runtime.is_main_process if main_process_only else runtime.is_local_main_process
+        self._interval = interval
+        self._file = file or sys.stderr
+        self._values: dict[str, Any] = {}
+        self._counts: dict[str, float] = {}
+        self._num_done = 0
+        self._start = time.monotonic()
+
+    def show(self, **values: float | str) -> None:
+        """Show these values from now on (a float with four digits)."""
+        self._values.update(values)
+
+    def add(self, **counts: float) -> None:
+        """Count things; shown as a rate: `add(tokens=512)` gives "3,210 tokens/s", all ranks' work as given."""
+        for name, count in counts.items():
+            self._counts[name] = self._counts.get(name, 0.0) + count
+
+    def facts(self) -> str:
+        """What stands behind the bar: count, values, rates, memory, time left."""
+        elapsed = max(time.monotonic() - self._start, 1e-9)
+        parts = [f"{self._num_done}/{self._total}" if self._total is not None else str(self._num_done)]
+        parts += [f"{name} {_number(value)}" for name, value in self._values.items()]
+        parts += [f"{count / elapsed:,.0f} {name}/s" for name, count in self._counts.items()]
+        if not self._counts:
+            parts.append(f"{self._num_done / elapsed:,.1f}/s")
+        parts.append(format_bytes(_memory()))
+        if self._total is not None and self._num_done:
+            parts.append(f"{format_seconds(elapsed / self._num_done * max(0, self._total - self._num_done))} left")
+        else:
+            parts.append(format_seconds(elapsed))
+        return " | ".join(parts)
+
+    def __len__(self) -> int:
+        if self._total is None:
+            raise TypeError(f"{type(self._iterable).__name__} has no length, and track() was given no total")
+        return self._total
+
+    def __iter__(self) -> Iterator[Item]:
+        self._start, self._num_done = time.monotonic(), 0
+        if not self._is_shown:
+            yield from self._iterable
+        elif self._file.isatty():
+            yield from self._on_terminal()
+        else:
+            yield from self._in_lines()
+
+    def _on_terminal(self) -> Iterator[Item]:
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), _Facts())
+        with Progress(*columns, console=Console(file=self._file), refresh_per_second=4) as bars:
+            task = bars.add_task(self._description, total=self._total, facts="")
+            for item in self._iterable:
+                yield item
+                self._num_done += 1
+                bars.update(task, completed=self._num_done, facts=self.facts() if self._is_due(0.2) else bars.tasks[0].fields["facts"])
+            bars.update(task, facts=self.facts())
+
+    def _in_lines(self) -> Iterator[Item]:
+        last = self._start
+        for item in self._iterable:
+            yield item
+            self._num_done += 1
+            now = time.monotonic()
+            if now - last >= self._interval:
+                last = now
+                self._line()
+        self._line()
+
+    _last_due = 0.0
+
+    def _is_due(self, seconds: float) -> bool:
+        now = time.monotonic()
+        if now - self._last_due < seconds:
+            return False
+        self._last_due = now
+        return True
+
+    def _line(self) -> None:
+        head = f"{self._description}: " if self._description else ""
+        print(f"{head}{self.facts()}", file=self._file, flush=True)
+
+
+def _length(iterable: Any) -> int | None:
+    try:
+        return len(iterable)
+    except TypeError:
+        return None
+
+
+def _number(value: float | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _memory() -> int:
+    """Bytes that tensors hold on the device; on a CPU, the process's resident memory."""
+    in_use = current().hardware.memory_in_use()
+    return in_use if in_use is not None else int(psutil.Process().memory_info().rss)

@@ -1,0 +1,102 @@
+"""Random streams: seeding them all, and making them equal on all ranks."""
+
+import random
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headway.errors import ConfigError
+from headway.runtime.process import current
+
+_MASK = (1 << 63) - 1
+
+
+def mix(*parts: int) -> int:
+    """One seed of 63 bits from several numbers, well spread (the finaliser of SplitMix64, Steele et al. 2014)."""
+    state = 0
+    for part in parts:
+        state = (state + part + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state & _MASK
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python's, NumPy's and torch's random streams.
+
+    Args:
+        seed: 0 or more.
+        device_specific: give every rank a stream of its own (seed + rank). The data order stays common to all ranks.
+        deterministic: ask torch for deterministic algorithms as well.
+
+    Raises:
+        ConfigError: the seed is negative or no integer.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ConfigError(f"set_seed got {seed!r}; give a whole number, 0 or more")
+    if device_specific:
+        seed += current().rank
+    random.seed(seed)
+    _seed_numpy(seed)
+    torch.manual_seed(seed)  # every device's generator included
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def _seed_numpy(seed: int) -> None:
+    # numpy.random is imported by torch's users, not always by torch: an unused stream needs no seed until then.
+    import numpy
+
+    numpy.random.seed(seed % (1 << 32))
+
+
+def synchronize_rng_states(rng_types: list[str], generator: torch.Generator | None = None) -> None:
+    """Give all ranks the random states of rank 0.
+
+    Args:
+        rng_types: any of "python", "numpy", "torch", "device", "generator".
+        generator: the generator that "generator" means.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    known = ("python", "numpy", "torch", "device", "generator")
+    for name in rng_types:
+        if name not in known:
+            raise ConfigError(f"unknown random stream {name!r}; allowed: {', '.join(known)}")
+    if current().world_size == 1:
+        return
+    state = [_read_states(rng_types, generator) if current().is_main_process else None]
+    dist.broadcast_object_list(state, src=0)
+    _write_states(state[0] or {}, generator)
+
+
+def _read_states(rng_types: list[str], generator: torch.Generator | None) -> dict[str, Any]:
+    states: dict[str, Any] = {}
+    if "python" in rng_types:
+        states["python"] = random.getstate()
+    if "numpy" in rng_types and "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    if "torch" in rng_types:
+        states["torch"] = torch.get_rng_state()
+    if "device" in rng_types and current().hardware.kind != "cpu":
+        states["device"] = current().hardware.module.get_rng_state()
+    if "generator" in rng_types and generator is not None:
+        states["generator"] = generator.get_state()
+    return states
+
+
+def _write_states(states: dict[str, Any], generator: torch.Generator | None) -> None:
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "device" in states:
+        current().hardware.module.set_rng_state(states["device"])
+    if "generator" in states and generator is not None:
+        generator.set_state(states["generator"])

@@ -1,0 +1,126 @@
+"""Data parallelism by torch's DistributedDataParallel: a whole model on each process, gradients averaged.
+
+DDP instances are held here, outside the user's module tree. Two things differ from bare DDP: buffers are copied from
+rank 0 right after a reducing backward instead of before the next forward, so that no forward holds a collective
+and a model may be called on one rank alone; and the average over ranks is undone by the loss's factor.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from headway.config.strategies import DDPCommunicationHookType as Hook
+from headway.config.strategies import DistributedDataParallelKwargs
+from headway.errors import PrepareError, UnsupportedError
+from headway.ops.collectives import Collectives
+from headway.strategies.base import Engine, Transform
+from headway.strategies.single import SingleStrategy
+
+_BUFFER_BUCKET_BYTES = 250 * 1024 * 1024  # DDP's own bound for a broadcast of buffers
+
+
+class DDPStrategy(SingleStrategy):
+    """A replica per process."""
+
+    name = "ddp"
+
+    def __init__(self, collectives: Collectives, options: DistributedDataParallelKwargs) -> None:
+        super().__init__(collectives)
+        self.gradient_divisor = collectives.world_size
+        self._options = options
+        self._engines: dict[int, DistributedDataParallel] = {}
+
+    def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
+        """Wrap in DDP, which gives all ranks rank 0's values.
+
+        Raises:
+            PrepareError: parameters on the meta device.
+        """
+        super().setup(model, transforms)
+        lazy = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+        if lazy:
+            raise PrepareError(
+                f"{type(model).__name__} has {len(lazy)} parameters without memory (meta device), such as {lazy[0]!r}; "
+                "load or initialise them before prepare()"
+            )
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return None
+        chosen, device = self._options, next(model.parameters()).device
+        engine = DistributedDataParallel(
+            model, device_ids=None if device.type == "cpu" else [device], dim=chosen.dim, broadcast_buffers=False,
+            bucket_cap_mb=chosen.bucket_cap_mb, find_unused_parameters=chosen.find_unused_parameters,
+            gradient_as_bucket_view=chosen.gradient_as_bucket_view, static_graph=chosen.static_graph,
+            process_group=self.data_group.group,
+        )  # fmt: skip
+        _register_hook(engine, chosen)
+        self._engines[id(model)] = engine
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return engine(*args, **kwargs)
+            except RuntimeError as error:
+                raise _named(error, model) from error
+
+        return run
+
+    def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
+        """DDP's no_sync where gradients stay local."""
+        engine = self._engines.get(id(model))
+        return nullcontext() if sync or engine is None else engine.no_sync()
+
+    def reduce_gradients(self) -> None:
+        """Give all ranks rank 0's buffers (running statistics, say)."""
+        if not self._options.broadcast_buffers:
+            return
+        for engine in self._engines.values():
+            buffers = [buffer for buffer in engine.module.buffers() if buffer.numel()]
+            if buffers and engine.module.training:
+                # The engine's own coalesced broadcast: one message for all buffers.
+                dist._broadcast_coalesced(engine.process_group, buffers, _BUFFER_BUCKET_BYTES, 0)
+
+    def release(self) -> None:
+        """Forget all engines."""
+        super().release()
+        self._engines.clear()
+
+
+def _register_hook(engine: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:
+    if options.comm_hook is Hook.NO:
+        return
+    backend = dist.get_backend(engine.process_group)
+    if "gloo" in str(backend) and Hook.BF16 in (options.comm_hook, options.comm_wrapper):
+        raise UnsupportedError("the bf16 communication hook needs NCCL; on gloo use comm_hook='fp16' or 'power_sgd'")
+    hooks: dict[Hook, Callable[..., Any]] = {
+        Hook.FP16: default_hooks.fp16_compress_hook,
+        Hook.BF16: default_hooks.bf16_compress_hook,
+        Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
+        Hook.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+    }
+    wrappers = {Hook.FP16: default_hooks.fp16_compress_wrapper, Hook.BF16: default_hooks.bf16_compress_wrapper}
+    hook, state = hooks[options.comm_hook], None
+    if options.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD):
+        state = powerSGD_hook.PowerSGDState(engine.process_group, **options.comm_state_option)
+    if options.comm_wrapper in wrappers:
+        hook = wrappers[options.comm_wrapper](hook)
+    engine.register_comm_hook(state, hook)
+
+
+def _named(error: RuntimeError, model: torch.nn.Module) -> RuntimeError:
+    """torch's error about an unfinished reduction with parameter indices turned into names; others unchanged."""
+    text = str(error)
+    found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", text)
+    if "finished reduction in the prior iteration" not in text or found is None:
+        return error
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    names = [trained[int(index)] for index in found[1].split() if int(index) < len(trained)]
+    return UnsupportedError(
+        f"these parameters of {type(model).__name__} took no part in the last loss: {', '.join(names)}. Every rank must "
+        "give every parameter a gradient: use them, freeze them with requires_grad_(False), or pass "
+        "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"
+    )

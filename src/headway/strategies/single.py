@@ -1,0 +1,84 @@
+"""One process: plain PyTorch, and the base of strategies that keep the whole model on each process."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from headway.ops.collectives import Collectives
+from headway.precision.base import Precision
+from headway.strategies.base import Capabilities, Engine, Shard, Transform
+
+
+class SingleStrategy:
+    """The model as it is, on the one process there is."""
+
+    name = "single"
+    capabilities = Capabilities()
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.data_group = collectives
+        self.data_shard = Shard(collectives.rank, collectives.world_size)
+        self.gradient_divisor = 1
+        self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
+        """Apply the transforms; no engine is needed."""
+        for transform in transforms:
+            transform(model)
+        return None
+
+    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The module itself: prepare() gave back the user's own object."""
+        return model
+
+    def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
+        """Nothing travels."""
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
+        """Run backward with `factor` as the gradient of the loss: no extra operation is recorded."""
+        loss = precision.scale_loss(loss)
+        key = (factor, loss.dtype, loss.device)
+        seed = self._seeds.get(key)
+        if seed is None or seed.shape != loss.shape:
+            seed = torch.full_like(loss, factor, requires_grad=False)
+            if len(self._seeds) > 64:  # token counts differ from batch to batch
+                self._seeds.clear()
+            self._seeds[key] = seed
+        torch.autograd.backward(loss, seed, **kwargs)
+
+    def reduce_gradients(self) -> None:
+        """Nothing to reduce."""
+
+    def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
+        """Multiply all gradients in place."""
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    def clip(self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+        """torch's own clipping."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def step(self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> bool:
+        """Step through the precision, which may skip."""
+        return precision.step(optimizer, closure)
+
+    def rollback(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Drop the gradients."""
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def release(self) -> None:
+        """Only the cached seeds are held."""
+        self._seeds.clear()
+
+    def export_state(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """The state dict's tensors, as they lie."""
+        yield from self.unwrap(model).state_dict().items()
+
+    def import_state(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load strictly: missing and unexpected names are torch's error."""
+        self.unwrap(model).load_state_dict(dict(tensors))

@@ -1,0 +1,1 @@
+"""What prepare() returns, and the step: windows, weights, clock."""

@@ -1,0 +1,299 @@
+"""Windows of micro-batches and the (sum, weight) arithmetic that makes their gradient that of the whole batch.
+
+The gradient of an update is that of (sum of losses over the window and all data ranks) / (sum of weights). Each backward
+multiplies its loss by weight / nominal, where nominal is a window weight that all ranks agree on beforehand; when
+the window closes with another weight, gradients are corrected once by nominal / actual. So fp16 gradients keep the
+size of a mean, and gradients are final when the window's last backward returns::
+
+    open ----> micro-batch: begin() sets is_last; each backward adds weight_i * loss_i / nominal
+      ^             |
+      |             +-- is_last: weights are summed over ranks (while backward runs), gradients *= nominal / actual
+      +-- next -----+             buffers follow rank 0; the window is closed: clip, step, zero_grad act
+
+Outside `accumulate` every backward is a window of its own.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from headway.data.loader import PreparedLoader
+from headway.errors import LossError
+from headway.log import get_logger
+from headway.precision.base import Precision
+from headway.strategies.base import Strategy
+
+log = get_logger(__name__)
+
+
+class LossPolicy(Protocol):
+    """How losses are divided; a compatibility layer can bring its own."""
+
+    def factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:
+        """What a backward multiplies its mean loss by, given that the engine divides by `divisor`."""
+
+    def correction(self, nominal: float, actual: float) -> float:
+        """What a closing window multiplies gradients by."""
+
+
+class WeightedMean:
+    """The mean over everything in the window, on all ranks."""
+
+    def factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:
+        """weight / nominal, with the engine's average undone."""
+        return weight * divisor / nominal
+
+    def correction(self, nominal: float, actual: float) -> float:
+        """nominal / actual."""
+        return nominal / actual
+
+
+class ConstantDivision:
+    """The plain recipe: every loss divided by the number of steps, ranks averaged, whatever the window really held."""
+
+    def factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:
+        """1 / steps."""
+        return 1 / num_steps
+
+    def correction(self, nominal: float, actual: float) -> float:
+        """None."""
+        return 1.0
+
+
+@dataclass
+class Window:
+    """The micro-batches of one update, for one set of models.
+
+    Attributes:
+        num_done: micro-batches begun.
+        is_last: the current one closes the window.
+        is_closed: its last backward has returned and gradients are final.
+        is_empty: it closed with a total weight of zero: no update.
+        nominal: the window weight that backwards divide by; None until the first one is agreed.
+        next_nominal: what the last full window really weighed.
+        local_weight: this rank's weights so far.
+        global_weight: all ranks' weights so far; None where only an exchange can tell.
+        micro_weight: (this rank's, all ranks') weight of the current micro-batch, set by its first loss.
+    """
+
+    models: tuple[torch.nn.Module, ...] = ()
+    num_done: int = 0
+    is_last: bool = False
+    is_closed: bool = True
+    is_empty: bool = False
+    nominal: float | None = None
+    next_nominal: float | None = None
+    local_weight: float = 0.0
+    global_weight: float | None = 0.0
+    micro_weight: tuple[float, float | None] | None = None
+
+    def open(self) -> None:
+        """Start over, with the last full window's weight as the nominal one."""
+        self.num_done, self.is_closed, self.is_empty = 0, False, False
+        self.nominal, self.local_weight, self.global_weight = self.next_nominal, 0.0, 0.0
+
+
+class Accumulation:
+    """The windows of a run, and backward.
+
+    Args:
+        num_steps: micro-batches per update.
+        strategy: runs backward and reduces.
+        precision: scales losses.
+        policy: how losses are divided.
+        active: the loaders in iteration, innermost last.
+        sync_with_loader: a loader's last batch closes the window.
+        sync_each: reduce gradients at every micro-batch.
+    """
+
+    def __init__(self, num_steps: int, strategy: Strategy, precision: Precision, policy: LossPolicy,
+                 active: list[PreparedLoader], sync_with_loader: bool = True, sync_each: bool = False) -> None:  # fmt: skip
+        self.num_steps = num_steps
+        self.strategy = strategy
+        self.precision = precision
+        self.policy = policy
+        self.active = active
+        self.sync_with_loader = sync_with_loader
+        self.sync_each = sync_each
+        self.parameters: dict[int, list[torch.nn.Parameter]] = {}
+        self.current = Window()
+        self.is_last = True
+        self.num_windows = 0
+        self._windows: dict[tuple[int, ...], Window] = {}
+        self._is_inside = False
+
+    # ---------------------------------------------------------------- windows
+
+    def begin(self, models: Sequence[torch.nn.Module]) -> bool:
+        """A micro-batch begins; returns whether gradients travel in it."""
+        key = tuple(map(id, models))
+        window = self._windows.get(key)
+        if window is None:
+            window = self._windows[key] = Window(tuple(models))
+        # A window whose last micro-batch never ran backward (the loop skipped it) goes on until one does.
+        if window.is_closed:
+            window.open()
+            self.num_windows += 1
+            if all(other.is_closed or other is window for other in self._windows.values()):
+                self.precision.adjust()
+        window.num_done += 1
+        window.micro_weight = None
+        is_end = self.sync_with_loader and bool(self.active) and self.active[-1].is_last
+        window.is_last = is_end or window.num_done >= self.num_steps
+        self.current, self.is_last, self._is_inside = window, window.is_last, True
+        return window.is_last or self.sync_each
+
+    def end(self, is_failed: bool = False) -> None:
+        """The micro-batch's block is left; where it failed, the window starts over with the next one."""
+        self._is_inside = False
+        if is_failed:
+            self.current.is_closed = True
+
+    def reset(self) -> None:
+        """Forget all windows and parameters."""
+        self.parameters.clear()
+        self._windows.clear()
+        self.current, self.is_last, self._is_inside = Window(), True, False
+
+    # ---------------------------------------------------------------- weights
+
+    def _weigh(self, weight: float | None) -> tuple[float, float | None]:
+        """This rank's weight, and all ranks' together where that is known without asking them."""
+        loader = self.active[-1] if self.active else None
+        counts = None if loader is None else loader.valid_counts
+        if weight is not None:
+            is_filler = counts is not None and counts[self.strategy.data_shard.index] == 0
+            return (0.0 if is_filler else weight), (None if self.strategy.data_shard.count > 1 else weight)
+        if counts is not None:
+            return float(counts[self.strategy.data_shard.index]), float(sum(counts))
+        log.info_once("backward outside a prepared loader: each loss weighs 1; pass weight= where micro-batches differ")
+        return 1.0, float(self.strategy.data_shard.count)
+
+    def _weigh_micro_batch(self, window: Window, weight: float | None) -> float:
+        """Count the micro-batch once, by its first loss; later losses of it are further terms over the same items."""
+        if window.micro_weight is None:
+            window.micro_weight = local, total = self._weigh(weight)
+            window.local_weight += local
+            window.global_weight = None if total is None or window.global_weight is None else window.global_weight + total
+            return local
+        local = window.micro_weight[0]
+        if weight is not None and self._weigh(weight)[0] != local:
+            raise LossError(
+                f"two losses of one micro-batch weigh {local:g} and {weight:g}; their gradients land in the same tensors "
+                "and cannot be told apart. Add the losses up and call backward once, or give both the same weight"
+            )
+        return local
+
+    def _agree_nominal(self, window: Window) -> float:
+        """The first window's nominal weight: what its first micro-batch weighs everywhere, times the steps."""
+        assert window.micro_weight is not None
+        local, total = window.micro_weight
+        if total is None:
+            total = self.strategy.data_group.reduce_numbers([local])[0]
+        return total * self.num_steps if total > 0 else float(self.num_steps)
+
+    # ---------------------------------------------------------------- backward
+
+    def backward(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
+        """Add the loss's gradient with its weight; the window's last one makes gradients final."""
+        check_loss(loss, weight, reduction)
+        if not self._is_inside:
+            self._backward_alone(loss, weight, reduction, **kwargs)
+            return
+        window, group = self.current, self.strategy.data_group
+        local = self._weigh_micro_batch(window, weight)
+        if window.nominal is None:
+            window.nominal = self._agree_nominal(window)
+        if not window.is_last:
+            self._run(loss, local, window.nominal, reduction, **kwargs)
+        elif window.is_closed:  # a further loss of the last micro-batch
+            self._run(loss, local, window.nominal, reduction, **kwargs)
+            self.strategy.reduce_gradients()
+        else:
+            # The exchange of weights runs while backward computes.
+            pending = [window.global_weight] if window.global_weight is not None else group.start_sum([window.local_weight])
+            self._run(loss, local, window.nominal, reduction, **kwargs)
+            self._close(window, group.finish_sum(pending)[0])
+
+    def _run(self, loss: torch.Tensor, weight: float, nominal: float, reduction: str, **kwargs: Any) -> None:
+        mean_weight = (1.0 if weight else 0.0) if reduction == "sum" else weight
+        factor = self.policy.factor(mean_weight, nominal, self.strategy.gradient_divisor, self.num_steps)
+        self.strategy.backward(loss, factor, self.precision, **kwargs)
+
+    def _close(self, window: Window, total: float) -> None:
+        assert window.nominal is not None
+        window.is_closed, window.is_empty = True, total == 0
+        if not window.is_empty:
+            correction = self.policy.correction(window.nominal, total)
+            if correction != 1.0:
+                self.strategy.scale_gradients(self._parameters_of(window), correction)
+                window.nominal = total
+            # A short window says nothing about the next one.
+            if window.num_done >= self.num_steps:
+                window.next_nominal = total
+        self.strategy.reduce_gradients()
+
+    def _backward_alone(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
+        """A window of one loss: what other backwards left in the gradients must not be touched, so weigh it exactly."""
+        self.num_windows += 1
+        if all(window.is_closed for window in self._windows.values()):
+            self.precision.adjust()
+        local, total = self._weigh(weight)
+        if total is None:
+            total = self.strategy.data_group.reduce_numbers([local])[0]
+        self.current, self.is_last = Window(num_done=1, is_last=True, is_empty=total == 0), True
+        self._run(loss, local, total or 1.0, reduction, **kwargs)
+        self.strategy.reduce_gradients()
+
+    def _parameters_of(self, window: Window) -> Iterable[torch.nn.Parameter]:
+        models = [id(model) for model in window.models] or list(self.parameters)
+        unique = {id(p): p for model in models for p in self.parameters.get(model, ())}
+        return unique.values()
+
+
+class MicroBatch:
+    """The context of one micro-batch (`accelerator.accumulate`)."""
+
+    __slots__ = ("_accumulation", "_contexts", "_models")
+
+    def __init__(self, accumulation: Accumulation, models: Sequence[torch.nn.Module]) -> None:
+        self._accumulation = accumulation
+        self._models = models
+        self._contexts: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        sync = self._accumulation.begin(self._models)
+        strategy = self._accumulation.strategy
+        self._contexts = [strategy.accumulate(model, sync) for model in self._models]
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(kind, error, trace)
+        self._accumulation.end(is_failed=kind is not None)
+
+
+def check_loss(loss: Any, weight: float | None, reduction: str) -> None:
+    """Refuse what cannot be a loss.
+
+    Raises:
+        LossError: no tensor, no scalar, no graph, a weight that is negative or not finite, an unknown reduction.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise LossError(f"backward() got a {type(loss).__name__}; give the loss tensor (for a model output: output.loss)")
+    if loss.numel() != 1:
+        raise LossError(f"backward() got a loss of shape {tuple(loss.shape)}; reduce it first: loss.mean(), or loss.sum() with "
+                        "weight= and reduction='sum'")  # fmt: skip
+    if not loss.requires_grad:
+        raise LossError(
+            "backward() got a loss without a graph: it does not depend on any parameter that requires grad. Was it made under "
+            "torch.no_grad(), detached, or are all parameters frozen?"
+        )
+    if reduction not in ("mean", "sum"):
+        raise LossError(f"reduction={reduction!r}; allowed: 'mean' (of `weight` items) and 'sum' (over `weight` items)")
+    if weight is not None and not 0 <= weight < float("inf"):
+        raise LossError(f"weight={weight!r}; give the number of items the loss was taken over, 0 or more")

@@ -1,0 +1,90 @@
+"""The prepared model: the user's own object, whose class gains a call through the engine and autocast.
+
+The object stays what it was - isinstance, attributes, state_dict keys - because only its class is exchanged for a
+subclass of it, as torch's fully_shard does. `forward` is never replaced. The engine (a DDP instance, say) lives
+beside the module tree; it calls the module again, and a guard lets that inner call through.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from headway.errors import PrepareError
+from headway.strategies.base import Engine
+
+_KEY = "_headway_call"
+
+
+class _Call:
+    """How calls of one prepared model run."""
+
+    __slots__ = ("autocast", "bare_class", "engine", "is_inside")
+
+    def __init__(self, bare_class: type, engine: Engine | None, autocast: Callable[[], AbstractContextManager[Any]] | None):
+        self.bare_class = bare_class
+        self.engine = engine
+        self.autocast = autocast
+        self.is_inside = False
+
+
+class PreparedModel:
+    """Mixed in before the user's class; it overrides the call and how copies are made."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's forward, under autocast, through the engine where gradients are wanted."""
+        call: _Call = self.__dict__[_KEY]
+        bare = super().__call__  # type: ignore[misc]
+        if call.is_inside:
+            return bare(*args, **kwargs)
+        run = call.engine if call.engine is not None and torch.is_grad_enabled() else bare
+        call.is_inside = True
+        try:
+            if call.autocast is None:
+                return run(*args, **kwargs)
+            with call.autocast():
+                return run(*args, **kwargs)
+        finally:
+            call.is_inside = False
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and deepcopy give the bare class, without an engine."""
+        made = list(super().__reduce_ex__(protocol))
+        bare = self.__dict__[_KEY].bare_class
+        made[1] = tuple(bare if argument is type(self) else argument for argument in made[1])
+        if made[0] is type(self):
+            made[0] = bare
+        if len(made) > 2 and isinstance(made[2], dict):
+            made[2] = {key: value for key, value in made[2].items() if key != _KEY}
+        return tuple(made)
+
+
+def attach(model: torch.nn.Module, engine: Engine | None,
+           autocast: Callable[[], AbstractContextManager[Any]] | None) -> None:  # fmt: skip
+    """Make calls of `model` run through `engine` and `autocast`; with neither, the object is left as it is.
+
+    Raises:
+        PrepareError: its class cannot be extended (it defines __slots__ or forbids subclasses).
+    """
+    if engine is None and autocast is None:
+        return
+    bare = type(model)
+    try:
+        # The same name: repr, wrapping by class name and configurations keep meaning the user's class.
+        model.__class__ = type(bare.__name__, (PreparedModel, bare), {"__module__": bare.__module__, "__doc__": bare.__doc__})
+    except TypeError as error:
+        raise PrepareError(f"the class {bare.__qualname__} cannot be prepared, because it cannot be extended: {error}") from error
+    model.__dict__[_KEY] = _Call(bare, engine, autocast)
+
+
+def detach(model: torch.nn.Module) -> None:
+    """Give the model its own class back."""
+    call = model.__dict__.pop(_KEY, None)
+    if call is not None:
+        model.__class__ = call.bare_class
+
+
+def is_attached(model: torch.nn.Module) -> bool:
+    """Does the model's call run through Headway?"""
+    return _KEY in model.__dict__

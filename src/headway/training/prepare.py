@@ -1,0 +1,319 @@
+"""What prepare() does with each kind of object, and what it remembers of them."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from headway.config.run import DataLoaderConfiguration
+from headway.data.build import prepare_loader
+from headway.data.loader import PreparedLoader
+from headway.errors import ConfigError, PrepareError
+from headway.log import get_logger
+from headway.runtime.process import ProcessRuntime
+from headway.runtime.seed import mix, synchronize_rng_states
+from headway.training import model as prepared_model
+from headway.training.accumulation import Accumulation
+from headway.training.clock import Clock, MicroBatchTicks, PerProcessTicks, TickRule, UpdateTicks
+from headway.training.optimizer import PreparedOptimizer, check_owned
+from headway.training.scheduler import PreparedScheduler, is_scheduler, schedule_length
+
+log = get_logger(__name__)
+
+
+class Preparation:
+    """The prepared objects of one Accelerator.
+
+    Attributes:
+        models, optimizers, loaders, schedulers: in the order they were prepared.
+        loading: how loaders split, pad and move batches.
+    """
+
+    def __init__(self, accumulation: Accumulation, clock: Clock, runtime: ProcessRuntime, loading: DataLoaderConfiguration,
+                 device_placement: bool, rule: TickRule, follows_optimizer: bool, rng_types: tuple[str, ...],
+                 global_batch_size: int | None) -> None:  # fmt: skip
+        self.models: list[torch.nn.Module] = []
+        self.optimizers: list[PreparedOptimizer] = []
+        self.loaders: list[PreparedLoader] = []
+        self.schedulers: list[PreparedScheduler] = []
+        self.loading = loading
+        self._accumulation = accumulation
+        self._strategy = accumulation.strategy
+        self._clock = clock
+        self._runtime = runtime
+        self._places = device_placement
+        self._rule = rule
+        self._follows_optimizer = follows_optimizer
+        self._rng_types = rng_types
+        self._global_batch_size = global_batch_size
+
+    def prepare(self, objects: Sequence[Any], placement: list[bool] | None) -> list[Any]:
+        """Prepare by kind - models, optimizers, loaders, schedules - and return in the order given."""
+        if not objects:
+            raise PrepareError("prepare() got nothing; give models, optimizers, loaders, schedules")
+        if placement is not None and len(placement) != len(objects):
+            raise PrepareError(f"device_placement has {len(placement)} entries for {len(objects)} objects; give one for each")
+        places = placement or [None] * len(objects)
+        kinds = [_kind(obj) for obj in objects]
+        made: dict[int, Any] = {index: obj for index, obj in enumerate(objects) if kinds[index] == "done"}
+        for kind in ("model", "optimizer", "loader", "scheduler"):
+            for index, obj in enumerate(objects):
+                if kinds[index] == kind:
+                    made[index] = self._one(kind, obj, places[index])
+        if "model" in kinds:
+            self._check_optimizers()
+        return [made[index] for index in range(len(objects))]
+
+    def _one(self, kind: str, obj: Any, place: bool | None) -> Any:
+        if kind == "model":
+            return self.model(obj, place)
+        if kind == "optimizer":
+            return self.optimizer(obj)
+        return self.loader(obj, place) if kind == "loader" else self.scheduler(obj)
+
+    # ---------------------------------------------------------------- each kind
+
+    def model(self, model: torch.nn.Module, place: bool | None = None, is_evaluation: bool = False) -> torch.nn.Module:
+        """Move, wrap, and give the same object back."""
+        if any(model is known for known in self.models):
+            return model
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise PrepareError("prepare() got a DistributedDataParallel; give the bare model, Headway wraps it")
+        self._check_memory(model)
+        if self._places if place is None else place:
+            model.to(self._runtime.device)
+        elif self._strategy.data_shard.count > 1:
+            self._check_device(model)
+        if self.models:
+            self._strategy.capabilities.require("several_models", self._strategy.name, "prepare one model")
+        engine = None if is_evaluation else self._strategy.setup(model)
+        precision = self._accumulation.precision
+        prepared_model.attach(model, engine, precision.autocast if precision.is_mixed else None)
+        self.models.append(model)
+        self._accumulation.parameters[id(model)] = [p for p in model.parameters() if p.requires_grad]
+        return model
+
+    def _check_memory(self, model: torch.nn.Module) -> None:
+        lazy = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        if lazy:
+            raise PrepareError(
+                f"{type(model).__name__} has {len(lazy)} parameters without memory (meta device), such as {lazy[0]!r}; "
+                "load or initialise them before prepare()"
+            )
+
+    def _check_device(self, model: torch.nn.Module) -> None:
+        wanted = self._runtime.device
+        found = {parameter.device for parameter in model.parameters()}
+        if found - {wanted}:
+            raise PrepareError(
+                f"{type(model).__name__} lies on {', '.join(sorted(map(str, found)))}, but this process computes on {wanted}; "
+                "move it there, or leave device_placement on"
+            )
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
+        """Wrap, once."""
+        for known in self.optimizers:
+            if optimizer is known or optimizer is known.optimizer:
+                return known
+        made = PreparedOptimizer(optimizer, self._accumulation, self._strategy, self._accumulation.precision, self._clock)
+        self.optimizers.append(made)
+        return made
+
+    def _check_optimizers(self) -> None:
+        known = {id(parameter) for model in self.models for parameter in model.parameters()}
+        for optimizer in self.optimizers:
+            check_owned(optimizer.optimizer, known)
+
+    def loader(self, loader: DataLoader[Any], place: bool | None = None) -> PreparedLoader:
+        """Shard, and derive the accumulation where a global batch size was asked for."""
+        for known in self.loaders:
+            if loader is known:
+                return known
+        places = self._places if place is None else place
+        made = prepare_loader(
+            loader, shard=self._strategy.data_shard, config=self.loading, device=self._runtime.device if places else None,
+            collectives=self._strategy.data_group, active=self._accumulation.active, seed=self._seed(), rng_types=self._rng_types,
+        )  # fmt: skip
+        self._synchronise()
+        self.loaders.append(made)
+        if self._global_batch_size is not None and len(self.loaders) == 1:
+            self._derive_steps(made, self._global_batch_size)
+        return made
+
+    def _synchronise(self) -> None:
+        others = [name for name in self._rng_types if name != "generator"]
+        if others:
+            synchronize_rng_states(others)
+
+    def _seed(self) -> int:
+        """Rank 0's seed for the next loader; every loader has an order of its own."""
+        given = self.loading.data_seed
+        seed = torch.initial_seed() if given is None else given
+        agreed = self._strategy.data_group.broadcast_object(seed)
+        return mix(agreed & ((1 << 63) - 1), len(self.loaders))
+
+    def _derive_steps(self, loader: PreparedLoader, wanted: int) -> None:
+        per_step = loader.total_batch_size
+        if not per_step or wanted % per_step:
+            raise ConfigError(
+                f"global_batch_size={wanted} is no multiple of what all ranks read at once ({per_step} samples); choose a multiple, "
+                "or another batch size for the loader"
+            )
+        self._accumulation.num_steps = wanted // per_step
+        count = self._strategy.data_shard.count
+        log.info("global batch %d = %d per process x %d processes x %d accumulation steps",
+                 wanted, per_step // count, count, self._accumulation.num_steps)  # fmt: skip
+
+    def scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """Wrap, bound to its prepared optimizer; say once how it will tick."""
+        for known in self.schedulers:
+            if scheduler is known or scheduler is known.scheduler:
+                return known
+        bound = getattr(scheduler, "optimizer", None)
+        followed = [o for o in self.optimizers if bound is None or bound is o or bound is o.optimizer]
+        if not followed and self._follows_optimizer:
+            raise PrepareError(
+                f"{type(scheduler).__name__} follows an optimizer that is not prepared; prepare that optimizer before it or in the "
+                "same call, or pass step_scheduler_with_optimizer=False"
+            )
+        made = PreparedScheduler(scheduler, followed, self._rule, self._follows_optimizer)
+        self.schedulers.append(made)
+        if self._follows_optimizer:
+            self._explain(made)
+        return made
+
+    # ---------------------------------------------------------------- the clock's word
+
+    def _explain(self, scheduler: PreparedScheduler) -> None:
+        name, rule = type(scheduler.scheduler).__name__, self._rule
+        length = schedule_length(scheduler.scheduler)
+        end = "" if length is None else f"; it ends after {length} ticks, {-(-length // self._ticks(rule))} updates from now"
+        log.info_once(f"{name} is {rule.reason}{end}")
+        loader = next((loader for loader in self.loaders if _has_len(loader)), None)
+        if length is None or loader is None or length == 0:
+            return
+        updates = -(-len(loader) // self._accumulation.num_steps)
+        if not updates or _is_whole(length, updates * self._ticks(rule), self._ticks(rule)):
+            return
+        for other, remedy in self._other_rules():
+            if _is_whole(length, updates * self._ticks(other), self._ticks(other)):
+                log.warning_once(
+                    f"{name} ends after {length} ticks. By the rule in force ({rule.reason}) an epoch of {updates} updates has "
+                    f"{updates * self._ticks(rule)}, which does not divide it; it would fit a schedule {other.reason}. If that is "
+                    f"how it was counted, pass {remedy}"
+                )
+                return
+
+    def _ticks(self, rule: TickRule) -> int:
+        return max(1, rule.ticks(self._accumulation.num_steps))
+
+    def _other_rules(self) -> list[tuple[TickRule, str]]:
+        count = 1 if self.loading.split_batches else self._strategy.data_shard.count
+        rules: list[tuple[TickRule, str]] = [
+            (PerProcessTicks(count), "adjust_scheduler_to_accumulation=False and no scheduler_ticks"),
+            (MicroBatchTicks(count), "adjust_scheduler_to_accumulation=True"),
+            (UpdateTicks(), "scheduler_ticks='updates'"),
+        ]
+        return [(rule, remedy) for rule, remedy in rules if rule.name != self._rule.name]
+
+    # ---------------------------------------------------------------- gradients of prepared parameters
+
+    def unscaled(self, parameters: Any) -> list[torch.nn.Parameter]:
+        """The parameters as a list, with true values in their gradients."""
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if self._accumulation.precision.is_mixed:
+            wanted = set(map(id, chosen))
+            for optimizer in self.optimizers:
+                if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
+                    self._accumulation.precision.unscale(optimizer.optimizer)
+        return chosen
+
+    def clip(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip at the end of a window; inside one only the norm so far is returned."""
+        if self._accumulation.is_last:
+            return self._strategy.clip(self.unscaled(parameters), max_norm, norm_type)
+        chosen: Iterable[torch.Tensor] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        grads = [parameter.grad for parameter in chosen if parameter.grad is not None]
+        return torch.nn.utils.get_total_norm(grads, norm_type) / self._accumulation.precision.gradient_scale()
+
+    # ---------------------------------------------------------------- loaders' evenness, the end
+
+    def set_evenness(self, even_batches: bool) -> None:
+        """Let this and later epochs of map-style loaders complete their last round, or not."""
+        self.loading = replace(self.loading, even_batches=even_batches)
+        for loader in self.loaders:
+            loader.even_batches = even_batches
+
+    @contextmanager
+    def evenness(self, even_batches: bool) -> Iterator[None]:
+        """`set_evenness` for a block."""
+        before = self.loading.even_batches
+        self.set_evenness(even_batches)
+        try:
+            yield
+        finally:
+            self.set_evenness(before)
+
+    def release(self) -> None:
+        """Forget everything prepared; models get their own class back."""
+        for model in self.models:
+            prepared_model.detach(model)
+        for held in (self.models, self.optimizers, self.loaders, self.schedulers):
+            held.clear()
+        self._strategy.release()
+        self._accumulation.reset()
+
+
+def _kind(obj: Any) -> str:
+    if obj is None or isinstance(obj, PreparedLoader | PreparedOptimizer | PreparedScheduler):
+        return "done"
+    if isinstance(obj, torch.nn.Module):
+        return "model"
+    if isinstance(obj, torch.optim.Optimizer):
+        return "optimizer"
+    if isinstance(obj, DataLoader):
+        return "loader"
+    if is_scheduler(obj):
+        return "scheduler"
+    raise PrepareError(
+        f"prepare() got a {type(obj).__module__}.{type(obj).__qualname__}, which is no model (nn.Module), optimizer, DataLoader or "
+        "schedule (an object with step, state_dict and load_state_dict). Wrap data in a torch DataLoader; leave other objects out"
+    )
+
+
+def _has_len(loader: PreparedLoader) -> bool:
+    try:
+        return len(loader) > 0
+    except TypeError:
+        return False
+
+
+def _is_whole(length: int, per_epoch: int, slack: int) -> bool:
+    """Is `length` a whole number of epochs, up to one rounding of the last window per epoch?"""
+    epochs = max(1, round(length / per_epoch))
+    return abs(length - epochs * per_epoch) < slack * epochs or length == epochs * per_epoch
+
+
+def choose_rule(given: str | TickRule | None, in_micro_batches: bool, num_processes: int) -> TickRule:
+    """The tick rule that the settings mean.
+
+    Args:
+        given: "updates", a rule object, or None.
+        in_micro_batches: schedules were counted in micro-batches.
+        num_processes: by how much the single-process loop made more updates; 1 where batches are split.
+
+    Raises:
+        ConfigError: an unknown word, or two rules at once.
+    """
+    if given is not None and in_micro_batches:
+        raise ConfigError("scheduler_ticks and adjust_scheduler_to_accumulation are two rules for one schedule; give one")
+    if given is None:
+        return MicroBatchTicks(num_processes) if in_micro_batches else PerProcessTicks(num_processes)
+    if given == "updates":
+        return UpdateTicks()
+    if isinstance(given, str):
+        raise ConfigError(f"scheduler_ticks={given!r}; allowed: 'updates', None, or an object with ticks(window_length)")
+    return given

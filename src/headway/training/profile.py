@@ -1,0 +1,42 @@
+"""torch's profiler around a block, with a trace file per rank."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from headway.config.strategies import ProfileKwargs
+from headway.errors import ConfigError
+
+_ACTIVITIES = {
+    "cpu": torch.profiler.ProfilerActivity.CPU,
+    "cuda": torch.profiler.ProfilerActivity.CUDA,
+    "xpu": torch.profiler.ProfilerActivity.XPU,
+}
+
+
+@contextmanager
+def profiling(options: ProfileKwargs, rank: int) -> Iterator[torch.profiler.profile]:
+    """Profile the block; the trace is written also where the block raises.
+
+    Raises:
+        ConfigError: an unknown activity.
+    """
+    unknown = set(options.activities or ()) - set(_ACTIVITIES)
+    if unknown:
+        raise ConfigError(f"unknown profiler activities {sorted(unknown)}; allowed: {', '.join(_ACTIVITIES)}")
+    profiler = torch.profiler.profile(
+        activities=[_ACTIVITIES[name] for name in options.activities] if options.activities else None,
+        schedule=torch.profiler.schedule(**options.schedule_option) if options.schedule_option else None,
+        on_trace_ready=options.on_trace_ready, record_shapes=options.record_shapes, profile_memory=options.profile_memory,
+        with_stack=options.with_stack, with_flops=options.with_flops, with_modules=options.with_modules,
+    )  # fmt: skip
+    try:
+        with profiler:
+            yield profiler
+    finally:
+        if options.output_trace_dir is not None:
+            folder = Path(options.output_trace_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(folder / f"profile_{rank}.json"))

@@ -1,0 +1,93 @@
+"""Run a module-level function on several real gloo processes and bring its results, or its first traceback, back."""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _main(function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int, folder: str) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
+    for name in ("HEADWAY_RUN", "TORCHELASTIC_USE_AGENT_STORE"):
+        os.environ.pop(name, None)
+    out = Path(folder, f"rank{rank}")
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        payload = pickle.dumps((True, function(*args)))
+    except BaseException:
+        payload = pickle.dumps((False, traceback.format_exc()))
+    out.with_suffix(".tmp").write_bytes(payload)
+    out.with_suffix(".tmp").rename(out)
+    # A group left open would make the exit of one rank an error of the other.
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not finish in time."""
+
+
+def run_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, timeout: float = 120) -> list[Any]:
+    """Call `function(*args)` on each of `world_size` processes; return what each returned, by rank.
+
+    Raises:
+        RankFailed: with the tracebacks of the ranks that raised, or the ranks that did not finish.
+    """
+    # A server that has torch imported forks each rank in milliseconds, and is itself clean of threads and groups.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "headway"])
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port()
+        workers = [
+            context.Process(target=_main, args=(function, args, rank, world_size, port, folder)) for rank in range(world_size)
+        ]
+        for worker in workers:
+            worker.start()
+        deadline = time.monotonic() + timeout
+        results = _collect(workers, Path(folder), deadline)
+    failures = [f"rank {rank}:\n{text}" for rank, (is_fine, text) in sorted(results.items()) if not is_fine]
+    missing = [rank for rank in range(world_size) if rank not in results]
+    if missing:
+        failures.append(f"ranks {missing} did not finish in {timeout} s or died")
+    if failures:
+        raise RankFailed("\n".join(failures))
+    return [results[rank][1] for rank in range(world_size)]
+
+
+def _collect(workers: list[Any], folder: Path, deadline: float) -> dict[int, tuple[bool, Any]]:
+    results: dict[int, tuple[bool, Any]] = {}
+    while len(results) < len(workers) and time.monotonic() < deadline:
+        for rank, worker in enumerate(workers):
+            path = folder / f"rank{rank}"
+            if rank not in results and path.exists():
+                results[rank] = pickle.loads(path.read_bytes())
+                if not results[rank][0]:  # the others may wait for it for ever
+                    deadline = min(deadline, time.monotonic() + 5)
+            elif rank not in results and not worker.is_alive() and not path.exists():
+                deadline = min(deadline, time.monotonic() + 5)
+        time.sleep(0.01)
+    for worker in workers:
+        worker.join(max(0.0, min(5.0, deadline - time.monotonic())) if len(results) < len(workers) else 10)
+        if worker.is_alive():
+            worker.kill()
+            worker.join()
+    return results
