@@ -135,7 +135,9 @@ class Accelerator(RankAware):
         """Prepare one schedule; its optimizer must be prepared."""
         return self._preparation.scheduler(scheduler)
 
-    def unwrap_model(self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+    def unwrap_model(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> Any:
         """The user's own module: what prepare() gave back is that object already.
 
         Args:
@@ -195,9 +197,10 @@ class Accelerator(RankAware):
         Args:
             optimizer: one or several; None: all that are prepared.
         """
-        chosen = self._preparation.optimizers if optimizer is None else optimizer
-        for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
-            self.precision.unscale(getattr(one, "optimizer", one))
+        if optimizer is None:
+            optimizer = self._preparation.optimizers
+        for one in [optimizer] if isinstance(optimizer, PreparedOptimizer) else optimizer:
+            self.precision.unscale(one.optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip gradients by their global norm at the end of a window; inside one they are left alone.
@@ -249,7 +252,9 @@ class Accelerator(RankAware):
 
     # ---------------------------------------------------------------- data and metrics
 
-    def gather_for_metrics(self, input_data: Tree, use_gather_object: bool = False, loader: PreparedLoader | None = None) -> Tree:
+    def gather_for_metrics(
+        self, input_data: Tree, use_gather_object: bool = False, loader: PreparedLoader | None = None
+    ) -> Tree:
         """Join per-sample results of all ranks, in the data's order and without padding.
 
         Args:
@@ -263,7 +268,9 @@ class Accelerator(RankAware):
         """
         active = self._accumulation.active
         if loader is not None and loader not in active:
-            raise StateError("gather_for_metrics(loader=...) was called outside that loader's loop; call it for each batch, inside")
+            raise StateError(
+                "gather_for_metrics(loader=...) was called outside that loader's loop; call it for each batch, inside"
+            )
         chosen = loader if loader is not None else active[-1] if active else None
         return gather_for_metrics(input_data, chosen, self.collectives, use_gather_object)
 
@@ -283,7 +290,9 @@ class Accelerator(RankAware):
         """
         for model in joinables:
             if not any(model is known for known in self._preparation.models):
-                raise StateError(f"join_uneven_inputs got a {type(model).__name__} that is not prepared; prepare it first")
+                raise StateError(
+                    f"join_uneven_inputs got a {type(model).__name__} that is not prepared; prepare it first"
+                )
         with ExitStack() as stack:
             if even_batches is not None:
                 stack.enter_context(self._preparation.evenness(even_batches))
@@ -402,10 +411,14 @@ def _windows(steps: int | None, plugin: GradientAccumulationPlugin | None, globa
     if plugin is not None and steps is not None:
         raise ConfigError("give gradient_accumulation_steps or gradient_accumulation_plugin, not both")
     if global_batch_size is not None and (steps is not None or plugin is not None):
-        raise ConfigError(f"global_batch_size={global_batch_size} derives the accumulation; do not give the steps as well")
+        raise ConfigError(
+            f"global_batch_size={global_batch_size} derives the accumulation; do not give the steps as well"
+        )
     if plugin is not None:
         return plugin
-    chosen, _ = run_setting("gradient_accumulation_steps", UNSET if steps is None else steps, 1, code_origin=origin, parse=int)
+    chosen, _ = run_setting(
+        "gradient_accumulation_steps", UNSET if steps is None else steps, 1, code_origin=origin, parse=int
+    )
     return GradientAccumulationPlugin(num_steps=chosen)
 
 
@@ -417,10 +430,10 @@ def _loading(config: DataLoaderConfiguration | None, split_batches: bool) -> Dat
 
 def _project(folder: str | Path | None, config: ProjectConfiguration | None) -> ProjectConfiguration:
     if config is not None and folder is not None and config.project_dir not in (None, folder):
-        raise ConfigError(f"project_dir={str(folder)!r} contradicts project_config.project_dir={str(config.project_dir)!r}")
+        raise ConfigError(
+            f"project_dir={str(folder)!r} contradicts project_config.project_dir={str(config.project_dir)!r}"
+        )
     chosen = config or ProjectConfiguration(project_dir=folder)
     if chosen.project_dir is None and folder is not None:
         chosen = ProjectConfiguration(project_dir=folder, logging_dir=chosen.logging_dir)
     return chosen.with_defaults()
-
-

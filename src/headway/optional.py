@@ -31,4 +31,6 @@ def require(package: str, purpose: str, install: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise OptionalDependencyMissing(f"{purpose} {package}, which is not installed: pip install '{install}'") from error
+        raise OptionalDependencyMissing(
+            f"{purpose} {package}, which is not installed: pip install '{install}'"
+        ) from error

@@ -102,7 +102,11 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
             for item in self._iterable:
                 yield item
                 self._num_done += 1
-                bars.update(task, completed=self._num_done, facts=self.facts() if self._is_due(0.2) else bars.tasks[0].fields["facts"])
+                bars.update(
+                    task,
+                    completed=self._num_done,
+                    facts=self.facts() if self._is_due(0.2) else bars.tasks[0].fields["facts"],
+                )
             bars.update(task, facts=self.facts())
 
     def _in_lines(self) -> Iterator[Item]:

@@ -27,7 +27,9 @@ def parse_bytes(size: int | str) -> int:
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None or match[2].lower() not in _FACTORS:
         units = "KB, MB, GB, TB, KiB, MiB, GiB, TiB"
-        raise ConfigError(f"{size!r} is no size; write a number of bytes, or a number with one of {units}, such as '10GiB'")
+        raise ConfigError(
+            f"{size!r} is no size; write a number of bytes, or a number with one of {units}, such as '10GiB'"
+        )
     return int(float(match[1]) * _FACTORS[match[2].lower()])
 
 

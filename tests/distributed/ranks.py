@@ -18,7 +18,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _main(function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int, folder: str) -> None:
+def _main(
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int, folder: str
+) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
@@ -58,7 +60,8 @@ def run_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, tim
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         workers = [
-            context.Process(target=_main, args=(function, args, rank, world_size, port, folder)) for rank in range(world_size)
+            context.Process(target=_main, args=(function, args, rank, world_size, port, folder))
+            for rank in range(world_size)
         ]
         for worker in workers:
             worker.start()

@@ -46,7 +46,9 @@ def plan_shards(sizes: dict[str, int], max_shard_size: int) -> list[list[str]]:
     return shards or [[]]
 
 
-def save_weights(tensors: Iterable[tuple[str, torch.Tensor]], folder: str | Path, max_shard_size: int | str) -> list[Path]:
+def save_weights(
+    tensors: Iterable[tuple[str, torch.Tensor]], folder: str | Path, max_shard_size: int | str
+) -> list[Path]:
     """Write the tensors under their names and return the files.
 
     Args:
@@ -63,7 +65,11 @@ def save_weights(tensors: Iterable[tuple[str, torch.Tensor]], folder: str | Path
     folder.mkdir(parents=True, exist_ok=True)
     kept, tied = untied(tensors)
     shards = plan_shards({name: t.numel() * t.element_size() for name, t in kept.items()}, parse_bytes(max_shard_size))
-    names = [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = (
+        [SINGLE]
+        if len(shards) == 1
+        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
     metadata = {"format": "pt", **tied}
     written = []
     for file, shard in zip(names, shards):

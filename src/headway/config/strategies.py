@@ -52,7 +52,9 @@ def _hook(value: DDPCommunicationHookType | str, name: str) -> DDPCommunicationH
     try:
         return DDPCommunicationHookType(value)
     except ValueError:
-        raise ConfigError(f"{name}={value!r}; allowed: {', '.join(h.value for h in DDPCommunicationHookType)}") from None
+        raise ConfigError(
+            f"{name}={value!r}; allowed: {', '.join(h.value for h in DDPCommunicationHookType)}"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ alone serve the small exchanges (counts, weights, votes); sizes that differ wher
 """
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,9 @@ from headway.runtime.process import ProcessRuntime
 
 NUM_SLOTS = 32
 _HEADER = 3
+_FOLDS: dict[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "min": min, "max": max}
+# torch 2.13 renamed it.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _OPERATIONS = ("numbers", "gather", "reduce", "broadcast", "pad", "objects", "object", "barrier")
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -74,8 +78,7 @@ class Collectives:
 
     def reduce_numbers(self, values: Sequence[float], op: str = "sum") -> list[float]:
         """Sum, minimum or maximum of `values` over the ranks, element by element."""
-        fold = {"sum": sum, "min": min, "max": max}[op]
-        return [fold(column) for column in zip(*self.gather_numbers(values))]
+        return [_FOLDS[op](column) for column in zip(*self.gather_numbers(values))]
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -109,7 +112,7 @@ class Collectives:
             piece = torch.cat([piece, piece.new_zeros((longest - piece.shape[0], *piece.shape[1:]))])
         out = piece.new_empty((longest * self.world_size, *piece.shape[1:]))
         if piece.numel():
-            dist.all_gather_into_tensor(out, piece, group=self.group)
+            _all_gather_single(out, piece, group=self.group)
         if min(sizes) < longest:
             out = torch.cat([out[rank * longest : rank * longest + size] for rank, size in enumerate(sizes)])
         return out.view(tensor.dtype) if out.dtype != tensor.dtype else out
@@ -214,8 +217,8 @@ class Collectives:
         slots = [float(_OPERATIONS.index(operation)), _digest(signature), float(len(numbers)), *numbers]
         slots += [0.0] * (_HEADER + NUM_SLOTS - len(slots))
         rows = torch.empty(self.world_size, _HEADER + NUM_SLOTS, dtype=torch.float64)
-        row = torch.tensor(slots, dtype=torch.float64)
-        work = dist.all_gather_into_tensor(rows, row, group=self.group, async_op=True)
+        row = torch.tensor([slots], dtype=torch.float64)
+        work = _all_gather_single(rows, row, group=self.group, async_op=True)
         return Pending(entry, signature, len(numbers), rows, work)
 
     def _finish(self, pending: Pending) -> list[list[float]]:

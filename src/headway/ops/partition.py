@@ -35,7 +35,9 @@ def split(inputs: Any, num_parts: int, index: int, apply_padding: bool = False) 
             raise DataError(f"cannot split a dict whose values differ in length: {lengths}")
         return {key: split(value, num_parts, index, apply_padding) for key, value in inputs.items()}
     if not (hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")) or isinstance(inputs, str | bytes):
-        raise DataError(f"cannot split a {type(inputs).__name__}; give a list, tuple, tensor, Dataset, or a dict of those")
+        raise DataError(
+            f"cannot split a {type(inputs).__name__}; give a list, tuple, tensor, Dataset, or a dict of those"
+        )
     num_items = len(inputs)
     start, stop = slice_bounds(num_items, num_parts, index)
     longest = -(-num_items // num_parts)
@@ -50,8 +52,7 @@ def _take(inputs: Any, start: int, stop: int, num_missing: int) -> Any:
     if hasattr(inputs, "select"):  # a Hugging Face Dataset: slicing it gives a dict of columns
         return inputs.select([*range(start, stop), *[last] * num_missing])
     if isinstance(inputs, torch.Tensor):
-        piece = inputs[start:stop]
-        return piece if not num_missing else torch.cat([piece, *[inputs[-1:]] * num_missing])
+        return torch.cat([inputs[start:stop], *[inputs[-1:]] * num_missing]) if num_missing else inputs[start:stop]
     if isinstance(inputs, Sequence):
         piece = inputs[start:stop]
         return piece if not num_missing else piece + type(inputs)([inputs[-1]] * num_missing)  # type: ignore[operator,call-arg]

@@ -98,7 +98,9 @@ class Fp16Precision(Bf16Precision):
             UnsupportedError: a closure was given.
         """
         if closure is not None:
-            raise UnsupportedError("optimizer.step(closure) cannot be undone under fp16; use bf16, or step without a closure")
+            raise UnsupportedError(
+                "optimizer.step(closure) cannot be undone under fp16; use bf16, or step without a closure"
+            )
         self.unscale(optimizer)
         probe = self._probe(optimizer)
         probe.did_step = False
@@ -130,7 +132,9 @@ def build_precision(name: str, hardware: Hardware, options: EngineOptions) -> Pr
         return FullPrecision()
     if name == "bf16":
         if not hardware.supports_bf16():
-            raise UnsupportedError(f"mixed_precision='bf16', but this {hardware.kind} device has no bfloat16; use 'fp16' or 'no'")
+            raise UnsupportedError(
+                f"mixed_precision='bf16', but this {hardware.kind} device has no bfloat16; use 'fp16' or 'no'"
+            )
         return Bf16Precision(hardware, options)
     if name == "fp16":
         return Fp16Precision(hardware, options)

@@ -5,6 +5,7 @@ rank 0 right after a reducing backward instead of before the next forward, so th
 and a model may be called on one rank alone; and the average over ranks is undone by the loss's factor.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,6 +24,9 @@ from headway.ops.collectives import Collectives
 from headway.strategies.base import Engine, Transform
 from headway.strategies.single import SingleStrategy
 
+# torch 2.13 renamed the option.
+_HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+_NO_FORWARD_SYNC: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False}
 _BUFFER_BUCKET_BYTES = 250 * 1024 * 1024  # DDP's own bound for a broadcast of buffers
 
 
@@ -53,10 +58,10 @@ class DDPStrategy(SingleStrategy):
             return None
         chosen, device = self._options, next(model.parameters()).device
         engine = DistributedDataParallel(
-            model, device_ids=None if device.type == "cpu" else [device], dim=chosen.dim, broadcast_buffers=False,
+            model, device_ids=None if device.type == "cpu" else [device], dim=chosen.dim,
             bucket_cap_mb=chosen.bucket_cap_mb, find_unused_parameters=chosen.find_unused_parameters,
             gradient_as_bucket_view=chosen.gradient_as_bucket_view, static_graph=chosen.static_graph,
-            process_group=self.data_group.group,
+            process_group=self.data_group.group, **_NO_FORWARD_SYNC,
         )  # fmt: skip
         _register_hook(engine, chosen)
         self._engines[id(model)] = engine
@@ -82,7 +87,7 @@ class DDPStrategy(SingleStrategy):
             buffers = [buffer for buffer in engine.module.buffers() if buffer.numel()]
             if buffers and engine.module.training:
                 # The engine's own coalesced broadcast: one message for all buffers.
-                dist._broadcast_coalesced(engine.process_group, buffers, _BUFFER_BUCKET_BYTES, 0)
+                _broadcast_coalesced(engine.process_group, buffers, _BUFFER_BUCKET_BYTES, 0)
 
     def release(self) -> None:
         """Forget all engines."""

@@ -177,7 +177,9 @@ class Accumulation:
         if window.micro_weight is None:
             window.micro_weight = local, total = self._weigh(weight)
             window.local_weight += local
-            window.global_weight = None if total is None or window.global_weight is None else window.global_weight + total
+            window.global_weight = (
+                None if total is None or window.global_weight is None else window.global_weight + total
+            )
             return local
         local = window.micro_weight[0]
         if weight is not None and self._weigh(weight)[0] != local:
@@ -214,7 +216,9 @@ class Accumulation:
             self.strategy.reduce_gradients()
         else:
             # The exchange of weights runs while backward computes.
-            pending = [window.global_weight] if window.global_weight is not None else group.start_sum([window.local_weight])
+            pending = (
+                [window.global_weight] if window.global_weight is not None else group.start_sum([window.local_weight])
+            )
             self._run(loss, local, window.nominal, reduction, **kwargs)
             self._close(window, group.finish_sum(pending)[0])
 
@@ -284,7 +288,9 @@ def check_loss(loss: Any, weight: float | None, reduction: str) -> None:
         LossError: no tensor, no scalar, no graph, a weight that is negative or not finite, an unknown reduction.
     """
     if not isinstance(loss, torch.Tensor):
-        raise LossError(f"backward() got a {type(loss).__name__}; give the loss tensor (for a model output: output.loss)")
+        raise LossError(
+            f"backward() got a {type(loss).__name__}; give the loss tensor (for a model output: output.loss)"
+        )
     if loss.numel() != 1:
         raise LossError(f"backward() got a loss of shape {tuple(loss.shape)}; reduce it first: loss.mean(), or loss.sum() with "
                         "weight= and reduction='sum'")  # fmt: skip

@@ -25,8 +25,13 @@ class Clock:
 class TickRule(Protocol):
     """How often a schedule is stepped for one update."""
 
-    name: str
-    reason: str
+    @property
+    def name(self) -> str:
+        """A short name."""
+
+    @property
+    def reason(self) -> str:
+        """Why it ticks so, for the log."""
 
     def ticks(self, window_length: int) -> int:
         """Schedule steps for an update of a window of `window_length` micro-batches."""

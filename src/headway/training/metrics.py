@@ -11,7 +11,9 @@ from headway.ops.collectives import Collectives
 from headway.ops.tree import Tree
 
 
-def gather_for_metrics(tree: Tree, loader: PreparedLoader | None, collectives: Collectives, use_gather_object: bool) -> Tree:
+def gather_for_metrics(
+    tree: Tree, loader: PreparedLoader | None, collectives: Collectives, use_gather_object: bool
+) -> Tree:
     """Join one entry per sample from all ranks, without the samples that only padded the batch.
 
     Args:
@@ -67,11 +69,17 @@ class _Plan:
         )
 
     def _is_structure(self, values: list[Any]) -> bool:
-        if self.is_list_per_sample or not values or not all(isinstance(v, torch.Tensor | list | dict | tuple) for v in values):
+        if (
+            self.is_list_per_sample
+            or not values
+            or not all(isinstance(v, torch.Tensor | list | dict | tuple) for v in values)
+        ):
             return False
         if len(values) != self.num_rows:
             return all(isinstance(value, torch.Tensor) for value in values) or self.num_rows is not None
-        return all(isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == self.num_rows for value in values)
+        return all(
+            isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == self.num_rows for value in values
+        )
 
     def _check(self, length: int | None, what: str) -> None:
         if length is None:

@@ -5,6 +5,7 @@ subclass of it, as torch's fully_shard does. `forward` is never replaced. The en
 beside the module tree; it calls the module again, and a guard lets that inner call through.
 """
 
+import copyreg
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,7 +23,9 @@ class _Call:
 
     __slots__ = ("autocast", "bare_class", "engine", "is_inside")
 
-    def __init__(self, bare_class: type, engine: Engine | None, autocast: Callable[[], AbstractContextManager[Any]] | None):
+    def __init__(
+        self, bare_class: type, engine: Engine | None, autocast: Callable[[], AbstractContextManager[Any]] | None
+    ):
         self.bare_class = bare_class
         self.engine = engine
         self.autocast = autocast
@@ -53,11 +56,15 @@ class PreparedModel:
         made = list(super().__reduce_ex__(protocol))
         bare = self.__dict__[_KEY].bare_class
         made[1] = tuple(bare if argument is type(self) else argument for argument in made[1])
-        if made[0] is type(self):
-            made[0] = bare
+        # copyreg's own constructor insists on the object's present class.
+        made[0] = bare if made[0] is type(self) else _new if made[0] is copyreg.__newobj__ else made[0]  # type: ignore[attr-defined]
         if len(made) > 2 and isinstance(made[2], dict):
             made[2] = {key: value for key, value in made[2].items() if key != _KEY}
         return tuple(made)
+
+
+def _new(kind: type, *args: Any) -> Any:
+    return kind.__new__(kind, *args)
 
 
 def attach(model: torch.nn.Module, engine: Engine | None,
@@ -72,9 +79,13 @@ def attach(model: torch.nn.Module, engine: Engine | None,
     bare = type(model)
     try:
         # The same name: repr, wrapping by class name and configurations keep meaning the user's class.
-        model.__class__ = type(bare.__name__, (PreparedModel, bare), {"__module__": bare.__module__, "__doc__": bare.__doc__})
+        model.__class__ = type(
+            bare.__name__, (PreparedModel, bare), {"__module__": bare.__module__, "__doc__": bare.__doc__}
+        )
     except TypeError as error:
-        raise PrepareError(f"the class {bare.__qualname__} cannot be prepared, because it cannot be extended: {error}") from error
+        raise PrepareError(
+            f"the class {bare.__qualname__} cannot be prepared, because it cannot be extended: {error}"
+        ) from error
     model.__dict__[_KEY] = _Call(bare, engine, autocast)
 
 

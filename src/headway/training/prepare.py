@@ -55,8 +55,10 @@ class Preparation:
         if not objects:
             raise PrepareError("prepare() got nothing; give models, optimizers, loaders, schedules")
         if placement is not None and len(placement) != len(objects):
-            raise PrepareError(f"device_placement has {len(placement)} entries for {len(objects)} objects; give one for each")
-        places = placement or [None] * len(objects)
+            raise PrepareError(
+                f"device_placement has {len(placement)} entries for {len(objects)} objects; give one for each"
+            )
+        places: Sequence[bool | None] = placement or [None] * len(objects)
         kinds = [_kind(obj) for obj in objects]
         made: dict[int, Any] = {index: obj for index, obj in enumerate(objects) if kinds[index] == "done"}
         for kind in ("model", "optimizer", "loader", "scheduler"):
@@ -118,7 +120,9 @@ class Preparation:
         for known in self.optimizers:
             if optimizer is known or optimizer is known.optimizer:
                 return known
-        made = PreparedOptimizer(optimizer, self._accumulation, self._strategy, self._accumulation.precision, self._clock)
+        made = PreparedOptimizer(
+            optimizer, self._accumulation, self._strategy, self._accumulation.precision, self._clock
+        )
         self.optimizers.append(made)
         return made
 
@@ -190,7 +194,11 @@ class Preparation:
     def _explain(self, scheduler: PreparedScheduler) -> None:
         name, rule = type(scheduler.scheduler).__name__, self._rule
         length = schedule_length(scheduler.scheduler)
-        end = "" if length is None else f"; it ends after {length} ticks, {-(-length // self._ticks(rule))} updates from now"
+        end = (
+            ""
+            if length is None
+            else f"; it ends after {length} ticks, {-(-length // self._ticks(rule))} updates from now"
+        )
         log.info_once(f"{name} is {rule.reason}{end}")
         loader = next((loader for loader in self.loaders if _has_len(loader)), None)
         if length is None or loader is None or length == 0:
@@ -223,7 +231,7 @@ class Preparation:
 
     def unscaled(self, parameters: Any) -> list[torch.nn.Parameter]:
         """The parameters as a list, with true values in their gradients."""
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        chosen: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self._accumulation.precision.is_mixed:
             wanted = set(map(id, chosen))
             for optimizer in self.optimizers:
@@ -309,11 +317,15 @@ def choose_rule(given: str | TickRule | None, in_micro_batches: bool, num_proces
         ConfigError: an unknown word, or two rules at once.
     """
     if given is not None and in_micro_batches:
-        raise ConfigError("scheduler_ticks and adjust_scheduler_to_accumulation are two rules for one schedule; give one")
+        raise ConfigError(
+            "scheduler_ticks and adjust_scheduler_to_accumulation are two rules for one schedule; give one"
+        )
     if given is None:
         return MicroBatchTicks(num_processes) if in_micro_batches else PerProcessTicks(num_processes)
     if given == "updates":
         return UpdateTicks()
     if isinstance(given, str):
-        raise ConfigError(f"scheduler_ticks={given!r}; allowed: 'updates', None, or an object with ticks(window_length)")
+        raise ConfigError(
+            f"scheduler_ticks={given!r}; allowed: 'updates', None, or an object with ticks(window_length)"
+        )
     return given

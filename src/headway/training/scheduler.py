@@ -22,7 +22,9 @@ class PreparedScheduler(LRScheduler):
         follows_optimizer: False: every call of step() is one tick, whatever the optimizers did.
     """
 
-    def __init__(self, scheduler: Any, optimizers: list[PreparedOptimizer], rule: TickRule, follows_optimizer: bool) -> None:
+    def __init__(
+        self, scheduler: Any, optimizers: list[PreparedOptimizer], rule: TickRule, follows_optimizer: bool
+    ) -> None:
         # LRScheduler.__init__ would tick and bind the optimizer a second time: everything is delegated instead.
         self.scheduler = scheduler
         self.optimizers = optimizers
@@ -63,11 +65,11 @@ class PreparedScheduler(LRScheduler):
         for _ in range(min(self.rule.ticks(window), ticks_left(self.scheduler))):
             self.scheduler.step()
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | torch.Tensor]:
         """As the wrapped schedule computes it."""
         return self.scheduler.get_lr()  # type: ignore[no-any-return]
 
-    def get_last_lr(self) -> list[float]:
+    def get_last_lr(self) -> list[float | torch.Tensor]:
         """The learning rate of each group."""
         return self.scheduler.get_last_lr()  # type: ignore[no-any-return]
 

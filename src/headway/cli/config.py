@@ -1,0 +1,179 @@
+"""`headway config`: write, show, update or import the settings that a launch starts from."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headway import env, optional
+from headway.cli.options import GroupedCommand, GroupedOption, command_line_layer, examples, underscored
+from headway.config.files import KEYS, default_file, dump, file_layer, load_mapping, parse, read, write
+from headway.config.launch import SETTINGS, LaunchConfig, Setting
+from headway.config.load import environment_layer, resolve
+from headway.config.retired import advice
+from headway.errors import ConfigError, StateError
+
+
+def _path(config_file: str | None) -> Path:
+    return Path(config_file) if config_file is not None else default_file(env.snapshot())
+
+
+def _interactive(config_file: str | None) -> None:
+    """Ask, write, and say where."""
+    if not sys.stdin.isatty() or not sys.stdout.isatty():
+        raise StateError(
+            "`headway config` asks questions and needs a terminal; "
+            "without one, `headway config default` writes a file that you can edit"
+        )
+    from headway.config.questions import Question, interview
+    from headway.launch import machine
+
+    questionary = optional.require("questionary", "`headway config` asks its questions with", "headway[config]")
+
+    def ask(question: Question) -> str:
+        if question.choices:
+            answer = questionary.select(question.text, choices=list(question.choices), default=question.default).ask()
+        else:
+            check = lambda text: question.problem(text) or True  # noqa: E731  (questionary wants a callable)
+            answer = questionary.text(question.text, default=question.default, validate=check).ask()
+        if answer is None:
+            raise click.Abort
+        return str(answer)
+
+    here = machine.look(env.snapshot())
+    _write(interview(ask, here.accelerator, len(here.device_ids), here.device_ids), _path(config_file))
+
+
+def _write(config: LaunchConfig, path: Path) -> None:
+    write(config, path)
+    click.echo(f"written to {path}:")
+    click.echo(dump(config), nl=False)
+
+
+def _default(config_file: str | None, mixed_precision: str | None, force: bool) -> None:
+    path = _path(config_file)
+    if path.exists() and not force:
+        raise ConfigError(
+            f"{path} exists already; add --force to write over it, or `headway config update` to bring it up to date"
+        )
+    _write(resolve([command_line_layer({"mixed_precision": mixed_precision})]).config, path)
+
+
+def _update(config_file: str | None) -> None:
+    """Rewrite a file in today's form; say what was taken out."""
+    path = _path(config_file)
+    data = load_mapping(read(path), str(path))
+    kept = {}
+    for key, value in data.items():
+        text = advice(key) if key not in KEYS else None
+        if text is None:
+            kept[key] = value
+        else:
+            click.echo(f"taken out: {key}: {text}")
+    _write(resolve([parse(json.dumps(kept).encode(), str(path))]).config, path)
+
+
+def _show(config_file: str | None, as_json: bool) -> None:
+    environment = env.snapshot()
+    resolved = resolve([environment_layer(environment), file_layer(config_file, environment)])
+    names = [setting.name for setting in SETTINGS.values() if setting.is_for_files]
+    if as_json:
+        shown: dict[str, Any] = {
+            name: {"value": resolved.get(name), "origin": resolved.origin(name)}
+            for name in names
+            if resolved.config.is_set(name)
+        }
+        click.echo(json.dumps(shown, indent=2))
+        return
+    width = max(map(len, names))
+    for name in names:
+        is_set = resolved.config.is_set(name)
+        value = json.dumps(resolved.get(name)) if is_set else "-"
+        click.echo(f"{name:<{width}}  {value:<10}  {resolved.origin(name) if is_set else _undecided(SETTINGS[name])}")
+
+
+def _undecided(setting: Setting) -> str:
+    return f"default: {setting.default or ('off' if setting.kind == 'switch' else 'not set')}"
+
+
+def _import(foreign: str, config_file: str | None, force: bool) -> None:
+    from headway.config.translate import translate
+
+    made = translate(load_mapping(read(Path(foreign)), foreign), foreign)
+    width = max((len(key) for key, _ in made.lines), default=0)
+    for key, text in made.lines:
+        click.echo(f"{key:<{width}}  {text}")
+    if made.num_lost:
+        click.echo(f"{made.num_lost} of {len(made.lines)} keys could not be kept: a run will differ in what they say")
+    path = _path(config_file)
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists already; add --force to write over it, or --config_file to write elsewhere")
+    _write(made.config, path)
+
+
+def _file_option() -> click.Parameter:
+    return GroupedOption(
+        ["--config_file"], metavar="PATH", help="The file.  [default: default_config.yaml in Headway's folder]"
+    )
+
+
+def _force_option() -> click.Parameter:
+    return GroupedOption(["--force"], is_flag=True, help="Write over a file that exists.")
+
+
+_PRECISION = GroupedOption(["--mixed_precision"], metavar="no|bf16|fp16", help=SETTINGS["mixed_precision"].text)
+_JSON = GroupedOption(["--json", "as_json"], is_flag=True, help="Print JSON.")
+
+_SUBCOMMANDS = [
+    GroupedCommand("default", callback=_default, params=[_file_option(), _PRECISION, _force_option()],
+                   short_help="Write a file without asking.",
+                   help="Write a file that leaves everything to detection."),
+    GroupedCommand("update", callback=_update, params=[_file_option()],
+                   short_help="Bring a file up to date.",
+                   help="Bring a file up to date: take out what has no meaning any more, and say so."),
+    GroupedCommand("show", callback=_show, params=[_file_option(), _JSON],
+                   short_help="Print settings with their origin.",
+                   help="Print every setting, its value and where that was decided."),
+    GroupedCommand("import", callback=_import, params=[click.Argument(["foreign"], metavar="FILE"), _file_option(),
+                                                       _force_option()],
+                   short_help="Translate a file of Accelerate's.",
+                   help="Translate a config file of Accelerate's, and report what each key became."),
+]  # fmt: skip
+
+
+class ConfigGroup(click.Group):
+    """Asks where no subcommand is named."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples as they stand."""
+        formatter.write_paragraph()
+        formatter.write(f"{self.epilog}\n")
+
+
+def _config(config_file: str | None) -> None:
+    subcommand = click.get_current_context().invoked_subcommand
+    if subcommand is None:
+        _interactive(config_file)
+    elif config_file is not None:
+        raise ConfigError(
+            f"--config_file belongs behind the subcommand: headway config {subcommand} --config_file PATH"
+        )
+
+
+command = ConfigGroup(
+    "config",
+    callback=_config,
+    invoke_without_command=True,
+    params=[_file_option()],
+    commands={str(subcommand.name): subcommand for subcommand in _SUBCOMMANDS},
+    help="Ask what this machine leaves open, write the config file, print its path. A subcommand asks nothing.",
+    epilog=examples([
+        "headway config                              ask and write",
+        "headway config default --mixed_precision bf16",
+        "headway config show                         every setting with its origin",
+        "headway config import accelerate.yaml       translate a file of Accelerate's",
+    ]),
+    context_settings={"token_normalize_func": underscored, "help_option_names": ["-h", "--help"]},
+)  # fmt: skip

@@ -1,0 +1,80 @@
+"""`headway env`: versions, hardware and configuration, to read or to paste into a bug report."""
+
+import json
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import click
+
+from headway import __version__, env
+from headway.cli.options import GroupedCommand, GroupedOption
+from headway.config.files import default_file
+from headway.launch import machine
+from headway.units import format_bytes
+
+_PACKAGES = ("torch", "numpy", "safetensors", "transformers", "datasets", "torchdata", "accelerate", "deepspeed")
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "SLURM_JOB_ID")
+
+
+def facts() -> dict[str, str]:
+    """What is known about this installation, by name."""
+    environment = env.snapshot()
+    here = machine.look(environment)
+    found = {
+        "headway": f"{__version__} ({Path(__file__).resolve().parents[1]})",
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+    }
+    for package in _PACKAGES:
+        version = _version(package)
+        if version or package == "torch":
+            found[package] = version or "not installed"
+    found["accelerators"] = _accelerators(here)
+    found["CPU cores"] = str(here.num_cores)
+    found["memory"] = _memory()
+    file = default_file(environment)
+    found["config file"] = f"{file}" + ("" if file.exists() else " (none there)")
+    for name in sorted(environment):
+        if name in _VARIABLES or (name.startswith(env.PREFIX) and name != env.PAYLOAD):
+            found[name] = environment[name]
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _accelerators(here: machine.Machine) -> str:
+    if here.accelerator is None:
+        return "none that this torch can use"
+    return f"{len(here.device_ids)} x {here.accelerator} ({', '.join(here.device_ids)})"
+
+
+def _memory() -> str:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return f"{format_bytes(memory.available)} free of {format_bytes(memory.total)}"
+
+
+def _env(as_json: bool) -> None:
+    found = facts()
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    width = max(len(name) for name in found)
+    for name, value in found.items():
+        click.echo(f"{name:<{width}}  {value}")
+
+
+command = GroupedCommand(
+    "env",
+    callback=_env,
+    params=[GroupedOption(["--json", "as_json"], is_flag=True, help="Print JSON.")],
+    help="Print versions, hardware and configuration. Nothing is imported that is not Headway's own.",
+)

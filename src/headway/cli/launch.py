@@ -1,0 +1,120 @@
+"""`headway launch`: start a script on one process or on many, on one machine or on several."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from headway import env
+from headway.cli.options import GroupedCommand, GroupedOption, command_line_layer, examples, setting_options
+from headway.config.load import Resolved, Value, environment_layer, resolve
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.launch.plan import Program
+
+_ABOUT = """Start SCRIPT with its own ARGS on every accelerator of this machine, or as the flags say.
+
+Flags go before SCRIPT and may be spelt with dashes or underscores; everything after SCRIPT is the script's own. What
+stands in the script wins over flags, flags over HEADWAY_* variables, variables over the config file. One process is a
+plain `python SCRIPT`; several are kept by torch's elastic agent, and the first failure ends them all.
+"""
+
+_EPILOG = examples([
+    "headway launch train.py --lr 3e-4              every accelerator, or one CPU process",
+    "headway launch -n 2 --cpu train.py             two processes on the CPU",
+    "headway launch --gpu_ids 0,3 train.py          two of this machine's GPUs",
+    "headway launch -n 4 -m my_package.train        a module",
+    "headway launch -n 8 --dry-run train.py         print the command, start nothing",
+    "headway launch -n 16 --num_machines 2 --machine_rank 0 \\",
+    "    --main_process_ip 10.0.0.1 --main_process_port 29400 train.py",
+])  # fmt: skip
+
+
+def _launch(script: str, script_args: tuple[str, ...], config_file: str | None, dry_run: bool, force: bool,
+            **given: Any) -> None:  # fmt: skip
+    # Imported here so that the help does not wait for them.
+    from headway.launch import clusters, machine, plan, run
+    from headway.launch.plan import Program
+
+    environment = env.snapshot()
+    cluster = clusters.detect(environment)
+    resolved = settings(given, config_file, force, environment, cluster.layer if cluster is not None else {})
+    program = Program(script, script_args, _kind(resolved))
+    _check(program)
+    here = machine.look(environment)
+    if cluster is None and resolved.get("num_machines", 1) > 1 and not resolved.config.is_set("machine_rank"):
+        _name_the_commands(plan.commands_per_machine(resolved, program, here, run.free_port()))
+    planned = plan.make(resolved, program, here, environment, cluster)
+    if dry_run:
+        click.echo(f"# {planned.banner}")
+        for note in planned.notes:
+            click.echo(f"# headway: {note}")
+        click.echo(planned.shell())
+        return
+    run.execute(planned, environment, is_quiet=resolved.get("quiet", False))
+
+
+def _name_the_commands(commands: list[str]) -> NoReturn:
+    click.echo("headway: no cluster starts the other machines, so start each of them by its own command:", err=True)
+    for rank, text in enumerate(commands):
+        click.echo(f"# machine {rank}{' (this one)' if rank == 0 else ''}\n{text}")
+    click.get_current_context().exit(2)
+
+
+def settings(given: dict[str, Any], config_file: str | None, force: bool, environment: dict[str, str],
+             detected: Mapping[str, Value]) -> Resolved:  # fmt: skip
+    """All layers of a launch, put together.
+
+    Args:
+        given: the command line's values by setting, None where a flag was not given.
+        config_file: the file that was named; None: the default one, where there is one.
+        force: as `--force`.
+        environment: the launcher's variables.
+        detected: what the cluster says.
+    """
+    from headway.config.files import file_layer
+
+    layers = [command_line_layer(given), environment_layer(environment), file_layer(config_file, environment), detected]
+    return resolve(layers, force=force)
+
+
+def _kind(resolved: Resolved) -> str:
+    if resolved.get("module", False) and resolved.get("no_python", False):
+        raise ConfigError(
+            "--module runs a Python module and --no_python a program that is not Python; take one of them out"
+        )
+    return "module" if resolved.get("module", False) else "program" if resolved.get("no_python", False) else "script"
+
+
+def _check(program: "Program") -> None:
+    if program.kind == "script" and not Path(program.target).exists():
+        raise ConfigError(
+            f"there is no script {program.target!r} (looked in {Path.cwd()}); "
+            "give its path, or -m to run a module, or --no_python to run another program"
+        )
+
+
+def _parameters() -> list[click.Parameter]:
+    return [
+        *setting_options(),
+        GroupedOption(["--config_file"], metavar="PATH", group="Configuration",
+                      help="Config file.  [default: the one that `headway config` writes]"),
+        GroupedOption(["--dry_run"], is_flag=True, group="Configuration",
+                      help="Print the exact command and environment, and start nothing."),
+        GroupedOption(["--force"], is_flag=True, group="Configuration",
+                      help="Let the command line win where the script says something else."),
+        click.Argument(["script"], metavar="SCRIPT"),
+        click.Argument(["script_args"], metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED),
+    ]  # fmt: skip
+
+
+command = GroupedCommand(
+    "launch",
+    callback=_launch,
+    params=_parameters(),
+    help=_ABOUT,
+    epilog=_EPILOG,
+    context_settings={"allow_interspersed_args": False},
+)

@@ -1,0 +1,96 @@
+"""The `headway` command: finds the subcommand, and turns Headway's errors into one line and an exit code."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+from headway.errors import ConfigError, HeadwayError
+
+# Name, module, and the line of `headway --help`, so that the help imports none of them.
+_COMMANDS = {
+    "launch": ("headway.cli.launch", "Start a script on one process or on many."),
+    "config": ("headway.cli.config", "Write, show or import the settings that `launch` starts from."),
+    "env": ("headway.cli.env", "Print versions, hardware and configuration, for bug reports."),
+}
+
+_ABOUT = """Run your own PyTorch loop, unchanged, on whatever hardware there is.
+
+`headway COMMAND --help` explains a command.
+"""
+
+
+def _underscored(token: str) -> str:
+    return token.replace("-", "_")
+
+
+class LazyGroup(click.Group):
+    """A group that imports a subcommand only when it is run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The subcommands, in the order of the help."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a subcommand."""
+        entry = _COMMANDS.get(cmd_name)
+        if entry is None:
+            return None
+        command = import_module(entry[0]).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the subcommands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the subcommand, or say which one is spelt like it."""
+        if not args[0].startswith("-") and _underscored(args[0]) not in _COMMANDS:
+            from headway.config.values import did_you_mean
+
+            hint = did_you_mean(args[0], list(_COMMANDS))
+            raise ConfigError(f"{args[0]!r} is no command of headway{hint or '; there are ' + ', '.join(_COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+
+def _show_version(ctx: click.Context, parameter: click.Parameter, is_given: bool) -> None:
+    if is_given:
+        from headway import __version__
+
+        click.echo(f"headway {__version__}")
+        ctx.exit()
+
+
+group = LazyGroup(
+    "headway",
+    help=_ABOUT,
+    params=[
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_show_version,
+            help="Print the version.",
+        )
+    ],
+    context_settings={"token_normalize_func": _underscored, "help_option_names": ["-h", "--help"]},
+)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line `args` (None: the process's own) and exit: 2 for what a user can correct, 1 otherwise."""
+    try:
+        group.main(args=None if args is None else list(args), prog_name="headway")
+    except HeadwayError as error:
+        click.echo(f"headway: error: {error}", err=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+if __name__ == "__main__":
+    main()

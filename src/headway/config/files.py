@@ -1,0 +1,130 @@
+"""The config file: where it is, what it may hold, reading it as a layer of settings, and writing it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headway.config.launch import SETTINGS, LaunchConfig
+from headway.config.load import Value
+from headway.config.retired import advice
+from headway.config.values import did_you_mean, from_file
+from headway.errors import ConfigError
+
+FILE_NAME = "default_config.yaml"
+KEYS = tuple(setting.name for setting in SETTINGS.values() if setting.is_for_files)
+
+
+def default_file(environment: Mapping[str, str]) -> Path:
+    """Where `headway config` writes: $HEADWAY_HOME, else $XDG_CONFIG_HOME/headway, else ~/.config/headway."""
+    if environment.get("HEADWAY_HOME"):
+        folder = Path(environment["HEADWAY_HOME"])
+    elif environment.get("XDG_CONFIG_HOME"):
+        folder = Path(environment["XDG_CONFIG_HOME"], "headway")
+    else:
+        folder = Path(environment.get("HOME") or "~").expanduser() / ".config" / "headway"
+    return folder / FILE_NAME
+
+
+def file_layer(named: str | None, environment: Mapping[str, str]) -> dict[str, Value]:
+    """What the config file decides.
+
+    Args:
+        named: the file that was asked for; None: the default one, and nothing where it does not exist.
+        environment: says where the default one is.
+
+    Raises:
+        ConfigError: a named file does not exist, or the file cannot be read, or holds an unknown key or a wrong value.
+    """
+    path = Path(named) if named is not None else default_file(environment)
+    if named is None and not path.exists():
+        return {}
+    return parse(read(path), str(path))
+
+
+def read(path: Path) -> bytes:
+    """The file's bytes.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"the config file {path} cannot be read: {error.strerror or error}; correct the path"
+        ) from error
+
+
+def load_mapping(content: bytes, name: str) -> dict[str, Any]:
+    """The file's YAML or JSON as a mapping.
+
+    Raises:
+        ConfigError: it is neither, or no mapping with text keys.
+    """
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        data = yaml.load(content, Loader=loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        place = " ".join(str(error).split())[:200]
+        raise ConfigError(f"the config file {name} is no valid YAML: {place}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ConfigError(
+            f"the config file {name} must hold one setting a line, `name: value`, not a {type(data).__name__}"
+        )
+    return data
+
+
+def parse(content: bytes, name: str) -> dict[str, Value]:
+    """The settings that a config file's content decides.
+
+    Args:
+        content: YAML or JSON.
+        name: what origins and errors call the file.
+
+    Raises:
+        ConfigError: not readable, an unknown key, or a wrong value.
+    """
+    layer = {}
+    for key, value in load_mapping(content, name).items():
+        origin = f"file: {name} key {key}"
+        if key not in KEYS:
+            raise ConfigError(f"{key} ({origin}) is no setting{_what_to_do(key)}")
+        if value is not None:  # `key:` with nothing behind it decides nothing
+            layer[key] = Value(from_file(SETTINGS[key], value, origin), origin)
+    return layer
+
+
+def _what_to_do(key: str) -> str:
+    if key in ("compute_environment", "distributed_type", "use_cpu", "commands", "command_file") or advice(key):
+        return "; this looks like a file of Accelerate's: `headway config import FILE` translates it"
+    return did_you_mean(key, list(KEYS)) or f"; there are {', '.join(KEYS)}"
+
+
+def dump(config: LaunchConfig) -> str:
+    """A config file's text: the decided settings, one a line, that `parse` reads back exactly."""
+    import yaml
+
+    lines = ["# Written by `headway config`; `headway config show` prints each value with its origin."]
+    for key in KEYS:
+        if config.is_set(key):
+            value = getattr(config, key)
+            # Quotes keep 'no' a word.
+            style = '"' if isinstance(value, str) else None
+            text = yaml.safe_dump(value, default_style=style, width=2**30).removesuffix("...\n")
+            lines.append(f"{key}: {text.strip()}")
+    return "\n".join(lines) + "\n"
+
+
+def write(config: LaunchConfig, path: Path) -> None:
+    """Write `config` to `path`; a reader sees the old file or the new one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text(dump(config))
+        scratch.replace(path)
+    except OSError as error:
+        raise ConfigError(f"the config file {path} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,150 @@
+"""What `headway launch` can be told: a frozen dataclass, and a table that describes each of its settings.
+
+The table is the single source of a setting's flag, help, environment variable and key in the config file, so
+that the four cannot drift apart.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Literal, TypeAlias, TypeVar
+
+from headway import env
+
+
+class Unset(Enum):
+    """The type of UNSET, which says that nobody has decided a setting yet (None may be a decision)."""
+
+    UNSET = "unset"
+
+    def __bool__(self) -> bool:
+        """False, so that `value or default` reads as it should."""
+        return False
+
+    def __repr__(self) -> str:
+        """Its name."""
+        return "UNSET"
+
+
+UNSET: Final = Unset.UNSET
+T = TypeVar("T")
+Maybe: TypeAlias = T | Literal[Unset.UNSET]
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Everything that decides how a script is started; what nobody decided is UNSET. SETTINGS says what each means."""
+
+    num_processes: Maybe[int] = UNSET
+    cpu: Maybe[bool] = UNSET
+    multi_gpu: Maybe[bool] = UNSET
+    gpu_ids: Maybe[str] = UNSET
+    num_cpu_threads_per_process: Maybe[int] = UNSET
+    enable_cpu_affinity: Maybe[bool] = UNSET
+
+    mixed_precision: Maybe[str] = UNSET
+    gradient_accumulation_steps: Maybe[int] = UNSET
+
+    num_machines: Maybe[int] = UNSET
+    machine_rank: Maybe[int] = UNSET
+    main_process_ip: Maybe[str] = UNSET
+    main_process_port: Maybe[int] = UNSET
+    rdzv_backend: Maybe[str] = UNSET
+    rdzv_conf: Maybe[str] = UNSET
+    rdzv_id: Maybe[str] = UNSET
+
+    max_restarts: Maybe[int] = UNSET
+    monitor_interval: Maybe[float] = UNSET
+    log_dir: Maybe[str] = UNSET
+    tee: Maybe[str] = UNSET
+    role: Maybe[str] = UNSET
+    debug: Maybe[bool] = UNSET
+    quiet: Maybe[bool] = UNSET
+
+    module: Maybe[bool] = UNSET
+    no_python: Maybe[bool] = UNSET
+
+    def is_set(self, name: str) -> bool:
+        """Has somebody decided the setting `name`?"""
+        return getattr(self, name) is not UNSET
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known about one field of LaunchConfig.
+
+    Attributes:
+        name: the field.
+        kind: "integer", "number", "text", "switch" or "choice".
+        group: the heading it stands under in the help.
+        text: its help.
+        default: what happens where nobody decides, in words.
+        short: its one-letter flag.
+        choices: what a "choice" may be.
+        minimum: the smallest number allowed.
+        is_for_workers: do workers read it (and so find it in the payload)?
+        is_for_files: may it stand in a config file and in the environment?
+    """
+
+    name: str
+    kind: Literal["integer", "number", "text", "switch", "choice"]
+    group: str
+    text: str
+    default: str = ""
+    short: str = ""
+    choices: tuple[str, ...] = ()
+    minimum: int | None = None
+    is_for_workers: bool = False
+    is_for_files: bool = True
+
+    @property
+    def flag(self) -> str:
+        """Its long flag."""
+        return f"--{self.name}"
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return env.PREFIX + self.name.upper()
+
+
+PRECISIONS = ("no", "bf16", "fp16")
+_HARDWARE, _TRAINING, _MACHINES, _CARE, _SCRIPT = "Hardware", "Training", "Several machines", "Failures, logs", "Script"
+
+_TABLE = (
+    Setting("num_processes", "integer", _HARDWARE, "Processes to start, over all machines.", short="-n", minimum=1,
+            default="one per visible accelerator; 1 per machine without any"),
+    Setting("cpu", "switch", _HARDWARE, "Compute on the CPU even where there are accelerators.", is_for_workers=True),
+    Setting("multi_gpu", "switch", _HARDWARE, "Insist on accelerators: refuse to start where there are none."),
+    Setting("gpu_ids", "text", _HARDWARE, "Accelerators of this machine to use, such as 0,1.", default="all visible"),
+    Setting("num_cpu_threads_per_process", "integer", _HARDWARE, "CPU threads of each process (OMP_NUM_THREADS).",
+            minimum=1, default="cores / processes; one process is left alone"),
+    Setting("enable_cpu_affinity", "switch", _HARDWARE, "Bind each process to the cores near its accelerator (NUMA)."),
+    Setting("mixed_precision", "choice", _TRAINING, "Precision of the forward pass.", choices=PRECISIONS, default="no",
+            is_for_workers=True),
+    Setting("gradient_accumulation_steps", "integer", _TRAINING, "Micro-batches per update.", minimum=1, default="1",
+            is_for_workers=True),
+    Setting("num_machines", "integer", _MACHINES, "Machines in this run.", minimum=1, default="1"),
+    Setting("machine_rank", "integer", _MACHINES, "Which of them this one is, from 0.", minimum=0, default="0"),
+    Setting("main_process_ip", "text", _MACHINES, "Address of machine 0, as the others reach it."),
+    Setting("main_process_port", "integer", _MACHINES, "Port of machine 0 where the machines meet.", minimum=0,
+            default="on one machine a free one that the launcher binds"),
+    Setting("rdzv_backend", "choice", _MACHINES, "How machines meet: by their given ranks, or as they come.",
+            choices=("static", "c10d"), default="static; c10d with --max_restarts"),
+    Setting("rdzv_conf", "text", _MACHINES, "More rendezvous options: key=value,key=value."),
+    Setting("rdzv_id", "text", _MACHINES, "Name of the run, where several share one rendezvous."),
+    Setting("max_restarts", "integer", _CARE, "How often all processes are started anew after a failure.", minimum=0,
+            default="0"),
+    Setting("monitor_interval", "number", _CARE, "Seconds between looks at the processes.", minimum=0, default="0.1"),
+    Setting("log_dir", "text", _CARE, "Folder for one log file per rank and failure.json."),
+    Setting("tee", "choice", _CARE, "What the log files hold: 0 nothing, 1 stdout, 2 stderr, 3 both.", short="-t",
+            choices=("0", "1", "2", "3"), default="3 with --log_dir"),
+    Setting("role", "text", _CARE, "What the launcher's log lines call a process.", default="rank"),
+    Setting("debug", "switch", _CARE, "Let torch check every collective (TORCH_DISTRIBUTED_DEBUG=DETAIL); slow."),
+    Setting("quiet", "switch", _CARE, "Leave the banner out.", short="-q"),
+    Setting("module", "switch", _SCRIPT, "SCRIPT is a module, as in python -m.", short="-m", is_for_files=False),
+    Setting("no_python", "switch", _SCRIPT, "SCRIPT is a program of its own, not Python.", is_for_files=False),
+)  # fmt: skip
+
+SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _TABLE}
+"""Every setting by name, in the order of the help."""

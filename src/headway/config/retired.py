@@ -1,0 +1,85 @@
+"""Flags and keys of other launchers that have no meaning here, and what to use in their place."""
+
+from headway.errors import ConfigError
+
+_SHARDING = "sharded training (FSDP) is not part of this version: DDP is what several processes run"
+_DEEPSPEED = "DeepSpeed is not part of this version"
+_MESH = "tensor, context and pipeline parallelism are not part of this version"
+_MEGATRON = "Headway does not drive Megatron-LM"
+_FP8 = "float8 is not part of this version; --mixed_precision takes no, bf16 and fp16"
+_COMPILE = "call model = torch.compile(model) in the script, before or after prepare()"
+_TPU = "TPUs need torch_xla, which Headway does not drive"
+_SAGEMAKER = "Headway does not talk to SageMaker; run `headway launch` inside the job's container"
+_MPI = "start the launcher through MPI itself: mpirun -n MACHINES headway launch SCRIPT"
+_TORCHRUN_RANKS = "use -n for the processes of all machines together"
+
+_ONE = {
+    "use_fsdp": _SHARDING,
+    "use_deepspeed": _DEEPSPEED,
+    "use_megatron_lm": _MEGATRON,
+    "use_parallelism_config": _MESH,
+    "tpu": _TPU,
+    "tpu_cluster": _TPU,
+    "no_tpu_cluster": _TPU,
+    "tpu_use_sudo": _TPU,
+    "vm": _TPU,
+    "env": f"{_TPU}; set variables before the command: NAME=value headway launch SCRIPT",
+    "main_training_function": f"{_TPU}; other runs start SCRIPT itself",
+    "downcast_bf16": _TPU,
+    "same_network": "it changes nothing here: machines meet at --main_process_ip and --main_process_port",
+    "ipex": "Intel's extension is part of torch now; take the flag out",
+    "use_xpu": "accelerators are found by themselves; take the flag out",
+    "use_mps_device": "accelerators are found by themselves; take the flag out",
+    "mpirun_hostfile": _MPI,
+    "mpirun_ccl": _MPI,
+    "offload_params": _SHARDING,
+    "nproc_per_node": _TORCHRUN_RANKS,
+    "nproc": _TORCHRUN_RANKS,
+    "nnodes": "use --num_machines",
+    "node_rank": "use --machine_rank",
+    "master_addr": "use --main_process_ip",
+    "master_port": "use --main_process_port",
+    "rdzv_endpoint": "use --main_process_ip and --main_process_port",
+    "standalone": "take it out: on one machine the launcher binds a free port by itself",
+    "zero_stage": _DEEPSPEED,
+    "zero3_init_flag": _DEEPSPEED,
+    "zero3_save_16bit_model": _DEEPSPEED,
+    "offload_optimizer_device": _DEEPSPEED,
+    "offload_optimizer_nvme_path": _DEEPSPEED,
+    "offload_param_device": _DEEPSPEED,
+    "offload_param_nvme_path": _DEEPSPEED,
+    "gradient_clipping": "call accelerator.clip_grad_norm_(parameters, max_norm) in the script",
+    "aws_access_key_id": _SAGEMAKER,
+    "aws_secret_access_key": _SAGEMAKER,
+    "num_gpus": "use -n",
+}
+
+_FAMILIES = {
+    "fsdp_": _SHARDING,
+    "deepspeed_": _DEEPSPEED,
+    "megatron_lm_": _MEGATRON,
+    "parallelism_config_": _MESH,
+    "dynamo_": _COMPILE,
+    "fp8_": _FP8,
+    "sagemaker_": _SAGEMAKER,
+    "tpu_": _TPU,
+}
+
+
+def advice(name: str) -> str | None:
+    """What to use in the place of the flag or key `name`; None where no other launcher has it either."""
+    plain = name.lstrip("-").replace("-", "_")
+    if plain in _ONE:
+        return _ONE[plain]
+    return next((text for prefix, text in _FAMILIES.items() if plain.startswith(prefix)), None)
+
+
+def refuse(flag: str) -> None:
+    """Raise where `flag` is one of another launcher.
+
+    Raises:
+        ConfigError: the flag is known and has no meaning here; the message says what to use.
+    """
+    text = advice(flag)
+    if text is not None:
+        raise ConfigError(f"{flag} is no flag of `headway launch`: {text}")

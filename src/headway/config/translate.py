@@ -1,0 +1,142 @@
+"""Translates a config file of Accelerate's: each key becomes a setting here, or is said to become none, and why."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.config.launch import SETTINGS, LaunchConfig
+from headway.config.load import Value, resolve
+from headway.config.retired import advice
+from headway.config.values import did_you_mean, from_file
+from headway.errors import ConfigError
+
+_RENAMED = {"use_cpu": "cpu"}
+_SAME = (
+    "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids",
+    "mixed_precision", "rdzv_backend", "enable_cpu_affinity", "debug", "gradient_accumulation_steps",
+)  # fmt: skip
+# Sections whose every line would mean something that this version does not do.
+_SECTIONS = ("fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config", "fp8_config",
+             "dynamo_config", "mpirun_config", "ipex_config")  # fmt: skip
+_TYPES = {
+    "NO": "one process, or as many as num_processes says",
+    "MULTI_GPU": "one process per accelerator is what a launch does by itself",
+    "MULTI_XPU": "one process per accelerator is what a launch does by itself",
+    "MULTI_CPU": "processes on the CPU",
+}
+_NOTHING: tuple[object, ...] = (None, False, "", "no", {}, [])
+
+
+@dataclass
+class Translation:
+    """What became of a foreign file.
+
+    Attributes:
+        layer: the settings that it decides.
+        lines: for each of its keys, (key, what it became).
+        num_lost: keys whose meaning this version cannot keep.
+    """
+
+    layer: dict[str, Value] = field(default_factory=dict)
+    lines: list[tuple[str, str]] = field(default_factory=list)
+    num_lost: int = 0
+
+    @property
+    def config(self) -> LaunchConfig:
+        """The settings as a configuration."""
+        return resolve([self.layer]).config
+
+    def take(self, key: str, name: str, value: Any, origin: str) -> None:
+        """Let `key` decide the setting `name`."""
+        decided = from_file(SETTINGS[name], value, origin)
+        self.layer[name] = Value(decided, origin)
+        self.lines.append((key, f"{name}: {decided!r}"))
+
+    def drop(self, key: str, reason: str) -> None:
+        """Say that `key` decides nothing, and nothing is lost by that."""
+        self.lines.append((key, f"nothing to keep: {reason}"))
+
+    def lose(self, key: str, reason: str) -> None:
+        """Say that the meaning of `key` is lost."""
+        self.lines.append((key, f"NOT KEPT: {reason}"))
+        self.num_lost += 1
+
+
+def translate(data: Mapping[str, Any], name: str) -> Translation:
+    """Translate the content of an Accelerate config file.
+
+    Args:
+        data: its keys and values.
+        name: what errors call the file.
+
+    Raises:
+        ConfigError: a key that Accelerate's files do not have either, or a value that cannot be.
+    """
+    made = Translation()
+    for key, value in data.items():
+        _translate_key(made, key, value, f"file: {name} key {key}")
+    return made
+
+
+def _translate_key(made: Translation, key: str, value: Any, origin: str) -> None:
+    if key == "distributed_type":
+        _translate_type(made, str(value), origin)
+    elif key == "compute_environment":
+        if value == "AMAZON_SAGEMAKER":
+            raise ConfigError(f"{origin} is AMAZON_SAGEMAKER: {advice('sagemaker_')}")
+        made.drop(key, "a launch runs on the machine that it is started on")
+    elif key in _SECTIONS:
+        _translate_section(made, key, value, origin)
+    elif key in _RENAMED or key in _SAME:
+        _translate_value(made, key, value, origin)
+    elif key in ("command_file", "commands") or key.startswith("tpu_"):
+        _translate_unknown(made, key, value, str(advice("tpu")))
+    elif (text := advice(key)) is not None:
+        _translate_unknown(made, key, value, text)
+    else:
+        hint = did_you_mean(key, [*_SAME, *_RENAMED, *_SECTIONS])
+        raise ConfigError(f"{key} ({origin}) is no key of Accelerate's config files{hint or '; take it out'}")
+
+
+def _translate_type(made: Translation, kind: str, origin: str) -> None:
+    if kind not in _TYPES:
+        text = advice(f"use_{kind.lower()}") or advice(kind.lower()) or advice("tpu")
+        made.lose("distributed_type", f"{kind}: {text}")
+        return
+    made.drop("distributed_type", f"{kind}: {_TYPES[kind]}")
+    if kind == "MULTI_CPU":
+        made.take("distributed_type", "cpu", True, origin)
+
+
+def _translate_section(made: Translation, key: str, value: Any, origin: str) -> None:
+    if value in _NOTHING:
+        made.drop(key, "empty")
+        return
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{origin} must hold settings, one a line, not {value!r}")
+    for inner, entry in value.items():
+        path = f"{key}.{inner}"
+        if inner == "gradient_accumulation_steps" and entry != "auto":
+            made.take(path, inner, entry, f"{origin}.{inner}")
+        elif entry in _NOTHING:
+            made.drop(path, "off")
+        else:
+            made.lose(path, advice(str(inner)) or advice(f"{key.removesuffix('_config')}_") or "no counterpart here")
+
+
+def _translate_value(made: Translation, key: str, value: Any, origin: str) -> None:
+    name = _RENAMED.get(key, key)
+    if value is None or (key == "num_processes" and value == -1):
+        made.drop(key, "undecided")
+    elif key == "mixed_precision" and value == "fp8":
+        made.lose(key, str(advice("fp8_")))
+    else:
+        made.take(key, name, value, origin)
+
+
+def _translate_unknown(made: Translation, key: str, value: Any, text: str) -> None:
+    # `main` is what the peer writes there for everybody.
+    if value in _NOTHING or (key, value) == ("main_training_function", "main") or key == "same_network":
+        made.drop(key, "off" if value in _NOTHING else "it changes nothing here")
+    else:
+        made.lose(key, text)

@@ -1,0 +1,93 @@
+"""Reading one setting's value from text or from a config file, with errors that name where it came from."""
+
+from typing import Any
+
+from headway import env
+from headway.config.launch import Setting
+from headway.errors import ConfigError
+
+_KINDS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "text": "text",
+    "switch": "true or false",
+}
+
+
+def did_you_mean(word: str, known: list[str], *, prefix: str = "") -> str:
+    """A hint at the known word next to `word`: "; did you mean 'num_processes'?", or nothing."""
+    from difflib import get_close_matches
+
+    plain = word.lower().replace("-", "_")
+    close = get_close_matches(plain, known, n=1, cutoff=0.6)
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
+
+
+def from_text(setting: Setting, text: str, origin: str) -> Any:
+    """Read a value that was written as text: on the command line or in the environment.
+
+    Args:
+        setting: what is being set.
+        text: what was written.
+        origin: where, for the error.
+
+    Raises:
+        ConfigError: the text is no such value; the message has the setting, the text, the origin and what is allowed.
+    """
+    if setting.kind == "text":
+        return _checked(setting, text, origin)
+    if setting.kind == "switch":
+        return env.parse_bool(text, f"{setting.name} ({origin})")
+    if setting.kind == "choice":
+        return _checked(setting, text.strip().lower(), origin)
+    try:
+        value: Any = int(text) if setting.kind == "integer" else float(text)
+    except ValueError:
+        raise _error(setting, text, origin) from None
+    return _checked(setting, value, origin)
+
+
+def from_file(setting: Setting, value: Any, origin: str) -> Any:
+    """Check a value that a config file holds, with its YAML type.
+
+    A bare `no` is False in YAML, and meant as the word where words are the choice.
+
+    Raises:
+        ConfigError: it has another type or is out of range.
+    """
+    if setting.kind == "choice":
+        if value is False and "no" in setting.choices:
+            return "no"
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)
+        fits = isinstance(value, str)
+    elif setting.kind == "text":
+        if isinstance(value, int) and not isinstance(value, bool):  # gpu_ids: 0
+            value = str(value)
+        fits = isinstance(value, str)
+    elif setting.kind == "switch":
+        fits = isinstance(value, bool)
+    else:
+        fits = isinstance(value, (int, float) if setting.kind == "number" else int) and not isinstance(value, bool)
+    if not fits:
+        raise _error(setting, value, origin)
+    return _checked(setting, float(value) if setting.kind == "number" else value, origin)
+
+
+def _checked(setting: Setting, value: Any, origin: str) -> Any:
+    is_good = not setting.choices or value in setting.choices
+    if setting.minimum is not None:
+        is_good = setting.minimum <= value < 2**31  # written so that NaN fails
+    if isinstance(value, str):
+        is_good = is_good and "\0" not in value and bool(value.strip())
+    if not is_good:
+        raise _error(setting, value, origin)
+    return value
+
+
+def _error(setting: Setting, value: Any, origin: str) -> ConfigError:
+    if setting.choices:
+        allowed = f"one of {', '.join(setting.choices)}"
+    else:
+        allowed = _KINDS[setting.kind] + (f", {setting.minimum} or more" if setting.minimum is not None else "")
+    return ConfigError(f"{setting.name}={value!r} ({origin}) must be {allowed}")

@@ -1,0 +1,240 @@
+"""From a user's DataLoader to the prepared one: what kind of data it reads, and how that is shared out."""
+
+from collections.abc import Sequence
+from typing import Any
+from warnings import warn
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
+
+from headway.config.run import DataLoaderConfiguration
+from headway.data.dispatch import DispatchFeed
+from headway.data.feed import Feed
+from headway.data.loader import PreparedLoader
+from headway.data.mapped import MappedFeed
+from headway.data.order import Order, PureOrder, SamplerOrder
+from headway.data.randomness import Agree
+from headway.data.shard import BatchSplit, SampleSplit, Shard
+from headway.data.sharded import Agreement, is_shardable
+from headway.data.stream import OwnShards, StreamFeed
+from headway.errors import DataError, HeadwayWarning
+from headway.ops.collectives import Collectives
+from headway.optional import require
+
+
+def prepare_loader(
+    loader: DataLoader[Any],
+    *,
+    shard: Shard,
+    config: DataLoaderConfiguration,
+    device: torch.device | None,
+    collectives: Collectives | None,
+    active: list[PreparedLoader],
+    seed: int,
+    rng_types: Sequence[str] | None = ("generator",),
+) -> PreparedLoader:
+    """Share a loader's data out over the ranks.
+
+    Args:
+        loader: the user's; a prepared one comes back as it is.
+        shard: this process's part of the data.
+        config: how to split, pad and move.
+        device: where batches go; None: left where they are.
+        collectives: the ranks that share the data, in the order of their shards; None: this process alone.
+        active: the list that a loader in iteration enters.
+        seed: of the order, the same on all ranks.
+        rng_types: with "generator", samplers' own generators get rank 0's state at the start of each epoch.
+
+    Raises:
+        DataError: the loader's settings and the configuration do not fit together.
+    """
+    if isinstance(loader, PreparedLoader):
+        return loader
+    _check(loader, shard, config)
+    recipe = _Recipe(
+        loader, shard, config, collectives if shard.count > 1 else None, seed, "generator" in (rng_types or ())
+    )
+    feed = recipe.feed()
+    return PreparedLoader(loader, feed, shard, device, config.non_blocking, active, _listeners(loader, feed))
+
+
+class _Recipe:
+    """The choices that lead from a loader and a configuration to a feed."""
+
+    def __init__(self, loader: DataLoader[Any], shard: Shard, config: DataLoaderConfiguration,
+                 collectives: Collectives | None, seed: int, is_synchronised: bool) -> None:  # fmt: skip
+        self.loader = loader
+        self.shard = shard
+        self.config = config
+        self.collectives = collectives
+        self.seed = seed
+        self.is_synchronised = is_synchronised
+        self.is_batched = loader.batch_sampler is not None
+        self.is_even = config.even_batches and shard.count > 1
+        self.is_dispatched = bool(config.dispatch_batches) and shard.count > 1
+        self.ranks: Sequence[int] = range(shard.count) if self.is_dispatched else (shard.index,)
+
+    def feed(self) -> Feed:
+        """Where the batches come from."""
+        kind = _loader_class(self.loader, self.config)
+        if self.is_dispatched and self.collectives is not None:
+            inner = self._stream(kind) if _is_stream(self.loader) else self._mapped()
+            length = self.collectives.broadcast_object(_length(inner))
+            return DispatchFeed(inner, self.collectives, self.is_batched, length)
+        if not _is_stream(self.loader):
+            feed = self._mapped()
+            self._check_lengths(feed)
+            return feed
+        if self.collectives is not None and is_shardable(self.loader.dataset, self.shard.count):
+            return self._own_stream(kind, self.collectives)
+        return self._stream(kind)
+
+    def _mapped(self) -> MappedFeed:
+        batch_sampler = self.loader.batch_sampler
+        split: SampleSplit | BatchSplit
+        if not self.is_batched:
+            order, split = self._order(self.loader.sampler), SampleSplit(1, self.shard.count, False, self.is_even)
+        elif type(batch_sampler) is BatchSampler:
+            size = self._size(batch_sampler.batch_size)
+            order = self._order(batch_sampler.sampler)
+            split = SampleSplit(size, self.shard.count, batch_sampler.drop_last, self.is_even)
+        else:
+            full = batch_sampler.batch_size if isinstance(batch_sampler, BatchSampler) else None
+            drops_last = getattr(batch_sampler, "drop_last", False) is True
+            order = self._order(batch_sampler)
+            split = BatchSplit(self.shard.count, self.config.split_batches, drops_last, self.is_even, full)
+        return MappedFeed(self.loader, order, split, self.ranks, self.seed, self.collectives)
+
+    def _order(self, sampler: Any) -> Order:
+        pure = PureOrder.of(sampler, self.seed, self.config.use_seedable_sampler)
+        if pure is not None:
+            return pure
+        return SamplerOrder(sampler, self.seed, self.config.use_seedable_sampler, self.loader.generator, self._agree,
+                            self.is_synchronised, self.loader.persistent_workers)  # fmt: skip
+
+    @property
+    def _agree(self) -> Agree | None:
+        # Where one process draws for all, nothing has to be agreed.
+        return None if self.is_dispatched or self.collectives is None else self.collectives.broadcast_object
+
+    def _check_lengths(self, feed: MappedFeed) -> None:
+        """Every rank must hold the same data: then no rank can run out before another."""
+        if self.collectives is None:
+            return
+        lengths = [int(row[0]) for row in self.collectives.gather_numbers([_length(feed.order) or 0])]
+        if len(set(lengths)) > 1:
+            raise DataError(
+                f"the ranks' DataLoaders have different lengths (samples or batches: {lengths}); give every rank the "
+                "same dataset and sampler, Headway shares it out. Data that is split already needs no prepared loader"
+            )
+
+    def _stream(self, kind: type[DataLoader[Any]]) -> StreamFeed:
+        split = SampleSplit(self._size(self.loader.batch_size), self.shard.count, self.loader.drop_last, self.is_even)
+        agree = self._agree if self.is_synchronised else None
+        return StreamFeed(self.loader, split, self.ranks, self.seed, kind, agree=agree)
+
+    def _own_stream(self, kind: type[DataLoader[Any]], collectives: Collectives) -> StreamFeed:
+        index, count = self.shard.index, self.shard.count
+        dataset = self.loader.dataset.shard(num_shards=count, index=index)  # type: ignore[attr-defined]
+        own = OwnShards(dataset, index, count, Agreement(collectives, self.loader.drop_last))
+        split = SampleSplit(self._size(self.loader.batch_size), 1, self.loader.drop_last, self.is_even)
+        return StreamFeed(self.loader, split, (0,), self.seed, kind, own)
+
+    def _size(self, batch_size: int | None) -> int:
+        """Samples (unbatched: items) of one rank in one step."""
+        if batch_size is None:
+            return 1
+        return batch_size // self.shard.count if self.config.split_batches else batch_size
+
+
+def _length(items: Any) -> int | None:
+    try:
+        return len(items)
+    except TypeError:
+        return None
+
+
+def _is_stream(loader: DataLoader[Any]) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def _loader_class(loader: DataLoader[Any], config: DataLoaderConfiguration) -> type[DataLoader[Any]]:
+    if config.use_stateful_dataloader:
+        module = require("torchdata.stateful_dataloader", "use_stateful_dataloader=True needs", "headway[stateful]")
+        return module.StatefulDataLoader  # type: ignore[no-any-return]
+    return (
+        type(loader)
+        if hasattr(loader, "state_dict") and type(loader).__module__.startswith("torchdata.")
+        else DataLoader
+    )
+
+
+def _listeners(loader: DataLoader[Any], feed: Feed) -> list[Any]:
+    batch_sampler = loader.batch_sampler
+    candidates = [
+        loader.sampler,
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        loader.dataset,
+        feed.inner.dataset,
+    ]
+    found = {id(candidate): candidate for candidate in candidates if callable(getattr(candidate, "set_epoch", None))}
+    return list(found.values())
+
+
+def _check(loader: DataLoader[Any], shard: Shard, config: DataLoaderConfiguration) -> None:
+    """Refuse what cannot be shared out, before anything is read."""
+    kind = type(loader)
+    if kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata."):
+        raise DataError(
+            f"{kind.__name__} overrides DataLoader.__iter__, which Headway replaces to share the data out; move what "
+            "it does into the dataset, the collate_fn or the batch_sampler, or iterate it without preparing it"
+        )
+    if config.non_blocking and not loader.pin_memory:
+        warn(
+            "non_blocking=True on a DataLoader with pin_memory=False: copies from pageable memory wait anyway. "
+            "Pass pin_memory=True to the DataLoader, or leave non_blocking out",
+            HeadwayWarning, stacklevel=4,
+        )  # fmt: skip
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            raise DataError(
+                f"the DataLoader's {type(sampler).__name__} already picks one of {sampler.num_replicas} parts of the "
+                "data, and Headway would share out that part again; leave the sampler out and pass shuffle= to the "
+                "DataLoader"
+            )
+    if shard.count > 1:
+        _check_unsplit(loader.dataset)
+        if config.split_batches:
+            _check_split(loader, shard.count)
+
+
+def _check_unsplit(dataset: Any) -> None:
+    # split_dataset_by_node leaves this mark, torch's pipes shard themselves by the process group.
+    if getattr(dataset, "_distributed", None) is not None:
+        raise DataError(
+            "the dataset went through split_dataset_by_node and holds one rank's part already, which Headway would "
+            "share out again; leave that call out"
+        )
+    if isinstance(dataset, IterDataPipe | MapDataPipe):
+        raise DataError(
+            f"{type(dataset).__name__} is one of torch's (deprecated) data pipes, which shard themselves by the "
+            "process group; read it through an ordinary Dataset or IterableDataset"
+        )
+
+
+def _check_split(loader: DataLoader[Any], count: int) -> None:
+    if loader.batch_size is None and loader.batch_sampler is None:
+        raise DataError(
+            "split_batches=True with batch_size=None: the DataLoader makes no batches that could be split. "
+            "Give it a batch_size, or leave split_batches out (each rank then takes every "
+            f"{count}. item)"
+        )
+    batch_sampler = loader.batch_sampler
+    size = getattr(batch_sampler, "batch_size", None) if isinstance(batch_sampler, BatchSampler) else loader.batch_size
+    if isinstance(size, int) and size % count:
+        raise DataError(
+            f"split_batches=True shares each batch of {size} samples among {count} processes, which does not come out "
+            f"even; use a batch_size that is a multiple of {count} (such as {-(-size // count) * count}), or "
+            "split_batches=False with the batch size of one process"
+        )

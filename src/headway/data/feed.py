@@ -1,0 +1,64 @@
+"""What a prepared loader asks of its source of batches."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader
+
+from headway.data.shard import Share
+
+Delivery = tuple[Any, Share]
+"""A batch as the user's collate function made it, and what is known about it."""
+
+UNCOUNTABLE = (
+    "{what} holds no tensor with a first dimension, so its rows cannot be counted; where several ranks share a loader "
+    "with batch_size=None, its items must be batches: tensors of shape [rows, ...]"
+)
+"""Why an item without rows is refused."""
+
+
+class Feed(Protocol):
+    """Yields the batches of one rank, epoch by epoch.
+
+    Attributes:
+        is_even: complete last rounds with repeated samples.
+    """
+
+    is_even: bool
+
+    def start(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
+        """Begin a pass.
+
+        Args:
+            epoch: its number.
+            consumed: begin after so many real samples.
+            num_skipped: begin after so many rounds instead, where it is not 0.
+
+        Returns:
+            The real samples before the first batch, and the batches.
+        """
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, equal on all ranks; TypeError where the user's data has no length."""
+
+    @property
+    def round_size(self) -> int | None:
+        """Samples that all ranks together get per step; None where that varies."""
+
+    @property
+    def inner(self) -> DataLoader[Any]:
+        """The torch loader that reads."""
+
+    def state(self, is_running: bool) -> dict[str, Any]:
+        """What a position alone does not say."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Let the next pass go on from that."""
+
+
+def seed_generator(loader: DataLoader[Any], seed: int) -> None:
+    """Seed the generator that `loader` takes its workers' base seed from."""
+    generator: torch.Generator | None = loader.generator
+    if generator is not None:
+        generator.manual_seed(seed)

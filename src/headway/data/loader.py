@@ -1,0 +1,192 @@
+"""The prepared loader: the user's DataLoader, reading this rank's share, and what is known about the batch in hand.
+
+The next batch is never fetched before it is asked for where the data has indices: their end is known one step ahead
+without that, and random numbers drawn while fetching in this process are then exactly resumable. Streams are read one
+batch ahead.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from headway.data.feed import Feed
+from headway.data.position import Position
+from headway.data.shard import Shard
+from headway.errors import DataError
+from headway.ops.tree import to_device
+
+
+class PreparedLoader(DataLoader[Any]):
+    """Yields this rank's batches on its device; `accelerator.prepare` makes it.
+
+    It is a DataLoader by type; attributes it does not have itself are those of the user's loader.
+
+    Args:
+        source: the user's loader.
+        feed: reads the batches.
+        shard: this rank's part of the data.
+        device: where batches go; None: they stay where the loader made them.
+        non_blocking: do not wait for the copies.
+        active: loaders in iteration, innermost last; this one enters and leaves it.
+        listeners: objects whose set_epoch is told each epoch's number.
+    """
+
+    def __init__(self, source: DataLoader[Any], feed: Feed, shard: Shard, device: torch.device | None,
+                 non_blocking: bool, active: list["PreparedLoader"], listeners: Sequence[Any]) -> None:  # fmt: skip
+        # Not DataLoader.__init__: the loader that reads is the feed's, this one only has the type.
+        self.device = device
+        self._source = source
+        self._feed = feed
+        self._shard = shard
+        self._is_moved = device is not None and device.type != "cpu"
+        self._non_blocking = non_blocking
+        self._active = active
+        self._listeners = listeners
+        self._position = Position()
+        self._num_skipped = 0
+
+    def __getattr__(self, name: str) -> Any:
+        # Asked for only where this object lacks it; before __init__ (while unpickling, say) there is no source.
+        if name.startswith("__") or "_source" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self._source, name)
+
+    # ---------------------------------------------------------------- iteration
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """One pass; `break` closes it, and the next pass is another epoch."""
+        position = self._position
+        position.begin()
+        self._tell_epoch(position.epoch)
+        position.consumed, deliveries = self._feed.start(position.epoch, position.consumed, self._num_skipped)
+        self._active.append(self)
+        try:
+            for batch, share in deliveries:
+                if self._is_moved:
+                    batch = to_device(batch, self.device, self._non_blocking)  # type: ignore[arg-type]
+                position.share = share
+                position.consumed += share.num_samples
+                yield batch
+            position.finish()
+        finally:
+            self._num_skipped = 0
+            _leave(self._active, self)
+
+    def __len__(self) -> int:
+        """Batches of a pass on this rank, the same on every rank (TypeError where the data has no length)."""
+        return max(0, len(self._feed) - self._num_skipped)
+
+    def skip(self, num_batches: int) -> "PreparedLoader":
+        """A view of this loader whose next pass begins at batch `num_batches` of its epoch; later passes are whole.
+
+        The view and this loader share their position, so either may go on with the next epoch.
+
+        Raises:
+            DataError: the number is negative or no integer.
+        """
+        if isinstance(num_batches, bool) or not isinstance(num_batches, int) or num_batches < 0:
+            raise DataError(f"cannot skip {num_batches!r} batches; give a whole number, 0 or more")
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__)
+        view._num_skipped = num_batches
+        return view
+
+    # ---------------------------------------------------------------- the batch last yielded
+
+    @property
+    def is_last(self) -> bool:
+        """Is it the epoch's last?"""
+        return self._position.share.is_last
+
+    @property
+    def num_rows(self) -> int | None:
+        """Its rows, repeats included: the samples it was made of. None for an unbatched item without rows."""
+        return self._position.share.num_rows
+
+    @property
+    def valid_counts(self) -> tuple[int, ...] | None:
+        """For each data rank, how many leading rows of its batch are real; what follows them only fills the batch."""
+        return self._position.share.valid_counts
+
+    @property
+    def num_valid(self) -> int | None:
+        """How many of its leading rows are real."""
+        counts = self._position.share.valid_counts
+        return None if counts is None else counts[self._shard.index]
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """Shape [num_rows], bool, on the batch's device: True for real rows."""
+        num_rows, num_valid = self.num_rows, self.num_valid
+        if num_rows is None or num_valid is None:
+            return None
+        return torch.arange(num_rows, device=self.device) < num_valid
+
+    # ---------------------------------------------------------------- position
+
+    @property
+    def epoch(self) -> int:
+        """The number of the pass in progress; between two, of the next one."""
+        return self._position.epoch
+
+    @property
+    def num_consumed(self) -> int:
+        """Real samples of all ranks yielded in this epoch (items, where the loader does not batch)."""
+        return self._position.consumed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be this epoch; the user's sampler, batch sampler and dataset are told where they can be."""
+        self._position.pin(epoch)
+        self._tell_epoch(epoch)
+
+    def _tell_epoch(self, epoch: int) -> None:
+        for listener in self._listeners:
+            listener.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader stands: `epoch`, `consumed`, and under `source` what a custom sampler or stream adds.
+
+        The same on every rank, but for the state that a StatefulDataLoader keeps of this rank's own shards.
+        """
+        source = self._feed.state(self._position.is_running)
+        return {**self._position.state_dict(), **({"source": source} if source else {})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next pass go on from there, on any number of ranks; samples consumed before are not fetched.
+
+        Raises:
+            StateError: this is no loader's state.
+        """
+        self._position.load_state_dict(state)
+        self._feed.load_state(state.get("source", {}))
+
+    # ---------------------------------------------------------------- sizes and settings
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples that all ranks together get per step; None where batches vary in size."""
+        return self._feed.round_size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples in the dataset."""
+        return len(self._source.dataset)  # type: ignore[arg-type]
+
+    @property
+    def even_batches(self) -> bool:
+        """Are incomplete rounds completed with repeated samples? Takes effect with the next pass."""
+        return self._feed.is_even
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        # One rank alone has nothing to even out.
+        self._feed.is_even = value and self._shard.count > 1
+
+
+def _leave(active: list[PreparedLoader], loader: PreparedLoader) -> None:
+    for index in reversed(range(len(active))):
+        if active[index] is loader:
+            del active[index]
+            return

@@ -1,0 +1,323 @@
+"""First failure first: what ended a run, on which rank, at which line, told once; failure.json for machines."""
+
+import json
+import os
+import re
+import signal
+import sys
+import sysconfig
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from headway.units import format_bytes
+
+# What a rank says when another one has left it alone in a collective: a consequence, not a cause.
+_LEFT_ALONE = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|peer closed|connectFullMesh|remote process has terminated"
+    r"|socket (error|closed)|ncclRemoteError|Timed out waiting|timed out after|Stop_waiting|recvValue failed",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a worker wrote about the exception that ended it.
+
+    Attributes:
+        kind: the exception's class.
+        text: its message.
+        line: the user's line, "train.py:12 in main"; empty where no frame is the user's.
+        trace: the whole traceback as text.
+        at: when, in seconds since the epoch.
+    """
+
+    kind: str
+    text: str
+    line: str
+    trace: str
+    at: float
+
+    @property
+    def is_consequence(self) -> bool:
+        """Does it only say that another rank was lost?"""
+        return _LEFT_ALONE.search(self.text) is not None
+
+
+@dataclass(frozen=True)
+class Death:
+    """How one rank ended.
+
+    Attributes:
+        exit_code: its exit code; -n where signal n ended it; None where the agent ended it itself, as the run was over.
+        record: what it wrote before, if anything.
+        crash: the Python stack at a crash in C code, if any.
+        crashed_at: when that was.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    exit_code: int | None
+    record: Record | None = None
+    crash: str = ""
+    crashed_at: float = 0.0
+
+    @property
+    def _weight(self) -> tuple[int, float, int]:
+        """Causes before consequences, the earlier before the later."""
+        code = self.exit_code
+        if code == -signal.SIGKILL:
+            return (0, 0.0, self.rank)
+        if self.record is not None and not self.record.is_consequence:
+            return (1, self.record.at, self.rank)
+        if code is not None and code < 0:
+            # A crash after a record is the cleaning up; one without was the beginning.
+            return (1 if self.record is None else 3, self.crashed_at, self.rank)
+        if self.record is None:
+            return (2 if code else 4, 0.0, self.rank)
+        return (3, self.record.at, self.rank)
+
+    def what(self) -> str:
+        """The end in half a line."""
+        if self.record is not None:
+            return f"{self.record.kind}: {self.record.text.splitlines()[0] if self.record.text else ''}".rstrip(": ")
+        if self.exit_code is None:
+            return "ended by the launcher"
+        if self.exit_code < 0:
+            return f"ended by {_signal_name(-self.exit_code)}"
+        return f"ended with exit code {self.exit_code}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ended an attempt.
+
+    Attributes:
+        deaths: the ranks of this machine that failed or left a record.
+        world_size: processes over all machines.
+        memory: what the kernel's counters say about the out-of-memory killer; empty where they say nothing.
+    """
+
+    deaths: tuple[Death, ...]
+    world_size: int
+    memory: str = ""
+
+    @property
+    def first(self) -> Death:
+        """The one that everything else follows from."""
+        return min(self.deaths, key=lambda death: death._weight)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the run: the first failure's, 128 + n where signal n ended it."""
+        code = self.first.exit_code or 1
+        return code if code > 0 else 128 - code
+
+    def text(self) -> str:
+        """The report as people read it."""
+        first = self.first
+        where = f", at {first.record.line}" if first.record is not None and first.record.line else ""
+        lines = [
+            f"headway: rank {first.rank} of {self.world_size} failed first{where} (host {first.host}, pid {first.pid})"
+        ]
+        if first.record is not None:
+            lines.append(first.record.trace.rstrip())
+        else:
+            lines.append(f"headway: rank {first.rank} was {first.what()}{self._why(first)}")
+            if first.crash:
+                lines.append(first.crash.rstrip())
+        lines += self._others(first)
+        return "\n".join(lines)
+
+    def _why(self, death: Death) -> str:
+        if death.exit_code == -signal.SIGKILL:
+            return f": {self.memory}" if self.memory else (
+                "; nothing in the kernel's counters says that memory ran out, so a person, "
+                "a scheduler or a container's limit sent it"
+            )  # fmt: skip
+        if death.exit_code == -signal.SIGTERM:
+            return ", which somebody outside of this run sent"
+        return ""
+
+    def _others(self, first: Death) -> list[str]:
+        others = sorted((death for death in self.deaths if death is not first), key=lambda death: death.rank)
+        alike = [death.rank for death in others if _is_alike(death, first)]
+        lines = []
+        if alike:
+            lines.append(f"headway: the same on rank{'s' if len(alike) > 1 else ''} {_ranges(alike)}")
+        for death in others:
+            if death.rank not in alike and (death.record is not None or death.exit_code is not None):
+                where = f" ({death.record.line})" if death.record is not None and death.record.line else ""
+                lines.append(f"headway: then rank {death.rank}: {death.what()}{where}")
+        num_ended = self.world_size - len(alike) - 1 - sum("then rank" in line for line in lines)
+        if num_ended > 0:
+            have = "processes have" if num_ended > 1 else "process has"
+            lines.append(f"headway: the other {num_ended} {have} been ended")
+        return lines
+
+    def write(self, path: Path) -> None:
+        """Write failure.json: the first failure, and every rank's."""
+        content = {
+            "world_size": self.world_size,
+            "exit_code": self.exit_code,
+            "memory": self.memory,
+            "first": asdict(self.first),
+            "ranks": [asdict(death) for death in self.deaths],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text(json.dumps(content, indent=2) + "\n")
+        scratch.replace(path)
+
+
+def _is_alike(one: Death, other: Death) -> bool:
+    if one.record is None or other.record is None:
+        return one.record is other.record and one.exit_code == other.exit_code and one.exit_code is not None
+    return (one.record.kind, one.record.line) == (
+        other.record.kind,
+        other.record.line,
+    ) and not one.record.is_consequence
+
+
+def _ranges(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2, 5'."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and parts[-1][1] == rank - 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def write_record(path: Path, error: BaseException) -> bool:
+    """Write what ended this worker, in a form that torch's agent reads too.
+
+    Args:
+        path: where the agent looks for it.
+        error: the exception, with its traceback from the user's first frame on.
+
+    Returns:
+        Whether it could be written.
+    """
+    text = "".join(traceback.format_exception(error))
+    now = time.time()
+    record = Record(type(error).__name__, str(error), user_line(error.__traceback__), text, now)
+    content = {
+        "message": {
+            "message": f"{record.kind}: {record.text}",
+            "extraInfo": {"py_callstack": text, "timestamp": str(int(now))},
+        },
+        "headway": asdict(record),
+    }
+    try:
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text(json.dumps(content))
+        scratch.replace(path)
+    except OSError:
+        return False
+    return True
+
+
+def read_record(path: Path) -> Record | None:
+    """Read a worker's record, Headway's or that of torch's own `@record`; None where none can be read."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    if isinstance(content.get("headway"), dict):
+        return Record(**content["headway"])
+    message = content.get("message")
+    if not isinstance(message, dict):
+        return None
+    kind, _, text = str(message.get("message", "")).partition(": ")
+    extra = message.get("extraInfo", {})
+    return Record(kind, text, "", str(extra.get("py_callstack", "")), float(extra.get("timestamp", 0)))
+
+
+def user_line(trace: TracebackType | None) -> str:
+    """The innermost line that is neither an installed package's nor Python's own: "train.py:12 in main"."""
+    libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    libraries.add(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    found = ""
+    for frame in traceback.extract_tb(trace):
+        if frame.filename.startswith("<") or any(frame.filename.startswith(library + os.sep) for library in libraries):
+            continue
+        name = os.path.relpath(frame.filename) if frame.filename.startswith(os.getcwd() + os.sep) else frame.filename
+        found = f"{name}:{frame.lineno}" + ("" if frame.name == "<module>" else f" in {frame.name}")
+    return found
+
+
+class MemoryWatch:
+    """The kernel's out-of-memory counters, read before and after."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._folder = _memory_cgroup(root)
+        self._before = self._num_kills()
+
+    def verdict(self) -> str:
+        """What the counters say since this object was made; empty where they say nothing."""
+        kills = self._num_kills() - self._before
+        if kills <= 0:
+            return ""
+        text = "the kernel's out-of-memory killer sent it, as the host's memory ran out"
+        peak = self._number("memory.peak", "memory.max_usage_in_bytes")
+        limit = self._number("memory.max", "memory.limit_in_bytes")
+        if peak is not None and limit is not None and limit < 2**60:
+            text += f" (this container's peak: {format_bytes(peak)} of {format_bytes(limit)})"
+        elif peak is not None:
+            text += f" (peak: {format_bytes(peak)})"
+        return text + "; use fewer processes or data-loading workers, or a smaller batch"
+
+    def _num_kills(self) -> int:
+        texts = [_text(self._folder / name) for name in ("memory.events", "memory.oom_control")] if self._folder else []
+        texts.append(_text(self._root / "proc/vmstat"))
+        counts = [
+            int(match[1]) for text in texts for match in [re.search(r"^oom_kill (\d+)", text, re.MULTILINE)] if match
+        ]
+        return max(counts, default=0)
+
+    def _number(self, *names: str) -> int | None:
+        for name in names:
+            text = _text(self._folder / name).strip() if self._folder else ""
+            if text.isdecimal():
+                return int(text)
+        return None
+
+
+def _memory_cgroup(root: Path) -> Path | None:
+    """The folder of this process's memory cgroup, of version 2 or 1."""
+    mounted = root / "sys/fs/cgroup"
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        base = (
+            mounted if (number, controllers) == ("0", "") else mounted / "memory" if controllers == "memory" else None
+        )
+        if base is None:
+            continue
+        # Inside a container the path is the host's, and the container's own group is what is mounted.
+        for folder in (base / path.lstrip("/"), base):
+            if (folder / "memory.events").exists() or (folder / "memory.oom_control").exists():
+                return folder
+    return None
+
+
+def _text(path: Path) -> str:
+    if sys.platform != "linux" and str(path).startswith("/proc"):
+        return ""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

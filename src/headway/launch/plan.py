@@ -1,0 +1,376 @@
+"""From settings to the exact command: a pure function, which `--dry-run` prints and launch/run.py carries out."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from headway import env
+from headway.config.launch import SETTINGS
+from headway.config.load import Resolved, payload
+from headway.errors import ConfigError
+from headway.launch.clusters import Cluster, Task, check_agreement
+from headway.launch.machine import VISIBLE, Machine
+
+# Set by launchers for the processes they start; nobody else should set them.
+_WORKER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the user wants started: a script, a module or a program, and its own arguments."""
+
+    target: str
+    args: tuple[str, ...] = ()
+    kind: str = "script"
+
+    def command(self, python: str) -> tuple[str, ...]:
+        """The command that runs it as one plain process."""
+        how = {"script": (python,), "module": (python, "-m"), "program": ()}[self.kind]
+        return (*how, self.target, *self.args)
+
+
+@dataclass(frozen=True)
+class AgentOrder:
+    """What the agent of one machine is to do; it travels as one JSON argument.
+
+    Attributes:
+        num_local: processes on this machine.
+        num_machines, machine_rank: how many machines there are, and which this is.
+        backend: "local" (one machine: a store of its own on a free port), "static" or "c10d".
+        endpoint: where machines meet, "address:port"; empty for "local".
+        log_dir: where the ranks' output and failure.json go; None: the screen only.
+        tee: "0" to "3", which streams go to the log files.
+    """
+
+    program: Program
+    num_local: int
+    num_machines: int = 1
+    machine_rank: int = 0
+    backend: str = "local"
+    endpoint: str = ""
+    conf: Mapping[str, str] = field(default_factory=dict)
+    run_id: str = "headway"
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    log_dir: str | None = None
+    tee: str = "0"
+    role: str = "rank"
+    is_bound_to_cores: bool = False
+
+    def encode(self) -> str:
+        """The JSON text."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def decode(cls, text: str) -> "AgentOrder":
+        """Read `encode`'s text."""
+        content: dict[str, Any] = json.loads(text)
+        program = content.pop("program")
+        return cls(program=Program(program["target"], tuple(program["args"]), program["kind"]), **content)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A launch, ready to be carried out.
+
+    Attributes:
+        argv: the command; it replaces the launcher's own process.
+        additions: environment variables it gets on top of the launcher's.
+        removals: variables it must not inherit.
+        world_size: processes over all machines.
+        num_local: processes on this machine.
+        banner: one line that says what is started.
+        notes: what else a user should know.
+    """
+
+    argv: tuple[str, ...]
+    additions: Mapping[str, str]
+    removals: tuple[str, ...]
+    world_size: int
+    num_local: int
+    banner: str
+    notes: tuple[str, ...] = ()
+
+    def shell(self) -> str:
+        """The plan as a command line that a POSIX shell runs."""
+        parts = ["env"]
+        parts += [f"-u {name}" for name in self.removals]
+        parts += [f"{name}={shlex.quote(value)}" for name, value in self.additions.items()]
+        return " \\\n  ".join([*parts, shlex.join(self.argv)])
+
+    def environment(self, current: Mapping[str, str]) -> dict[str, str]:
+        """The environment that the command gets."""
+        kept = {name: value for name, value in current.items() if name not in self.removals}
+        return {**kept, **self.additions}
+
+
+def make(resolved: Resolved, program: Program, machine: Machine, environment: Mapping[str, str],
+         cluster: Cluster | None = None) -> Plan:  # fmt: skip
+    """Plan the launch of `program`.
+
+    Args:
+        resolved: the settings.
+        program: what to start.
+        machine: what this machine has.
+        environment: the launcher's own variables.
+        cluster: the cluster that started the launcher; its layer is in `resolved` already.
+
+    Raises:
+        ConfigError: the settings contradict each other, or the machine cannot do what they ask.
+    """
+    if cluster is None:
+        _refuse_nesting(resolved, program, environment)
+    else:
+        check_agreement(resolved, cluster)
+    machine = _with_devices(resolved, machine)
+    num_machines, num_local = _counts(resolved, machine)
+    world_size = num_machines * num_local
+    threads = _threads(resolved, machine, num_local, environment)
+    additions = {env.PAYLOAD: payload(resolved, world_size)}
+    if resolved.config.is_set("gpu_ids") and machine.accelerator:
+        additions[_visible_variable(machine)] = ",".join(machine.device_ids)
+    if threads.is_set_by_us:
+        additions["OMP_NUM_THREADS"] = str(threads.number)
+    if resolved.get("debug", False):
+        additions.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    task = cluster.task if cluster is not None else None
+    if world_size == 1:
+        argv = program.command(machine.python)
+    elif task is not None:
+        argv = program.command(machine.python)
+        additions.update(_task_variables(resolved, task, num_machines, num_local))
+    else:
+        order = _order(resolved, program, num_machines, num_local)
+        argv = (machine.python, "-m", "headway.launch", "agent", order.encode())
+        additions.update(_network(order, machine, environment))
+    removals = tuple(name for name in _WORKER_VARIABLES if name in environment and name not in additions)
+    banner = _banner(resolved, machine, num_machines, num_local, threads)
+    is_silent = task is not None and task.rank > 0
+    return Plan(argv, additions, removals, world_size, num_local, "" if is_silent else banner, _notes(resolved, argv))
+
+
+def _refuse_nesting(resolved: Resolved, program: Program, environment: Mapping[str, str]) -> None:
+    if environment.get("WORLD_SIZE", "1") in ("", "1") or resolved.force:
+        return
+    said = ", ".join(f"{name}={environment[name]}" for name in _WORKER_VARIABLES if name in environment)
+    raise ConfigError(
+        f"{said} stand in the environment: a launcher has started this process already. Start the program itself there "
+        f"({shlex.join(program.command('python'))}), or unset these variables, or add --force to ignore them"
+    )
+
+
+def _with_devices(resolved: Resolved, machine: Machine) -> Machine:
+    """The machine as the settings let a run see it."""
+    on_cpu = bool(resolved.get("cpu", False))
+    if resolved.get("multi_gpu", False):
+        if on_cpu:
+            raise ConfigError(
+                f"multi_gpu ({resolved.origin('multi_gpu')}) against cpu ({resolved.origin('cpu')}): take one out"
+            )
+        if machine.accelerator is None:
+            raise ConfigError(
+                f"multi_gpu ({resolved.origin('multi_gpu')}), but {machine.hostname} has no accelerator that torch "
+                "can use; check the driver and CUDA_VISIBLE_DEVICES, or take --multi_gpu out to run on the CPU"
+            )
+    if resolved.get("enable_cpu_affinity", False) and (on_cpu or machine.torch_device != "cuda"):
+        raise ConfigError(
+            f"enable_cpu_affinity ({resolved.origin('enable_cpu_affinity')}) binds processes to the cores near their "
+            "NVIDIA GPUs, and this run uses none; take it out"
+        )
+    ids = machine.device_ids
+    text = resolved.get("gpu_ids", "all")
+    if text != "all":
+        origin = resolved.origin("gpu_ids")
+        asked = tuple(part.strip() for part in text.split(","))
+        unknown = [part for part in asked if part not in ids]
+        if unknown or len(set(asked)) != len(asked):
+            here = ", ".join(ids) if ids else "none"
+            raise ConfigError(f"gpu_ids={text!r} ({origin}) must list different accelerators of this machine: {here}")
+        ids = asked
+    if on_cpu:
+        return Machine(machine.hostname, machine.python, machine.num_cores, None, (), machine.loopback)
+    return Machine(machine.hostname, machine.python, machine.num_cores, machine.accelerator, ids, machine.loopback)
+
+
+def _visible_variable(machine: Machine) -> str:
+    variables = VISIBLE[machine.accelerator or "mps"]
+    return variables[0] if variables else "CUDA_VISIBLE_DEVICES"
+
+
+def _counts(resolved: Resolved, machine: Machine) -> tuple[int, int]:
+    """Machines, and processes on each."""
+    num_machines = resolved.get("num_machines", 1)
+    per_machine = len(machine.device_ids) or 1
+    total = resolved.get("num_processes", num_machines * per_machine)
+    origin = resolved.origin("num_processes")
+    if total % num_machines:
+        raise ConfigError(
+            f"{total} processes ({origin}) cannot be spread evenly over {num_machines} machines "
+            f"({resolved.origin('num_machines')}); --num_processes counts the processes of all machines together"
+        )
+    num_local = total // num_machines
+    if machine.accelerator and num_local > per_machine:
+        raise ConfigError(
+            f"{num_local} processes per machine ({origin}) want one accelerator each, but {machine.hostname} shows "
+            f"{per_machine} ({machine.torch_device}); ask for {per_machine * num_machines} or fewer, or add --cpu"
+        )
+    if resolved.get("machine_rank", 0) >= num_machines:
+        raise ConfigError(
+            f"machine_rank={resolved.get('machine_rank')} ({resolved.origin('machine_rank')}) must be below "
+            f"num_machines={num_machines} ({resolved.origin('num_machines')})"
+        )
+    return num_machines, num_local
+
+
+@dataclass(frozen=True)
+class _Threads:
+    number: int | None
+    is_set_by_us: bool
+
+
+def _threads(resolved: Resolved, machine: Machine, num_local: int, environment: Mapping[str, str]) -> _Threads:
+    """CPU threads per process: the setting, else OMP_NUM_THREADS, else a fair share of the cores."""
+    chosen = resolved.get("num_cpu_threads_per_process")
+    if chosen is not None:
+        return _Threads(chosen, True)
+    said = environment.get("OMP_NUM_THREADS", "")
+    if said.isdecimal():
+        return _Threads(int(said), False)
+    if num_local == 1:
+        return _Threads(None, False)
+    return _Threads(max(1, machine.num_cores // num_local), True)
+
+
+def _order(resolved: Resolved, program: Program, num_machines: int, num_local: int) -> AgentOrder:
+    max_restarts = resolved.get("max_restarts", 0)
+    backend, endpoint = "local", ""
+    if num_machines > 1:
+        backend = resolved.get("rdzv_backend", "c10d" if max_restarts else "static")
+        if backend == "static" and max_restarts:
+            raise ConfigError(
+                f"rdzv_backend=static ({resolved.origin('rdzv_backend')}) cannot start several machines anew "
+                f"(max_restarts={max_restarts}); use --rdzv_backend c10d"
+            )
+        endpoint = _endpoint(resolved, num_machines)
+    log_dir = resolved.get("log_dir")
+    tee = resolved.get("tee", "3" if log_dir else "0")
+    if tee != "0" and log_dir is None:
+        raise ConfigError(f"tee={tee} ({resolved.origin('tee')}) writes log files: say where with --log_dir")
+    return AgentOrder(
+        program, num_local, num_machines, resolved.get("machine_rank", 0), backend, endpoint, _conf(resolved),
+        resolved.get("rdzv_id", "headway"), max_restarts, resolved.get("monitor_interval", 0.1), log_dir, tee,
+        resolved.get("role", "rank"), resolved.get("enable_cpu_affinity", False),
+    )  # fmt: skip
+
+
+def _task_variables(resolved: Resolved, task: Task, num_machines: int, num_local: int) -> dict[str, str]:
+    """What torch expects of a launcher, for a process that the cluster has started itself."""
+    if (num_machines * num_local, num_local) != (task.world_size, task.local_world_size):
+        raise ConfigError(
+            f"{num_machines * num_local} processes ({resolved.origin('num_processes')}), but the cluster has started "
+            f"{task.world_size} tasks, {task.local_world_size} on each machine; start one task a machine to choose here"
+        )
+    address, port = resolved.get("main_process_ip"), resolved.get("main_process_port")
+    if num_machines == 1:
+        address = "127.0.0.1"
+    if address is None or not port:
+        raise ConfigError(_WHERE.format(num_machines=num_machines, origin=resolved.origin("num_machines")))
+    return {
+        "RANK": str(task.rank),
+        "WORLD_SIZE": str(task.world_size),
+        "LOCAL_RANK": str(task.local_rank),
+        "LOCAL_WORLD_SIZE": str(task.local_world_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
+_WHERE = (
+    "{num_machines} machines ({origin}) meet on machine 0: say where with "
+    "--main_process_ip ADDRESS --main_process_port PORT (a free port there, 1 to 65535), alike on all machines"
+)
+
+
+def _notes(resolved: Resolved, argv: tuple[str, ...]) -> tuple[str, ...]:
+    is_kept_by_agent = "headway.launch" in argv
+    ignored = ["enable_cpu_affinity", "max_restarts", "log_dir"] if not is_kept_by_agent else []
+    named = [f"{name} ({resolved.origin(name)})" for name in ignored if resolved.get(name, False)]
+    if not named:
+        return ()
+    return (f"without effect here, as no agent keeps the process: {', '.join(named)}",)
+
+
+def _endpoint(resolved: Resolved, num_machines: int) -> str:
+    address, port = resolved.get("main_process_ip"), resolved.get("main_process_port")
+    if address is None or not port:
+        raise ConfigError(_WHERE.format(num_machines=num_machines, origin=resolved.origin("num_machines")))
+    if port > 65535:
+        raise ConfigError(f"main_process_port={port} ({resolved.origin('main_process_port')}) must be 1 to 65535")
+    return f"[{address}]:{port}" if ":" in address and not address.startswith("[") else f"{address}:{port}"
+
+
+def _conf(resolved: Resolved) -> dict[str, str]:
+    text = resolved.get("rdzv_conf")
+    if text is None:
+        return {}
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    if any(not name.strip() or not equals or not value.strip() for name, equals, value in pairs):
+        raise ConfigError(
+            f"rdzv_conf={text!r} ({resolved.origin('rdzv_conf')}) must be key=value,key=value, such as timeout=300"
+        )
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _network(order: AgentOrder, machine: Machine, environment: Mapping[str, str]) -> dict[str, str]:
+    additions = {}
+    if order.num_machines == 1 and machine.loopback and "GLOO_SOCKET_IFNAME" not in environment:
+        # gloo would look the host's own name up, which on many machines resolves to nothing or to a cut-off interface.
+        additions["GLOO_SOCKET_IFNAME"] = machine.loopback
+    if order.backend == "c10d":
+        # Otherwise a restarted attempt reads the keys of the one before it.
+        additions["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return additions
+
+
+def _banner(resolved: Resolved, machine: Machine, num_machines: int, num_local: int, threads: _Threads) -> str:
+    world_size = num_machines * num_local
+    device = machine.torch_device
+    what = f"{world_size} process{'es' if world_size > 1 else ''} on {device}"
+    if num_machines > 1:
+        what += f", {num_local} on each of {num_machines} machines (this is machine {resolved.get('machine_rank', 0)})"
+    parts = [what]
+    precision, steps = resolved.get("mixed_precision"), resolved.get("gradient_accumulation_steps")
+    if precision is not None:
+        parts.append(f"precision {precision} ({resolved.origin('mixed_precision')})")
+    if world_size > 1 or steps is not None:
+        factors = ["micro-batch", f"{world_size} process{'es' if world_size > 1 else ''}"]
+        factors.append(f"{steps} accumulated" if steps is not None else "the script's accumulation")
+        parts.append("global batch = " + " x ".join(factors))
+    if threads.number is not None:
+        parts.append(
+            f"{threads.number} CPU thread{'s' if threads.number > 1 else ''} each of {machine.num_cores} cores"
+        )
+    return "headway: " + "; ".join(parts)
+
+
+def commands_per_machine(resolved: Resolved, program: Program, machine: Machine, free_port: int) -> list[str]:
+    """What to type on each machine of a run that no cluster starts.
+
+    Args:
+        resolved: the settings; they are repeated, as the other machines have neither this environment nor this file.
+        program: what to start.
+        machine: this machine, which becomes machine 0 unless an address is given.
+        free_port: a port to meet at, unless one is given.
+    """
+    address = resolved.get("main_process_ip", machine.hostname)
+    port = resolved.get("main_process_port") or free_port
+    words = ["headway", "launch"]
+    for name, setting in SETTINGS.items():
+        if resolved.config.is_set(name) and name not in ("machine_rank", "main_process_ip", "main_process_port"):
+            value = resolved.get(name)
+            words += ([setting.flag] if value else []) if setting.kind == "switch" else [setting.flag, str(value)]
+    words += ["--main_process_ip", address, "--main_process_port", str(port)]
+    tail = [program.target, *program.args]
+    return [shlex.join([*words, "--machine_rank", str(rank), *tail]) for rank in range(resolved.get("num_machines", 1))]

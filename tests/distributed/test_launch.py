@@ -1,0 +1,310 @@
+"""Real launches: one process and several, failures told once, and no process left behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+# A rank tells what it finds, meets the others, and then does what the test wants.
+PROGRAM = """
+import json, os, sys, time
+import torch.distributed as dist
+rank = int(os.environ["RANK"])
+print(json.dumps({"rank": rank, "world": os.environ["WORLD_SIZE"], "argv": sys.argv[1:],
+                  "payload": json.loads(os.environ["HEADWAY_RUN"]), "pid": os.getpid()}), flush=True)
+dist.init_process_group("gloo")
+dist.barrier()
+"""
+
+
+def launch(
+    folder: Path, body: str, *flags: str, args: tuple[str, ...] = (), **more: str
+) -> subprocess.CompletedProcess[str]:
+    process = begin(folder, body, *flags, args=args, **more)
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def begin(folder: Path, body: str, *flags: str, args: tuple[str, ...] = (), **more: str) -> subprocess.Popen[str]:
+    (folder / "train.py").write_text(body)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY_", "OMP_", "GLOO_"))}
+    return subprocess.Popen(
+        [sys.executable, "-m", "headway", "launch", *flags, "train.py", *args],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**kept, "HEADWAY_HOME": str(folder), **more},
+    )  # fmt: skip
+
+
+def told(ran: subprocess.CompletedProcess[str]) -> list[dict]:
+    found = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    return sorted(found, key=lambda entry: entry["rank"])
+
+
+def wait_until_gone(pids: list[int], seconds: float = 10) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(map(_is_running, pids)):
+        time.sleep(0.05)
+    return [pid for pid in pids if _is_running(pid)]
+
+
+def _is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_one_process_is_python_itself(tmp_path):
+    body = "import os, sys; print(sys.argv, os.getpid(), os.environ.get('RANK'), 'headway' in sys.modules)"
+    process = begin(tmp_path, body, "--cpu", args=("-x", "--"))
+    out, err = process.communicate(timeout=60)
+    assert out == f"['train.py', '-x', '--'] {process.pid} None False\n"
+    assert err == "headway: 1 process on cpu\n"
+
+
+def test_one_process_gives_its_own_exit_code(tmp_path):
+    assert launch(tmp_path, "raise SystemExit(7)", "--cpu").returncode == 7
+
+
+def test_two_processes_meet(tmp_path):
+    ran = launch(
+        tmp_path, PROGRAM, "--cpu", "-n", "2", "--mixed_precision", "bf16", args=("--x", "a b", "--", "${local_rank}")
+    )
+    assert ran.returncode == 0, ran.stderr
+    ranks = told(ran)
+    assert [(entry["rank"], entry["world"]) for entry in ranks] == [(0, "2"), (1, "2")]
+    assert ranks[0]["argv"] == ["--x", "a b", "--", "${local_rank}"]
+    assert ranks[0]["payload"]["num_processes"] == 2
+    assert ranks[0]["payload"]["settings"]["mixed_precision"]["value"] == "bf16"
+    # Nothing but the banner: no warning of the agent's.
+    assert ran.stderr.startswith("headway: 2 processes on cpu; precision bf16")
+    assert ran.stderr.count("\n") == 1
+
+
+def test_a_module_and_a_program(tmp_path):
+    (tmp_path / "mod.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "headway", "launch", "--cpu", "-n", "2"]
+    ran = subprocess.run([*command, "-m", "mod", "-x"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert [entry["argv"] for entry in told(ran)] == [["-x"], ["-x"]], ran.stderr
+    ran = subprocess.run([*command, "--no_python", "sh", "-c", "echo rank $RANK of $WORLD_SIZE"],
+                         cwd=tmp_path, capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert sorted(ran.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"], ran.stderr
+
+
+def test_the_first_failure_is_told_once(tmp_path):
+    body = PROGRAM + "def step():\n    raise ValueError('bad luck')\nif rank == 1:\n    step()\ndist.barrier()\n"
+    ran = launch(tmp_path, body, "--cpu", "-n", "2", "--log_dir", "logs")
+    assert ran.returncode == 1
+    assert "headway: rank 1 of 2 failed first, at train.py:" in ran.stderr
+    assert " in step (host " in ran.stderr
+    assert (ran.stdout + ran.stderr).count("Traceback (most recent call last)") == 1
+    failure = json.loads((tmp_path / "logs/failure.json").read_text())
+    assert failure["first"]["rank"] == 1
+    assert failure["first"]["record"]["kind"] == "ValueError"
+    assert "bad luck" in (tmp_path / "logs/rank1.log").read_text()
+    assert '"rank": 0' in (tmp_path / "logs/rank0.log").read_text()
+
+
+def test_the_same_failure_is_counted(tmp_path):
+    ran = launch(tmp_path, PROGRAM + "raise OSError('no data')\n", "--cpu", "-n", "2")
+    assert ran.returncode == 1
+    assert ran.stderr.count("OSError: no data") == 1
+    assert "headway: the same on rank" in ran.stderr
+
+
+def test_a_log_file_holds_both_streams_in_order(tmp_path):
+    body = "import sys\nfor n in range(3):\n    print('out', n)\n    print('err', n, file=sys.stderr)\n"
+    ran = launch(tmp_path, body, "--cpu", "-n", "2", "--log_dir", "logs")
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "logs/rank0.log").read_text().split("\n") == [
+        "out 0",
+        "err 0",
+        "out 1",
+        "err 1",
+        "out 2",
+        "err 2",
+        "",
+    ]
+    assert "[rank 1] err 2" in ran.stdout
+
+
+def test_a_killed_rank_is_named(tmp_path):
+    body = PROGRAM + "import signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()\n"
+    ran = launch(tmp_path, body, "--cpu", "-n", "2")
+    assert ran.returncode == 137
+    assert "rank 1 was ended by SIGKILL; nothing in the kernel's counters says that memory ran out" in ran.stderr
+
+
+def test_a_crash_shows_the_python_line(tmp_path):
+    body = (
+        PROGRAM
+        + "def crash():\n    import ctypes\n    ctypes.string_at(0)\nif rank == 0:\n    crash()\ndist.barrier()\n"
+    )
+    ran = launch(tmp_path, body, "--cpu", "-n", "2")
+    assert ran.returncode == 139
+    assert "rank 0 was ended by SIGSEGV" in ran.stderr
+    assert "in crash" in ran.stderr
+
+
+def test_restarts(tmp_path):
+    body = PROGRAM + "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and rank == 1:\n    raise OSError('once')\n"
+    body += "dist.barrier()\n"
+    ran = launch(tmp_path, body, "--cpu", "-n", "2", "--max_restarts", "1", "--log_dir", "logs")
+    assert ran.returncode == 0, ran.stderr
+    assert "starting all processes anew (1 of 1 restarts)" in ran.stderr
+    assert "once" in (tmp_path / "logs/attempt0/rank1.log").read_text()
+    assert (tmp_path / "logs/attempt1/rank1.log").exists()
+
+
+WAIT = PROGRAM + "time.sleep(300)\n"
+
+
+def _pids(process: subprocess.Popen[str], count: int) -> list[int]:
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(count)]
+    return [json.loads(line)["pid"] for line in lines]
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_to_the_launcher_ends_everybody(tmp_path, name):
+    process = begin(tmp_path, WAIT, "--cpu", "-n", "2")
+    pids = _pids(process, 2)
+    started = time.monotonic()
+    process.send_signal(getattr(signal, name))
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - started < 10
+    assert process.returncode == 128 + getattr(signal, name)
+    assert f"stopped by {name}; all 2 processes of this machine have ended" in err
+    assert "Traceback" not in err
+    assert wait_until_gone(pids) == []
+
+
+def test_a_killed_launcher_takes_its_workers_along(tmp_path):
+    process = begin(tmp_path, WAIT, "--cpu", "-n", "2")
+    pids = _pids(process, 2)
+    process.kill()
+    process.communicate(timeout=60)
+    assert wait_until_gone(pids) == []
+
+
+@pytest.mark.slow
+def test_a_worker_that_ignores_the_signal_is_killed(tmp_path):
+    body = PROGRAM.replace("dist.init", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\ndist.init", 1)
+    body += "if rank == 1:\n    raise ValueError('stop')\ntime.sleep(300)\n"
+    process = begin(tmp_path, body, "--cpu", "-n", "2")
+    pids = _pids(process, 2)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "rank 1 of 2 failed first" in err
+    assert wait_until_gone(pids) == []
+
+
+def test_the_dry_run_is_what_runs(tmp_path):
+    shown = launch(tmp_path, PROGRAM, "--cpu", "-n", "2", "--dry-run", args=("it's", "$HOME")).stdout
+    ran = subprocess.run(["sh", "-c", shown], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert [entry["argv"] for entry in told(ran)] == [["it's", "$HOME"]] * 2, ran.stderr
+
+
+def test_code_against_the_command_line_is_one_error(tmp_path):
+    body = "from headway import Accelerator\nAccelerator(mixed_precision='no', cpu=True)\n"
+    ran = launch(tmp_path, body, "--cpu", "-n", "2", "--mixed_precision", "bf16")
+    assert ran.returncode == 1
+    assert ran.stderr.count("against --mixed_precision bf16 on the command line") == 1
+    ran = launch(tmp_path, body, "--cpu", "-n", "2", "--mixed_precision", "bf16", "--force")
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_workers_that_lose_the_count_are_refused(tmp_path):
+    body = "import os\nos.environ.update(WORLD_SIZE='1', RANK='0')\n"
+    body += "from headway import Accelerator\nAccelerator(cpu=True)\n"
+    ran = launch(tmp_path, body, "--cpu", "-n", "2")
+    assert ran.returncode == 1
+    assert "asked for 2 processes" in ran.stderr
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("restarts", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_two_machines_on_one(tmp_path, restarts):
+    body = PROGRAM
+    if restarts == "1":
+        body += "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    raise OSError('once')\ndist.barrier()\n"
+    where = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(_free_port()), "--max_restarts", restarts]
+    flags = ["--cpu", "-n", "4", "--num_machines", "2", *where]
+    machines = [begin(tmp_path, body, *flags, "--machine_rank", rank) for rank in "01"]
+    ended = [machine.communicate(timeout=120) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], ended
+    shown = [json.loads(line) for out, _ in ended for line in out.splitlines() if line.startswith("{")]
+    assert sorted({entry["rank"] for entry in shown}) == [0, 1, 2, 3]
+    assert {entry["world"] for entry in shown} == {"4"}
+    for rank, (_, err) in enumerate(ended):
+        assert f"4 processes on cpu, 2 on each of 2 machines (this is machine {rank})" in err
+
+
+def test_machines_that_do_not_meet_say_so(tmp_path):
+    port = str(_free_port())
+    flags = ["--cpu", "-n", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    ran = launch(tmp_path, PROGRAM, *flags, "--machine_rank", "1", "--rdzv_conf", "timeout=3")
+    assert ran.returncode == 1
+    assert f"the 2 machines did not meet at 127.0.0.1:{port}" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_tasks_of_a_cluster_are_the_processes(tmp_path):
+    """What srun does: the same command twice, told apart by the environment alone."""
+    common = {
+        "SLURM_JOB_ID": str(_free_port()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NUM_TASKS": "2",
+    }
+    tasks = [
+        begin(tmp_path, PROGRAM, "--cpu", **common, SLURM_PROCID=rank, SLURM_LOCALID=rank, SLURM_NODEID="0")
+        for rank in "01"
+    ]
+    ended = [task.communicate(timeout=120) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], ended
+    assert [json.loads(out)["rank"] for out, _ in ended] == [0, 1]
+    assert ended[0][1].startswith("headway: 2 processes on cpu")
+    assert ended[1][1] == ""
+
+
+def _memory_group() -> Path | None:
+    """A memory cgroup of our own, limited to 600 MiB; None where we may not make one."""
+    for base, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        folder = Path(base, f"headway-test-{os.getpid()}")
+        try:
+            if Path(base).is_dir():
+                folder.mkdir()
+                (folder / limit).write_text(str(600 * 2**20))
+                return folder
+        except OSError:
+            if folder.is_dir():
+                folder.rmdir()
+    return None
+
+
+def test_the_kernels_out_of_memory_killer_is_named(tmp_path):
+    group = _memory_group()
+    if group is None:
+        pytest.skip("making a memory cgroup is not allowed here")
+    try:
+        body = "import os, time\nkept = []\n"
+        body += "while os.environ['RANK'] == '1':\n    kept.append(bytearray(os.urandom(1)) * 2**24)\n"
+        (tmp_path / "train.py").write_text(body + "time.sleep(60)\n")
+        enter = f"echo $$ > {group}/cgroup.procs; exec {sys.executable} -m headway launch --cpu -n 2 train.py"
+        ran = subprocess.run(["sh", "-c", enter], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert ran.returncode == 137, ran.stderr
+        assert "rank 1 was ended by SIGKILL: the kernel's out-of-memory killer sent it" in ran.stderr
+        assert "of 600.0 MiB" in ran.stderr
+    finally:
+        time.sleep(0.2)
+        group.rmdir()

@@ -1,0 +1,270 @@
+"""Prepared loaders on real ranks (gloo), and with real worker processes."""
+
+import os
+import random
+
+import datasets
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler, get_worker_info
+
+from headway.ops.collectives import Collectives
+from headway.runtime import process
+from tests.distributed.ranks import run_ranks
+from tests.unit.data.fakes import Numbers, Stream, joined, prepare, read
+
+# -------------------------------------------------------------------- real ranks
+
+
+def on_this_rank(loader, **config):
+    collectives = Collectives(process.current())
+    return prepare(loader, collectives.rank, collectives.world_size, collectives, seed=5, **config)
+
+
+def read_every_length():
+    out = {}
+    for n in range(0, 26, 5):
+        for even_batches in (True, False):
+            loader = DataLoader(Numbers(n), batch_size=3)
+            out[n, even_batches] = read(on_this_rank(loader, even_batches=even_batches))
+            out[n, even_batches, "stream"] = read(
+                on_this_rank(DataLoader(Stream(n), batch_size=3), even_batches=even_batches)
+            )
+    return out
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_sample_comes_once(world_size):
+    ranks = run_ranks(read_every_length, world_size)
+    for key in ranks[0]:
+        assert joined([each[key] for each in ranks]) == list(range(key[0]))
+
+
+class Drawing(Sampler):
+    """Draws from Python's and torch's global streams."""
+
+    def __len__(self):
+        return 24
+
+    def __iter__(self):
+        order = list(range(24))
+        random.shuffle(order)
+        yield from (order[int(position)] for position in torch.randperm(24))
+
+
+def read_with_samplers_that_differ():
+    rank = process.current().rank
+    torch.manual_seed(100 + rank)
+    random.seed(100 + rank)
+    out = []
+    for is_seedable in (True, False):
+        own = SubsetRandomSampler(range(24), generator=torch.Generator().manual_seed(rank))
+        for loader in (
+            DataLoader(Numbers(24), batch_size=5, shuffle=True),
+            DataLoader(Numbers(24), batch_size=5, sampler=Drawing()),
+            DataLoader(Numbers(24), batch_size=5, sampler=own),
+            DataLoader(Numbers(24), batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(rank)),
+        ):
+            prepared = on_this_rank(loader, use_seedable_sampler=is_seedable)
+            out += [read(prepared), read(prepared)]
+    return out
+
+
+def test_all_ranks_draw_one_order_whatever_their_random_state():
+    for first, second in zip(*run_ranks(read_with_samplers_that_differ, 2), strict=True):
+        rows = joined([first, second])
+        assert sorted(rows) == list(range(24))
+        assert rows != sorted(rows)
+
+
+def read_own_shards():
+    stream = datasets.Dataset.from_dict({"x": list(range(13))}).to_iterable_dataset(num_shards=5)
+    loader = on_this_rank(DataLoader(stream.filter(lambda row: row["x"] > 5), batch_size=2))
+    return [(batch["x"].tolist(), loader.valid_counts, loader.num_valid, loader.is_last) for batch in loader]
+
+
+def test_a_rank_whose_shards_are_empty_never_hangs_the_others():
+    assert sorted(joined(run_ranks(read_own_shards, 2))) == list(range(6, 13))
+
+
+def read_dispatched():
+    out = []
+    for loader in (DataLoader(Numbers(11), batch_size=2, shuffle=True), DataLoader(Stream(11), batch_size=2)):
+        prepared = on_this_rank(loader, dispatch_batches=True)
+        out += [read(prepared), read(prepared, 1), prepared.state_dict()]
+    return out
+
+
+def test_the_main_process_reads_for_all():
+    ranks = run_ranks(read_dispatched, 2)
+    for part in (0, 3):
+        assert sorted(joined([each[part] for each in ranks])) == list(range(11))
+    assert ranks[0][2] == ranks[1][2] == {"epoch": 1, "consumed": 4}
+
+
+def read_first_half(num_batches):
+    loader = on_this_rank(DataLoader(Numbers(23), batch_size=2, shuffle=True, num_workers=1))
+    return read(loader, num_batches), loader.state_dict()
+
+
+def read_rest(state):
+    loader = on_this_rank(DataLoader(Numbers(23), batch_size=2, shuffle=True))
+    loader.load_state_dict(state)
+    return read(loader)
+
+
+def test_a_run_resumes_on_other_ranks():
+    whole = [
+        row for rows, *_ in read(prepare(DataLoader(Numbers(23), batch_size=2, shuffle=True), seed=5)) for row in rows
+    ]
+    begun = run_ranks(read_first_half, 2, 2)
+    rest = run_ranks(read_rest, 3, begun[0][1])
+    assert joined([rows for rows, _ in begun]) + joined(rest) == whole
+
+
+# -------------------------------------------------------------------- worker processes
+
+
+class Augmented(Dataset):
+    """Each sample with numbers from all three streams; some samples draw more than others."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        drawn = [torch.rand(()).item(), random.random(), float(numpy.random.rand())]
+        for _ in range(index % 4):
+            torch.rand(3), random.random(), numpy.random.rand()
+        return torch.tensor([index, *drawn], dtype=torch.float64)
+
+
+def augmented(count=1, num_workers=1, state=None, batch_size=3, num_epochs=1, **settings):
+    """index -> its numbers, by epoch."""
+    epochs = []
+    loaders = [
+        prepare(
+            DataLoader(Augmented(17), batch_size=batch_size, shuffle=True, num_workers=num_workers, **settings),
+            rank,
+            count,
+        )
+        for rank in range(count)
+    ]
+    for loader in loaders:
+        if state is not None:
+            loader.load_state_dict(state)
+    for _ in range(num_epochs):
+        seen = {}
+        for loader in loaders:
+            for batch in loader:
+                seen |= {int(row[0]): tuple(row[1:].tolist()) for row in batch[: loader.num_valid]}
+        epochs.append(seen)
+    return epochs
+
+
+def test_augmentation_depends_on_seed_epoch_and_position_alone():
+    (first, second) = augmented(num_epochs=2)
+    assert len({numbers for epoch in (first, second) for numbers in epoch.values()}) == 34
+    assert augmented(num_workers=2) == [first]
+    assert augmented(count=2) == [first]
+    assert augmented(batch_size=4, num_workers=2, persistent_workers=True, num_epochs=2) == [first, second]
+    (rest,) = augmented(state={"epoch": 0, "consumed": 9}, num_workers=2)
+    assert rest == {index: first[index] for index in rest}
+    assert len(rest) == 8
+
+
+def test_augmentation_of_unbatched_items():
+    def numbers(num_workers):
+        loader = prepare(DataLoader(Augmented(6), batch_size=None, num_workers=num_workers))
+        return [item.tolist() for item in loader]
+
+    assert numbers(1) == numbers(2)
+
+
+def test_workers_leave_the_parents_streams_alone():
+    before = torch.get_rng_state(), random.getstate()
+    augmented(num_workers=2)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+class Worker(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        info = get_worker_info()
+        assert type(info.dataset) is Worker
+        return os.getpid()
+
+
+def test_persistent_workers_live_across_epochs_and_breaks():
+    loader = prepare(DataLoader(Worker(), batch_size=1, num_workers=2, persistent_workers=True))
+    first = {int(pid) for pid in loader}
+    next(iter(loader))
+    assert len(list(loader)) == 8
+    assert {int(pid) for pid in loader} == first
+    assert {int(pid) for pid in loader.skip(4)} == first
+    assert len(first) == 2
+
+
+class Divided(IterableDataset):
+    """Its workers share it, as torch's documentation does it."""
+
+    def __init__(self, length):
+        self.first, self.last = 0, length
+
+    def __iter__(self):
+        return iter(torch.arange(self.first, self.last))
+
+
+def divide(worker_id):
+    info = get_worker_info()
+    whole = info.dataset
+    size = -(-whole.last // info.num_workers)
+    whole.first, whole.last = worker_id * size, min(whole.last, (worker_id + 1) * size)
+
+
+@pytest.mark.parametrize("even_batches", [True, False])
+def test_a_stream_divided_among_workers_and_ranks(even_batches):
+    def make():
+        return DataLoader(Divided(23), batch_size=2, num_workers=2, worker_init_fn=divide)
+
+    ranks = [read(prepare(make(), rank, 2, even_batches=even_batches)) for rank in range(2)]
+    assert sorted(joined(ranks)) == list(range(23))
+    skipped = [read(prepare(make(), rank, 2).skip(3)) for rank in range(2)]
+    assert joined(skipped) == joined([batches[3:] for batches in ranks])
+    loader = prepare(make(), 0, 2)
+    read(loader, 2)
+    resumed = [prepare(make(), rank, 2) for rank in range(2)]
+    for each in resumed:
+        each.load_state_dict(loader.state_dict())
+    assert joined([read(each) for each in resumed]) == joined([batches[2:] for batches in ranks])
+
+
+def test_batches_in_any_order_are_all_there():
+    loader = prepare(DataLoader(Numbers(11), batch_size=2, num_workers=2, in_order=False))
+    batches = read(loader)
+    assert sorted(joined([batches])) == list(range(11))
+    assert all(len(rows) == num_valid for rows, _, num_valid, _ in batches)
+    assert [is_last for *_, is_last in batches] == [False] * 5 + [True]
+
+
+def test_spawned_workers():
+    loader = prepare(DataLoader(Augmented(5), batch_size=2, num_workers=1, multiprocessing_context="spawn"))
+    assert sorted(int(row[0]) for batch in loader for row in batch) == list(range(5))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_stateful_stream_with_a_worker_resumes():
+    def make():
+        return prepare(DataLoader(Stream(20), batch_size=2, num_workers=1), use_stateful_dataloader=True)
+
+    loader = make()
+    begun = joined([read(loader, 3)])
+    resumed = make()
+    resumed.load_state_dict(loader.state_dict())
+    assert begun + joined([read(resumed)]) == list(range(20))

@@ -1,0 +1,141 @@
+"""A program under the launcher finds what it finds under Python itself."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+SHOW = '''"""A docstring."""
+import json, pickle, sys
+class Own: pass
+here = sys.modules["__main__"]
+print(json.dumps({
+    "argv": sys.argv, "path0": sys.path[0], "name": __name__, "file": globals().get("__file__"), "doc": __doc__,
+    "package": __package__, "spec": getattr(__spec__, "name", None), "loader": type(__loader__).__name__,
+    "cached": globals().get("__cached__"), "own": here.Own is Own, "same": here.__dict__ is globals(),
+    "back": pickle.loads(pickle.dumps(Own)) is Own, "dir": sorted(set(dir()) - {"__annotations__"}),
+}, indent=1))
+'''
+
+
+def both(folder: Path, kind: str, target: str, *args: str) -> tuple[subprocess.CompletedProcess[str], ...]:
+    how = {"script": [target], "module": ["-m", target]}[kind]
+    worker = ["-m", "headway.launch", "worker", str(os.getpid()), kind, "apart", target]
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_ERROR_FILE"}
+    return tuple(
+        subprocess.run(
+            [sys.executable, *start, *args], cwd=folder, capture_output=True, text=True, env=environment, timeout=60
+        )
+        for start in (how, worker)
+    )
+
+
+def same(folder: Path, kind: str, target: str, *args: str) -> subprocess.CompletedProcess[str]:
+    plain, ours = both(folder, kind, target, *args)
+    assert plain.stdout == ours.stdout
+    assert plain.returncode == ours.returncode
+    return ours
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "sub/pkg").mkdir(parents=True)
+    for name in ("show.py", "sub/show.py", "sub/pkg/__main__.py", "sub/pkg/inner.py"):
+        (tmp_path / name).write_text(SHOW)
+    (tmp_path / "sub/pkg/__init__.py").touch()
+    (tmp_path / "link.py").symlink_to("sub/show.py")
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
+        archive.writestr("__main__.py", SHOW)
+    return tmp_path
+
+
+@pytest.mark.parametrize("target", ["show.py", "./sub/show.py", "sub/../show.py", "link.py", "sub/pkg", "app.zip"])
+def test_scripts(folder, target):
+    assert '"same": true' in same(folder, "script", target, "-x", "--", "a b", "").stdout
+
+
+def test_a_script_by_its_absolute_path(folder):
+    same(folder, "script", str(folder / "sub" / "show.py"), "1")
+
+
+@pytest.mark.parametrize("target", ["show", "pkg", "pkg.inner"])
+def test_modules(folder, target):
+    assert '"own": true' in same(folder / "sub", "module", target, "-x", "--help").stdout
+
+
+def test_a_users_file_does_not_stand_in_for_the_launchers(folder):
+    for name in ("json.py", "signal.py", "headway.py"):
+        (folder / name).write_text("raise SystemExit('the wrong file')\n")
+    (folder / "quiet.py").write_text("print('ran')\n")
+    (folder / "sub/quiet.py").write_text("print('ran')\n")
+    worker = ["-m", "headway.launch", "worker", str(os.getpid()), "script", "apart", "sub/quiet.py"]
+    # `headway` itself is looked up in the current folder first, as `-m` says; a real installation has no such file.
+    (folder / "headway.py").unlink()
+    ran = subprocess.run([sys.executable, *worker], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "ran\n", ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("import sys; sys.exit(3)", 3),
+        ("raise SystemExit", 0),
+        ("raise ValueError('x')", 1),
+        ("import os; os._exit(5)", 5),
+        ("def f(:", 1),
+    ],
+)
+def test_ends(folder, body, code):
+    (folder / "end.py").write_text(body + "\n")
+    plain, ours = both(folder, "script", "end.py")
+    assert plain.returncode == ours.returncode == code
+    assert plain.stderr == ours.stderr
+
+
+def test_the_traceback_is_the_same(folder):
+    (folder / "deep.py").write_text("def f():\n    raise KeyError('k')\ntry:\n    f()\nexcept KeyError:\n    1 / 0\n")
+    plain, ours = both(folder, "script", "deep.py")
+    assert "ZeroDivisionError" in plain.stderr
+    assert plain.stderr == ours.stderr
+
+
+def test_a_users_exception_hook_runs(folder):
+    (folder / "hook.py").write_text(
+        "import sys\nsys.excepthook = lambda kind, error, trace: print('hook', kind.__name__, trace.tb_lineno)\n1 / 0\n"
+    )
+    assert same(folder, "script", "hook.py").stdout == "hook ZeroDivisionError 3\n"
+
+
+def test_exit_functions_see_the_program(folder):
+    (folder / "late.py").write_text(
+        "import atexit, sys\nvalue = 7\n"
+        "atexit.register(lambda: print(value, sys.modules['__main__'].value))\n"
+    )  # fmt: skip
+    assert same(folder, "script", "late.py").stdout == "7 7\n"
+
+
+def test_spawned_children_import_the_program(folder):
+    (folder / "spawn.py").write_text(
+        "import multiprocessing as mp\ndef work(n):\n    return n * 2\n"
+        "if __name__ == '__main__':\n"
+        "    with mp.get_context('spawn').Pool(1) as pool:\n        print(pool.map(work, [1, 2]))\n"
+    )
+    assert same(folder, "script", "spawn.py").stdout == "[2, 4]\n"
+
+
+@pytest.mark.parametrize("kind", ["script", "module"])
+def test_a_program_that_is_not_there(folder, kind):
+    plain, ours = both(folder, kind, "nothing_here")
+    assert plain.returncode != 0
+    assert ours.returncode != 0
+    assert "nothing_here" in ours.stderr
+
+
+def test_a_worker_without_its_launcher_ends(folder):
+    worker = ["-m", "headway.launch", "worker", "1", "script", "apart", "show.py"]
+    ran = subprocess.run([sys.executable, *worker], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1
+    assert "the launcher died while this process started" in ran.stderr

@@ -1,0 +1,58 @@
+"""The command line never imports torch or numpy, and what it imports stays small."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "numpy", "rich", "questionary", "psutil")
+
+COMMANDS = [
+    ["--help"],
+    ["--version"],
+    ["launch", "--help"],
+    ["launch", "--dry-run", "-n", "2", "-m", "some.module"],
+    ["config", "--help"],
+    ["config", "show"],
+    ["env", "--help"],
+]
+
+
+def imported(arguments: list[str], home: str) -> set[str]:
+    """The modules that `python -m headway ARGUMENTS` imports."""
+    ran = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "headway", *arguments],
+        capture_output=True, text=True, timeout=60, env={"PATH": "", "HEADWAY_HOME": home, **_python_path()},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    lines = [line for line in ran.stderr.splitlines() if line.startswith("import time:")]
+    return {line.rsplit("|", 1)[1].strip() for line in lines}
+
+
+def _python_path() -> dict[str, str]:
+    return {"PYTHONPATH": ":".join(path for path in sys.path if path)}
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_no_heavy_import(arguments, tmp_path):
+    modules = imported(arguments, str(tmp_path))
+    assert "headway.cli.main" in modules
+    assert sorted({name.partition(".")[0] for name in modules} & set(HEAVY)) == []
+
+
+@pytest.mark.parametrize("arguments", [["env"], ["env", "--json"]], ids=" ".join)
+def test_the_environment_report_asks_torch_for_nothing(arguments, tmp_path):
+    modules = {name.partition(".")[0] for name in imported(arguments, str(tmp_path))}
+    assert not modules & {"torch", "numpy"}
+
+
+def test_a_one_process_launch(tmp_path):
+    (tmp_path / "train.py").write_text("print('ran')\n")
+    modules = imported(["launch", "--cpu", str(tmp_path / "train.py")], str(tmp_path))
+    assert not {name.partition(".")[0] for name in modules} & set(HEAVY)
+
+
+def test_the_package_itself(tmp_path):
+    code = "import headway, sys; print(sorted(set(sys.modules) & {'torch', 'numpy', 'click', 'rich'}))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_python_path(), timeout=60)
+    assert ran.stdout == "[]\n", ran.stderr

@@ -1,0 +1,72 @@
+"""Any command line gives a valid plan or a clear error, never a traceback and never a changed script argument."""
+
+import os
+
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.cli import launch
+from headway.config.launch import SETTINGS
+from headway.errors import ConfigError
+from headway.launch.machine import Machine
+from headway.launch.plan import AgentOrder, Plan
+
+EXAMPLES = settings(max_examples=int(os.environ.get("HEADWAY_EXAMPLES", "300")), deadline=None)
+MACHINES = st.sampled_from([
+    Machine("box", "/bin/python", 8, loopback="lo"),
+    Machine("gpubox", "/bin/python", 8, "cuda", ("0", "1"), "lo"),
+])  # fmt: skip
+
+words = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), max_size=8)
+flags = st.sampled_from([f"--{name}" for name in SETTINGS] + ["-n", "-m", "-q", "--force", "--use_fsdp", "--nope"])
+spelt = st.one_of(flags, flags.map(lambda flag: flag[:2] + flag[2:].replace("_", "-")))
+numbers = st.one_of(
+    st.integers(-2, 9).map(str), st.sampled_from(["bf16", "fp16", "no", "0,1", "all", "h", "29400", "static"])
+)
+pieces = st.one_of(spelt, numbers, st.builds("{}={}".format, spelt, numbers), words)
+
+
+@given(st.lists(pieces, max_size=8), st.lists(words, max_size=4), MACHINES)
+@EXAMPLES
+def test_any_command_line(before, after, machine):
+    plans: list[Plan] = []
+    patches = {
+        "headway.launch.machine.look": lambda environment: machine,
+        "headway.launch.run.execute": lambda plan, environment, is_quiet: plans.append(plan),
+        "headway.cli.launch._check": lambda program: None,
+        "headway.env.snapshot": lambda: {"HEADWAY_HOME": "/nonexistent"},
+    }
+    result = _invoke([*before, "--", "train.py", *after], patches)
+    if result.exception is None and plans:
+        _check(plans[0], after)
+    elif isinstance(result.exception, ConfigError):
+        assert str(result.exception)
+    else:
+        assert isinstance(result.exception, SystemExit | None), result.exception
+        assert result.exit_code in (0, 2)
+        assert result.output
+
+
+def _check(plan: Plan, after: list[str]) -> None:
+    assert plan.world_size >= plan.num_local >= 1
+    if plan.world_size == 1:
+        found = plan.argv
+    else:
+        order = AgentOrder.decode(plan.argv[-1])
+        assert AgentOrder.decode(order.encode()) == order
+        found = order.program.args
+    assert list(found)[len(found) - len(after) :] == after
+
+
+def _invoke(args, patches):
+    from unittest.mock import patch
+
+    started = [patch(name, value) for name, value in patches.items()]
+    for one in started:
+        one.start()
+    try:
+        return CliRunner().invoke(launch.command, args)
+    finally:
+        for one in started:
+            one.stop()

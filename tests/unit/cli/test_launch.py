@@ -1,0 +1,165 @@
+"""The command line of `headway launch`: spellings, what goes to the script, what is refused and how."""
+
+import subprocess
+
+import pytest
+
+from headway.cli import launch, main
+from headway.config.retired import advice
+from headway.launch.machine import Machine
+
+MACHINE = Machine("box", "/venv/bin/python", 8, loopback="lo")
+
+# Every flag of `accelerate launch` 1.15, which this command accepts or names with what to use.
+PEER = """
+aws_access_key_id aws_secret_access_key config_file cpu debug deepspeed_config_file deepspeed_exclusion_filter
+deepspeed_hostfile deepspeed_inclusion_filter deepspeed_moe_layer_cls_names deepspeed_multinode_launcher
+downcast_bf16 dynamo_backend dynamo_mode dynamo_use_dynamic dynamo_use_fullgraph
+dynamo_use_regional_compilation enable_cpu_affinity env fp8_amax_compute_algo fp8_amax_history_len fp8_backend
+fp8_enable_fsdp_float8_all_gather fp8_format fp8_interval fp8_margin fp8_opt_level
+fp8_override_linear_precision fp8_pad_inner_dim fp8_use_autocast_during_eval fsdp_activation_checkpointing
+fsdp_activation_checkpointing_offload fsdp_auto_wrap_policy fsdp_backward_prefetch
+fsdp_cpu_ram_efficient_loading fsdp_forward_prefetch fsdp_min_num_params fsdp_offload_params
+fsdp_reshard_after_forward fsdp_sharding_strategy fsdp_state_dict_type fsdp_sync_module_states
+fsdp_transformer_layer_cls_to_wrap fsdp_use_orig_params fsdp_version gpu_ids gradient_accumulation_steps
+gradient_clipping log_dir machine_rank main_process_ip main_process_port main_training_function max_restarts
+megatron_lm_attention_backend megatron_lm_attention_dropout megatron_lm_attention_softmax_in_fp32
+megatron_lm_calculate_per_token_loss megatron_lm_context_parallel_size
+megatron_lm_decoder_last_pipeline_num_layers megatron_lm_eod_mask_loss megatron_lm_expert_model_parallel_size
+megatron_lm_expert_tensor_parallel_size megatron_lm_gradient_clipping megatron_lm_hidden_dropout
+megatron_lm_no_load_optim megatron_lm_no_save_optim megatron_lm_num_micro_batches
+megatron_lm_optimizer_cpu_offload megatron_lm_overlap_cpu_optimizer_d2h_h2d megatron_lm_pp_degree
+megatron_lm_recompute_activations megatron_lm_recompute_granularity megatron_lm_recompute_method
+megatron_lm_recompute_num_layers megatron_lm_sequence_parallelism megatron_lm_tp_degree
+megatron_lm_use_custom_fsdp megatron_lm_use_distributed_optimizer megatron_lm_use_precision_aware_optimizer
+megatron_lm_use_rotary_position_embeddings mixed_precision module monitor_interval mpirun_hostfile multi_gpu
+no_python no_tpu_cluster num_cpu_threads_per_process num_machines num_processes offload_optimizer_device
+offload_optimizer_nvme_path offload_param_device offload_param_nvme_path parallelism_config_cp_backend
+parallelism_config_cp_comm_strategy parallelism_config_cp_size parallelism_config_dp_replicate_size
+parallelism_config_dp_shard_size parallelism_config_sp_attn_implementation parallelism_config_sp_backend
+parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable parallelism_config_sp_size
+parallelism_config_tp_size quiet rdzv_backend rdzv_conf role same_network tee tpu tpu_cluster tpu_use_sudo
+use_deepspeed use_fsdp use_megatron_lm use_parallelism_config vm zero3_init_flag zero3_save_16bit_model
+zero_stage
+""".split()  # noqa: SIM905
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """Run a command line; give back the plan that it would carry out."""
+    plans = []
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "HEADWAY_RUN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("headway.launch.machine.look", lambda environment: MACHINE)
+    monkeypatch.setattr("headway.launch.run.execute", lambda plan, environment, is_quiet: plans.append(plan))
+
+    def go(*args):
+        plans.clear()
+        with pytest.raises(SystemExit) as ended:
+            main.main(["launch", *args])
+        said = capsys.readouterr()
+        assert ended.value.code == (0 if plans else 2), said.err
+        return plans[0] if plans else said.err
+
+    return go
+
+
+def test_everything_after_the_script_is_the_scripts(run):
+    args = ("--num_processes", "2", "-n", "--", "-h", "--help", "a=b", "", "--cpu")
+    assert run("train.py", *args).argv == ("/venv/bin/python", "train.py", *args)
+
+
+def test_a_double_dash_ends_the_flags(run):
+    assert run("--cpu", "--", "train.py", "--x").argv == ("/venv/bin/python", "train.py", "--x")
+
+
+@pytest.mark.parametrize("flag", ["--num_processes", "--num-processes", "-n"])
+def test_dashes_and_underscores(run, flag):
+    assert run(flag, "2", "train.py").world_size == 2
+    assert (
+        run("--gradient-accumulation_steps", "4", "train.py").additions["HEADWAY_RUN"].count("accumulation_steps") == 2
+    )
+
+
+def test_equals_signs(run):
+    assert run("--num-processes=2", "train.py").world_size == 2
+
+
+def test_modules_and_programs(run):
+    assert run("-m", "pkg.train", "-x").argv == ("/venv/bin/python", "-m", "pkg.train", "-x")
+    assert run("--no-python", "echo", "-x").argv == ("echo", "-x")
+    assert "--module" in run("-m", "--no_python", "x")
+
+
+def test_the_environment_and_the_file_are_read(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("HEADWAY_NUM_PROCESSES", "3")
+    assert run("train.py").world_size == 3
+    assert run("-n", "2", "train.py").world_size == 2
+    monkeypatch.delenv("HEADWAY_NUM_PROCESSES")
+    (tmp_path / "c.yaml").write_text("num_processes: 4\n")
+    assert run("--config_file", "c.yaml", "train.py").world_size == 4
+    assert run("train.py").world_size == 1
+    assert "file: c.yaml key num_procesess) is no setting; did you mean num_processes" in (
+        (tmp_path / "c.yaml").write_text("num_procesess: 4\n") and run("--config_file", "c.yaml", "train.py")
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--num_proceses", "2", "train.py"], "there is no flag --num_proceses; did you mean --num_processes?"),
+        (["--xyzzy", "train.py"], "there is no flag --xyzzy"),
+        (
+            ["-n", "two", "train.py"],
+            "num_processes='two' (command line: --num_processes) must be a whole number, 1 or more",
+        ),
+        (["-n", "0", "train.py"], "must be a whole number, 1 or more"),
+        (["--mixed_precision", "fp8", "train.py"], "must be one of no, bf16, fp16"),
+        (["missing.py"], "there is no script 'missing.py'"),
+        ([], "Missing argument 'SCRIPT'"),
+        (["--use-fsdp", "train.py"], "--use_fsdp is no flag of `headway launch`: sharded training"),
+        (["--dynamo_backend", "inductor", "train.py"], "torch.compile(model)"),
+        (["--nproc_per_node", "2", "train.py"], "use -n"),
+    ],
+)
+def test_what_is_refused(run, args, message):
+    said = run(*args)
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_every_flag_of_the_peer_is_accepted_or_explained():
+    accepted = {parameter.name for parameter in launch.command.params}
+    assert [name for name in PEER if name not in accepted and advice(name) is None] == []
+    assert [name for name in accepted if advice(str(name)) is not None] == []
+
+
+def test_a_dry_run_prints_a_command_and_starts_nothing(run, capsys, monkeypatch):
+    monkeypatch.setattr("headway.launch.run.execute", lambda *a, **k: pytest.fail("started"))
+    with pytest.raises(SystemExit) as ended:
+        main.main(["launch", "--dry-run", "-n", "2", "train.py", "it's"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("# headway: 2 processes on cpu")
+    assert "OMP_NUM_THREADS=4" in shown
+    assert subprocess.run(["sh", "-n", "-c", shown], capture_output=True).returncode == 0
+
+
+def test_help_names_every_setting_once(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["launch", "--help"])
+    shown = capsys.readouterr().out
+    for parameter in launch.command.params:
+        if parameter.name not in ("script", "script_args"):
+            assert shown.count(f"--{parameter.name} ") >= 1, parameter.name
+    assert "Examples:\n  headway launch train.py" in shown
+
+
+def test_a_misspelt_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.main(["lanch", "train.py"])
+    assert ended.value.code == 2
+    assert "'lanch' is no command of headway; did you mean launch?" in capsys.readouterr().err

@@ -1,0 +1,119 @@
+"""Config files: exact round trips, and for any bytes a clear error or valid settings."""
+
+import os
+import string
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headway.config.files import KEYS, default_file, dump, file_layer, parse, write
+from headway.config.launch import SETTINGS, LaunchConfig
+from headway.config.load import resolve
+from headway.errors import ConfigError
+
+# `HEADWAY_EXAMPLES=10000 pytest tests/unit/config` is the long version.
+EXAMPLES = settings(
+    max_examples=int(os.environ.get("HEADWAY_EXAMPLES", "300")), deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+
+
+def of_kind(setting):
+    if setting.kind == "integer":
+        return st.integers(setting.minimum, 2**31 - 1)
+    if setting.kind == "number":
+        return st.floats(0, 1e6, allow_nan=False)
+    if setting.kind == "switch":
+        return st.booleans()
+    if setting.kind == "choice":
+        return st.sampled_from(setting.choices)
+    return st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1).filter(lambda text: text.strip())
+
+
+configs = st.fixed_dictionaries({}, optional={name: of_kind(SETTINGS[name]) for name in KEYS}).map(
+    lambda decided: LaunchConfig(**decided)
+)
+
+
+@given(configs)
+@EXAMPLES
+def test_the_round_trip_is_exact(config):
+    assert resolve([parse(dump(config).encode(), "f")]).config == config
+
+
+def _as_yaml(key, value):
+    return f"{key}: {value}\n"
+
+
+lines = st.one_of(
+    st.builds(_as_yaml, st.sampled_from(KEYS), st.text(string.printable, max_size=12)),
+    st.builds(_as_yaml, st.text(string.ascii_lowercase + "_", min_size=1), st.integers()),
+    st.builds(_as_yaml, st.sampled_from(KEYS), st.one_of(st.integers(), st.floats(), st.booleans(), st.none())),
+    st.text(string.printable, max_size=30),
+)
+
+
+@given(st.one_of(st.binary(max_size=200), st.lists(lines, max_size=5).map("".join).map(str.encode)))
+@EXAMPLES
+def test_any_bytes_give_settings_or_a_clear_error(content):
+    try:
+        config = resolve([parse(content, "some file")]).config
+    except ConfigError as error:
+        message = str(error)
+    else:
+        message = "some file"
+        assert resolve([parse(dump(config).encode(), "f")]).config == config
+    assert "some file" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_procs: 2", r"num_procs \(file: f key num_procs\) is no setting; did you mean num_processes\?"),
+        ("compute_environment: LOCAL_MACHINE", "looks like a file of Accelerate's: `headway config import FILE`"),
+        ("fsdp_config: {}", "headway config import"),
+        ("xyzzy: 1", "xyzzy .* is no setting; there are num_processes, "),
+        ("num_processes: '2'", r"num_processes='2' \(file: f key num_processes\) must be a whole number, 1 or more"),
+        ("num_processes: true", "num_processes=True"),
+        ("num_processes: 2.5", "num_processes=2.5"),
+        ("cpu: 1", "cpu=1 .* must be true or false"),
+        ("mixed_precision: yes", "mixed_precision=True .* one of no, bf16, fp16"),
+        ("- 1", "one setting a line"),
+        ("a: [", "no valid YAML"),
+        ("module: true", "module .* is no setting"),
+    ],
+)
+def test_errors(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(text.encode(), "f")
+
+
+def test_yaml_habits():
+    layer = parse(b"mixed_precision: no\ngpu_ids: 0\ntee: 3\nnum_processes:\n", "f")
+    assert {name: entry.value for name, entry in layer.items()} == {"mixed_precision": "no", "gpu_ids": "0", "tee": "3"}
+
+
+def test_json_is_yaml():
+    assert parse(b'{"num_processes": 4, "cpu": true}', "f")["num_processes"].value == 4
+
+
+def test_where_the_default_file_is():
+    assert str(default_file({"HEADWAY_HOME": "/h", "XDG_CONFIG_HOME": "/x"})) == "/h/default_config.yaml"
+    assert str(default_file({"XDG_CONFIG_HOME": "/x"})) == "/x/headway/default_config.yaml"
+    assert str(default_file({"HOME": "/u"})) == "/u/.config/headway/default_config.yaml"
+
+
+def test_the_default_file_may_be_missing_and_a_named_one_not(tmp_path):
+    home = {"HEADWAY_HOME": str(tmp_path)}
+    assert file_layer(None, home) == {}
+    with pytest.raises(ConfigError, match=r"nothing.yaml cannot be read: No such file"):
+        file_layer(str(tmp_path / "nothing.yaml"), home)
+    write(LaunchConfig(num_processes=3), default_file(home))
+    assert file_layer(None, home)["num_processes"].value == 3
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write(LaunchConfig(), tmp_path / "file" / "default_config.yaml")

@@ -1,0 +1,159 @@
+"""Layers of settings: which wins, what each remembers of its origin, and what the payload carries."""
+
+import json
+
+import pytest
+
+from headway import env
+from headway.config.launch import SETTINGS, UNSET, LaunchConfig
+from headway.config.load import Value, asked_num_processes, environment_layer, payload, resolve, run_setting
+from headway.errors import ConfigError
+
+
+def test_the_table_and_the_dataclass_name_the_same_settings():
+    assert list(SETTINGS) == list(LaunchConfig.__dataclass_fields__)
+
+
+def test_the_strongest_layer_wins_and_is_remembered():
+    told = {"num_processes": Value(2, "command line: --num_processes")}
+    variables = environment_layer({"HEADWAY_NUM_PROCESSES": "4", "HEADWAY_CPU": "yes"})
+    file = {
+        "num_processes": Value(8, "file: f key num_processes"),
+        "mixed_precision": Value("bf16", "file: f key mixed_precision"),
+    }
+    resolved = resolve([told, variables, file])
+    assert resolved.config == LaunchConfig(num_processes=2, cpu=True, mixed_precision="bf16")
+    assert resolved.origin("num_processes") == "command line: --num_processes"
+    assert resolved.origin("cpu") == "environment: HEADWAY_CPU"
+    assert resolved.origin("mixed_precision") == "file: f key mixed_precision"
+    assert resolved.origin("machine_rank") == "default"
+    assert resolved.config.machine_rank is UNSET
+    assert resolved.get("machine_rank", 0) == 0
+
+
+def test_false_is_a_decision():
+    resolved = resolve([{"cpu": Value(False, "environment: HEADWAY_CPU")}, {"cpu": Value(True, "file")}])
+    assert resolved.get("cpu", None) is False
+
+
+def test_an_unknown_setting_is_refused():
+    with pytest.raises(ConfigError, match=r"num_procs.*did you mean num_processes"):
+        resolve([{"num_procs": Value(1, "here")}])
+
+
+def test_an_empty_variable_decides_nothing():
+    assert environment_layer({"HEADWAY_NUM_PROCESSES": " "}) == {}
+
+
+def test_other_variables_are_left_alone():
+    assert environment_layer({"HEADWAY_HOME": "/x", "HEADWAY_RUN": "{}", "PATH": "/bin", "HEADWAY_DEVICE": "cpu"}) == {}
+
+
+def test_a_misspelt_variable_is_named():
+    with pytest.raises(ConfigError, match="HEADWAY_NUM_PROCESES is no setting; did you mean HEADWAY_NUM_PROCESSES"):
+        environment_layer({"HEADWAY_NUM_PROCESES": "2"})
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        (
+            "HEADWAY_NUM_PROCESSES",
+            "two",
+            "num_processes='two'.*environment: HEADWAY_NUM_PROCESSES.*whole number, 1 or more",
+        ),
+        ("HEADWAY_NUM_PROCESSES", "0", "num_processes=0.*1 or more"),
+        ("HEADWAY_MIXED_PRECISION", "fb16", "mixed_precision='fb16'.*one of no, bf16, fp16"),
+        ("HEADWAY_CPU", "maybe", "cpu.*HEADWAY_CPU.*'maybe' must be a truth value"),
+        ("HEADWAY_MONITOR_INTERVAL", "nan", "monitor_interval=nan.*a number, 0 or more"),
+    ],
+)
+def test_bad_text_is_named_with_its_origin(variable, text, message):
+    with pytest.raises(ConfigError, match=message):
+        environment_layer({variable: text})
+
+
+def _launched(*layers, num_processes=2, force=False):
+    return env.patched({env.PAYLOAD: payload(resolve(layers, force=force), num_processes)})
+
+
+def test_the_payload_carries_what_workers_read():
+    layer = {"mixed_precision": Value("bf16", "command line: --mixed_precision"), "max_restarts": Value(3, "x")}
+    content = json.loads(payload(resolve([layer]), 4))
+    assert content == {
+        "version": 1, "num_processes": 4, "force": False,
+        "settings": {"mixed_precision": {"value": "bf16", "origin": "command line: --mixed_precision"}},
+    }  # fmt: skip
+    with _launched(layer, num_processes=4):
+        assert asked_num_processes() == 4
+
+
+def test_without_a_launcher_nothing_was_asked():
+    with env.patched({env.PAYLOAD: None}):
+        assert asked_num_processes() is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 99}', "null", '"x"'])
+def test_a_foreign_payload_is_refused(text):
+    with env.patched({env.PAYLOAD: text}), pytest.raises(ConfigError, match="HEADWAY_RUN"):
+        asked_num_processes()
+
+
+TOLD = {"mixed_precision": Value("bf16", "command line: --mixed_precision")}
+FILED = {"mixed_precision": Value("bf16", "file: f key mixed_precision")}
+
+
+class TestRunSetting:
+    line = "Accelerator(mixed_precision='fp16') at train.py:12"
+
+    def test_the_default_where_nobody_decides(self):
+        with env.patched({env.PAYLOAD: None, "HEADWAY_MIXED_PRECISION": None}):
+            assert run_setting("mixed_precision", UNSET, "no") == ("no", "default")
+            assert run_setting("mixed_precision", None, "no") == ("no", "default")
+
+    def test_the_variable_without_a_launcher(self):
+        with env.patched({env.PAYLOAD: None, "HEADWAY_MIXED_PRECISION": "bf16"}):
+            assert run_setting("mixed_precision", UNSET, "no") == ("bf16", "environment: HEADWAY_MIXED_PRECISION")
+            assert run_setting("mixed_precision", "fp16", "no", code_origin=self.line)[0] == "fp16"
+
+    def test_the_launcher_has_read_the_variable_already(self):
+        with env.patched({"HEADWAY_MIXED_PRECISION": "fp16"}), _launched(TOLD):
+            assert run_setting("mixed_precision", UNSET, "no")[0] == "bf16"
+        with env.patched({"HEADWAY_MIXED_PRECISION": "fp16"}), _launched():
+            assert run_setting("mixed_precision", UNSET, "no") == ("no", "default")
+
+    def test_the_command_line_reaches_the_worker(self):
+        with _launched(TOLD):
+            assert run_setting("mixed_precision", UNSET, "no") == ("bf16", "command line: --mixed_precision")
+
+    def test_agreement_is_no_conflict(self):
+        with _launched(TOLD):
+            assert run_setting("mixed_precision", "bf16", "no", code_origin=self.line) == ("bf16", f"code: {self.line}")
+
+    def test_code_against_the_command_line_names_both(self):
+        with _launched(TOLD), pytest.raises(ConfigError) as caught:
+            run_setting("mixed_precision", "fp16", "no", code_origin=self.line)
+        assert f"{self.line} against --mixed_precision bf16 on the command line" in str(caught.value)
+        assert "--force" in str(caught.value)
+
+    def test_force_lets_the_command_line_win(self):
+        with _launched(TOLD, force=True):
+            assert run_setting("mixed_precision", "fp16", "no")[0] == "bf16"
+
+    def test_code_wins_over_a_file_silently(self):
+        with _launched(FILED):
+            assert run_setting("mixed_precision", "fp16", "no", code_origin=self.line)[0] == "fp16"
+
+    def test_a_switch_is_named_without_a_value(self):
+        layer = {"cpu": Value(True, "command line: --cpu")}
+        with _launched(layer), pytest.raises(ConfigError, match="against --cpu on the command line"):
+            run_setting("cpu", False, False)
+
+    def test_a_setting_of_the_workers_own(self):
+        with env.patched({env.PAYLOAD: None, "HEADWAY_PATIENCE": "12"}):
+            assert run_setting("patience", UNSET, 5, parse=int) == (12, "environment: HEADWAY_PATIENCE")
+        with (
+            env.patched({env.PAYLOAD: None, "HEADWAY_PATIENCE": "x"}),
+            pytest.raises(ConfigError, match="HEADWAY_PATIENCE='x'"),
+        ):
+            run_setting("patience", UNSET, 5, parse=int)

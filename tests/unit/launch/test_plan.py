@@ -1,0 +1,197 @@
+"""From settings to commands: counts, devices, threads, networks, and every contradiction by name."""
+
+import json
+import subprocess
+
+import pytest
+
+from headway.config.load import Value, resolve
+from headway.errors import ConfigError
+from headway.launch.machine import Machine
+from headway.launch.plan import AgentOrder, Program, make
+
+CPU = Machine("box", "/venv/bin/python", 8, loopback="lo")
+GPUS = Machine("gpubox", "/venv/bin/python", 8, "cuda", ("0", "1", "2", "3"), "lo")
+SCRIPT = Program("train.py", ("--lr", "3e-4", "a b"))
+
+
+def plan(machine=CPU, program=SCRIPT, environment=None, force=False, **settings):
+    layer = {name: Value(value, f"command line: --{name}") for name, value in settings.items()}
+    return make(resolve([layer], force=force), program, machine, environment or {})
+
+
+def order(made):
+    assert made.argv[:4] == ("/venv/bin/python", "-m", "headway.launch", "agent")
+    return AgentOrder.decode(made.argv[4])
+
+
+def test_one_process_is_the_plain_script():
+    made = plan()
+    assert made.argv == ("/venv/bin/python", "train.py", "--lr", "3e-4", "a b")
+    assert set(made.additions) == {"HEADWAY_RUN"}
+    assert made.world_size == made.num_local == 1
+    assert made.banner == "headway: 1 process on cpu"
+
+
+def test_modules_and_programs():
+    assert plan(program=Program("pkg.train", ("-x",), "module")).argv == ("/venv/bin/python", "-m", "pkg.train", "-x")
+    assert plan(program=Program("./run.sh", ("-x",), "program")).argv == ("./run.sh", "-x")
+
+
+def test_several_processes_go_to_an_agent():
+    made = plan(num_processes=2)
+    sent = order(made)
+    assert (sent.num_local, sent.num_machines, sent.backend, sent.endpoint) == (2, 1, "local", "")
+    assert sent.program == SCRIPT
+    assert made.additions["OMP_NUM_THREADS"] == "4"
+    assert made.additions["GLOO_SOCKET_IFNAME"] == "lo"
+    assert json.loads(made.additions["HEADWAY_RUN"])["num_processes"] == 2
+    assert "4 CPU threads each of 8 cores" in made.banner
+
+
+def test_the_users_own_variables_stay():
+    made = plan(num_processes=2, environment={"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth0"})
+    assert "OMP_NUM_THREADS" not in made.additions
+    assert "GLOO_SOCKET_IFNAME" not in made.additions
+    assert "3 CPU threads" in made.banner
+    made = plan(num_processes=2, num_cpu_threads_per_process=5, environment={"OMP_NUM_THREADS": "3"})
+    assert made.additions["OMP_NUM_THREADS"] == "5"
+
+
+def test_threads_of_one_process_are_left_alone_unless_said():
+    assert "OMP_NUM_THREADS" not in plan().additions
+    assert plan(num_cpu_threads_per_process=2).additions["OMP_NUM_THREADS"] == "2"
+
+
+def test_more_processes_than_cores_get_a_thread_each():
+    assert plan(num_processes=20).additions["OMP_NUM_THREADS"] == "1"
+
+
+def test_every_accelerator_by_default():
+    made = plan(GPUS)
+    assert order(made).num_local == 4
+    assert "4 processes on cuda" in made.banner
+    assert "CUDA_VISIBLE_DEVICES" not in made.additions
+
+
+def test_chosen_accelerators():
+    made = plan(GPUS, gpu_ids="0, 3")
+    assert order(made).num_local == 2
+    assert made.additions["CUDA_VISIBLE_DEVICES"] == "0,3"
+    assert plan(GPUS, gpu_ids="all").num_local == 4
+    assert plan(GPUS, gpu_ids="2").additions["CUDA_VISIBLE_DEVICES"] == "2"
+
+
+@pytest.mark.parametrize("text", ["4", "0,0", "0,,1", "x", ","])
+def test_accelerators_that_are_not_there(text):
+    with pytest.raises(ConfigError, match=r"gpu_ids=.*--gpu_ids.*0, 1, 2, 3"):
+        plan(GPUS, gpu_ids=text)
+
+
+def test_cpu_on_a_machine_with_accelerators():
+    made = plan(GPUS, cpu=True)
+    assert made.world_size == 1
+    assert json.loads(made.additions["HEADWAY_RUN"])["settings"]["cpu"]["value"] is True
+    assert plan(GPUS, cpu=True, num_processes=6).num_local == 6
+
+
+def test_multi_gpu_insists():
+    assert plan(GPUS, multi_gpu=True).num_local == 4
+    with pytest.raises(ConfigError, match=r"multi_gpu .*box has no accelerator"):
+        plan(multi_gpu=True)
+    with pytest.raises(ConfigError, match=r"multi_gpu \(command line: --multi_gpu\) against cpu"):
+        plan(GPUS, multi_gpu=True, cpu=True)
+
+
+def test_affinity_is_for_gpus():
+    assert order(plan(GPUS, enable_cpu_affinity=True)).is_bound_to_cores
+    assert "enable_cpu_affinity (command line" in plan(GPUS, enable_cpu_affinity=True, num_processes=1).notes[0]
+    with pytest.raises(ConfigError, match=r"enable_cpu_affinity .* this run uses none"):
+        plan(enable_cpu_affinity=True)
+
+
+def test_more_processes_than_accelerators():
+    with pytest.raises(ConfigError, match=r"5 processes .*gpubox shows 4 \(cuda\); ask for 4 or fewer, or add --cpu"):
+        plan(GPUS, num_processes=5)
+
+
+def test_precision_and_accumulation_stand_in_the_banner():
+    banner = plan(num_processes=2, mixed_precision="bf16", gradient_accumulation_steps=4).banner
+    assert "precision bf16 (command line: --mixed_precision)" in banner
+    assert "global batch = micro-batch x 2 processes x 4 accumulated" in banner
+
+
+WHERE = {"main_process_ip": "10.0.0.1", "main_process_port": 29400}
+
+
+class TestMachines:
+    def test_processes_are_counted_over_all_machines(self):
+        made = plan(num_processes=6, num_machines=2, machine_rank=1, **WHERE)
+        sent = order(made)
+        assert (sent.num_local, sent.num_machines, sent.machine_rank) == (3, 2, 1)
+        assert (sent.backend, sent.endpoint) == ("static", "10.0.0.1:29400")
+        assert made.world_size == 6
+        assert "GLOO_SOCKET_IFNAME" not in made.additions
+        assert "3 on each of 2 machines (this is machine 1)" in made.banner
+
+    def test_accelerators_of_all_machines_by_default(self):
+        assert plan(GPUS, num_machines=2, **WHERE).world_size == 8
+        assert plan(CPU, num_machines=2, **WHERE).world_size == 2
+
+    def test_restarts_need_a_meeting_that_can_be_repeated(self):
+        made = plan(num_machines=2, max_restarts=1, **WHERE)
+        assert order(made).backend == "c10d"
+        assert made.additions["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+        with pytest.raises(ConfigError, match=r"rdzv_backend=static .*use --rdzv_backend c10d"):
+            plan(num_machines=2, max_restarts=1, rdzv_backend="static", **WHERE)
+
+    def test_ipv6(self):
+        assert order(plan(num_machines=2, main_process_ip="fe80::1", main_process_port=1)).endpoint == "[fe80::1]:1"
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"num_processes": 3}, "3 processes .* cannot be spread evenly over 2 machines"),
+            ({"machine_rank": 2}, "machine_rank=2 .* must be below num_machines=2"),
+            ({"main_process_port": 70000}, "main_process_port=70000 .* must be 1 to 65535"),
+            ({"rdzv_conf": "timeout"}, "rdzv_conf='timeout' .* key=value"),
+        ],
+    )
+    def test_contradictions(self, settings, message):
+        with pytest.raises(ConfigError, match=message):
+            plan(num_machines=2, **{**WHERE, **settings})
+
+    def test_where_they_meet_must_be_said(self):
+        with pytest.raises(ConfigError, match="--main_process_ip ADDRESS --main_process_port PORT"):
+            plan(num_machines=2, machine_rank=0)
+
+
+def test_a_launch_inside_a_launch_is_refused():
+    inside = {"RANK": "1", "WORLD_SIZE": "4"}
+    with pytest.raises(ConfigError, match=r"RANK=1, WORLD_SIZE=4 .*python train.py"):
+        plan(environment=inside)
+    made = plan(environment=inside, force=True)
+    assert made.removals == ("RANK", "WORLD_SIZE")
+    assert "RANK" not in made.environment(inside)
+
+
+def test_log_files():
+    assert order(plan(num_processes=2, log_dir="logs")).tee == "3"
+    assert order(plan(num_processes=2)).tee == "0"
+    with pytest.raises(ConfigError, match=r"tee=1 .*--log_dir"):
+        plan(num_processes=2, tee="1")
+
+
+def test_an_order_travels_unchanged():
+    sent = order(plan(num_processes=2, num_machines=2, main_process_ip="h", main_process_port=5, rdzv_conf="a=1,b=2"))
+    assert AgentOrder.decode(sent.encode()) == sent
+    assert sent.conf == {"a": "1", "b": "2"}
+
+
+def test_the_printed_plan_is_a_command_that_a_shell_runs():
+    program = Program("printenv", ("HEADWAY_RUN", "it's $HOME"), "program")
+    made = plan(program=program, environment={"RANK": "0"})
+    shown = subprocess.run(
+        ["sh", "-c", made.shell()], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "RANK": "0"}
+    )
+    assert json.loads(shown.stdout.splitlines()[0])["num_processes"] == 1
