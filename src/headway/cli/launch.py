@@ -32,8 +32,9 @@ _EPILOG = examples([
 ])  # fmt: skip
 
 
-def _launch(script: str, script_args: tuple[str, ...], config_file: str | None, dry_run: bool, force: bool,
+def start(script: str, script_args: tuple[str, ...], config_file: str | None, dry_run: bool, force: bool,
             **given: Any) -> None:  # fmt: skip
+    """Start `script` as the settings say; the process is replaced, or what would be started is printed."""
     # Imported here so that the help does not wait for them.
     from headway.launch import clusters, machine, plan, run
     from headway.launch.plan import Program
@@ -112,7 +113,7 @@ def _parameters() -> list[click.Parameter]:
 
 command = GroupedCommand(
     "launch",
-    callback=_launch,
+    callback=start,
     params=_parameters(),
     help=_ABOUT,
     epilog=_EPILOG,

@@ -11,6 +11,7 @@ from headway.errors import ConfigError, HeadwayError
 # Name, module, and the line of `headway --help`, so that the help imports none of them.
 _COMMANDS = {
     "launch": ("headway.cli.launch", "Start a script on one process or on many."),
+    "test": ("headway.cli.test", "Check a set-up: a real run compared with one process."),
     "config": ("headway.cli.config", "Write, show or import the settings that `launch` starts from."),
     "env": ("headway.cli.env", "Print versions, hardware and configuration, for bug reports."),
 }

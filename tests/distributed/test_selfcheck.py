@@ -1,0 +1,34 @@
+"""`headway test` passes on a sound set-up, and fails, on every rank, where a check does."""
+
+import subprocess
+import sys
+
+import pytest
+
+from headway import selfcheck
+from headway.runtime import process
+
+
+def test_two_processes_pass() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "headway", "test", "--cpu", "-n", "2"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 processes, cpu, precision no" in done.stdout
+    assert "all checks passed" in done.stdout
+    assert "FAILED" not in done.stdout
+
+
+def test_a_failed_check_is_named_and_ends_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check_arithmetic(accelerator: object) -> str:
+        raise AssertionError("one and one is three")
+
+    monkeypatch.setattr(selfcheck, "_CHECKS", [check_arithmetic])
+    process.reset()
+    with pytest.raises(SystemExit) as ended:
+        selfcheck.main()
+    process.reset()
+    assert ended.value.code == 1
+    assert "arithmetic      FAILED rank 0: one and one is three" in capsys.readouterr().out
