@@ -20,9 +20,11 @@ _PLACES = {
     "InitProcessGroupKwargs": "headway.config.strategies",
     "ProfileKwargs": "headway.config.strategies",
     "ProjectConfiguration": "headway.config.run",
+    "debug_launcher": "headway.launch.notebook",
     "errors": "headway.errors",
     "find_batch_size": "headway.ops.tree",
     "get_logger": "headway.log",
+    "notebook_launcher": "headway.launch.notebook",
     "set_seed": "headway.runtime.seed",
     "skip_first_batches": "headway.data.skip",
     "synchronize_rng_states": "headway.runtime.seed",
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
     from headway.config.strategies import InitProcessGroupKwargs as InitProcessGroupKwargs
     from headway.config.strategies import ProfileKwargs as ProfileKwargs
     from headway.data.skip import skip_first_batches as skip_first_batches
+    from headway.launch.notebook import debug_launcher as debug_launcher
+    from headway.launch.notebook import notebook_launcher as notebook_launcher
     from headway.log import get_logger as get_logger
     from headway.ops.tree import find_batch_size as find_batch_size
     from headway.progress import track as track

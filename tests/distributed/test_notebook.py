@@ -1,0 +1,50 @@
+"""Functions launched on real processes: results by rank, live output, the first exception, closures."""
+
+import pytest
+
+from headway import debug_launcher, notebook_launcher
+from headway.errors import ConfigError, LaunchError
+
+
+def test_a_closure_runs_on_two_ranks_and_its_results_come_back(capsys: pytest.CaptureFixture[str]) -> None:
+    factor = 10  # a closure cannot be pickled by name
+
+    def train(offset: int) -> float:
+        import torch
+
+        from headway import Accelerator
+
+        accelerator = Accelerator()
+        accelerator.print("hello from", accelerator.num_processes)
+        own = torch.tensor([float(accelerator.process_index * factor + offset)])
+        return accelerator.gather(own).sum().item()
+
+    assert debug_launcher(train, (1,)) == [12.0, 12.0]
+    assert "hello from 2" in capsys.readouterr().out
+
+
+def test_the_exception_of_the_rank_that_failed_is_the_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        from headway import env
+
+        if env.rank() == 1:
+            raise ZeroDivisionError("on purpose")
+
+    with pytest.raises(LaunchError, match="on 2 processes ended with exit code 1") as raised:
+        debug_launcher(fail)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert "rank 1 of 2 failed first" in capsys.readouterr().out
+
+
+def test_one_process_needs_no_agent_and_gets_the_precision() -> None:
+    def precision() -> str:
+        from headway import Accelerator
+
+        return Accelerator().mixed_precision
+
+    assert notebook_launcher(precision, num_processes=1, mixed_precision="bf16", cpu=True) == ["bf16"]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="num_processes=0"):
+        debug_launcher(print, (), 0)

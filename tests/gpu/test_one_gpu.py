@@ -1,0 +1,98 @@
+"""What a CPU cannot show, on one CUDA device: placement, pinned copies, fp16 and fused steps, memory given back."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator, DataLoaderConfiguration
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine shows none"),
+]
+
+
+def _data(num_rows: int = 64) -> TensorDataset:
+    inputs = torch.randn(num_rows, 8, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+
+def _train(precision: str, num_epochs: int = 5) -> list[float]:
+    accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=2)
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(_data(), batch_size=8))
+    losses = []
+    for _ in range(num_epochs):
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                with accelerator.autocast():
+                    loss = torch.nn.functional.mse_loss(model(inputs), targets)
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def test_model_and_batches_go_to_the_device() -> None:
+    accelerator = Accelerator()
+    model, loader = accelerator.prepare(_model(), DataLoader(_data(), batch_size=8))
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+    assert all(tensor.device == accelerator.device for batch in loader for tensor in batch)
+
+
+def test_pinned_batches_are_copied_without_waiting_and_arrive_whole() -> None:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=True))
+    data = _data(4096)
+    loader = accelerator.prepare(DataLoader(data, batch_size=512, pin_memory=True))
+    seen = torch.cat([inputs for inputs, _ in loader])
+    assert torch.equal(seen.cpu(), data.tensors[0])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_learns_like_full_precision(precision: str) -> None:
+    full, mixed = _train("no"), _train(precision)
+    assert full[-1] < full[0] / 2
+    assert mixed[-1] == pytest.approx(full[-1], rel=0.3)
+
+
+def test_fused_optimizer_skips_an_overflow_and_says_so() -> None:
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    loss = model(torch.randn(4, 8, device=accelerator.device)).float().sum() * 1e38
+    accelerator.backward(loss)
+    optimizer.step()
+    assert accelerator.optimizer_step_was_skipped
+    assert accelerator.num_updates == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+def test_free_memory_gives_the_device_back() -> None:
+    accelerator = Accelerator()
+    before = torch.cuda.memory_allocated()
+    model = accelerator.prepare(torch.nn.Linear(4096, 4096))
+    assert torch.cuda.memory_allocated() - before >= 4096 * 4096 * 4
+    (model,) = accelerator.free_memory(model)
+    assert torch.cuda.memory_allocated() <= before
+
+
+def test_the_self_check_passes_on_the_device() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "headway", "test"], capture_output=True, text=True, timeout=300, env=dict(os.environ)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "cuda" in done.stdout
