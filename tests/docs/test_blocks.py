@@ -1,0 +1,97 @@
+"""Every code block of README.md and docs/ runs; every command in them is one; every link leads somewhere."""
+
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import types
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+
+from headway.runtime import process
+from tests.docs.pages import ROOT, blocks, commands, links, pages
+
+PAGES = [pytest.param(page, id=page.relative_to(ROOT).as_posix()) for page in pages()]
+
+
+def test_pages_are_found():
+    assert len(PAGES) > 10
+    assert sum(block.kind == "python" for page in pages() for block in blocks(page)) > 20
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.kind == "python" for b in blocks(page.values[0]))])
+def test_python_blocks_run_in_one_namespace(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)
+    process.reset()
+    torch.manual_seed(0)
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            for block in blocks(page):
+                if block.kind == "python":
+                    if block.file:
+                        Path(block.file).write_text(block.text)
+                    # Moved down, so that a traceback names the page's own line.
+                    code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+                    exec(code, module.__dict__)
+                elif block.kind == "output":
+                    assert block.text.strip() in printed.getvalue(), f"{page.name}:{block.line}"
+    finally:
+        process.reset()
+
+
+def test_the_tutorial_is_one_script_that_runs_on_two_processes(tmp_path):
+    page = ROOT / "docs" / "tutorial.md"
+    text = "\n\n".join(block.text for block in blocks(page) if block.kind == "python")
+    (tmp_path / "train.py").write_text(text)
+    ran = _headway(["launch", "-n", "2", "--cpu", "train.py"], tmp_path)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "2 process(es)" in ran.stdout
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page.values[0])])
+def test_commands_are_understood(page, tmp_path):
+    for block in blocks(page):
+        if block.file:
+            (tmp_path / block.file).write_text(block.text)
+    for line in commands(page):
+        words = shlex.split(line, comments=True)
+        for word in words:
+            if word.endswith(".py") and not (tmp_path / word).exists():
+                (tmp_path / word).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / word).touch()
+        if words[0] == "headway":
+            _run_headway(words[1:], line, tmp_path)
+        elif words[0] == "make":
+            makefile = (ROOT / "Makefile").read_text()
+            assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in words[1:]), line
+        elif words[0] in ("python", "python3") and words[1].startswith(("scripts/", "benchmarks/", "examples/")):
+            assert (ROOT / words[1]).exists(), line
+
+
+def _run_headway(words: list[str], line: str, folder: Path) -> None:
+    if words[0] == "launch":
+        words = ["launch", "--dry-run", *words[1:]]
+    elif words[:2] not in (["config", "show"], ["config", "default"]):
+        words = [*words, "--help"]
+    ran = _headway(words, folder)
+    lacks_accelerators = "--gpu_ids" in words and "accelerators of this machine" in ran.stderr
+    assert ran.returncode == 0 or lacks_accelerators, f"{line}\n{ran.stderr[-1500:]}"
+
+
+def _headway(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY_", "SLURM_"))}
+    return subprocess.run([sys.executable, "-m", "headway", *words], cwd=folder, capture_output=True, text=True,
+                          timeout=120, env={**environment, "HEADWAY_HOME": str(folder / "home")})  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    assert [target for target in links(page) if not (page.parent / target).exists()] == []
