@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: setup
-	$(BIN)/headway launch $$($(BIN)/python examples/demo_flags.py) examples/text.py
+	$(BIN)/headway launch $$($(BIN)/python -c "import torch; print('' if torch.accelerator.is_available() else '--cpu -n 2')") examples/text.py
 
 check: setup
 	$(BIN)/ruff check .

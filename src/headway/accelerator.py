@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from headway.checkpoint.weights import save_weights
+from headway.checkpoint.weights import save_object, save_pickled, save_weights
 from headway.config.load import UNSET, run_setting
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from headway.config.strategies import AutocastKwargs, ProfileKwargs, collect_options
@@ -213,7 +213,7 @@ class Accelerator(RankAware):
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp each gradient entry to [-clip_value, clip_value] at the end of a window."""
         self.strategy.capabilities.require("clip_by_value", self.strategy.name, "use clip_grad_norm_")
-        if self.sync_gradients:
+        if self._accumulation.is_final:
             torch.nn.utils.clip_grad_value_(self._preparation.unscaled(parameters), clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
@@ -330,18 +330,13 @@ class Accelerator(RankAware):
     # ---------------------------------------------------------------- weights, memory, profile, end
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """The model's tensors by the bare module's names."""
-        return dict(self.strategy.export_state(self.unwrap_model(model) if unwrap else model))
+        """The model's tensors by the bare module's names (`unwrap=False`: as the object given names them)."""
+        return dict(self.strategy.export_state(self.unwrap_model(model, keep_torch_compile=False) if unwrap else model))
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Write an object with torch.save (or a dict of tensors with safetensors) from the main process only."""
         if self.is_main_process:
-            if safe_serialization:
-                from safetensors.torch import save_file
-
-                save_file(obj, f, metadata={"format": "pt"})
-            else:
-                torch.save(obj, f)
+            save_object(obj, f, safe_serialization)
 
     def save_model(self, model: torch.nn.Module, save_directory: str | Path, max_shard_size: int | str = "10GB",
                    safe_serialization: bool = True) -> None:  # fmt: skip
@@ -351,14 +346,13 @@ class Accelerator(RankAware):
             model: prepared or not.
             save_directory: a folder, made where missing.
             max_shard_size: bytes or text such as "10GB".
-            safe_serialization: False writes `pytorch_model.bin` with torch.save instead.
+            safe_serialization: False writes one `pytorch_model.bin` with torch.save instead, whatever its size.
         """
         if self.is_main_process:
             if safe_serialization:
-                save_weights(self.strategy.export_state(self.unwrap_model(model)), save_directory, max_shard_size)
+                save_weights(self.get_state_dict(model).items(), save_directory, max_shard_size)
             else:
-                Path(save_directory).mkdir(parents=True, exist_ok=True)
-                torch.save(self.get_state_dict(model), Path(save_directory, "pytorch_model.bin"))
+                save_pickled(self.get_state_dict(model), save_directory)
         self.wait_for_everyone()
 
     def free_memory(self, *objects: Any) -> list[None]:

@@ -42,10 +42,12 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """Warn once per process about the same thing."""
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         self.warning(msg, *args, once=True, **kwargs)
 
     def info_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """Inform once per process about the same thing."""
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         self.info(msg, *args, once=True, **kwargs)
 
 

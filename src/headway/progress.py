@@ -8,6 +8,7 @@ from typing import Any, Generic, TextIO, TypeVar
 import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from headway.runtime.process import current
@@ -21,6 +22,10 @@ class _Facts(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["facts"], style="dim")
+
+
+# The bars that are live on this process's terminal; an inner loop adds a line to the outer one's.
+_live: list[Progress] = []
 
 
 class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
@@ -75,7 +80,9 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         if not self._counts:
             parts.append(f"{self._num_done / elapsed:,.1f}/s")
         parts.append(format_bytes(_memory()))
-        if self._total is not None and self._num_done:
+        if self._total is not None and self._num_done >= self._total:
+            parts.append(f"in {format_seconds(elapsed)}")
+        elif self._total is not None and self._num_done:
             parts.append(f"{format_seconds(elapsed / self._num_done * max(0, self._total - self._num_done))} left")
         else:
             parts.append(format_seconds(elapsed))
@@ -88,37 +95,47 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
 
     def __iter__(self) -> Iterator[Item]:
         self._start, self._num_done = time.monotonic(), 0
+        self._counts.clear()
         if not self._is_shown:
             yield from self._iterable
-        elif self._file.isatty():
-            yield from self._on_terminal()
-        else:
-            yield from self._in_lines()
+            return
+        console = Console(file=self._file)
+        yield from self._on_terminal(console) if _is_live_possible(console) else self._in_lines()
 
-    def _on_terminal(self) -> Iterator[Item]:
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), _Facts())
-        with Progress(*columns, console=Console(file=self._file), refresh_per_second=4) as bars:
-            task = bars.add_task(self._description, total=self._total, facts="")
+    def _on_terminal(self, console: Console) -> Iterator[Item]:
+        is_outermost = not _live
+        bars = _new_bars(console) if is_outermost else _live[-1]
+        task = bars.add_task(self._description, total=self._total, facts="")
+        if is_outermost:
+            _live.append(bars)
+            bars.start()
+        try:
             for item in self._iterable:
                 yield item
                 self._num_done += 1
-                bars.update(
-                    task,
-                    completed=self._num_done,
-                    facts=self.facts() if self._is_due(0.2) else bars.tasks[0].fields["facts"],
-                )
-            bars.update(task, facts=self.facts())
+                if self._is_due(0.2):
+                    bars.update(task, completed=self._num_done, facts=self.facts())
+        finally:  # also where the loop broke off
+            bars.update(task, completed=self._num_done, facts=self.facts())
+            if is_outermost:
+                bars.stop()
+                _live.remove(bars)
+            else:
+                bars.remove_task(task)
 
     def _in_lines(self) -> Iterator[Item]:
-        last = self._start
-        for item in self._iterable:
-            yield item
-            self._num_done += 1
-            now = time.monotonic()
-            if now - last >= self._interval:
-                last = now
+        last, num_told = self._start, -1
+        try:
+            for item in self._iterable:
+                yield item
+                self._num_done += 1
+                now = time.monotonic()
+                if now - last >= self._interval:
+                    last, num_told = now, self._num_done
+                    self._line()
+        finally:
+            if num_told != self._num_done:
                 self._line()
-        self._line()
 
     _last_due = 0.0
 
@@ -132,6 +149,19 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
     def _line(self) -> None:
         head = f"{self._description}: " if self._description else ""
         print(f"{head}{self.facts()}", file=self._file, flush=True)
+
+
+def _new_bars(console: Console) -> Progress:
+    facts = _Facts(table_column=Column(no_wrap=True, overflow="ellipsis"))
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(bar_width=24), facts, console=console, refresh_per_second=4,
+        # Lines printed in the loop go above the bar, but not where standard output is a file of its own.
+        redirect_stdout=sys.stdout.isatty(), redirect_stderr=sys.stderr.isatty(),
+    )  # fmt: skip
+
+
+def _is_live_possible(console: Console) -> bool:
+    return console.is_terminal and not console.is_dumb_terminal
 
 
 def _length(iterable: Any) -> int | None:

@@ -54,6 +54,21 @@ def run_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, tim
     Raises:
         RankFailed: with the tracebacks of the ranks that raised, or the ranks that did not finish.
     """
+    results = _run(function, world_size, args, timeout)
+    if any("EADDRINUSE" in str(text) for is_fine, text in results.values() if not is_fine):
+        results = _run(function, world_size, args, timeout)  # another program took the port in between
+    failures = [f"rank {rank}:\n{text}" for rank, (is_fine, text) in sorted(results.items()) if not is_fine]
+    missing = [rank for rank in range(world_size) if rank not in results]
+    if missing:
+        failures.append(f"ranks {missing} did not finish in {timeout} s or died")
+    if failures:
+        raise RankFailed("\n".join(failures))
+    return [results[rank][1] for rank in range(world_size)]
+
+
+def _run(
+    function: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float
+) -> dict[int, tuple[bool, Any]]:
     # A server that has torch imported forks each rank in milliseconds, and is itself clean of threads and groups.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "headway"])
@@ -66,14 +81,7 @@ def run_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, tim
         for worker in workers:
             worker.start()
         deadline = time.monotonic() + timeout
-        results = _collect(workers, Path(folder), deadline)
-    failures = [f"rank {rank}:\n{text}" for rank, (is_fine, text) in sorted(results.items()) if not is_fine]
-    missing = [rank for rank in range(world_size) if rank not in results]
-    if missing:
-        failures.append(f"ranks {missing} did not finish in {timeout} s or died")
-    if failures:
-        raise RankFailed("\n".join(failures))
-    return [results[rank][1] for rank in range(world_size)]
+        return _collect(workers, Path(folder), deadline)
 
 
 def _collect(workers: list[Any], folder: Path, deadline: float) -> dict[int, tuple[bool, Any]]:

@@ -1,7 +1,7 @@
 """Weights as plain safetensors files: one, or shards with an index; written beside the old ones, then renamed."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from headway.units import parse_bytes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
 
 
 def untied(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -59,10 +60,7 @@ def save_weights(
     Raises:
         ConfigError: the folder is a file.
     """
-    folder = Path(folder)
-    if folder.is_file():
-        raise ConfigError(f"{folder} is a file; give a folder for the weights")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _folder(folder)
     kept, tied = untied(tensors)
     shards = plan_shards({name: t.numel() * t.element_size() for name, t in kept.items()}, parse_bytes(max_shard_size))
     names = (
@@ -88,6 +86,48 @@ def save_weights(
     return files
 
 
+def save_pickled(state: dict[str, torch.Tensor], folder: str | Path) -> Path:
+    """Write the tensors with torch.save as one `pytorch_model.bin`, in place of earlier saves in the folder.
+
+    Raises:
+        ConfigError: the folder is a file.
+    """
+    folder = _folder(folder)
+    save_object(state, folder / PICKLED)
+    _remove_stale(folder, {PICKLED})
+    return folder / PICKLED
+
+
+def save_object(obj: Any, path: str | Path, safe_serialization: bool = False) -> None:
+    """Write an object with torch.save, or a dict of tensors with safetensors; a reader sees the old file or the new.
+
+    Raises:
+        ConfigError: safetensors was asked for, and this is no dict of tensors.
+    """
+    path = Path(path)
+    staged = path.with_name(f".{path.name}.tmp")
+    if safe_serialization:
+        if not isinstance(obj, Mapping) or not all(isinstance(value, torch.Tensor) for value in obj.values()):
+            raise ConfigError(
+                f"safe_serialization=True got a {type(obj).__name__}; safetensors holds a dict of names and tensors. Pass "
+                "safe_serialization=False for other objects"
+            )
+        kept, tied = untied(obj.items())
+        save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in kept.items()}, staged,
+                  metadata={"format": "pt", **tied})  # fmt: skip
+    else:
+        torch.save(obj, staged)
+    staged.replace(path)
+
+
+def _folder(path: str | Path) -> Path:
+    folder = Path(path)
+    if folder.is_file():
+        raise ConfigError(f"{folder} is a file; give a folder for the weights")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def _write_index(folder: Path, index: dict[str, Any]) -> Path:
     staged = folder / f".{INDEX}.tmp"
     staged.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -96,7 +136,7 @@ def _write_index(folder: Path, index: dict[str, Any]) -> Path:
 
 def _remove_stale(folder: Path, current: set[str]) -> None:
     """An earlier save in the same folder must not be found by a later load."""
-    for pattern in (SINGLE, INDEX, "model-*-of-*.safetensors"):
+    for pattern in (SINGLE, INDEX, "model-*-of-*.safetensors", PICKLED):
         for path in folder.glob(pattern):
             if path.name not in current:
                 path.unlink()

@@ -27,6 +27,11 @@ _FOLDS: dict[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "min"
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _OPERATIONS = ("numbers", "gather", "reduce", "broadcast", "pad", "objects", "object", "barrier")
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_CARRIED = frozenset({
+    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.complex64, torch.complex128,
+})  # fmt: skip
+_BY_WIDTH = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
@@ -106,7 +111,7 @@ class Collectives:
 
     def _gather_rows(self, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         longest = max(sizes)
-        # Engines read raw memory: only contiguous, and float8 only as bytes.
+        # Engines read raw memory: only contiguous, and only the types they know.
         piece = _carrier(tensor.detach()).contiguous()
         if piece.shape[0] < longest:
             piece = torch.cat([piece, piece.new_zeros((longest - piece.shape[0], *piece.shape[1:]))])
@@ -122,7 +127,7 @@ class Collectives:
 
         Args:
             tree: tensors of equal shapes on all ranks.
-            reduction: "sum", "mean" (of integers: a float tensor), "max" or "min".
+            reduction: "sum" (of truth values: their count), "mean" (of integers: a float tensor), "max" or "min".
             scale: multiplies the result.
 
         Raises:
@@ -138,13 +143,13 @@ class Collectives:
         return map_tensors(lambda tensor: self._reduce_one(tensor, reduction, scale), tree)
 
     def _reduce_one(self, tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
-        out = tensor.detach().clone(memory_format=torch.contiguous_format)
-        if reduction == "mean" and not (out.is_floating_point() or out.is_complex()):
-            out = out.to(torch.float32)
+        working, result = _arithmetic(tensor.dtype, reduction)
+        out = tensor.detach().to(working).clone(memory_format=torch.contiguous_format)
         if self.world_size > 1 and out.numel():
             dist.all_reduce(out, _REDUCTIONS[reduction], group=self.group)
         if reduction == "mean":
             out = out / self.world_size
+        out = out.to(result)
         return out * scale if scale != 1.0 else out
 
     def broadcast(self, tree: Tree, src: int = 0) -> Tree:
@@ -273,4 +278,17 @@ def _digest(text: str) -> float:
 
 
 def _carrier(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point else tensor
+    """The same bits as a type of that width that every engine carries (gloo knows no int16, uint32 or float8)."""
+    return tensor if tensor.dtype in _CARRIED else tensor.view(_BY_WIDTH[tensor.dtype.itemsize])
+
+
+def _arithmetic(dtype: torch.dtype, reduction: str) -> tuple[torch.dtype, torch.dtype]:
+    """In which type values are combined, and which type the result has."""
+    is_inexact = dtype.is_floating_point or dtype.is_complex
+    if is_inexact:
+        return (dtype, dtype) if dtype in _CARRIED else (torch.float32, dtype)
+    if reduction == "mean":
+        return torch.float32, torch.float32
+    if dtype == torch.bool:
+        return torch.int64, torch.int64 if reduction == "sum" else torch.bool
+    return (dtype, dtype) if dtype in _CARRIED else (torch.int64, dtype)

@@ -25,10 +25,8 @@ def split(inputs: Any, num_parts: int, index: int, apply_padding: bool = False) 
         apply_padding: make all parts as long as the longest by repeating the input's last item.
 
     Raises:
-        DataError: another kind, a dict of different lengths, or padding of nothing.
+        DataError: another kind, or a dict of different lengths.
     """
-    if num_parts == 1:
-        return inputs
     if isinstance(inputs, Mapping):
         lengths = {key: len(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
@@ -42,18 +40,18 @@ def split(inputs: Any, num_parts: int, index: int, apply_padding: bool = False) 
     start, stop = slice_bounds(num_items, num_parts, index)
     longest = -(-num_items // num_parts)
     num_missing = longest - (stop - start) if apply_padding else 0
-    if num_missing and not num_items:
-        raise DataError("cannot pad the parts of an empty input: there is no last item to repeat")
     return _take(inputs, start, stop, num_missing)
 
 
 def _take(inputs: Any, start: int, stop: int, num_missing: int) -> Any:
     last = len(inputs) - 1
-    if hasattr(inputs, "select"):  # a Hugging Face Dataset: slicing it gives a dict of columns
-        return inputs.select([*range(start, stop), *[last] * num_missing])
     if isinstance(inputs, torch.Tensor):
         return torch.cat([inputs[start:stop], *[inputs[-1:]] * num_missing]) if num_missing else inputs[start:stop]
+    if hasattr(inputs, "select"):  # a Hugging Face Dataset: slicing it gives a dict of columns
+        return inputs.select([*range(start, stop), *[last] * num_missing])
+    if not num_missing:
+        return inputs[start:stop]
     if isinstance(inputs, Sequence):
-        piece = inputs[start:stop]
-        return piece if not num_missing else piece + type(inputs)([inputs[-1]] * num_missing)  # type: ignore[operator,call-arg]
+        padded = [*inputs[start:stop], *[inputs[-1]] * num_missing]
+        return tuple(padded) if isinstance(inputs, tuple) else padded  # a range cannot repeat its last item
     return inputs[[*range(start, stop), *[last] * num_missing]]

@@ -65,7 +65,8 @@ def leaves(tree: Tree) -> Iterator[Any]:
             yield from leaves(value)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
-            yield from leaves(getattr(tree, field.name))
+            if field.init:  # as in map_leaves
+                yield from leaves(getattr(tree, field.name))
     else:
         yield tree
 

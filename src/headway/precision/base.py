@@ -28,6 +28,9 @@ class Precision(Protocol):
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer's gradients true values; harmless when repeated."""
 
+    def discard(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's gradients are dropped: the next ones are not unscaled yet."""
+
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> bool:
         """Step the optimizer; False where the update was skipped."""
 
@@ -60,6 +63,9 @@ class FullPrecision:
         """There is no scale."""
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """There is no scale."""
+
+    def discard(self, optimizer: torch.optim.Optimizer) -> None:
         """There is no scale."""
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> bool:

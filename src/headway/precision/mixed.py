@@ -68,7 +68,8 @@ class Fp16Precision(Bf16Precision):
         )  # fmt: skip
         self._probes: dict[int, _Probe] = {}
         self._unscaled: set[int] = set()
-        self._has_stepped = False
+        self._stepped: set[int] = set()
+        self._dropped: list[_Probe] = []
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scale, in float32: a scale of 65536 is infinite in float16."""
@@ -79,17 +80,26 @@ class Fp16Precision(Bf16Precision):
         return self.scaler.get_scale()
 
     def adjust(self) -> None:
-        """Grow or shrink the scale once for all the steps since the last time."""
-        if self._has_stepped:
+        """Grow or shrink the scale once for all the steps since the last time, unless one is still to come."""
+        if (self._stepped or self._dropped) and self._unscaled <= self._stepped:
             self.scaler.update()
             self._unscaled.clear()
-            self._has_stepped = False
+            self._stepped.clear()
+            self._dropped.clear()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, once per window."""
         if id(optimizer) not in self._unscaled and self.scaler.is_enabled():
             self.scaler.unscale_(self._probe(optimizer))  # type: ignore[arg-type]
             self._unscaled.add(id(optimizer))
+
+    def discard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget that gradients were unscaled, where they are dropped without a step."""
+        key = id(optimizer)
+        if key in self._unscaled and key not in self._stepped:
+            # A new probe has a new state in the scaler; the old one's overflow still counts at the next adjustment.
+            self._unscaled.remove(key)
+            self._dropped.append(self._probes.pop(key))
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> bool:
         """Step unless a gradient overflowed.
@@ -105,7 +115,7 @@ class Fp16Precision(Bf16Precision):
         probe = self._probe(optimizer)
         probe.did_step = False
         self.scaler.step(probe)  # type: ignore[arg-type]
-        self._has_stepped = True
+        self._stepped.add(id(optimizer))
         return probe.did_step
 
     def _probe(self, optimizer: torch.optim.Optimizer) -> _Probe:

@@ -61,12 +61,14 @@ def synchronize_rng_states(rng_types: list[str], generator: torch.Generator | No
         generator: the generator that "generator" means.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or "generator" without one.
     """
     known = ("python", "numpy", "torch", "device", "generator")
     for name in rng_types:
         if name not in known:
             raise ConfigError(f"unknown random stream {name!r}; allowed: {', '.join(known)}")
+    if "generator" in rng_types and generator is None:
+        raise ConfigError("rng_types names 'generator', but no generator was given; pass generator=, or leave it out")
     if current().world_size == 1:
         return
     state = [_read_states(rng_types, generator) if current().is_main_process else None]

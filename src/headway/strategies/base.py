@@ -80,6 +80,9 @@ class Strategy(Protocol):
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
         """Add the gradient of `loss * factor`."""
 
+    def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
+        """Another backward follows on forwards whose gradients have travelled already; they must travel again."""
+
     def reduce_gradients(self) -> None:
         """What remains to be reduced when the window's last backward has returned: buffers, deferred gradients."""
 

@@ -40,6 +40,7 @@ class DDPStrategy(SingleStrategy):
         self.gradient_divisor = collectives.world_size
         self._options = options
         self._engines: dict[int, DistributedDataParallel] = {}
+        self._learned: set[int] = set()
 
     def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
         """Wrap in DDP, which gives all ranks rank 0's values.
@@ -77,7 +78,20 @@ class DDPStrategy(SingleStrategy):
     def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
         """DDP's no_sync where gradients stay local."""
         engine = self._engines.get(id(model))
-        return nullcontext() if sync or engine is None else engine.no_sync()
+        if sync or engine is None:
+            return nullcontext()
+        if self._options.static_graph and id(model) not in self._learned:
+            # DDP learns a static graph from the first backward, which must not be a local one.
+            self._learned.add(id(model))
+            return nullcontext()
+        return engine.no_sync()
+
+    def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
+        """Arm the reducers again: DDP ignores a second backward over one forward, and ranks would drift apart."""
+        for model in models:
+            engine = self._engines.get(id(model))
+            if engine is not None:
+                engine.reducer.prepare_for_backward([])
 
     def reduce_gradients(self) -> None:
         """Give all ranks rank 0's buffers (running statistics, say)."""
@@ -93,6 +107,7 @@ class DDPStrategy(SingleStrategy):
         """Forget all engines."""
         super().release()
         self._engines.clear()
+        self._learned.clear()
 
 
 def _register_hook(engine: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:

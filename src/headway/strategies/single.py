@@ -49,6 +49,9 @@ class SingleStrategy:
             self._seeds[key] = seed
         torch.autograd.backward(loss, seed, **kwargs)
 
+    def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
+        """Nothing travels."""
+
     def reduce_gradients(self) -> None:
         """Nothing to reduce."""
 

@@ -68,6 +68,7 @@ class Window:
     """The micro-batches of one update, for one set of models.
 
     Attributes:
+        number: counts the run's windows, from 1.
         num_done: micro-batches begun.
         is_last: the current one closes the window.
         is_closed: its last backward has returned and gradients are final.
@@ -80,6 +81,7 @@ class Window:
     """
 
     models: tuple[torch.nn.Module, ...] = ()
+    number: int = 0
     num_done: int = 0
     is_last: bool = False
     is_closed: bool = True
@@ -137,6 +139,7 @@ class Accumulation:
         if window.is_closed:
             window.open()
             self.num_windows += 1
+            window.number = self.num_windows
             if all(other.is_closed or other is window for other in self._windows.values()):
                 self.precision.adjust()
         window.num_done += 1
@@ -147,10 +150,24 @@ class Accumulation:
         return window.is_last or self.sync_each
 
     def end(self, is_failed: bool = False) -> None:
-        """The micro-batch's block is left; where it failed, the window starts over with the next one."""
+        """The micro-batch's block is left; where it failed, the window starts over with the next one, without gradients."""
         self._is_inside = False
-        if is_failed:
-            self.current.is_closed = True
+        window = self.current
+        if is_failed and not window.is_closed:
+            window.is_closed = window.is_empty = True
+            for parameter in self._parameters_of(window):
+                parameter.grad = None
+
+    @property
+    def is_final(self) -> bool:
+        """Are the gradients those of a whole window, so that clip and step may act?"""
+        return self.current.is_closed
+
+    @property
+    def is_fresh(self) -> bool:
+        """Does no gradient of a window in progress lie in the tensors, so that zero_grad may act?"""
+        window = self.current
+        return window.is_closed or (window.num_done == 1 and window.micro_weight is None)
 
     def reset(self) -> None:
         """Forget all windows and parameters."""
@@ -189,13 +206,13 @@ class Accumulation:
             )
         return local
 
-    def _agree_nominal(self, window: Window) -> float:
-        """The first window's nominal weight: what its first micro-batch weighs everywhere, times the steps."""
+    def _agree_nominal(self, window: Window) -> float | None:
+        """The first window's nominal weight: what its first micro-batch that weighs anything weighs, times the steps."""
         assert window.micro_weight is not None
         local, total = window.micro_weight
         if total is None:
             total = self.strategy.data_group.reduce_numbers([local])[0]
-        return total * self.num_steps if total > 0 else float(self.num_steps)
+        return total * self.num_steps if total > 0 else None
 
     # ---------------------------------------------------------------- backward
 
@@ -209,28 +226,38 @@ class Accumulation:
         local = self._weigh_micro_batch(window, weight)
         if window.nominal is None:
             window.nominal = self._agree_nominal(window)
+        nominal = window.nominal or 1.0  # without one, all weights so far are zero
         if not window.is_last:
-            self._run(loss, local, window.nominal, reduction, **kwargs)
+            self._run(loss, local, nominal, reduction, **kwargs)
         elif window.is_closed:  # a further loss of the last micro-batch
-            self._run(loss, local, window.nominal, reduction, **kwargs)
+            self.strategy.expect_backward(window.models)
+            self._run(loss, local, nominal, reduction, **kwargs)
             self.strategy.reduce_gradients()
         else:
             # The exchange of weights runs while backward computes.
             pending = (
                 [window.global_weight] if window.global_weight is not None else group.start_sum([window.local_weight])
             )
-            self._run(loss, local, window.nominal, reduction, **kwargs)
+            self._run(loss, local, nominal, reduction, **kwargs)
             self._close(window, group.finish_sum(pending)[0])
 
     def _run(self, loss: torch.Tensor, weight: float, nominal: float, reduction: str, **kwargs: Any) -> None:
         mean_weight = (1.0 if weight else 0.0) if reduction == "sum" else weight
         factor = self.policy.factor(mean_weight, nominal, self.strategy.gradient_divisor, self.num_steps)
-        self.strategy.backward(loss, factor, self.precision, **kwargs)
+        # A mean over nothing is 0/0: what weighs zero must not carry its NaN into sums, nor to other ranks.
+        hooks = [] if factor else [_silence(p) for p in self._learning()]
+        try:
+            self.strategy.backward(loss, factor, self.precision, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _learning(self) -> Iterable[torch.nn.Parameter]:
+        return (p for parameters in self.parameters.values() for p in parameters if p.requires_grad)
 
     def _close(self, window: Window, total: float) -> None:
-        assert window.nominal is not None
         window.is_closed, window.is_empty = True, total == 0
-        if not window.is_empty:
+        if window.nominal is not None and total > 0:
             correction = self.policy.correction(window.nominal, total)
             if correction != 1.0:
                 self.strategy.scale_gradients(self._parameters_of(window), correction)
@@ -248,7 +275,10 @@ class Accumulation:
         local, total = self._weigh(weight)
         if total is None:
             total = self.strategy.data_group.reduce_numbers([local])[0]
-        self.current, self.is_last = Window(num_done=1, is_last=True, is_empty=total == 0), True
+        self.current, self.is_last = (
+            Window(number=self.num_windows, num_done=1, is_last=True, is_empty=total == 0),
+            True,
+        )
         self._run(loss, local, total or 1.0, reduction, **kwargs)
         self.strategy.reduce_gradients()
 
@@ -279,6 +309,10 @@ class MicroBatch:
         for context in reversed(self._contexts):
             context.__exit__(kind, error, trace)
         self._accumulation.end(is_failed=kind is not None)
+
+
+def _silence(parameter: torch.nn.Parameter) -> torch.utils.hooks.RemovableHandle:
+    return parameter.register_hook(torch.zeros_like)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def check_loss(loss: Any, weight: float | None, reduction: str) -> None:

@@ -1,5 +1,6 @@
 """Gathering per-sample results: each rank drops its padding, then rows are joined in the data's order."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -18,17 +19,18 @@ def gather_for_metrics(
 
     Args:
         tree: tuples and dicts of tensors or arrays with one row per sample, or lists with one item per sample. A list of
-            tensors whose length is not the batch's, or whose tensors all have the batch's length, is a structure.
+            tensors whose length is not the batch's is a structure; so is one whose tensors have the batch's length.
         loader: the loader whose batch these are; None: nothing is known about padding, everything is joined.
         collectives: the door.
         use_gather_object: take every list as one item per sample.
 
     Raises:
-        MetricError: a leaf that does not have one entry per sample of the batch.
+        MetricError: a leaf that does not have one entry per sample of the batch, or a list that may be both a
+            structure and one item per sample.
     """
     num_rows = None if loader is None else loader.num_rows
     num_valid = None if loader is None else loader.num_valid
-    plan = _Plan(num_rows, num_valid, use_gather_object)
+    plan = _Plan(num_rows, num_valid, use_gather_object, collectives)
     shape = plan.read(tree)
     tensors = collectives.gather(plan.tensors)
     parts = collectives.gather_objects(plan.sequences) if plan.sequences else []
@@ -38,7 +40,9 @@ def gather_for_metrics(
 class _Plan:
     """What to gather, and how to put it back: tensors in one list, per-sample sequences in another."""
 
-    def __init__(self, num_rows: int | None, num_valid: int | None, is_list_per_sample: bool) -> None:
+    def __init__(self, num_rows: int | None, num_valid: int | None, is_list_per_sample: bool,
+                 collectives: Collectives) -> None:  # fmt: skip
+        self.collectives = collectives
         self.num_rows = num_rows
         self.num_valid = num_valid
         self.is_list_per_sample = is_list_per_sample
@@ -54,7 +58,7 @@ class _Plan:
         if isinstance(tree, numpy.ndarray):
             self._check(tree.shape[0] if tree.ndim else None, f"an array of shape {tree.shape}")
             return self._sequence(tree)
-        if isinstance(tree, dict):
+        if isinstance(tree, Mapping):
             return ("dict", {key: self.read(value) for key, value in tree.items()})
         if isinstance(tree, tuple):
             return ("tuple", [self.read(value) for value in tree], type(tree))
@@ -69,17 +73,26 @@ class _Plan:
         )
 
     def _is_structure(self, values: list[Any]) -> bool:
-        if (
-            self.is_list_per_sample
-            or not values
-            or not all(isinstance(v, torch.Tensor | list | dict | tuple) for v in values)
-        ):
+        is_nested = bool(values) and all(isinstance(v, torch.Tensor | list | Mapping | tuple) for v in values)
+        if self.is_list_per_sample or not is_nested:
             return False
-        if len(values) != self.num_rows:
-            return all(isinstance(value, torch.Tensor) for value in values) or self.num_rows is not None
-        return all(
-            isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == self.num_rows for value in values
+        are_tensors = all(isinstance(value, torch.Tensor) for value in values)
+        if self.num_rows is None:
+            return are_tensors
+        # One rank's lengths can agree by chance: whoever can tell the two readings apart decides for all.
+        may_be_items = len(values) == self.num_rows
+        may_be_structure = not may_be_items or all(
+            isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape[0] == self.num_rows for value in values
         )
+        rows = self.collectives.gather_numbers([float(may_be_items), float(may_be_structure)])
+        may_be_items, may_be_structure = (all(row[i] for row in rows) for i in (0, 1))
+        if may_be_items and may_be_structure and len(rows) > 1:
+            raise MetricError(
+                f"gather_for_metrics got a list of {len(values)} tensors of {self.num_rows} rows each for a batch of {self.num_rows} "
+                "samples: is it one tensor per sample, or several tensors of the whole batch? For the first pass "
+                "use_gather_object=True, for the second a tuple"
+            )
+        return may_be_structure
 
     def _check(self, length: int | None, what: str) -> None:
         if length is None:

@@ -62,7 +62,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deepcopy give the wrapped optimizer: a copy takes part in no run."""
-        return self.optimizer.__reduce_ex__(protocol)
+        return _itself, (self.optimizer,)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer."""
@@ -87,8 +87,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self.optimizer.eval()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients at the end of a window; inside one, nothing."""
-        if self._accumulation.is_last:
+        """Clear gradients at the end of a window or before its first backward; in between, nothing."""
+        if self._accumulation.is_fresh:
+            self._precision.discard(self.optimizer)
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -98,7 +99,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             PrepareError: parameters that belong to no prepared model, where processes would drift apart.
         """
         accumulation = self._accumulation
-        if not accumulation.is_last:
+        if not accumulation.is_final:
             return
         if not self._is_checked:
             self._check_parameters()
@@ -108,7 +109,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if did_step:
             self.num_updates += 1
             self.last_window_length = window.num_done or 1
-            self._clock.count(accumulation.num_windows)
+            self._clock.count(window.number)
 
     def _check_parameters(self) -> None:
         self._is_checked = True
@@ -116,6 +117,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
             return
         known = {id(parameter) for parameters in self._accumulation.parameters.values() for parameter in parameters}
         check_owned(self.optimizer, known)
+
+
+def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer
 
 
 def check_owned(optimizer: torch.optim.Optimizer, known: set[int]) -> None:

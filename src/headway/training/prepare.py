@@ -95,7 +95,7 @@ class Preparation:
         precision = self._accumulation.precision
         prepared_model.attach(model, engine, precision.autocast if precision.is_mixed else None)
         self.models.append(model)
-        self._accumulation.parameters[id(model)] = [p for p in model.parameters() if p.requires_grad]
+        self._accumulation.parameters[id(model)] = list(model.parameters())
         return model
 
     def _check_memory(self, model: torch.nn.Module) -> None:
@@ -241,7 +241,7 @@ class Preparation:
 
     def clip(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip at the end of a window; inside one only the norm so far is returned."""
-        if self._accumulation.is_last:
+        if self._accumulation.is_final:
             return self._strategy.clip(self.unscaled(parameters), max_norm, norm_type)
         chosen: Iterable[torch.Tensor] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         grads = [parameter.grad for parameter in chosen if parameter.grad is not None]

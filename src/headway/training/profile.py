@@ -8,6 +8,9 @@ import torch
 
 from headway.config.strategies import ProfileKwargs
 from headway.errors import ConfigError
+from headway.log import get_logger
+
+log = get_logger(__name__)
 
 _ACTIVITIES = {
     "cpu": torch.profiler.ProfilerActivity.CPU,
@@ -39,4 +42,12 @@ def profiling(options: ProfileKwargs, rank: int) -> Iterator[torch.profiler.prof
         if options.output_trace_dir is not None:
             folder = Path(options.output_trace_dir)
             folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(str(folder / f"profile_{rank}.json"))
+            _export(profiler, folder / f"profile_{rank}.json")
+
+
+def _export(profiler: torch.profiler.profile, path: Path) -> None:
+    try:
+        profiler.export_chrome_trace(str(path))
+    except (AssertionError, RuntimeError) as error:
+        # The block ended before the schedule recorded anything; its own error, if any, must stay the one seen.
+        log.warning("no profile in %s: nothing was recorded (%s)", path, error, main_process_only=False)

@@ -1,0 +1,260 @@
+"""A small byte-level GPT, trained on the Python standard library's own source files: the project's demo.
+
+    headway launch examples/text.py                 every accelerator of this machine
+    headway launch --cpu -n 2 examples/text.py      two CPU processes
+
+The held-out files are chosen by the hash of their contents. At the end the bits per held-out byte stand beside those of
+a byte-bigram model that was counted on all of the training files.
+"""
+
+import argparse
+import hashlib
+import math
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from headway import Accelerator, set_seed, track
+
+LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "pydoc_data", "encodings"}
+
+# ------------------------------------------------------------------------------------------------------------- data
+
+
+def read_sources(max_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The library's files as two strings of bytes: (training, held out); a file is in one of them, whole.
+
+    Every process reads the same files in the same order, that of their hashes.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts)]
+    files = {hashlib.sha256(text).digest(): text for text in (path.read_bytes() for path in paths)}
+    parts: dict[bool, bytearray] = {False: bytearray(), True: bytearray()}
+    for digest, text in sorted(files.items()):
+        parts[digest[-1] < 26] += text + b"\0"  # one file in ten is held out
+    limits = {False: max_bytes, True: max_bytes // 32}
+    training, held_out = (torch.frombuffer(parts[key][: limits[key]], dtype=torch.uint8) for key in (False, True))
+    return training, held_out
+
+
+class Chunks(Dataset):
+    """Consecutive pieces of a text: (bytes, the bytes that follow them), int64[length] each."""
+
+    def __init__(self, text: torch.Tensor, length: int) -> None:
+        self.text, self.length = text, length
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        piece = self.text[index * self.length : (index + 1) * self.length + 1].long()
+        return piece[:-1], piece[1:]
+
+
+def bigram_bits(training: torch.Tensor, held_out: Chunks) -> float:
+    """Bits per byte of p(next | byte) counted on `training`, on the very bytes that the GPT is asked for.
+
+    Witten-Bell smoothing: after a byte that was followed by n different ones, n counts go to the plain byte frequencies,
+    which are smoothed by adding one.
+    """
+    text = training.long()
+    pairs = torch.bincount(text[:-1] * 256 + text[1:], minlength=65536).view(256, 256).double()
+    single = (torch.bincount(text, minlength=256) + 1).double()
+    num_kinds = (pairs > 0).sum(1, keepdim=True).clamp(min=1)
+    chances = (pairs + num_kinds * (single / single.sum())) / (pairs.sum(1, keepdim=True) + num_kinds)
+    asked = held_out.text[: len(held_out) * held_out.length + 1].long()
+    return -chances[asked[:-1], asked[1:]].log2().mean().item()
+
+
+# ------------------------------------------------------------------------------------------------------------ model
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each on normalised inputs and added to the stream."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.before_attention, self.before_feed = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.join = nn.Linear(width, width, bias=False)
+        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        heads = self.query_key_value(self.before_attention(x)).view(batch, length, 3, self.num_heads, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(
+            rotate(query, cos, sin), rotate(key, cos, sin), value.contiguous(), is_causal=True
+        )
+        x = x + self.join(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.feed(self.before_feed(x))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions (Su et al. 2021): turn each pair of channels by an angle that grows with the position."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
+
+
+class GPT(nn.Module):
+    """int64[batch, length] bytes -> float[batch, length, 256] logits of the next byte."""
+
+    def __init__(self, width: int = 128, num_layers: int = 4, num_heads: int = 4, max_length: int = 512) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, width)
+        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+        half = width // num_heads // 2
+        angles = torch.outer(torch.arange(max_length), 1000 ** -(torch.arange(half) / half))
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        nn.init.normal_(self.embed.weight, std=0.5)
+        nn.init.zeros_(self.head.weight)
+        for block in self.blocks:
+            nn.init.zeros_(block.join.weight)
+            nn.init.zeros_(block.feed[2].weight)
+
+    def forward(self, bytes_in: torch.Tensor) -> torch.Tensor:
+        length = bytes_in.shape[1]
+        x = self.embed(bytes_in)
+        for block in self.blocks:
+            x = block(x, self.cos[:length], self.sin[:length])
+        return self.head(self.norm(x))
+
+
+@torch.no_grad()
+def sample(model: GPT, prompt: str, num_bytes: int, temperature: float = 0.7) -> str:
+    """The prompt and what the model writes after it."""
+    device = next(model.parameters()).device
+    text = torch.tensor([list(prompt.encode())], device=device)
+    for _ in range(num_bytes):
+        chances = (model(text[:, -256:])[:, -1].float() / temperature).softmax(-1)
+        text = torch.cat([text, torch.multinomial(chances, 1)], dim=1)
+    return bytes(text[0].tolist()).decode(errors="replace")
+
+
+# ------------------------------------------------------------------------------------------------- train and evaluate
+
+
+def micro_batches(accelerator: Accelerator, loader: DataLoader, num_updates: int):
+    """Go through the loader as often as it takes until that many updates have happened."""
+    while accelerator.num_updates < num_updates:
+        for batch in loader:
+            yield batch
+            if accelerator.num_updates >= num_updates:
+                return
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
+
+
+def train(accelerator: Accelerator, model: GPT, loader: DataLoader, args: argparse.Namespace) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.05)
+    warm_up = max(1, args.steps // 20)
+
+    def factor(update: int) -> float:
+        """Linear warm-up, then half a cosine to a twentieth; counted in updates of this run (scheduler_ticks)."""
+        done = max(0, update - warm_up) / max(1, args.steps - warm_up)
+        return min((update + 1) / warm_up, 0.525 + 0.475 * math.cos(math.pi * min(1.0, done)))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    bar = track(
+        micro_batches(accelerator, loader, args.steps), description="training",
+        total=args.steps * accelerator.gradient_accumulation_steps,
+    )  # fmt: skip
+    model.train()
+    for inputs, targets in bar:
+        with accelerator.accumulate(model):
+            with accelerator.autocast():
+                loss = cross_entropy(model(inputs), targets)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                bar.show(loss=loss.item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        bar.add(tokens=targets.numel() * accelerator.num_processes)
+
+
+@torch.no_grad()
+def held_out_bits(accelerator: Accelerator, model: GPT, loader: DataLoader) -> float:
+    """Bits per byte over all held-out chunks, each counted once whatever the number of processes."""
+    model.eval()
+    total, count = 0.0, 0
+    for inputs, targets in track(loader, description="held-out"):
+        with accelerator.autocast():
+            losses = cross_entropy(model(inputs), targets, reduction="none").view_as(targets)
+        valid = losses[: loader.num_valid]  # without the rows that only fill the last round
+        total, count = total + valid.double().sum().item(), count + valid.numel()
+    return accelerator.reduce_mean(total, count).item() / math.log(2)
+
+
+def reload(accelerator: Accelerator, model: GPT, folder: Path) -> GPT:
+    """Save the weights, and read them into a new model."""
+    accelerator.save_model(model, folder)
+    fresh = GPT()
+    fresh.load_state_dict(load_file(folder / "model.safetensors"))
+    return accelerator.prepare_model(fresh, evaluation_mode=True)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=450, help="updates (default: 450)")
+    parser.add_argument("--batch-size", type=int, default=4, help="chunks per process and micro-batch (default: 4)")
+    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per update (default: 2)")
+    parser.add_argument("--length", type=int, default=128, help="bytes per chunk (default: 128)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate (default: 0.003)")
+    parser.add_argument("--max-bytes", type=int, default=4_000_000, help="of training text (default: 4 million)")
+    parser.add_argument("--mixed-precision", choices=["no", "bf16", "fp16"], help="default: as launched")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/text"), help="folder of the weights (default: runs/text)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    start = time.monotonic()
+    set_seed(args.seed)
+    accelerator = Accelerator(
+        mixed_precision=args.mixed_precision, gradient_accumulation_steps=args.accumulate, scheduler_ticks="updates"
+    )
+    training, held_out = read_sources(args.max_bytes)
+    chunks, asked = Chunks(training, args.length), Chunks(held_out, args.length)
+    model = GPT()
+    accelerator.print(
+        f"GPT of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters; {len(training) / 1e6:.1f} MB of "
+        f"Python to train on, {len(held_out) / 1e3:.0f} kB of other files held out; {accelerator.num_processes} x "
+        f"{accelerator.device.type}, {args.steps} updates of "
+        f"{args.batch_size * args.accumulate * accelerator.num_processes * args.length:,} bytes"
+    )
+    train(accelerator, model, DataLoader(chunks, batch_size=args.batch_size, shuffle=True), args)
+    evaluation = accelerator.prepare(DataLoader(asked, batch_size=2 * args.batch_size))
+    bits = held_out_bits(accelerator, model, evaluation)
+    fresh = reload(accelerator, model, args.out)
+    again = held_out_bits(accelerator, fresh, evaluation)
+    if bits != again:
+        raise SystemExit(f"the weights read back evaluate to {again} bits per byte, the trained ones to {bits}")
+    if accelerator.is_main_process:
+        bigram = bigram_bits(training, asked)
+        prompt = "def read(self"
+        print(f"\nA sample:\n\n{sample(fresh, prompt, 250)}\n")
+        print(f"weights: {args.out / 'model.safetensors'}, read back into a new model: the same evaluation")
+        print(f"held-out bits per byte: GPT {bits:.3f}, byte bigram {bigram:.3f} ({time.monotonic() - start:.0f} s)")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

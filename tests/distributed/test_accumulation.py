@@ -1,0 +1,386 @@
+"""Windows over two processes: gradients are those of the whole batch, whoever computed which part.
+
+All scenarios run in one pair of processes; each is a test of its own.
+"""
+
+import copy
+import random
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+
+from headway import Accelerator, DataLoaderConfiguration
+from headway.config.strategies import GradScalerKwargs
+from headway.errors import ConfigError, LossError
+from headway.training.accumulation import ConstantDivision
+from tests.distributed.ranks import run_ranks
+
+
+class Rows(IterableDataset):
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return iter(zip(self.x, self.y))
+
+
+class Groups(Sampler[list[int]]):
+    """Ragged batches of the given sizes."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = 0
+        for size in self.sizes:
+            yield list(range(start, start + size))
+            start += size
+
+
+def data(num_rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, 3, generator=generator), torch.randn(num_rows, 1, generator=generator)
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def grads(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def whole(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    """The gradient of the mean over all rows, by plain PyTorch."""
+    model = copy.deepcopy(model)
+    model.zero_grad()
+    mse_loss(model(x), y).backward()
+    return grads(model)
+
+
+def assert_equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def check_epoch(loader: DataLoader, edges: list[int], x: torch.Tensor, y: torch.Tensor, steps: int, even: bool) -> None:
+    """One epoch: the gradients read when each window's last backward has returned are final."""
+    model = net()
+    bare = copy.deepcopy(model)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=steps, dataloader_config=DataLoaderConfiguration(even_batches=even)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    found = []
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            if accelerator.sync_gradients:
+                found.append(grads(model))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(found) == len(edges) - 1 == accelerator.num_updates
+    for start, stop, gradient in zip(edges, edges[1:], found):
+        assert_equal(gradient, whole(bare, x[start:stop], y[start:stop]))
+
+
+def cut(num_rows: int, size: int) -> list[int]:
+    return [*range(0, num_rows, size), num_rows]
+
+
+# ---------------------------------------------------------------- scenarios, run on both ranks
+
+
+def map_style() -> None:
+    for num_rows, batch_size, steps, even in [
+        (16, 4, 1, True), (16, 1, 8, True), (24, 2, 4, True), (20, 4, 2, True), (21, 4, 2, False), (19, 3, 4, False),
+        (1, 4, 3, False), (17, 8, 1, False),
+    ]:  # fmt: skip
+        x, y = data(num_rows)
+        loader = DataLoader(TensorDataset(x, y), batch_size=batch_size)
+        check_epoch(loader, cut(num_rows, 2 * batch_size * steps), x, y, steps, even)
+
+
+def streams() -> None:
+    for num_rows, batch_size, steps, even in [(19, 3, 2, False), (16, 2, 3, True), (12, 4, 1, True)]:
+        x, y = data(num_rows)
+        loader = DataLoader(Rows(x, y), batch_size=batch_size)
+        check_epoch(loader, cut(num_rows, 2 * batch_size * steps), x, y, steps, even)
+
+
+def ragged_batches() -> None:
+    for seed in range(6):
+        draw = random.Random(seed)
+        sizes = [draw.randint(1, 6) for _ in range(draw.randint(1, 11))]
+        steps = draw.randint(1, 3)
+        x, y = data(sum(sizes), seed)
+        edges = [sum(sizes[:n]) for n in [*range(0, len(sizes), 2 * steps), len(sizes)]]
+        check_epoch(DataLoader(TensorDataset(x, y), batch_sampler=Groups(sizes)), edges, x, y, steps, even=False)
+
+
+def explicit_weights() -> None:
+    """Random counts of items, zero among them (whose mean is NaN), as means and as sums."""
+    for seed in range(12):
+        draw = random.Random(seed)
+        steps, reduction = draw.randint(1, 3), draw.choice(["mean", "sum"])
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+        model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+        for _ in range(3):
+            counts = [[draw.randint(0, 5) * draw.randint(0, 1) for _ in range(2)] for _ in range(steps)]
+            model.zero_grad()
+            for pair in counts:
+                mask = torch.arange(5).reshape(-1, 1) < pair[accelerator.process_index]
+                with accelerator.accumulate(model):
+                    total = (model(torch.arange(1.0, 6.0).reshape(-1, 1)) * mask).sum()
+                    loss = total if reduction == "sum" else total / mask.sum()
+                    accelerator.backward(loss, weight=mask.sum(), reduction=reduction)
+            everything = [value for pair in counts for n in pair for value in range(1, n + 1)]
+            wanted = sum(everything) / len(everything) if everything else 0.0
+            assert model.weight.grad.item() == pytest.approx(wanted, rel=1e-5), (seed, counts)
+
+
+def padded_tail() -> None:
+    """even_batches=True: a rank of repeats only weighs nothing; the mask leaves repeats out of a mixed batch."""
+    x, y = data(12)
+    check_epoch(DataLoader(TensorDataset(x, y), batch_size=4), [0, 12], x, y, 2, even=True)
+    x, y = data(11)
+    bare = net()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, loader = accelerator.prepare(copy.deepcopy(bare), DataLoader(TensorDataset(x, y), batch_size=4))
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            losses = (model(inputs) - targets).square()[loader.mask]
+            accelerator.backward(losses.sum(), weight=len(losses), reduction="sum")
+    assert_equal(grads(model), whole(bare, x, y))
+
+
+def windows_of_their_own() -> None:
+    x, y = data(12)
+    d, g = net(1), net(2)
+    wanted_d, wanted_g = whole(d, x, y), whole(g, x[4:], y[4:])
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    d, g, loader = accelerator.prepare(d, g, DataLoader(TensorDataset(x, y), batch_size=2))
+    for step, (inputs, targets) in enumerate(loader):
+        with accelerator.accumulate(d):
+            accelerator.backward(mse_loss(d(inputs), targets))
+        if step:
+            with accelerator.accumulate(g):
+                accelerator.backward(mse_loss(g(inputs), targets))
+    assert_equal(grads(d), wanted_d)
+    assert_equal(grads(g), wanted_g)
+
+
+def two_losses() -> None:
+    """Over one forward, and over a forward each; in windows of one and of three micro-batches."""
+    x, y = data(12)
+    for is_one_forward in (True, False):
+        for batch_size in (6, 2):
+            bare = net()
+            reference = copy.deepcopy(bare)
+            (mse_loss(reference(x), y) + 0.5 * reference(x).square().mean()).backward()
+            accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+            model, loader = accelerator.prepare(bare, DataLoader(TensorDataset(x, y), batch_size=batch_size))
+            for inputs, targets in loader:
+                with accelerator.accumulate(model):
+                    outputs = model(inputs)
+                    accelerator.backward(mse_loss(outputs, targets), retain_graph=is_one_forward)
+                    again = outputs if is_one_forward else model(inputs)
+                    accelerator.backward(0.5 * again.square().mean())
+            assert_equal(grads(model), grads(reference))
+
+
+def evaluation_inside_training() -> None:
+    """It breaks off, and the last look is rank 0's alone."""
+    x, y = data(20)
+    bare = net()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=8)
+    model, loader, evaluation = accelerator.prepare(
+        copy.deepcopy(bare),
+        DataLoader(TensorDataset(x, y), batch_size=2),
+        DataLoader(TensorDataset(x, y), batch_size=1),
+    )
+    for inputs, targets in loader:
+        for held_out, _ in evaluation:
+            with torch.no_grad():
+                model(held_out)
+            break
+        if accelerator.is_main_process:
+            with torch.no_grad():
+                model(x)
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+    assert_equal(grads(model), whole(bare, x, y))
+
+
+def nothing_weighs() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(data(2)[0])[:0].mean(), weight=0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert accelerator.optimizer_step_was_skipped
+    assert accelerator.num_updates == 0
+    assert_equal([p.detach() for p in model.parameters()], before)
+
+
+def skipped_with_continue() -> None:
+    x, y = data(18)
+    bare = net()
+    kept = torch.cat([torch.arange(0, 6), torch.arange(12, 18)])
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model, loader = accelerator.prepare(copy.deepcopy(bare), DataLoader(TensorDataset(x, y), batch_size=3))
+    for step, (inputs, targets) in enumerate(loader):
+        with accelerator.accumulate(model):
+            if step == 1:
+                continue
+            accelerator.backward(mse_loss(model(inputs), targets))
+    assert_equal(grads(model), whole(bare, x[kept], y[kept]))
+
+
+def by_hand() -> None:
+    """backward outside accumulate: no_sync and division by hand; then explicit weights that differ between ranks."""
+    x, y = data(12)
+    bare = net()
+    accelerator = Accelerator(cpu=True)
+    model, loader = accelerator.prepare(copy.deepcopy(bare), DataLoader(TensorDataset(x, y), batch_size=2))
+    for step, (inputs, targets) in enumerate(loader):
+        if step < 2:
+            with accelerator.no_sync(model):
+                accelerator.backward(mse_loss(model(inputs), targets) / 3)
+            assert len({float(v) for v in accelerator.gather(model[0].bias.grad.sum())}) == 2
+        else:
+            accelerator.backward(mse_loss(model(inputs), targets) / 3)
+    assert_equal(grads(model), whole(bare, x, y))
+    for reduction in ("mean", "sum"):
+        model.zero_grad()
+        piece = slice(0, 5) if accelerator.is_main_process else slice(5, 12)
+        loss = mse_loss(model(x[piece]), y[piece], reduction=reduction)
+        accelerator.backward(loss, weight=len(x[piece]), reduction=reduction)
+        assert_equal(grads(model), whole(bare, x, y))
+
+
+def own_clipping() -> None:
+    x, y = data(14)
+    bare = net()
+    wanted = whole(bare, x, y)
+    norm = torch.stack([g.norm() for g in wanted]).norm()
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=5, dataloader_config=DataLoaderConfiguration(even_batches=False)
+    )
+    model, loader = accelerator.prepare(copy.deepcopy(bare), DataLoader(TensorDataset(x, y), batch_size=3))
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+    torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), norm / 3), norm)
+    assert_equal(grads(model), [g / 3 for g in wanted])
+
+
+def overflow_on_one_rank() -> None:
+    """Both ranks skip, the schedule waits, and the true norm is returned."""
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2,
+        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
+    )  # fmt: skip
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    weights, norms = [], []
+    for number in range(6):
+        with accelerator.accumulate(model):
+            is_bad = number == 2 and not accelerator.is_main_process
+            # Sums of 1 + 3 items with gradients 1 and 3: a mean of (1 + 3 * 3) / 4.
+            count = 1 + 2 * accelerator.process_index
+            loss = model(torch.full((1, 1), float(count))).float().mean() * (float("inf") if is_bad else 1.0)
+            accelerator.backward(loss, weight=count)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 100.0).item())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            weights.append(model.weight.item())
+    assert norms[::2] == [2.5, 2.5]
+    assert weights == [1 - 0.625, 1 - 0.625, 1 - 0.625 - 0.0625 * 2.5]
+    assert accelerator.num_updates == 2
+    assert schedule.last_epoch == 4
+
+
+def settings_and_means() -> None:
+    x, y = data(32)
+    accelerator = Accelerator(cpu=True, global_batch_size=24)
+    accelerator.prepare(DataLoader(TensorDataset(x, y), batch_size=4))
+    assert accelerator.gradient_accumulation_steps == 3
+    with pytest.raises(ConfigError, match=r"global_batch_size=4 is no multiple .*\(8 samples\)"):
+        Accelerator(cpu=True, global_batch_size=4).prepare(DataLoader(TensorDataset(x, y), batch_size=4))
+    split = Accelerator(cpu=True, global_batch_size=24, split_batches=True)
+    split.prepare(DataLoader(TensorDataset(x, y), batch_size=4))
+    assert split.gradient_accumulation_steps == 6
+    rank = accelerator.process_index
+    assert float(accelerator.reduce_mean(torch.tensor([1.0, 10.0])[rank], [1, 9][rank])) == 11 / 10
+    assert accelerator.reduce_mean(2**40 + rank, 1).item() == 2**40 + 0.5
+    with pytest.raises(LossError, match="without a graph"):
+        accelerator.backward(torch.tensor(1.0))
+
+
+def the_plain_recipe() -> None:
+    """ConstantDivision: the mean over ranks of what each divided by its steps, whatever the micro-batches weigh."""
+    x, y = data(10)
+    bare = net()
+    pieces = [[slice(0, 4), slice(8, 10)], [slice(4, 8), slice(9, 10)]]
+    reference = copy.deepcopy(bare)
+    for piece in pieces[0] + pieces[1]:
+        (mse_loss(reference(x[piece]), y[piece]) / 4).backward()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, loss_policy=ConstantDivision())
+    model = accelerator.prepare(copy.deepcopy(bare))
+    for piece in pieces[accelerator.process_index]:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(x[piece]), y[piece]), weight=len(x[piece]))
+    assert_equal(grads(model), grads(reference))
+
+
+SCENARIOS = [
+    map_style, streams, ragged_batches, explicit_weights, padded_tail, windows_of_their_own, two_losses,
+    evaluation_inside_training, nothing_weighs, skipped_with_continue, by_hand, own_clipping, overflow_on_one_rank,
+    settings_and_means, the_plain_recipe,
+]  # fmt: skip
+
+
+def play() -> dict[str, str]:
+    """What went wrong in each scenario."""
+    found = {}
+    for scenario in SCENARIOS:
+        try:
+            scenario()
+        except Exception:
+            found[scenario.__name__] = traceback.format_exc()
+    return found
+
+
+@pytest.fixture(scope="module")
+def failures() -> list[dict[str, str]]:
+    return run_ranks(play, 2)
+
+
+@pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
+def test_on_two_processes(name: str, failures: list[dict[str, Any]]) -> None:
+    told = [f"rank {rank}: {found[name]}" for rank, found in enumerate(failures) if name in found]
+    assert not told, "\n".join(told)

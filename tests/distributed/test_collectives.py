@@ -1,0 +1,237 @@
+"""The one door on real ranks: what it joins, and that ranks which disagree all hear of it."""
+
+import collections
+import time
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from headway import Accelerator
+from headway.errors import CollectiveError, ConfigError
+from headway.runtime import process
+from tests.distributed.ranks import run_ranks
+
+Pair = collections.namedtuple("Pair", "left right")
+
+PLAIN_TYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+               torch.float32, torch.float64, torch.complex64, torch.uint16, torch.uint32, torch.uint64]  # fmt: skip
+NARROW_TYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@dataclass
+class Boxed:
+    made: torch.Tensor = field(init=False, default_factory=lambda: torch.tensor([7.0]))
+    held: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
+
+
+def door():
+    return Accelerator(cpu=True)
+
+
+# -------------------------------------------------------------------- gather
+
+
+def gather_many_kinds():
+    from transformers import BatchEncoding
+    from transformers.utils import ModelOutput
+
+    acc = door()
+    rank, mine = acc.process_index, torch.arange(acc.process_index + 1) + 10 * acc.process_index
+    out = {"ragged": acc.gather(mine), "scalar": acc.gather(torch.tensor(rank))}
+    out["empty here"] = acc.gather(torch.ones(0 if rank == 1 else 2, 3))
+    out["empty everywhere"] = acc.gather(torch.ones(0, 3))
+    out["no columns"] = acc.gather(torch.ones(2, 0))
+    out["transposed"] = acc.gather((torch.arange(6).reshape(2, 3) + 10 * rank).T)
+    out["strided"] = acc.gather((torch.arange(6) + 10 * rank)[::2])
+    out["expanded"] = acc.gather(torch.tensor([rank]).expand(3))
+    out["narrow, strided"] = acc.gather(torch.arange(8.0).reshape(2, 4).T.to(torch.float8_e5m2)).float()
+    out["wants grad"] = acc.gather(torch.ones(2, requires_grad=True) * rank)
+    for dtype in PLAIN_TYPES + NARROW_TYPES:
+        got = acc.gather(torch.tensor([0.0, 1.0, float(rank)]).to(dtype))
+        assert got.dtype is dtype
+        out[str(dtype)] = got.to(torch.float32).tolist()
+    tree = {"a": [mine, (mine.float(), None)], "b": Pair(mine, "text"), "n": 3}
+    out["tree"] = acc.gather(tree)
+    counted = collections.defaultdict(list, x=mine)
+    counted = acc.gather(counted)
+    out["defaultdict"] = (type(counted), counted.default_factory, counted["x"])
+    encoded = acc.gather(BatchEncoding({"input_ids": mine}))
+    out["encoding"] = (type(encoded).__name__, encoded["input_ids"], encoded.input_ids)
+
+    given = ModelOutput(logits=mine)
+    shown = acc.gather(given)
+    out["output"] = (type(shown).__name__, shown["logits"], given["logits"].shape[0])
+    out["dataclass"] = acc.gather(Boxed(held=mine)).held
+    out["many"] = acc.gather([torch.full((rank + 1,), i) for i in range(70)])
+    return out
+
+
+def test_gather_joins_whatever_it_is_given():
+    ranks = run_ranks(gather_many_kinds, 2)
+    for out in ranks:
+        assert out["ragged"].tolist() == [0, 10, 11]
+        assert out["scalar"].tolist() == [0, 1]
+        assert out["empty here"].shape == (2, 3)
+        assert out["empty everywhere"].shape == (0, 3)
+        assert out["no columns"].shape == (4, 0)
+        assert out["transposed"].tolist() == [[0, 3], [1, 4], [2, 5], [10, 13], [11, 14], [12, 15]]
+        assert out["strided"].tolist() == [0, 2, 4, 10, 12, 14]
+        assert out["expanded"].tolist() == [0, 0, 0, 1, 1, 1]
+        assert out["narrow, strided"].tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]] * 2
+        assert out["wants grad"].tolist() == [0, 0, 1, 1]
+        for dtype in PLAIN_TYPES + NARROW_TYPES:
+            assert out[str(dtype)] == [0, 1, 0, 0, 1, 1], dtype
+        joined = [0, 10, 11]
+        tree = out["tree"]
+        assert tree["a"][0].tolist() == joined
+        assert tree["a"][1][0].tolist() == joined
+        assert tree["a"][1][1] is None
+        assert isinstance(tree["b"], Pair)
+        assert tree["b"].left.tolist() == joined
+        assert tree["b"].right == "text"
+        assert tree["n"] == 3
+        kind, factory, values = out["defaultdict"]
+        assert kind is collections.defaultdict
+        assert factory is list
+        assert values.tolist() == joined
+        assert out["encoding"][0] == "BatchEncoding"
+        assert out["encoding"][1].tolist() == out["encoding"][2].tolist() == joined
+        assert out["output"][0] == "ModelOutput"
+        assert out["output"][1].tolist() == joined
+        assert out["dataclass"].tolist() == joined
+        assert [t.tolist() for t in out["many"]] == [[i, i, i] for i in range(70)]
+    assert [out["output"][2] for out in ranks] == [1, 2]  # what was handed in is left as it was
+
+
+# -------------------------------------------------------------------- reduce, pad, broadcast, objects
+
+
+def reduce_pad_broadcast():
+    acc = door()
+    rank = acc.process_index
+    x = torch.tensor([1.0, 2.0]) * (rank + 1)
+    out = {op: acc.reduce(x, op).tolist() for op in ("sum", "mean", "max", "min")}
+    out["scaled"] = acc.reduce(x, "sum", scale=0.5).tolist()
+    out["scaled max"] = acc.reduce(x, "max", scale=2.0).tolist()
+    assert x.tolist() == [rank + 1.0, 2 * (rank + 1.0)]  # not in place
+    whole = acc.reduce(torch.tensor([1, 2]) + rank, "mean")
+    out["mean of integers"] = (whole.dtype, whole.tolist())
+    out["bf16"] = acc.reduce(x.bfloat16()).tolist()
+    out["scalar"] = acc.reduce(torch.tensor(3.0), "sum")
+    out["strided"] = acc.reduce((torch.arange(6.0).reshape(2, 3) * (rank + 1)).T).tolist()
+    out["nested"] = acc.reduce({"a": x, "b": [x]}, "max")
+    out["flags"] = [acc.reduce(torch.tensor([rank == 1, False]), op).tolist() for op in ("sum", "max", "min", "mean")]
+    try:
+        acc.reduce(x, "avg")
+    except ConfigError as error:
+        out["error"] = str(error)
+    rows = torch.full((rank + 1, 3 - rank), rank + 1)
+    out["pad 0"] = acc.pad_across_processes(rows[:, :2]).tolist()
+    out["pad -1"] = acc.pad_across_processes(rows[:1], dim=-1, pad_index=-7).tolist()
+    out["pad first"] = acc.pad_across_processes(rows[:, :2], pad_first=True, pad_index=9).tolist()
+    out["pad tree"] = acc.pad_across_processes({"x": rows[:, :2], "y": [torch.tensor(rank), None]})
+    out["pad no such dim"] = acc.pad_across_processes(rows[:, 0], dim=3).tolist()
+    out["broadcast"] = acc.collectives.broadcast({"x": x, "e": torch.ones(0)})["x"].tolist()
+    out["broadcast 1"] = acc.collectives.broadcast((torch.tensor([rank, 5]).to(torch.float8_e5m2),), src=1)[0].tolist()
+    out["objects"] = acc.collectives.gather_objects("text" if rank else {"a": 1})
+    out["object"] = acc.collectives.broadcast_object(f"from {rank}", src=1)
+    out["numbers"] = acc.collectives.reduce_numbers([rank, 2**53 - 1 - rank, 0.5], "max")
+    out["reduce_mean"] = float(acc.reduce_mean(torch.tensor(3.0) * (rank + 1), rank))
+    out["no weight"] = float(acc.reduce_mean(1.0, 0))
+    return out
+
+
+def test_reductions_padding_and_objects():
+    for rank, out in enumerate(run_ranks(reduce_pad_broadcast, 2)):
+        assert (out["sum"], out["mean"], out["max"], out["min"]) == ([3, 6], [1.5, 3], [2, 4], [1, 2])
+        assert out["scaled"] == [1.5, 3]
+        assert out["scaled max"] == [4, 8]
+        assert out["mean of integers"] == (torch.float32, [1.5, 2.5])
+        assert out["bf16"] == [3, 6]
+        assert out["scalar"].shape == ()
+        assert out["scalar"] == 6
+        assert out["strided"] == [[0, 9], [3, 12], [6, 15]]
+        assert out["nested"]["b"][0].tolist() == [2, 4]
+        assert out["flags"] == [[1, 0], [1, 0], [0, 0], [0.5, 0]]
+        assert "'avg'" in out["error"]
+        assert "sum, mean, max, min" in out["error"]
+        assert out["pad 0"] == ([[1, 1], [0, 0]] if rank == 0 else [[2, 2], [2, 2]])
+        assert out["pad -1"] == ([[1, 1, 1]] if rank == 0 else [[2, 2, -7]])
+        assert out["pad first"] == ([[9, 9], [1, 1]] if rank == 0 else [[2, 2], [2, 2]])
+        assert out["pad tree"]["x"].shape == (2, 2)
+        assert out["pad tree"]["y"][0] == rank
+        assert out["pad no such dim"] == [rank + 1] * (rank + 1)
+        assert out["broadcast"] == [1, 2]
+        assert out["broadcast 1"] == [1, 5]
+        assert out["objects"] == [{"a": 1}, "text"]
+        assert out["object"] == "from 1"
+        assert out["numbers"] == [1, 2**53 - 1, 0.5]
+        assert out["reduce_mean"] == 9.0
+        assert out["no weight"] != out["no weight"]
+
+
+# -------------------------------------------------------------------- disagreement
+
+
+def disagree():
+    acc = door()
+    rank, last = acc.process_index, acc.num_processes - 1
+    odd = rank == last
+    x = torch.ones(2, 3)
+    cases = {
+        "operation": lambda: acc.gather(x) if odd else acc.reduce(x),
+        "barrier": lambda: acc.wait_for_everyone() if odd else acc.gather(x),
+        "structure": lambda: acc.gather([x] if odd else {"a": x}),
+        "leaves": lambda: acc.gather([x] * (40 if odd else 2)),
+        "keys": lambda: acc.gather({"a" if odd else "b": x}),
+        "dtype": lambda: acc.gather(x.to(torch.float64 if odd else torch.float32)),
+        "columns": lambda: acc.gather(torch.ones(2, 4 if odd else 3)),
+        "ndim": lambda: acc.gather(torch.ones(2, 3, 1) if odd else x),
+        "reduce shape": lambda: acc.reduce(torch.ones(3 if odd else 2)),
+        "reduce op": lambda: acc.reduce(x, "max" if odd else "min"),
+        "pad ndim": lambda: acc.pad_across_processes(torch.ones(2, 3, 1) if odd else x, dim=2),
+        "broadcast": lambda: acc.collectives.broadcast(x if odd else x[:1]),
+        "src": lambda: acc.collectives.broadcast_object(1, src=1 if odd else 0),
+        "numbers": lambda: acc.collectives.gather_numbers([1.0] * (2 if odd else 3)),
+        "objects": lambda: acc.collectives.gather_objects(1) if odd else acc.check_trigger(),
+    }
+    heard, start = {}, time.monotonic()
+    for name, case in cases.items():
+        try:
+            case()
+            heard[name] = None
+        except CollectiveError as error:
+            heard[name] = str(error)
+    # The door still works after each of them.
+    assert acc.gather(torch.tensor([rank])).tolist() == list(range(acc.num_processes))
+    return heard, time.monotonic() - start
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_disagree_all_hear_of_it(world_size):
+    for heard, seconds in run_ranks(disagree, world_size):
+        assert seconds < 10
+        for name, message in heard.items():
+            assert message is not None, name
+            for rank in range(world_size):
+                assert f"rank {rank}:" in message, name
+            assert message.count("test_collectives.py:") == world_size, name
+
+
+def one_process():
+    x = torch.ones(2, 3)
+    acc = door()
+    assert acc.gather(x) is x
+    assert acc.gather({"a": torch.tensor(4)})["a"].tolist() == [4]
+    assert acc.reduce(x, "sum", scale=2.0).tolist() == [[2, 2, 2]] * 2
+    assert acc.reduce(torch.tensor([1, 3]), "mean").dtype is torch.float32
+    assert acc.pad_across_processes(x, dim=1) is x
+    assert acc.collectives.gather_objects("text") == ["text"]
+    with pytest.raises(ConfigError, match="avg"):
+        acc.reduce(x, "avg")
+
+
+def test_one_process_gives_back_what_it_is_given():
+    process.reset()
+    one_process()

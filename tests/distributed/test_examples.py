@@ -1,0 +1,97 @@
+"""Every example runs, on one process and on two, and differs from its base only by the lines it marks."""
+
+import difflib
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.ranks import run_ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BASE = EXAMPLES / "by_feature" / "base.py"
+FEATURES = sorted(path for path in BASE.parent.glob("*.py") if path != BASE)
+MARK = re.compile(r"# feature\b")
+
+
+def code_lines(text: str) -> list[str]:
+    """The lines without their indentation (a marked `with` may indent others) and without the module's docstring."""
+    without_docstring = re.sub(r'\A""".*?"""\n', "", text, flags=re.DOTALL)
+    return [line.strip() for line in without_docstring.splitlines()]
+
+
+def unmarked_differences(base: str, text: str) -> list[str]:
+    """Lines that were added without a mark, and lines of the base that are gone with nothing marked in their place."""
+    old, new = code_lines(base), code_lines(text)
+    found = []
+    for kind, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if kind != "equal":
+            found += [f"+ {line}" for line in new[k:m] if line and not MARK.search(line)]
+        if kind == "delete":
+            found += [f"- {line}" for line in old[i:j] if line]
+    return found
+
+
+@pytest.mark.parametrize("path", FEATURES, ids=lambda path: path.stem)
+def test_differs_from_the_base_only_by_its_feature(path):
+    text = path.read_text()
+    assert MARK.search(text), "no line is marked"
+    assert unmarked_differences(BASE.read_text(), text) == []
+
+
+def test_the_comparison_can_fail():
+    base = '"""Base."""\na = 1\nb = 2\n'
+    assert unmarked_differences(base, '"""Other."""\na = 1\nb = 3  # feature\n') == []
+    assert unmarked_differences(base, '"""Other."""\nwith c:  # feature\n    a = 1\n    b = 2\n') == []
+    assert unmarked_differences(base, "a = 1\nb = 3\n") == ["+ b = 3"]
+    assert unmarked_differences(base, "a = 1\n") == ["- b = 2"]
+
+
+def test_the_table_names_every_example():
+    table = (EXAMPLES / "README.md").read_text()
+    for path in [EXAMPLES / "text.py", EXAMPLES / "vision.py", BASE, *FEATURES]:
+        assert f"{path.relative_to(EXAMPLES)}" in table
+
+
+def accuracies(*paths: str) -> list[float]:
+    return [runpy.run_path(path)["main"]() for path in paths]
+
+
+def test_every_feature_runs_and_learns_on_one_process():
+    (found,) = run_ranks(accuracies, 1, *map(str, [BASE, *FEATURES]))
+    assert min(found) > 0.85, found
+
+
+@pytest.mark.parametrize("path", [BASE, *FEATURES], ids=lambda path: path.stem)
+def test_every_feature_runs_and_learns_on_two_processes(path):
+    first, second = run_ranks(accuracies, 2, str(path))
+    assert first == second
+    assert min(first) > 0.85
+
+
+def launch(*args: str, cwd: Path) -> str:
+    command = [sys.executable, "-m", "headway", "launch", "--cpu", "-n", "2", *args]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_vision_gets_almost_every_digit(tmp_path):
+    out = launch(str(EXAMPLES / "vision.py"), "--epochs", "4", cwd=tmp_path)
+    num_right, num_images = map(int, re.findall(r"(\d+) of (\d+) right", out)[-1])
+    assert num_images == 397
+    assert num_right / num_images > 0.95
+
+
+def test_text_trains_saves_and_reads_back(tmp_path):
+    """The demo in small. That it beats the bigram takes the whole demo (`make demo`)."""
+    flags = ["--steps", "20", "--batch-size", "4", "--max-bytes", "400000"]
+    out = launch(str(EXAMPLES / "text.py"), *flags, cwd=tmp_path)
+    assert (tmp_path / "runs" / "text" / "model.safetensors").exists()
+    assert "the same evaluation" in out
+    bits, bigram = map(float, re.search(r"GPT ([\d.]+), byte bigram ([\d.]+)", out).groups())
+    assert 2 < bigram < 5
+    assert bits < 6

@@ -1,0 +1,64 @@
+"""The runtime of one process: started once, resettable, and refused where the launch promised something else."""
+
+import pytest
+
+from headway.errors import ConfigError, DeviceUnavailable
+from headway.runtime import device, process
+from headway.runtime.ledger import Ledger
+
+
+def test_it_starts_once_and_ends():
+    assert not process.is_started()
+    first = process.start(cpu=True)
+    assert process.start() is first
+    assert process.current() is first
+    assert (first.rank, first.world_size, first.is_last_process) == (0, 1, True)
+    process.reset()
+    assert not process.is_started()
+    process.reset()
+
+
+def test_the_device_cannot_change_under_way(monkeypatch):
+    fake = device.Hardware("mps", "gloo", is_indexed=False)
+    monkeypatch.setattr(process, "detect", lambda: fake)
+    process.start()
+    with pytest.raises(ConfigError, match="pass cpu=True to the first Accelerator"):
+        process.start(cpu=True)
+
+
+def test_a_wrong_rank_is_named(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="WORLD_SIZE='two'"):
+        process.start(cpu=True)
+
+
+def test_more_processes_than_devices_are_refused(monkeypatch):
+    hardware = device.Hardware("cuda", "nccl", is_indexed=True)
+    monkeypatch.setattr(device.Hardware, "num_devices", lambda self: 2)
+    with pytest.raises(DeviceUnavailable, match="local rank 2 has no cuda device: this machine shows 2"):
+        hardware.device(2)
+
+
+def test_what_is_not_here_is_refused_with_what_is():
+    missing = next(name for name in ("xpu", "mps") if not device.HARDWARE[name].is_available())
+    with pytest.raises(DeviceUnavailable, match=rf"'{missing}' is not on this machine; available here: cpu"):
+        device.by_name(missing)
+    assert device.by_name("cpu") is device.CPU
+
+
+def test_the_cpu_answers_every_question():
+    cpu = device.CPU
+    cpu.synchronize()
+    cpu.empty_cache()
+    assert cpu.memory_in_use() is None
+    assert cpu.is_available()
+    assert (cpu.num_devices(), cpu.device(3).type) == (1, "cpu")
+    assert isinstance(cpu.supports_bf16(), bool)
+
+
+def test_the_ledger_keeps_the_last_ones_with_the_callers_line():
+    ledger = Ledger(size=2)
+    for name in ("a", "b", "c"):
+        ledger.record(name, "detail")
+    assert [(entry.sequence, entry.operation) for entry in ledger.entries] == [(2, "b"), (3, "c")]
+    assert "test_process.py:" in ledger.entries[-1].call_site

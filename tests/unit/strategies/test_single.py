@@ -1,0 +1,100 @@
+"""The strategy for one process, and what a strategy may be asked."""
+
+import pytest
+import torch
+from torch import nn
+
+from headway import Accelerator
+from headway.config.strategies import DDPCommunicationHookType, DistributedDataParallelKwargs
+from headway.errors import ConfigError, UnsupportedError
+from headway.precision.base import FullPrecision
+from headway.strategies.base import Capabilities, Shard
+from headway.strategies.ddp import _named
+from headway.strategies.single import SingleStrategy
+
+
+@pytest.fixture
+def strategy() -> SingleStrategy:
+    return SingleStrategy(Accelerator(cpu=True).collectives)
+
+
+def test_one_process_gets_the_plain_strategy(strategy: SingleStrategy) -> None:
+    assert type(Accelerator(cpu=True).strategy) is SingleStrategy
+    assert (strategy.data_shard, strategy.gradient_divisor) == (Shard(0, 1), 1)
+    model = nn.Linear(1, 1)
+    assert strategy.setup(model) is None
+    assert strategy.unwrap(model) is model
+
+
+def test_transforms_come_first_and_in_order(strategy: SingleStrategy) -> None:
+    seen: list[str] = []
+
+    def note(name: str):
+        return lambda model: seen.append(name) or model
+
+    strategy.setup(nn.Linear(1, 1), [note("checkpoint"), note("compile")])
+    assert seen == ["checkpoint", "compile"]
+
+
+def test_backward_seeds_the_gradient_with_the_factor(strategy: SingleStrategy) -> None:
+    x = torch.tensor(3.0, requires_grad=True)
+    for factor in (0.5, 2.0, 0.5):
+        strategy.backward(x * x, factor, FullPrecision())
+    assert x.grad.item() == 6 * (0.5 + 2.0 + 0.5)
+    strategy.backward((x * x).reshape(1), 1.0, FullPrecision())
+    assert x.grad.item() == 24
+    strategy.release()
+    assert not strategy._seeds
+
+
+def test_many_factors_are_not_all_kept(strategy: SingleStrategy) -> None:
+    x = torch.tensor(1.0, requires_grad=True)
+    for number in range(200):
+        strategy.backward(x * 1, float(number), FullPrecision())
+    assert x.grad.item() == sum(range(200))
+    assert len(strategy._seeds) <= 66
+
+
+def test_scaling_and_dropping_gradients(strategy: SingleStrategy) -> None:
+    one, none = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    one.grad = torch.ones(2)
+    strategy.scale_gradients([one, none], 0.5)
+    assert one.grad.tolist() == [0.5, 0.5]
+    assert none.grad is None
+    strategy.rollback([torch.optim.SGD([one, none], lr=1.0)])
+    assert one.grad is None
+
+
+def test_state_goes_out_and_in_by_bare_names(strategy: SingleStrategy) -> None:
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    state = list(strategy.export_state(model))
+    assert [name for name, _ in state] == ["weight", "bias"]
+    strategy.import_state(other, state)
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_a_missing_capability_is_one_error() -> None:
+    with pytest.raises(UnsupportedError, match="the sharded strategy cannot do clip by value; use clip_grad_norm_"):
+        Capabilities(clip_by_value=False).require("clip_by_value", "sharded", "use clip_grad_norm_")
+    Capabilities().require("clip_by_value", "sharded", "")
+
+
+def test_hooks_are_chosen_by_name() -> None:
+    assert DistributedDataParallelKwargs(comm_hook="fp16").comm_hook is DDPCommunicationHookType.FP16
+    with pytest.raises(ConfigError, match="comm_hook='zip'; allowed: no, fp16, bf16, power_sgd, batched_power_sgd"):
+        DistributedDataParallelKwargs(comm_hook="zip")
+    with pytest.raises(ConfigError, match="comm_wrapper='power_sgd'"):
+        DistributedDataParallelKwargs(comm_wrapper="power_sgd")
+
+
+def test_unused_parameters_are_named() -> None:
+    """torch counts the parameters that require grad."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))
+    model[0].requires_grad_(False)
+    text = ("Expected to have finished reduction in the prior iteration before starting a new one. "
+            "Parameter indices which did not receive grad for rank 1: 2 3\n")  # fmt: skip
+    error = _named(RuntimeError(text), model)
+    assert isinstance(error, UnsupportedError)
+    assert "of Sequential took no part in the last loss: 2.weight, 2.bias. " in str(error)
+    other = RuntimeError("something else")
+    assert _named(other, model) is other

@@ -1,0 +1,17 @@
+"""One tree of errors, drawn as it is."""
+
+import inspect
+import re
+
+from headway import errors
+
+
+def test_every_error_stands_in_the_tree_under_its_parents():
+    kinds = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind)}
+    drawn = dict(re.findall(r"^\s+[|`\- ]+(\w+)(?:\s+\((\w+)\))?", errors.__doc__, re.MULTILINE))
+    assert set(drawn) == set(kinds)
+    for name, builtin in drawn.items():
+        assert issubclass(kinds[name], errors.HeadwayError) or name == "HeadwayWarning"
+        if builtin:
+            assert builtin in {base.__name__ for base in kinds[name].__mro__}
+    assert issubclass(errors.HeadwayWarning, UserWarning)

@@ -1,0 +1,59 @@
+"""One line per run instead of one per rank."""
+
+import logging
+
+import pytest
+
+from headway.log import get_logger
+
+
+@pytest.fixture
+def at(monkeypatch):
+    def move(rank, world_size):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+
+    return move
+
+
+def test_only_rank_0_speaks_unless_all_are_asked(at, caplog):
+    log = get_logger("hw.test.ranks", log_level="info")
+    at(0, 1)
+    log.info("alone %d", 1)
+    at(0, 2)
+    log.info("first")
+    at(1, 2)
+    log.info("not heard")
+    log.info("all", main_process_only=False)
+    assert [record.getMessage() for record in caplog.records] == ["alone 1", "[rank 0] first", "[rank 1] all"]
+
+
+def test_once_is_by_text(caplog):
+    log = get_logger("hw.test.once")
+    for value in (1, 1, 2):
+        log.warning_once("value %d", value)
+    assert [record.getMessage() for record in caplog.records] == ["value 1", "value 2"]
+
+
+def test_a_level_below_is_not_counted_as_said(caplog):
+    log = get_logger("hw.test.level", log_level="WARNING")
+    log.info_once("later")
+    log.logger.setLevel("INFO")
+    log.info_once("later")
+    assert len(caplog.records) == 1
+
+
+def test_the_line_is_the_callers(caplog):
+    get_logger("hw.test.line").warning("here")
+    get_logger("hw.test.line").warning_once("there")
+    assert {record.filename for record in caplog.records} == {"test_log.py"}
+
+
+def test_levels_touch_this_logger_only(monkeypatch):
+    before = logging.getLogger().level
+    assert get_logger("hw.test.own", log_level="debug").logger.level == logging.DEBUG
+    monkeypatch.setenv("HEADWAY_LOG_LEVEL", "error")
+    assert get_logger("hw.test.env").logger.level == logging.ERROR
+    assert get_logger("hw.test.env", log_level=logging.INFO).logger.level == logging.INFO
+    assert logging.getLogger().level == before
+    assert get_logger("hw.test.own") is get_logger("hw.test.own")

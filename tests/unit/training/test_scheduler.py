@@ -1,0 +1,220 @@
+"""The clock on one process: schedules tick for updates that happened, by one of three rules or one of the user's own."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator
+from headway.config.run import GradientAccumulationPlugin
+from headway.errors import ConfigError, PrepareError
+from headway.training import prepare, scheduler
+from headway.training.clock import MicroBatchTicks, PerProcessTicks, UpdateTicks
+from headway.training.prepare import choose_rule
+from headway.training.scheduler import schedule_length, ticks_left
+
+
+@pytest.fixture(autouse=True)
+def forget_what_was_said() -> None:
+    """What is logged once per process is logged once per test here."""
+    for module in (prepare, scheduler):
+        module.log._seen.clear()
+
+
+def build(length: int = 100, **options: Any) -> tuple[Accelerator, Any, Any, Any, Any]:
+    """A model on 10 batches, and a schedule that falls by 1 per tick from `length`."""
+    accelerator = Accelerator(cpu=True, **options)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=float(length))
+    schedule = LinearLR(optimizer, 1.0, 0.0, total_iters=length)
+    loader = DataLoader(TensorDataset(torch.ones(10, 1)), batch_size=1)
+    return accelerator, *accelerator.prepare(model, optimizer, loader, schedule)
+
+
+def curve(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, schedule: Any) -> list[float]:
+    """The learning rate after each micro-batch of one epoch."""
+    rates = []
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).mean())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        rates.append(round(schedule.get_last_lr()[0], 6))
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, [99, 98, 97, 96, 95, 94, 93, 92, 91, 90]),
+        ({"gradient_accumulation_steps": 4}, [100, 100, 100, 99, 99, 99, 99, 98, 98, 97]),
+        ({"gradient_accumulation_steps": 4, "scheduler_ticks": "updates"}, [100, 100, 100, 99, 99, 99, 99, 98, 98, 97]),
+        ({"gradient_accumulation_steps": 4, "adjust_scheduler_to_accumulation": True},
+         [100, 100, 100, 96, 96, 96, 96, 92, 92, 90]),
+        ({"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=4, adjust_scheduler=True)},
+         [100, 100, 100, 96, 96, 96, 96, 92, 92, 90]),
+        ({"gradient_accumulation_steps": 4, "step_scheduler_with_optimizer": False},
+         [99, 98, 97, 96, 95, 94, 93, 92, 91, 90]),
+    ],
+)  # fmt: skip
+def test_the_three_rules_on_one_process(options: dict[str, Any], wanted: list[float]) -> None:
+    assert curve(*build(**options)) == wanted
+
+
+class Double:
+    """A rule of the user's own."""
+
+    name = "double"
+    reason = "ticked twice an update"
+
+    def ticks(self, window_length: int) -> int:
+        return 2
+
+
+def test_a_rule_of_ones_own(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        parts = build(scheduler_ticks=Double())
+    assert curve(*parts)[-1] == 80
+    assert "LinearLR is ticked twice an update; it ends after 100 ticks, 50 updates from now" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rule", "one", "window_of_3"),
+    [(PerProcessTicks(4), 4, 4), (MicroBatchTicks(4), 4, 12), (UpdateTicks(), 1, 1)],
+)
+def test_ticks_of_an_update(rule: Any, one: int, window_of_3: int) -> None:
+    assert (rule.ticks(1), rule.ticks(3)) == (one, window_of_3)
+
+
+def test_which_rule_the_settings_mean() -> None:
+    assert choose_rule(None, False, 3) == PerProcessTicks(3)
+    assert choose_rule(None, True, 3) == MicroBatchTicks(3)
+    assert choose_rule("updates", False, 3) == UpdateTicks()
+    with pytest.raises(ConfigError, match="two rules"):
+        choose_rule("updates", True, 3)
+    with pytest.raises(ConfigError, match="scheduler_ticks='epochs'"):
+        choose_rule("epochs", False, 3)
+
+
+def test_the_rule_and_the_end_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        build(length=20)
+    lines = [record.getMessage() for record in caplog.records if "LinearLR" in record.getMessage()]
+    assert lines == ["LinearLR is counted in the updates of the single-process loop: 1 ticks an update; "
+                     "it ends after 20 ticks, 20 updates from now"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("length", "is_said"), [(80, False), (30, True)])
+def test_a_length_that_fits_another_rule_is_said_before_training(
+    length: int, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An epoch of 40 micro-batches has 10 updates: 80 ticks are 2 epochs of the former, 30 are 3 of the latter."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, adjust_scheduler_to_accumulation=True)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader = DataLoader(TensorDataset(torch.ones(40, 1)), batch_size=1)
+    with caplog.at_level(logging.WARNING):
+        accelerator.prepare(model, optimizer, loader, CosineAnnealingLR(optimizer, T_max=length))
+    said = (
+        "CosineAnnealingLR ends after 30 ticks" in caplog.text
+        and "adjust_scheduler_to_accumulation=False" in caplog.text
+    )
+    assert said == is_said
+
+
+def test_a_one_cycle_is_not_stepped_past_its_end() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = OneCycleLR(optimizer, max_lr=1.0, total_steps=5)
+    loader = DataLoader(TensorDataset(torch.ones(10, 1)), batch_size=1)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    rates = curve(accelerator, model, optimizer, loader, schedule)
+    assert rates[4:] == [rates[4]] * 6
+    assert schedule.last_epoch == 4
+    assert ticks_left(schedule.scheduler) == 0
+
+
+def test_plateau_counts_calls_with_a_metric() -> None:
+    """Its patience is in evaluations: one tick a call, none of the rules applies."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = ReduceLROnPlateau(optimizer, factor=0.5, patience=2)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    rates = []
+    for _ in range(4):
+        schedule.step(1.0)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [1.0, 1.0, 1.0, 0.5]
+
+
+def test_a_schedule_stepped_per_epoch_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator, model, optimizer, loader, schedule = build()
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    with caplog.at_level(logging.WARNING):
+        schedule.step()
+    assert "LinearLR.step() was called once for 10 updates" in caplog.text
+    assert "step_scheduler_with_optimizer=False" in caplog.text
+    assert schedule.get_last_lr() == [99.0]
+
+
+def test_a_schedule_moves_only_with_updates() -> None:
+    accelerator, model, optimizer, _, schedule = build()
+    schedule.step()
+    assert schedule.get_last_lr() == [100.0]
+    accelerator.backward(model(torch.ones(1, 1)).mean())
+    optimizer.step()
+    schedule.step()
+    schedule.step()
+    assert schedule.get_last_lr() == [99.0]
+
+
+def test_a_schedule_follows_its_own_optimizer() -> None:
+    accelerator = Accelerator(cpu=True)
+    models = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=8.0) for model in models]
+    schedules = [StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
+    one, two, first, second, slow, fast = accelerator.prepare(*models, *optimizers, *schedules)
+    for step in range(2):
+        for model, optimizer in ((one, first), (two, second)) if step else ((two, second),):
+            accelerator.backward(model(torch.ones(1, 1)).mean())
+            optimizer.step()
+        slow.step()
+        fast.step()
+    assert (slow.get_last_lr(), fast.get_last_lr()) == ([4.0], [2.0])
+
+
+def test_a_schedule_without_its_optimizer_is_refused() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    with pytest.raises(PrepareError, match="follows an optimizer that is not prepared"):
+        Accelerator(cpu=True).prepare(StepLR(optimizer, 1))
+
+
+def test_state_passes_through() -> None:
+    accelerator, model, optimizer, loader, schedule = build()
+    curve(accelerator, model, optimizer, loader, schedule)
+    *_, other = build()
+    other.load_state_dict(schedule.state_dict())
+    assert other.get_last_lr() == schedule.get_last_lr()
+    other.step()
+    assert other.last_epoch == 10
+
+
+def test_how_long_schedules_are() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    assert schedule_length(CosineAnnealingLR(optimizer, T_max=30)) == 30
+    assert schedule_length(StepLR(optimizer, 5)) is None
+    chain = SequentialLR(optimizer, [LinearLR(optimizer, total_iters=5), CosineAnnealingLR(optimizer, 25)], [5])
+    assert schedule_length(chain) == 30
+    transformers = pytest.importorskip("transformers")
+    assert schedule_length(transformers.get_linear_schedule_with_warmup(optimizer, 3, 40)) == 40
