@@ -50,7 +50,8 @@ class PerProcessTicks:
     @property
     def reason(self) -> str:
         """Why it ticks so, for the log."""
-        return f"counted in the updates of the single-process loop: {self.num_processes} ticks an update"
+        ticks = "1 tick" if self.num_processes == 1 else f"{self.num_processes} ticks"
+        return f"counted in the updates of the single-process loop: {ticks} an update"
 
     def ticks(self, window_length: int) -> int:
         """The number of processes."""

@@ -6,10 +6,13 @@ from typing import Any
 import torch
 
 from headway.errors import PrepareError
+from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.strategies.base import Strategy
 from headway.training.accumulation import Accumulation
 from headway.training.clock import Clock
+
+log = get_logger(__name__)
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -100,6 +103,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """
         accumulation = self._accumulation
         if not accumulation.is_final:
+            if accumulation.is_last:
+                log.warning_once(
+                    "step() came at the end of a window whose last micro-batch ran no accelerator.backward(): its gradients are "
+                    "not final, so no update was made; the window goes on. Is loss.backward() called instead?"
+                )
             return
         if not self._is_checked:
             self._check_parameters()

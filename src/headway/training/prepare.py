@@ -39,6 +39,7 @@ class Preparation:
         self.optimizers: list[PreparedOptimizer] = []
         self.loaders: list[PreparedLoader] = []
         self.schedulers: list[PreparedScheduler] = []
+        self._evaluated: set[int] = set()
         self.loading = loading
         self._accumulation = accumulation
         self._strategy = accumulation.strategy
@@ -81,6 +82,11 @@ class Preparation:
     def model(self, model: torch.nn.Module, place: bool | None = None, is_evaluation: bool = False) -> torch.nn.Module:
         """Move, wrap, and give the same object back."""
         if any(model is known for known in self.models):
+            if not is_evaluation and id(model) in self._evaluated and self._strategy.data_shard.count > 1:
+                raise PrepareError(
+                    f"{type(model).__name__} was prepared with evaluation_mode=True, so its gradients would not be reduced; call "
+                    "free_memory() before preparing it for training"
+                )
             return model
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             raise PrepareError("prepare() got a DistributedDataParallel; give the bare model, Headway wraps it")
@@ -95,6 +101,8 @@ class Preparation:
         precision = self._accumulation.precision
         prepared_model.attach(model, engine, precision.autocast if precision.is_mixed else None)
         self.models.append(model)
+        if is_evaluation:
+            self._evaluated.add(id(model))
         self._accumulation.parameters[id(model)] = list(model.parameters())
         return model
 
@@ -271,6 +279,7 @@ class Preparation:
             prepared_model.detach(model)
         for held in (self.models, self.optimizers, self.loaders, self.schedulers):
             held.clear()
+        self._evaluated.clear()
         self._strategy.release()
         self._accumulation.reset()
 

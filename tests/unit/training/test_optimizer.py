@@ -110,3 +110,15 @@ def test_parameters_of_another_model_are_refused() -> None:
         PrepareError, match=r"SGD holds 2 parameters that belong to no prepared model \(shapes \(1, 3\)"
     ):
         Accelerator(cpu=True).prepare(model, torch.optim.SGD(stranger.parameters(), lr=0.1))
+
+
+def test_a_step_without_accelerator_backward_says_why_nothing_happened(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = model.weight.detach().clone()
+    with accelerator.accumulate(model):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert "ran no accelerator.backward()" in caplog.text

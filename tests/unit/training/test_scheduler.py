@@ -105,7 +105,7 @@ def test_the_rule_and_the_end_are_logged_once(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.INFO):
         build(length=20)
     lines = [record.getMessage() for record in caplog.records if "LinearLR" in record.getMessage()]
-    assert lines == ["LinearLR is counted in the updates of the single-process loop: 1 ticks an update; "
+    assert lines == ["LinearLR is counted in the updates of the single-process loop: 1 tick an update; "
                      "it ends after 20 ticks, 20 updates from now"]  # fmt: skip
 
 
