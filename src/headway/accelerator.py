@@ -99,6 +99,7 @@ class Accelerator(RankAware):
             self._accumulation, self.clock, runtime, loading, device_placement, rule, step_scheduler_with_optimizer,
             tuple(rng_types or ()), global_batch_size,
         )  # fmt: skip
+        process.at_end(self._preparation.release)
 
     # ---------------------------------------------------------------- prepare
 
@@ -387,7 +388,7 @@ class Accelerator(RankAware):
         return self.project_configuration.logging_dir
 
     def end_training(self) -> None:
-        """Wait for everyone, then end the process group that Headway started."""
+        """Wait for everyone, forget everything prepared, and end the process group that Headway started."""
         self.wait_for_everyone()
         process.reset()
 

@@ -65,7 +65,14 @@ def test_every_feature_runs_and_learns_on_one_process():
     assert min(found) > 0.85, found
 
 
-@pytest.mark.parametrize("path", [BASE, *FEATURES], ids=lambda path: path.stem)
+# What behaves alike on every rank is left to the slow tier: a group of processes of its own for each file takes seconds.
+ALIKE = {"clipping", "mixed_precision", "progress", "schedule", "torch_profile"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in ALIKE else []) for p in [BASE, *FEATURES]],
+)
 def test_every_feature_runs_and_learns_on_two_processes(path):
     first, second = run_ranks(accuracies, 2, str(path))
     assert first == second

@@ -310,3 +310,18 @@ def test_a_transformers_model(tmp_path):
                 name
             )
     assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 1
+
+
+def _several_runs_in_one_process() -> list[float]:
+    sums = []
+    for turn in range(3):
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(torch.nn.Linear(2, 1))
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        sums.append(accelerator.gather(torch.tensor([float(turn)])).sum().item())
+        accelerator.end_training()
+    return sums
+
+
+def test_a_process_can_join_one_group_after_another() -> None:
+    assert run_ranks(_several_runs_in_one_process, 2) == [[0.0, 2.0, 4.0]] * 2

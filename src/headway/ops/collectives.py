@@ -60,6 +60,7 @@ class Collectives:
         self.rank = dist.get_rank(group) if is_joined else 0
         self.world_size = dist.get_world_size(group) if is_joined else 1
         self.ledger = Ledger()
+        self._last: tuple[torch.Tensor, ...] = ()
 
     # ---------------------------------------------------------------- small numbers
 
@@ -224,6 +225,8 @@ class Collectives:
         rows = torch.empty(self.world_size, _HEADER + NUM_SLOTS, dtype=torch.float64)
         row = torch.tensor([slots], dtype=torch.float64)
         work = _all_gather_single(rows, row, group=self.group, async_op=True)
+        # Kept until the next one: an engine's thread that drops the last reference needs Python, which may be ending.
+        self._last = (row, rows)
         return Pending(entry, signature, len(numbers), rows, work)
 
     def _finish(self, pending: Pending) -> list[list[float]]:

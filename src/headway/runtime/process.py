@@ -1,10 +1,15 @@
 """The process runtime: this process's rank and device, and torch's process group, started once and resettable."""
 
+import atexit
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from headway import env
 from headway.config.load import asked_num_processes
@@ -54,6 +59,9 @@ class ProcessRuntime:
 
 
 _current: ProcessRuntime | None = None
+_store: Store | None = None
+_num_groups = 0
+_endings: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 def start(*, cpu: bool = False, backend: str | None = None, init_method: str | None = None,
@@ -86,8 +94,7 @@ def start(*, cpu: bool = False, backend: str | None = None, init_method: str | N
     device = hardware.device(env.local_rank())
     owns_group = world_size > 1 and not dist.is_initialized()
     if owns_group:
-        dist.init_process_group(backend or hardware.backend, init_method=init_method, timeout=timeout, rank=rank,
-                                world_size=world_size)  # fmt: skip
+        _join(backend or hardware.backend, init_method, timeout, rank, world_size)
     elif dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     elif hardware.is_indexed and hardware.num_devices() > 1:
@@ -111,12 +118,37 @@ def is_started() -> bool:
     return _current is not None
 
 
+def at_end(release: Callable[[], None]) -> None:
+    """Call the method `release` before the process group ends, where its object still lives.
+
+    Engines must let go of the group, or its threads outlive it.
+    """
+    _endings.append(weakref.WeakMethod(release))
+
+
 def reset() -> None:
-    """End the runtime, and the process group where Headway started it: for tests and notebooks."""
+    """End the runtime, and the process group where Headway started it; at the process's exit at the latest."""
     global _current
+    while _endings:
+        release = _endings.pop()()
+        if release is not None:
+            release()
     if _current is not None and _current.owns_group and dist.is_initialized():
         dist.destroy_process_group()
     _current = None
+
+
+def _join(backend: str, init_method: str | None, timeout: timedelta | None, rank: int, world_size: int) -> None:
+    """Join the group; a later group of this process meets under keys of its own, where no stale address can be read."""
+    global _store, _num_groups
+    limit = {} if timeout is None else {"timeout": timeout}
+    if _store is None:
+        _store, rank, world_size = next(rendezvous(init_method or "env://", rank, world_size, **limit))
+        # A thread of the engine that still runs while Python shuts down would abort the process.
+        atexit.register(reset)
+    store = PrefixStore(f"headway/{_num_groups}", _store)
+    _num_groups += 1
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **limit)  # type: ignore[arg-type]
 
 
 def _check_contract(world_size: int) -> None:
