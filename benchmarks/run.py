@@ -83,7 +83,8 @@ def highlights() -> str:
     lines += [
         "",
         f"Medians of interleaved repeats on {about['machine']['cores']} {about['machine']['cpu']} cores, torch "
-        f"{about['machine']['torch']}, {about['date']}, load average {about['machine']['load_average']}. A/A: the "
+        f"{about['machine']['torch']}, {about['date']}, load average {about['machine']['load_average']}"
+        " in the first row, the others' beside their tables. A/A: the "
         "floor against itself, which is the noise. Spread and plain torch: "
         "[benchmarks/](benchmarks/README.md). Printed by `make bench`.",
     ]
