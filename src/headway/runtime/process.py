@@ -142,9 +142,12 @@ def _join(backend: str, init_method: str | None, timeout: timedelta | None, rank
     """Join the group; a later group of this process meets under keys of its own, where no stale address can be read."""
     global _store, _num_groups
     limit = {} if timeout is None else {"timeout": timeout}
+    # Its functions have the default group as a default argument: imported later, they would keep it alive for ever.
+    import torch.distributed.nn.functional  # noqa: F401
+
     if _store is None:
         _store, rank, world_size = next(rendezvous(init_method or "env://", rank, world_size, **limit))
-        # A thread of the engine that still runs while Python shuts down would abort the process.
+        # A thread of the engine that drops a tensor while Python shuts down would abort the process.
         atexit.register(reset)
     store = PrefixStore(f"headway/{_num_groups}", _store)
     _num_groups += 1

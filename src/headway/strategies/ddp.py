@@ -21,6 +21,7 @@ from headway.config.strategies import DDPCommunicationHookType as Hook
 from headway.config.strategies import DistributedDataParallelKwargs
 from headway.errors import PrepareError, UnsupportedError
 from headway.ops.collectives import Collectives
+from headway.runtime import process
 from headway.strategies.base import Engine, Transform
 from headway.strategies.single import SingleStrategy
 
@@ -66,10 +67,13 @@ class DDPStrategy(SingleStrategy):
         )  # fmt: skip
         _register_hook(engine, chosen)
         self._engines[id(model)] = engine
+        if len(self._engines) == 1:
+            # A prepared model may outlive its Accelerator, and would keep the engine and so the group beyond its end.
+            process.at_end(self.release)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
-                return engine(*args, **kwargs)
+                return self._engines[id(model)](*args, **kwargs)
             except RuntimeError as error:
                 raise _named(error, model) from error
 
