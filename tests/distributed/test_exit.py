@@ -38,4 +38,5 @@ def test_no_thread_of_the_engine_outlives_the_group(tmp_path, kept):
     lines = [line.split()[2:] for line in ran.stdout.splitlines() if line.startswith("engine threads")]
     assert len(lines) == 2
     for during, after in lines:
-        assert int(during) > 0 and int(after) == 0
+        assert int(during) > 0
+        assert int(after) == 0
