@@ -1,0 +1,66 @@
+"""How long it takes to build a model of 100 billion parameters without memory, and a transformers Llama of 70 billion."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.timing import HAS_PEER, interleave, num_repeats, rows_of, save
+from headway import init_empty_weights
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.LayerNorm(width)
+
+
+def chain() -> nn.Module:
+    """1,000 blocks of 104 million parameters."""
+    return nn.ModuleList(Block(3600) for _ in range(1000))
+
+
+def llama() -> nn.Module:
+    """Llama 70B: 80 layers."""
+    config = LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+        vocab_size=128256,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def main() -> None:
+    """Measure and save."""
+    contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "torch.device('meta')": lambda: torch.device("meta"),
+        "torch.device('meta'), again (A/A)": lambda: torch.device("meta"),
+        "headway": init_empty_weights,
+        "headway, include_buffers=True": lambda: init_empty_weights(include_buffers=True),
+    }
+    if HAS_PEER:
+        import accelerate
+
+        contexts["accelerate"] = accelerate.init_empty_weights
+        contexts["accelerate, include_buffers=True"] = lambda: accelerate.init_empty_weights(include_buffers=True)
+
+    def built(context: Callable[[], AbstractContextManager[Any]], build: Callable[[], nn.Module]) -> Callable[[], Any]:
+        def run() -> None:
+            with context():
+                build()
+
+        return run
+
+    passes = {
+        f"{what}: {name}": built(context, build)
+        for what, build in (("100 B in 1,000 blocks", chain), ("Llama 70B", llama))
+        for name, context in contexts.items()
+    }
+    rows = rows_of(interleave(passes, num_repeats(7)), 1.0)
+    save("skeleton", "s", rows, "the floor of the added columns is the first row")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Budgets: how many bytes a model may take on each device of this machine, as measured or as the user says."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import torch
+
+from headway.errors import DeviceMapError, HeadwayError
+from headway.log import get_logger
+from headway.runtime.device import Hardware, detect
+from headway.units import parse_bytes
+
+logger = get_logger(__name__)
+
+Device = int | str
+"""An accelerator's index, or "mps", "cpu" or "disk"."""
+
+UNLIMITED = 1 << 62
+OFFLOAD = ("cpu", "disk")
+_NAMED = ("mps", *OFFLOAD)
+
+
+def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict[Device, int]:
+    """Bytes a model may take on each device, accelerators first, then "mps", "cpu" and "disk".
+
+    Args:
+        max_memory: {device: bytes or text such as "10GiB"}; a device is an index, "cuda:0", "mps", "cpu" or "disk".
+            None measures: what is free on each accelerator (with what torch's allocator holds unused), and what is
+            available in main memory within the limits of the container.
+
+    Raises:
+        DeviceMapError: devices or sizes that are none; all of them are named.
+    """
+    if max_memory is None:
+        return _measured(detect())
+    budgets: dict[Device, int] = {}
+    faults: list[str] = []
+    for key, size in max_memory.items():
+        try:
+            device = as_device(key)
+            budgets[device] = parse_bytes(int(size) if isinstance(size, float) else size)
+            if device == "meta":
+                faults.append("'meta' holds no values")
+        except HeadwayError as error:
+            faults.append(f"{key!r}: {error}")
+    if faults:
+        raise DeviceMapError("max_memory does not hold: " + "; ".join(faults))
+    return {device: budgets[device] for device in sorted(budgets, key=rank_of)}
+
+
+def rank_of(device: Device) -> tuple[int, int]:
+    """The order in which devices are filled: accelerators by index, then mps, cpu, disk."""
+    return (0, device) if isinstance(device, int) else (1, _NAMED.index(device) if device in _NAMED else len(_NAMED))
+
+
+def is_accelerator(device: Device) -> bool:
+    """Does this device compute, other than the CPU?"""
+    return device not in OFFLOAD
+
+
+def as_device(device: object) -> Device:
+    """Read an index, `"1"`, `"cuda:1"`, `"cuda"` (the first), torch.device(...), "mps", "cpu" or "disk".
+
+    Raises:
+        DeviceMapError: it is none of these.
+    """
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        return device
+    if device == "disk":
+        return "disk"
+    if isinstance(device, str) and device.isdecimal():
+        return int(device)
+    if isinstance(device, (str, torch.device)):
+        try:
+            found = torch.device(device)
+        except RuntimeError:
+            found = None
+        if found is not None:
+            return found.type if found.type in ("cpu", "mps", "meta") else found.index or 0
+    raise DeviceMapError(
+        f"{device!r} is no device; give an accelerator's index (0, 1, ...), 'cuda:0', 'mps', 'cpu' or 'disk'"
+    )
+
+
+def _measured(hardware: Hardware) -> dict[Device, int]:
+    free: dict[Device, int] = {}
+    if hardware.kind == "mps":
+        return {"mps": available_memory()}
+    shares_main_memory = False
+    for index in range(hardware.num_devices() if hardware.kind != "cpu" else 0):
+        try:
+            free[index] = _free_on(hardware, index)
+        except RuntimeError as error:
+            logger.warning(f"{hardware.kind}:{index} does not answer and is left out: {error}")
+            continue
+        properties = hardware.module.get_device_properties(index)
+        shares_main_memory |= bool(getattr(properties, "is_integrated", False))
+    if not shares_main_memory:
+        free["cpu"] = available_memory()
+    return free
+
+
+def _free_on(hardware: Hardware, index: int) -> int:
+    free = int(hardware.module.mem_get_info(index)[0])
+    cached = int(hardware.module.memory_reserved(index)) - int(hardware.module.memory_allocated(index))
+    return free + max(0, cached)
+
+
+def available_memory() -> int:
+    """Bytes of main memory that this process may still take, within the machine's and its container's limits."""
+    rooms = [int(psutil.virtual_memory().available)]
+    for limit, used, reclaimable in _GROUPS:
+        limited, taken = _number(limit), _number(used)
+        if limited is not None and taken is not None and limited < UNLIMITED // 2:
+            rooms.append(max(0, limited - taken + _inactive_file(reclaimable)))
+    return min(rooms)
+
+
+# Limit, use and statistics of this process's control group: version 2 and version 1, as a container sees its own.
+_GROUPS = tuple(
+    (Path("/sys/fs/cgroup") / folder / limit, Path("/sys/fs/cgroup") / folder / used, Path("/sys/fs/cgroup") / folder / "memory.stat")
+    for folder, limit, used in (
+        ("", "memory.max", "memory.current"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    )
+)  # fmt: skip
+
+
+def _number(path: Path) -> int | None:
+    """The number in a control file; None where there is none, or it says "max"."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _inactive_file(path: Path) -> int:
+    """Page cache that the kernel gives back when asked: it does not count as taken."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    found = dict(line.split(maxsplit=1) for line in lines if " " in line)
+    return int(found.get("inactive_file", 0))

@@ -1,0 +1,283 @@
+"""Checkpoints on disk: found, checked in full before use, and mapped into memory instead of read."""
+
+import json
+import math
+import mmap
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.errors import CheckpointError
+from headway.log import get_logger
+from headway.optional import require
+
+logger = get_logger(__name__)
+
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# What safetensors itself accepts as the longest header.
+_MAX_HEADER = 100_000_000
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        file: where it lies.
+        dtype: as stored.
+        shape: as stored.
+        is_mapped: its values can be used where they lie in the file, without a copy in memory.
+    """
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    is_mapped: bool
+    _origin: Any = field(repr=False)
+    _offset: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def tensor(self) -> torch.Tensor:
+        """The values, on the CPU. Written to, a mapped tensor changes in memory only, never in the file."""
+        if isinstance(self._origin, torch.Tensor):
+            return self._origin
+        if not self.num_bytes:
+            return torch.empty(self.shape, dtype=self.dtype)
+        flat = torch.frombuffer(self._origin, dtype=torch.uint8, count=self.num_bytes, offset=self._offset)
+        return (flat if self.is_mapped else flat.clone()).view(self.dtype).view(self.shape)
+
+
+@dataclass
+class Checkpoint:
+    """All tensors of a checkpoint by name, from one file or many.
+
+    Attributes:
+        source: what was given, for messages.
+        tensors: by the names in the files.
+        ties: {name: the stored name whose values it shares}, where the writer said so.
+    """
+
+    source: str
+    tensors: dict[str, Stored]
+    ties: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold the tensors, in the order of their names."""
+        return sorted({stored.file for stored in self.tensors.values()})
+
+
+def open_checkpoint(source: str | Path) -> Checkpoint:
+    """Open a checkpoint; nothing is read but headers, and nothing in it is executed.
+
+    Args:
+        source: a `.safetensors` or `.bin` file, an index (`*.index.json`), a folder with one checkpoint, or the id of
+            a model on the Hugging Face Hub, which is downloaded or taken from the local cache. Safetensors come before
+            pickles.
+
+    Raises:
+        CheckpointError: there is none or more than one, a shard is missing, or a file is damaged or would execute
+            code; the message names the file.
+        OptionalDependencyMissing: a Hub id, and huggingface_hub is not installed.
+    """
+    path = Path(source)
+    if not path.exists():
+        path = _download(str(source))
+    if path.is_dir():
+        path = _choose(path)
+    if path.name.endswith(".index.json"):
+        return _open_sharded(path, str(source))
+    tensors, metadata = _open_file(path)
+    return Checkpoint(str(source), tensors, _ties(metadata, tensors))
+
+
+def _choose(folder: Path) -> Path:
+    """The one checkpoint in a folder. Two of one kind are never guessed between: one of them is stale."""
+    for patterns in (("*.safetensors.index.json", "*.safetensors"), ("*.bin.index.json", "*.bin")):
+        indexes = sorted(folder.glob(patterns[0]))
+        shards = {name for index in indexes for name in _weight_map(index).values()}
+        singles = [path for path in sorted(folder.glob(patterns[1])) if path.name not in shards]
+        # Training writes these beside the weights.
+        singles = [path for path in singles if path.name not in ("training_args.bin", "optimizer.bin", "scheduler.bin")]
+        found = indexes + singles
+        usual = [path for path in singles if path.stem in ("model", "pytorch_model")]
+        if not indexes and len(usual) == 1:
+            return usual[0]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(path.name for path in found[:6])
+            raise CheckpointError(
+                f"{folder} holds more than one checkpoint ({names}), and one of them may be stale; give the file that "
+                "is meant, or remove the others"
+            )
+    raise CheckpointError(f"{folder} holds no weights; looked for *.safetensors, *.bin and their *.index.json")
+
+
+def _download(source: str) -> Path:
+    if not _HUB_ID.fullmatch(source):
+        raise CheckpointError(f"{source} does not exist, and is no id of a model on the Hub ('owner/name') either")
+    hub = require("huggingface_hub", f"{source!r} is no local path, and downloading it needs", "huggingface_hub")
+    for patterns in (["*.safetensors", "*.safetensors.index.json"], ["*.bin", "*.bin.index.json"]):
+        try:
+            folder = Path(hub.snapshot_download(source, allow_patterns=patterns))
+        except Exception as error:
+            raise CheckpointError(
+                f"{source!r} is no local file or folder, and could not be had from the Hub: {error}"
+            ) from error
+        if any(folder.glob(patterns[0])):
+            return folder
+    raise CheckpointError(f"{source!r} on the Hub holds neither safetensors nor .bin weights")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    return _read_index(index)[0]
+
+
+def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    try:
+        content = json.loads(index.read_text())
+        weights, metadata = content["weight_map"], content.get("metadata") or {}
+        is_sound = isinstance(weights, dict) and all(isinstance(name, str) for name in weights.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: no index of a sharded checkpoint ({error!r})") from error
+    if not is_sound or not isinstance(metadata, dict):
+        raise CheckpointError(f"{index}: no index of a sharded checkpoint; its weight_map gives no file names")
+    outside = sorted(name for name in set(weights.values()) if Path(name).name != name)
+    if outside:
+        raise CheckpointError(
+            f"{index}: names files outside of its folder ({', '.join(outside[:3])}); nothing was read"
+        )
+    return weights, metadata
+
+
+def _open_sharded(index: Path, source: str) -> Checkpoint:
+    weights, metadata = _read_index(index)
+    files = sorted(set(weights.values()))
+    absent = [name for name in files if not (index.parent / name).is_file()]
+    if absent:
+        raise CheckpointError(
+            f"{index}: {len(absent)} of {len(files)} shards are missing: {', '.join(absent[:5])}; copy them beside the index"
+        )
+    shards = {name: _open_file(index.parent / name) for name in files}
+    lost = [f"{name} (in {file})" for name, file in weights.items() if name not in shards[file][0]]
+    if lost:
+        raise CheckpointError(
+            f"{index}: the index does not fit its shards; {len(lost)} tensors are not where it says: {', '.join(lost[:5])}"
+        )
+    tensors = {name: shards[file][0][name] for name, file in weights.items()}
+    said = {**{k: v for _, notes in shards.values() for k, v in notes.items()}, **metadata}
+    return Checkpoint(source, tensors, _ties(said, tensors))
+
+
+def _ties(metadata: dict[str, Any], tensors: dict[str, Stored]) -> dict[str, str]:
+    return {k: v for k, v in metadata.items() if k not in tensors and isinstance(v, str) and v in tensors}
+
+
+def _open_file(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no file")
+    if path.suffix in (".bin", ".pt", ".pth"):
+        return dict(_open_pickled(path)), {}
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{path}: weights are read from .safetensors, .bin, .pt and .pth files")
+    return map_safetensors(path)
+
+
+def _open_pickled(path: Path) -> Iterator[tuple[str, Stored]]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+    except Exception as error:
+        # Whatever torch meets in a hostile or damaged file, the caller needs to know which file it was.
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{path}: torch.load(weights_only=True) refuses this file ({reason}); it is damaged, or holds code, of which "
+            "nothing was executed. Ask its author for safetensors"
+        ) from error
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise CheckpointError(f"{path}: holds a {type(state).__name__} that is no dict of names and tensors")
+    for name, tensor in state.items():
+        is_mapped = _is_zip(path) and tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
+        yield name, Stored(path, tensor.dtype, tuple(tensor.shape), is_mapped, tensor.detach())
+
+
+def _is_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == b"PK"
+
+
+def map_safetensors(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
+    """Map a safetensors file of any name, after checking all that its header says against its length.
+
+    Returns:
+        its tensors by name, and its metadata.
+
+    Raises:
+        CheckpointError: the file breaks a rule of the format; the message names it.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
+        if not 2 <= length <= min(_MAX_HEADER, size - 8):
+            raise CheckpointError(f"{path}: no safetensors file; its {size} bytes do not begin with a header's length")
+        try:
+            header = json.loads(file.read(length), object_pairs_hook=_without_doubles)
+        except (ValueError, RecursionError, CheckpointError) as error:
+            raise CheckpointError(f"{path}: the header is damaged ({error})") from error
+        if not isinstance(header, dict):
+            raise CheckpointError(f"{path}: the header is damaged (no table of tensors)")
+        # A private mapping: pages come from the file when touched, and a write makes a copy of its page.
+        view = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+    metadata = header.pop("__metadata__", None) or {}
+    tensors = {name: _entry(path, name, entry, view, 8 + length) for name, entry in header.items()}
+    end = 8 + length
+    for stored in sorted(tensors.values(), key=lambda stored: (stored._offset, stored.num_bytes)):
+        if stored._offset != end:
+            raise CheckpointError(f"{path}: the header is damaged (tensors overlap or leave holes at byte {end})")
+        end += stored.num_bytes
+    if end != size:
+        state = (
+            f"truncated: {end - size} bytes are missing"
+            if end > size
+            else f"{size - end} bytes longer than its header says"
+        )
+        raise CheckpointError(f"{path}: the file is {state}; copy or download it again")
+    return tensors, metadata if isinstance(metadata, dict) else {}
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise CheckpointError("a name occurs twice")
+    return found
+
+
+def _entry(path: Path, name: str, entry: Any, view: mmap.mmap, start: int) -> Stored:
+    try:
+        dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+        is_sound = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: the header's entry for {name!r} is damaged or of an unknown dtype: {entry}"
+        ) from error
+    if not is_sound or end - begin != math.prod(shape) * dtype.itemsize:
+        raise CheckpointError(f"{path}: the header is damaged: the size of {name!r} does not fit its shape: {entry}")
+    is_aligned = (start + begin) % dtype.itemsize == 0
+    return Stored(path, dtype, shape, is_aligned, view, start + begin)

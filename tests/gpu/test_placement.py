@@ -1,0 +1,42 @@
+"""Budgets, skeletons and placement where there is an accelerator."""
+
+import pytest
+import torch
+from torch import nn
+
+from headway import get_max_memory, init_on_device
+from headway.bigmodel.device_map import resolve_device_map
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine shows none"),
+]
+
+
+def test_free_memory_counts_what_the_allocator_holds_unused():
+    before = get_max_memory()[0]
+    block = torch.empty(1 << 28, dtype=torch.int8, device="cuda:0")
+    held = get_max_memory()[0]
+    del block
+    assert before - held >= 1 << 28
+    assert get_max_memory()[0] - held >= 1 << 28
+
+
+def test_a_model_is_built_on_the_device_with_its_ties():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(300, 300), nn.Linear(300, 300, bias=False)
+            self.head.weight = self.embedding.weight
+            self.register_buffer("steps", torch.arange(3))
+
+    with init_on_device("cuda"):
+        model = Tied()
+    assert model.head.weight is model.embedding.weight
+    assert (model.head.weight.device, model.steps.device) == (torch.device("cuda:0"), torch.device("cpu"))
+
+
+def test_a_small_model_goes_to_the_accelerators():
+    found = resolve_device_map(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "sequential")
+    assert found == {"": 0}
+    assert found.main_device == 0
