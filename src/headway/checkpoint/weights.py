@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from headway.errors import ConfigError
+from headway.bigmodel.files import map_safetensors
+from headway.errors import CheckpointError, ConfigError
 from headway.units import parse_bytes
 
 SINGLE = "model.safetensors"
@@ -35,16 +36,24 @@ def untied(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[str, torch
 
 
 def plan_shards(sizes: dict[str, int], max_shard_size: int) -> list[list[str]]:
-    """Names in order, cut so that no shard is above `max_shard_size` bytes unless one tensor alone is."""
+    """Names in order, cut into shards of at most `max_shard_size` bytes; a tensor larger than that gets one of its own.
+
+    The cuts are those of huggingface_hub's split_torch_state_dict_into_shards, by the same rules: a tensor that is too
+    large stands before the shard that was being filled when it came, and that shard is filled further.
+    """
     shards: list[list[str]] = []
-    room = 0
+    filling: list[str] = []
+    room = max_shard_size
     for name, size in sizes.items():
-        if not shards or size > room:
-            shards.append([])
-            room = max_shard_size
-        shards[-1].append(name)
+        if size > max_shard_size:
+            shards.append([name])
+            continue
+        if size > room:
+            shards.append(filling)
+            filling, room = [], max_shard_size
+        filling.append(name)
         room -= size
-    return shards or [[]]
+    return [*shards, filling] if filling or not shards else shards
 
 
 def save_weights(
@@ -59,6 +68,7 @@ def save_weights(
 
     Raises:
         ConfigError: the folder is a file.
+        CheckpointError: a file does not hold what was written to it; the folder is as it was.
     """
     folder = _folder(folder)
     kept, tied = untied(tensors)
@@ -73,7 +83,9 @@ def save_weights(
     for file, shard in zip(names, shards):
         staged = folder / f".{file}.tmp"
         # safetensors refuses tensors that share memory; copies are made one shard at a time.
-        save_file({name: kept[name].detach().cpu().clone().contiguous() for name in shard}, staged, metadata=metadata)
+        copies = {name: kept[name].detach().cpu().clone().contiguous() for name in shard}
+        save_file(copies, staged, metadata=metadata)
+        _verify(staged, copies)
         written.append((staged, folder / file))
     for staged, final in written:
         staged.replace(final)
@@ -118,6 +130,23 @@ def save_object(obj: Any, path: str | Path, safe_serialization: bool = False) ->
     else:
         torch.save(obj, staged)
     staged.replace(path)
+
+
+def _verify(path: Path, wanted: Mapping[str, torch.Tensor]) -> None:
+    """Does the file hold these tensors, bit by bit?"""
+    stored, _ = map_safetensors(path)
+    differing = [name for name in wanted if name not in stored or not _is_same(stored[name].tensor(), wanted[name])]
+    if differing or len(stored) != len(wanted):
+        path.unlink()
+        raise CheckpointError(
+            f"{path} was written and does not hold what the model has ({', '.join(differing[:3])}); nothing was replaced. "
+            "Save to another disk"
+        )
+
+
+def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    is_alike = first.dtype == second.dtype and first.shape == second.shape
+    return is_alike and torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8))
 
 
 def _folder(path: str | Path) -> Path:

@@ -43,6 +43,15 @@ class DispatchFeed:
         self._feed.is_even = value
 
     @property
+    def seed(self) -> int:
+        """Of the order and of the workers' streams."""
+        return self._feed.seed
+
+    @seed.setter
+    def seed(self, value: int) -> None:
+        self._feed.seed = value
+
+    @property
     def round_size(self) -> int | None:
         """Samples that all ranks together get per step."""
         return self._feed.round_size

@@ -23,9 +23,11 @@ class Feed(Protocol):
 
     Attributes:
         is_even: complete last rounds with repeated samples.
+        seed: of the order and of the workers' streams; a resumed run takes up that of the run it resumes.
     """
 
     is_even: bool
+    seed: int
 
     def start(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
         """Begin a pass.

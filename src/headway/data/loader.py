@@ -5,7 +5,7 @@ without that, and random numbers drawn while fetching in this process are then e
 batch ahead.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,10 @@ class PreparedLoader(DataLoader[Any]):
         non_blocking: do not wait for the copies.
         active: loaders in iteration, innermost last; this one enters and leaves it.
         listeners: objects whose set_epoch is told each epoch's number.
+
+    Attributes:
+        before_pass: called before a pass begins.
+        before_fetch: called before each batch is asked for.
     """
 
     def __init__(self, source: DataLoader[Any], feed: Feed, shard: Shard, device: torch.device | None,
@@ -46,6 +50,8 @@ class PreparedLoader(DataLoader[Any]):
         self._listeners = listeners
         self._position = Position()
         self._num_skipped = 0
+        self.before_pass: Callable[[], None] | None = None
+        self.before_fetch: Callable[[], None] | None = None
 
     def __getattr__(self, name: str) -> Any:
         # Asked for only where this object lacks it; before __init__ (while unpickling, say) there is no source.
@@ -57,22 +63,31 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """One pass; `break` closes it, and the next pass is another epoch."""
+        if self.before_pass is not None:
+            self.before_pass()
         position = self._position
         position.begin()
         self._tell_epoch(position.epoch)
         position.consumed, deliveries = self._feed.start(position.epoch, position.consumed, self._num_skipped)
         self._active.append(self)
         try:
+            self._note_fetch()
             for batch, share in deliveries:
                 if self._is_moved:
                     batch = to_device(batch, self.device, self._non_blocking)  # type: ignore[arg-type]
                 position.share = share
+                position.previous = position.consumed
                 position.consumed += share.num_samples
                 yield batch
+                self._note_fetch()
             position.finish()
         finally:
             self._num_skipped = 0
             _leave(self._active, self)
+
+    def _note_fetch(self) -> None:
+        if self.before_fetch is not None:
+            self.before_fetch()
 
     def __len__(self) -> int:
         """Batches of a pass on this rank, the same on every rank (TypeError where the data has no length)."""
@@ -135,6 +150,25 @@ class PreparedLoader(DataLoader[Any]):
     def num_consumed(self) -> int:
         """Real samples of all ranks yielded in this epoch (items, where the loader does not batch)."""
         return self._position.consumed
+
+    @property
+    def num_consumed_before(self) -> int:
+        """The same before the batch last yielded."""
+        return self._position.previous
+
+    @property
+    def is_running(self) -> bool:
+        """Is an epoch in progress, or was it broken off?"""
+        return self._position.is_running
+
+    @property
+    def seed(self) -> int:
+        """What its order and its workers' random numbers come from; settable until the next pass begins."""
+        return self._feed.seed
+
+    @seed.setter
+    def seed(self, value: int) -> None:
+        self._feed.seed = value
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be this epoch; the user's sampler, batch sampler and dataset are told where they can be."""

@@ -68,7 +68,7 @@ class MappedFeed:
         self.order = order
         self.split = split
         self.ranks = ranks
-        self.seed = seed
+        self._seed = seed
         self.is_batched = loader.batch_sampler is not None
         self._is_seeded = loader.num_workers > 0
         self._is_one_by_one = is_read_one_by_one(loader.dataset)
@@ -82,6 +82,15 @@ class MappedFeed:
         self._recount = self._choose_recount(collectives)
         source = {"batch_sampler": self._sampler} if self.is_batched else {"batch_size": None, "sampler": self._sampler}
         self.inner = rebuild(loader, **source)
+
+    @property
+    def seed(self) -> int:
+        """Of the order and of the workers' streams."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, value: int) -> None:
+        self._seed = self.order.seed = value
 
     @property
     def is_even(self) -> bool:

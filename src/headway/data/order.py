@@ -22,7 +22,13 @@ _CHUNK = 64
 
 
 class Order(Protocol):
-    """The order of an epoch's samples, or of its batches."""
+    """The order of an epoch's samples, or of its batches.
+
+    Attributes:
+        seed: what the order, with the epoch, is a function of.
+    """
+
+    seed: int
 
     def draw(self, epoch: int) -> Sequence[Any] | Iterator[Any]:
         """The whole order of `epoch`: a sequence where any position can be reached, an iterator elsewhere."""

@@ -18,6 +18,7 @@ class Position:
     Attributes:
         epoch: its number.
         consumed: real samples of all ranks together that were yielded in it.
+        previous: the same before the batch last yielded.
         is_running: a pass is in progress or was broken off.
         share: what is known about the batch last yielded.
     """
@@ -25,6 +26,7 @@ class Position:
     def __init__(self) -> None:
         self.epoch = 0
         self.consumed = 0
+        self.previous = 0
         self.is_running = False
         self.share = NOTHING
         self._is_resuming = False

@@ -5,6 +5,8 @@ import json
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import nn
 
 from headway import Accelerator
@@ -101,7 +103,38 @@ def test_views_and_strides_are_written_by_value(tmp_path):
 def test_shards_are_planned_in_order():
     assert plan_shards({"a": 5, "b": 5, "c": 1}, 10) == [["a", "b"], ["c"]]
     assert plan_shards({"a": 50, "b": 1, "c": 9, "d": 1}, 10) == [["a"], ["b", "c"], ["d"]]
+    assert plan_shards({"a": 5, "large": 50, "b": 5}, 10) == [["large"], ["a", "b"]]
     assert plan_shards({}, 10) == [[]]
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=30), st.integers(0, 25))
+@example([6, 6, 2, 6, 2, 2], 10)
+@example([5, 50, 5, 0, 50, 11, 10], 10)
+def test_shards_are_those_of_huggingface_hub(sizes, max_shard_size):
+    hub = pytest.importorskip("huggingface_hub", reason="compares with huggingface_hub's splitter")
+    tensors = {f"layers.{i}.weight": torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
+    # Without values: the hub takes all tensors of 0 bytes for one and the same memory.
+    tensors = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    wanted = hub.split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
+    found = plan_shards({name: tensor.nbytes for name, tensor in tensors.items()}, max_shard_size)
+    assert found == list(wanted.filename_to_tensors.values())
+
+
+def test_files_and_index_are_those_of_huggingface_hub(tmp_path):
+    hub = pytest.importorskip("huggingface_hub", reason="compares with huggingface_hub's files")
+    sizes = (3, 40, 7, 2, 2, 9, 60, 1, 4)
+    state = {f"layers.{i}.weight": torch.rand(size, 5).bfloat16() for i, size in enumerate(sizes)}
+    wanted = hub.split_torch_state_dict_into_shards(state, max_shard_size="0.1KB")
+    save_weights(state.items(), tmp_path, "0.1KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == wanted.tensor_to_filename
+    assert index["metadata"]["total_size"] == wanted.metadata["total_size"]
+    (tmp_path / "hub").mkdir()
+    hub.save_torch_state_dict(state, tmp_path / "hub", max_shard_size="0.1KB")
+    for name in set(wanted.filename_to_tensors):
+        assert list(safetensors.torch.load_file(tmp_path / name)) == list(
+            safetensors.torch.load_file(tmp_path / "hub" / name)
+        )
 
 
 def test_save_writes_objects_and_tensors(tmp_path):

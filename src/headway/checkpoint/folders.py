@@ -1,0 +1,170 @@
+"""Checkpoints as folders: staged, committed by one rename, found again, and the old ones removed.
+
+At every moment a reader finds each checkpoint whole or not at all. What a killed process leaves behind begins with a
+dot, and is swept by the next save.
+"""
+
+import ctypes
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from headway.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from headway.errors import CheckpointError
+
+LATEST = "latest"
+_STAGED, _REMOVED, _REPLACED = ".staging-", ".removing-", ".replaced-"
+_NUMBER = re.compile(r"(\d+)$")
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def staging_folder(final: Path, nonce: str) -> Path:
+    """The folder beside `final` in which a save with this nonce (16 hexadecimal digits) is prepared."""
+    return final.parent / f"{_STAGED}{final.name}-{nonce}"
+
+
+def check_target(final: Path) -> None:
+    """Refuse to write over anything but a checkpoint.
+
+    Raises:
+        CheckpointError: `final` is a file, or a folder that holds something else.
+    """
+    if final.is_dir():
+        if not (final / MANIFEST).exists() and any(final.iterdir()):
+            raise CheckpointError(
+                f"{final} holds files, but no checkpoint of Headway's, and would be replaced as a whole; give a new folder"
+            )
+    elif final.exists() or final.is_symlink():
+        raise CheckpointError(f"{final} is no folder; give the name of a folder for the checkpoint")
+
+
+def commit(staging: Path, final: Path, manifest: Manifest) -> None:
+    """Make the staged files a checkpoint: manifest, force everything to the disk, one rename, force that as well.
+
+    A checkpoint that is there already is exchanged for the new one in the same moment.
+
+    Raises:
+        OSError: the disk is full, or the folder not writable; the former checkpoint is as it was.
+    """
+    with open(staging / MANIFEST, "wb") as file:
+        file.write(manifest.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(staging)
+    if (final / MANIFEST).exists():
+        _exchange(staging, final)
+        sync_folder(final.parent)
+        remove(staging)
+    else:
+        os.rename(staging, final)  # onto nothing, or onto an empty folder
+        sync_folder(final.parent)
+
+
+def _exchange(new: Path, final: Path) -> None:
+    """Let the two folders swap names in one step; where the system cannot, the old one steps aside first."""
+    if sys.platform == "linux":
+        swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        if swap is not None and swap(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(final), _RENAME_EXCHANGE) == 0:
+            return
+    aside = final.parent / f"{_REPLACED}{final.name}"
+    if aside.exists():
+        remove(aside)
+    os.rename(final, aside)
+    os.rename(new, final)
+    sync_folder(final.parent)
+    os.rename(aside, new)
+
+
+def sync_folder(folder: Path) -> None:
+    """Force the folder's entries to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def point_latest(folder: Path) -> None:
+    """Let the file `latest` beside the checkpoint name it; for people and scripts, `newest` does not trust it."""
+    staged = folder.parent / f".{LATEST}.tmp"
+    staged.write_text(folder.name + "\n")
+    with open(staged, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(staged, folder.parent / LATEST)
+    sync_folder(folder.parent)
+
+
+def committed(parent: Path) -> list[Path]:
+    """The committed checkpoints in a folder, the newest (the highest number at the end of its name) first."""
+    if not parent.is_dir():
+        return []
+    found = [path for path in parent.iterdir() if not path.name.startswith(".") and (path / MANIFEST).is_file()]
+    return sorted(found, key=_order, reverse=True)
+
+
+def _order(path: Path) -> tuple[int, str]:
+    number = _NUMBER.search(path.name)
+    return (int(number[1]) if number else -1, path.name)
+
+
+def locate(path: Path) -> Path:
+    """The folder of the checkpoint that was saved as `path`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / MANIFEST).is_file():
+        return path
+    aside = path.parent / f"{_REPLACED}{path.name}"
+    if (aside / MANIFEST).is_file():  # killed between two renames, where the system cannot exchange names
+        return aside
+    read_manifest(path)
+    return path
+
+
+def rotate(parent: Path, keep: int, protected: Iterable[Path] = ()) -> list[Path]:
+    """Remove all but the newest `keep` checkpoints (1 or more) and those protected; returns what was removed."""
+    safe = {path.resolve() for path in protected}
+    old = [path for path in committed(parent)[max(1, keep) :] if path.resolve() not in safe]
+    for path in old:
+        remove(path)
+    return old
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint: first its name, in one step, then its files."""
+    doomed = folder
+    if not folder.name.startswith("."):
+        doomed = folder.parent / f"{_REMOVED}{folder.name}"
+        if doomed.exists():
+            shutil.rmtree(doomed)
+        os.rename(folder, doomed)
+        # Else a power cut could bring the name back for a folder whose files are gone.
+        sync_folder(folder.parent)
+    shutil.rmtree(doomed)
+
+
+def sweep(parent: Path, name: str | None = None) -> list[Path]:
+    """Remove what killed saves left behind, of the checkpoint called `name` or (None) of all; returns what it removed.
+
+    Not to be called while a save of that name is under way.
+    """
+    if not parent.is_dir():
+        return []
+    wanted = ".+" if name is None else re.escape(name)
+    pattern = re.compile(rf"{_STAGED}{wanted}-[0-9a-f]{{16}}|({_REMOVED}|{_REPLACED}){wanted}")
+    left = [path for path in parent.iterdir() if pattern.fullmatch(path.name) and _is_litter(path)]
+    for path in left:
+        shutil.rmtree(path)
+    (parent / f".{LATEST}.tmp").unlink(missing_ok=True)
+    return left
+
+
+def _is_litter(path: Path) -> bool:
+    if not path.name.startswith(_REPLACED):
+        return True
+    final = path.parent / path.name.removeprefix(_REPLACED)
+    return (final / MANIFEST).is_file()  # else it is the only one there is

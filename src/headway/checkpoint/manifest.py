@@ -1,0 +1,216 @@
+"""The checkpoint format, version 1: what a manifest says, and how it is written and checked.
+
+A checkpoint is a folder of safetensors files and one `manifest.json`; it exists when the manifest does. The manifest
+names every tensor by its logical name (`model/0/` and the bare module's name, say), its global shape and dtype, and
+the chunks it lies in; every file with its length and SHA-256; tied names; and as JSON what is no tensor::
+
+    {"format": "headway checkpoint", "version": 1, "sha256": <of content>, "content": {
+       "tensors": {name: {"shape", "dtype", "chunks": [{"offsets", "shape", "file", "key"}]}},
+       "files": {file: {"bytes", "sha256"}}, "aliases": {name: name}, "state": ..., "about": ...}}
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from headway.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT, VERSION = "headway checkpoint", 1
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8,
+    "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1, "complex128": 16, "complex64": 8, "complex32": 4, "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
+}  # fmt: skip
+"""The dtypes a checkpoint may hold, by torch's names, and their bytes."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that is on the disk.
+
+    Attributes:
+        name: in its folder.
+        num_bytes: its length.
+        sha256: of its bytes, in hexadecimal.
+    """
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor: where it begins, its shape, and the file and key that hold it."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor: its global shape, its dtype's name, and the chunks that make it up."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        tensors: entries by logical name.
+        files: what was written, by file name.
+        aliases: tied names, and the name that holds their values.
+        state: everything that is no tensor, as `values.encode` made it.
+        about: counters, world and versions: what a reader may want to know before it loads.
+    """
+
+    tensors: Mapping[str, Entry]
+    files: Mapping[str, Written]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """The manifest as the bytes of `manifest.json`."""
+        content = {
+            "tensors": {
+                name: {"shape": list(e.shape), "dtype": e.dtype, "chunks": [
+                    {"offsets": list(c.offsets), "shape": list(c.shape), "file": c.file, "key": c.key} for c in e.chunks]}
+                for name, e in self.tensors.items()
+            },
+            "files": {name: {"bytes": w.num_bytes, "sha256": w.sha256} for name, w in self.files.items()},
+            "aliases": dict(self.aliases), "state": dict(self.state), "about": dict(self.about),
+        }  # fmt: skip
+        whole = {"format": FORMAT, "version": VERSION, "sha256": _digest(content), "content": content}
+        return (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def decode(cls, data: bytes, where: str = MANIFEST) -> "Manifest":
+        """Read and check the bytes of a `manifest.json`.
+
+        Raises:
+            CheckpointError: it is none, of another version, or not what was written.
+        """
+        try:
+            whole = json.loads(data)
+            if not isinstance(whole, dict) or whole.get("format") != FORMAT:
+                raise CheckpointError(f"{where} is no manifest of a Headway checkpoint")
+            if whole.get("version") != VERSION:
+                raise CheckpointError(
+                    f"{where} is of version {whole.get('version')!r} of the format; this Headway reads version {VERSION}"
+                )
+            content = whole.get("content")
+            if _digest(content) != whole.get("sha256"):
+                raise CheckpointError(f"{where} is damaged: its content is not what was written (SHA-256 differs)")
+            return _read_content(content)
+        except CheckpointError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            raise CheckpointError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the whole manifest: two checkpoints with one hash are one checkpoint."""
+        return hashlib.sha256(self.encode()).hexdigest()
+
+    def num_bytes(self) -> int:
+        """The length of all files but the manifest."""
+        return sum(written.num_bytes for written in self.files.values())
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    ).hexdigest()
+
+
+def _read_content(content: Any) -> Manifest:
+    files = {
+        _file_name(name): Written(name, _count(entry["bytes"]), str(entry["sha256"]))
+        for name, entry in content["files"].items()
+    }
+    tensors = {str(name): _read_entry(name, entry, files) for name, entry in content["tensors"].items()}
+    aliases = {str(name): str(target) for name, target in content["aliases"].items()}
+    for name, target in aliases.items():
+        if target not in tensors or name in tensors:
+            raise CheckpointError(f"the tied name {name!r} stands for {target!r}, which is no tensor of its own here")
+    state, about = content["state"], content["about"]
+    if not isinstance(state, dict) or not isinstance(about, dict):
+        raise CheckpointError("the manifest's state and about must be objects")
+    return Manifest(tensors, files, aliases, state, about)
+
+
+def _read_entry(name: str, entry: dict[str, Any], files: Mapping[str, Written]) -> Entry:
+    shape = tuple(map(_count, entry["shape"]))
+    if entry["dtype"] not in ITEM_BYTES:
+        raise CheckpointError(f"the tensor {name!r} is of the unknown dtype {entry['dtype']!r}")
+    chunks = tuple(
+        Chunk(tuple(map(_count, c["offsets"])), tuple(map(_count, c["shape"])), str(c["file"]), str(c["key"]))
+        for c in entry["chunks"]
+    )
+    for chunk in chunks:
+        if chunk.file not in files:
+            raise CheckpointError(f"the tensor {name!r} lies in {chunk.file!r}, which the manifest does not list")
+        fits = len(chunk.offsets) == len(chunk.shape) == len(shape) and all(
+            start + size <= total for start, size, total in zip(chunk.offsets, chunk.shape, shape)
+        )
+        if not fits:
+            raise CheckpointError(f"a chunk of {name!r} at {chunk.offsets} of {chunk.shape} lies outside {shape}")
+    if sum(prod(c.shape) for c in chunks) != prod(shape) or _overlap(chunks):
+        raise CheckpointError(f"the chunks of {name!r} do not make up its shape {shape}")
+    return Entry(shape, str(entry["dtype"]), chunks)
+
+
+def _overlap(chunks: tuple[Chunk, ...]) -> bool:
+    boxes = [list(zip(c.offsets, c.shape)) for c in chunks if prod(c.shape)]
+    return any(
+        all(a < b + m and b < a + n for (a, n), (b, m) in zip(one, other))
+        for index, one in enumerate(boxes)
+        for other in boxes[:index]
+    )
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise CheckpointError(f"the manifest has {value!r} where a whole number, 0 or more, belongs")
+    return value
+
+
+def _file_name(name: str) -> str:
+    parts = PurePosixPath(name).parts
+    if (
+        not parts
+        or name != "/".join(parts)
+        or name.startswith("/")
+        or ".." in parts
+        or name == MANIFEST
+        or "\0" in name
+    ):
+        raise CheckpointError(f"the manifest names the file {name!r}, which does not lie in its folder")
+    return name
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint's folder; its other files are not looked at.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        return Manifest.decode(path.read_bytes(), str(path))
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is no committed checkpoint: {MANIFEST} cannot be read ({error.strerror or error})"
+        ) from error

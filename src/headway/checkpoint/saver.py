@@ -1,0 +1,263 @@
+"""Saving and finding checkpoints on all ranks together: who writes what, on shared folders or own disks.
+
+Ranks agree before a byte is written and after the last one. Where machines share the folder, there is one checkpoint
+to which all ranks contribute. Where each has a disk of its own, each keeps a complete replica, written by its own
+ranks; such a checkpoint exists where the machines hold it with one manifest hash.
+"""
+
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headway.checkpoint import folders
+from headway.checkpoint.layout import read_tensors, verify
+from headway.checkpoint.manifest import Manifest, read_manifest
+from headway.checkpoint.state import Collected
+from headway.checkpoint.writer import Background, Job, Snapshot, abandon, announce, begin, write
+from headway.errors import CheckpointError
+from headway.log import get_logger
+from headway.ops.collectives import Collectives
+from headway.runtime.process import ProcessRuntime
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is kept, and how a save runs.
+
+    Attributes:
+        keep: checkpoints that stay, this one included; None: all.
+        protected: folders that stay whatever their age (the best one, say).
+        owns_parent: the parent folder holds this run's checkpoints and nothing else.
+        is_blocking: return when the checkpoint is on the disk; False: write behind the loop.
+        timeout: seconds to wait for the other ranks' parts.
+    """
+
+    keep: int | None = None
+    protected: tuple[Path, ...] = ()
+    owns_parent: bool = False
+    is_blocking: bool = True
+    timeout: float = 600.0
+
+
+@dataclass(frozen=True)
+class _Disk:
+    """How this rank stands to the disk it writes to."""
+
+    is_shared: bool
+    part: int | None
+    num_parts: int
+    leads: bool
+
+
+class Saver:
+    """Saves and reads checkpoints of one Accelerator."""
+
+    def __init__(self, runtime: ProcessRuntime, collectives: Collectives) -> None:
+        self._runtime = runtime
+        self._collectives = collectives
+        self._snapshot = Snapshot()
+        self._background = Background()
+        self._pending: Job | None = None
+
+    # ---------------------------------------------------------------- save
+
+    def save(self, final: Path, collected: Collected, about: Mapping[str, Any], policy: Policy,
+             fill: Callable[[Path], None] | None = None) -> None:  # fmt: skip
+        """Write a checkpoint; every rank calls it with the same folder.
+
+        Args:
+            final: the checkpoint's folder.
+            collected: the state, in the same order on all ranks.
+            about: for the manifest, alike on all ranks.
+            policy: what is kept, and how it runs.
+            fill: puts further files into the folder that it is given, or takes tensors out of `collected`, on every rank.
+
+        Raises:
+            CheckpointError: on every rank, where any of them could not write; the former checkpoint is intact.
+        """
+        self.wait()
+        nonce = self._collectives.broadcast_object(secrets.token_hex(8))
+        disk = self._find_disk(final, nonce)
+        job = self._job(final, nonce, disk, collected, about, policy)
+        self._together(lambda: begin(job), job)
+        if fill is not None:
+            self._together(partial(fill, job.staging), job)
+        self._together(lambda: announce(job), job)
+        if policy.is_blocking:
+            self._together(lambda: write(job), job)
+            self._after(job, policy)
+        else:
+            taken = self._snapshot.take(job.tensors)
+            self._pending = job = _with_tensors(job, taken)
+            self._background.start(job)
+
+    def _job(self, final: Path, nonce: str, disk: _Disk, collected: Collected, about: Mapping[str, Any],
+             policy: Policy) -> Job:  # fmt: skip
+        # Rotation on own disks waits until every machine has committed.
+        keep = policy.keep if disk.is_shared else None
+        return Job(final, nonce, disk.part, disk.num_parts, disk.leads, collected.tensors, collected.aliases, collected.state,
+                   about, keep, policy.protected, policy.owns_parent, policy.timeout)  # fmt: skip
+
+    def _find_disk(self, final: Path, nonce: str) -> _Disk:
+        """Do all machines see the folder that rank 0 writes to? A file of an unforeseeable name tells."""
+        runtime, world = self._runtime, self._collectives.world_size
+        if world == runtime.local_world_size:
+            return _Disk(True, runtime.rank, world, runtime.rank == 0)
+        mark = final.parent / f".{nonce}"
+        if runtime.rank == 0:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        self._collectives.barrier()
+        sees = mark.exists()
+        rows = self._collectives.gather_numbers([float(sees), float(runtime.local_world_size)])
+        if runtime.rank == 0:
+            mark.unlink(missing_ok=True)
+        if all(row[0] for row in rows):
+            return _Disk(True, runtime.rank, world, runtime.rank == 0)
+        # The same parts on every machine, so that their manifests are the same.
+        num_parts = int(min(row[1] for row in rows))
+        part = runtime.local_rank if runtime.local_rank < num_parts else None
+        return _Disk(False, part, num_parts, runtime.local_rank == 0)
+
+    def _together(self, act: Callable[[], Any], job: Job) -> None:
+        """Run on every rank; where it fails on any, drop the save and raise on all."""
+        failure: str | None = None
+        cause: BaseException | None = None
+        try:
+            act()
+        except (OSError, CheckpointError) as error:
+            failure, cause = f"{type(error).__name__}: {error}", error
+        told = self._collectives.gather_objects(failure)
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+        if failed:
+            abandon(job)
+            raise CheckpointError(
+                f"{job.final} was not saved; earlier checkpoints are as they were.\n  " + "\n  ".join(failed)
+            ) from cause
+
+    def _after(self, job: Job, policy: Policy | None = None) -> None:
+        """On own disks: all machines must hold the same, and only then the old ones go."""
+        if self._collectives.world_size == self._runtime.local_world_size:
+            return
+        own = read_manifest(job.final).sha256 if job.leads else None
+        hashes = {each for each in self._collectives.gather_objects(own) if each is not None}
+        if len(hashes) > 1:
+            raise CheckpointError(
+                f"{job.final} differs between machines, so it cannot be resumed from: the state of their ranks is not the same"
+            )
+        if policy is not None and policy.keep is not None and job.leads:
+            folders.rotate(job.final.parent, policy.keep, policy.protected)
+
+    def poll(self) -> None:
+        """Raise the error of a save behind the loop, if there is one.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        error = self._background.take_error()
+        if error is not None:
+            raise _failed(self._pending, error) from error
+
+    def wait(self) -> None:
+        """Wait for the save behind the loop; every rank calls it.
+
+        Raises:
+            CheckpointError: on every rank, where any could not write.
+        """
+        if self._pending is None:
+            return
+        job, self._pending = self._pending, None
+        error = self._background.wait()
+
+        def outcome() -> None:
+            if error is not None:
+                raise _failed(job, error) from error
+
+        self._together(outcome, job)
+        self._after(job)
+
+    @property
+    def is_busy(self) -> bool:
+        """Is a save being written behind the loop?"""
+        return self._background.is_busy
+
+    # ---------------------------------------------------------------- find and read
+
+    def newest(self, parent: Path) -> tuple[Path | None, list[str]]:
+        """The newest checkpoint in a folder that verifies, on every machine alike; and why newer ones do not.
+
+        Returns:
+            (its folder or None, a line for each one passed over).
+        """
+        reasons: list[str] = []
+        candidates = self._common(parent)
+        for name, manifest_hash in candidates:
+            problem = self._agreed_problem(parent / name, manifest_hash)
+            if problem is None:
+                return parent / name, reasons
+            reasons.append(problem)
+        return None, reasons
+
+    def _common(self, parent: Path) -> Sequence[tuple[str, str]]:
+        """(name, manifest hash) of the checkpoints that every disk holds, newest first."""
+        own: list[tuple[str, str]] = []
+        for folder in folders.committed(parent):
+            try:
+                own.append((folder.name, read_manifest(folder).sha256))
+            except CheckpointError as error:
+                own.append((folder.name, f"damaged: {error}"))
+        everywhere = self._collectives.gather_objects(own)
+        return [
+            pair for pair in everywhere[0] if all(pair in each or pair[1].startswith("damaged") for each in everywhere)
+        ]
+
+    def _agreed_problem(self, folder: Path, manifest_hash: str) -> str | None:
+        problem: str | None = None
+        if self._runtime.local_rank == 0:  # one reader a machine
+            try:
+                verify(folder)
+            except CheckpointError as error:
+                problem = str(error)
+        found = [text for text in self._collectives.gather_objects(problem) if text is not None]
+        return found[0] if found else None
+
+    def read(self, path: Path) -> tuple[Manifest, Collected]:
+        """A checkpoint's manifest and state, every byte compared with what was written; tensors are views of its files.
+
+        Raises:
+            CheckpointError: on every rank, where any finds it missing or damaged.
+        """
+        result: tuple[Manifest, Collected] | None = None
+        failure: str | None = None
+        try:
+            folder = folders.locate(path)
+            manifest = verify(folder) if self._runtime.local_rank == 0 else read_manifest(folder)
+            tensors = dict(read_tensors(folder, manifest))
+            result = manifest, Collected(tensors, dict(manifest.aliases), dict(manifest.state))
+        except CheckpointError as error:
+            failure = str(error)
+        told = self._collectives.gather_objects((failure, None if result is None else result[0].sha256))
+        failures = {text for text, _ in told if text is not None}
+        if failures:
+            raise CheckpointError("; ".join(sorted(failures)))
+        if len({each for _, each in told}) > 1:
+            raise CheckpointError(f"{path} is not the same checkpoint on every rank (manifest hashes differ)")
+        assert result is not None
+        return result
+
+
+def _with_tensors(job: Job, tensors: Mapping[str, Any]) -> Job:
+    return replace(job, tensors=tensors)
+
+
+def _failed(job: Job | None, error: BaseException) -> CheckpointError:
+    where = "a checkpoint" if job is None else os.fspath(job.final)
+    return CheckpointError(
+        f"{where} could not be written behind the loop ({type(error).__name__}: {error}); earlier checkpoints are as they were"
+    )

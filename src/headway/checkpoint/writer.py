@@ -1,0 +1,260 @@
+"""Saving: every rank writes its part into the staging folder, one process a disk commits, in step or behind the loop.
+
+The ranks of one disk speak through files in the staging folder, which works from a background thread, needs no
+collective while the loop trains, and leaves nothing that a later save does not sweep::
+
+    .writing-R   rank R is at work         (made while all ranks wait for each other)
+    .written-R   its part is on the disk   (the former, renamed; says which files and hashes)
+    neither      it failed
+"""
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.checkpoint import folders
+from headway.checkpoint.manifest import Chunk, Entry, Manifest, Written
+from headway.checkpoint.shards import describe, write_shard
+from headway.errors import CheckpointError
+
+_POLL = 0.005
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save, as one rank sees it.
+
+    Attributes:
+        final: the checkpoint's folder.
+        nonce: names the staging folder; alike on all ranks.
+        part: which of the parts this rank writes; None: none.
+        num_parts: parts on this disk.
+        leads: does this rank commit on this disk?
+        tensors: everything, by logical name, in the same order on all ranks.
+        aliases, state, about: for the manifest.
+        keep: how many checkpoints stay beside it; None: all.
+        protected: checkpoints that stay whatever their age.
+        sweeps_all: does the run own the whole parent folder, or only folders of this name?
+        timeout: seconds the leader waits for the other parts.
+    """
+
+    final: Path
+    nonce: str
+    part: int | None
+    num_parts: int
+    leads: bool
+    tensors: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, str]
+    state: Mapping[str, Any]
+    about: Mapping[str, Any]
+    keep: int | None = None
+    protected: Sequence[Path] = ()
+    sweeps_all: bool = False
+    timeout: float = 600.0
+
+    @property
+    def staging(self) -> Path:
+        """Where it is prepared."""
+        return folders.staging_folder(self.final, self.nonce)
+
+
+def partition(sizes: Mapping[str, int], num_parts: int) -> list[list[str]]:
+    """Names in order, cut into `num_parts` runs of about the same number of bytes."""
+    total, done = sum(sizes.values()), 0
+    parts: list[list[str]] = [[] for _ in range(num_parts)]
+    for name, size in sizes.items():
+        # By the middle of the tensor, so that no part is left out by rounding.
+        index = min(num_parts - 1, (2 * done + size) * num_parts // (2 * total)) if total else 0
+        parts[index].append(name)
+        done += size
+    return parts
+
+
+def plan_files(tensors: Mapping[str, torch.Tensor], num_parts: int) -> list[dict[str, list[str]]]:
+    """For each part, its files and the names in each: files of weights hold nothing but weights."""
+    plan: list[dict[str, list[str]]] = []
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    for index, names in enumerate(partition(sizes, num_parts)):
+        files: dict[str, list[str]] = {}
+        for name in names:
+            files.setdefault(f"{name.split('/', 1)[0]}-{index:05d}.safetensors", []).append(name)
+        plan.append(files)
+    return plan
+
+
+def begin(job: Job) -> None:
+    """Make the staging folder ready; called on the main thread, after all ranks agreed on the job.
+
+    Raises:
+        OSError, CheckpointError: the folder cannot be written, or is none of ours.
+    """
+    if job.leads:
+        folders.check_target(job.final)
+        job.final.parent.mkdir(parents=True, exist_ok=True)
+        folders.sweep(job.final.parent, None if job.sweeps_all else job.final.name)
+        job.staging.mkdir()
+
+
+def announce(job: Job) -> None:
+    """Say that this rank will write; after `begin` has run on the leader."""
+    if job.part is not None:
+        (job.staging / f".writing-{job.part}").touch()
+
+
+def write(job: Job) -> Manifest | None:
+    """Write this rank's part, and on the leader commit; returns the manifest there.
+
+    Raises:
+        OSError: the disk is full or failed; the former checkpoint is intact.
+        CheckpointError: another rank could not write its part.
+    """
+    plan = plan_files(job.tensors, job.num_parts)
+    if job.part is not None:
+        _write_part(job, plan[job.part])
+    if not job.leads:
+        return None
+    files = _collect(job)
+    files |= _added_files(job.staging, files)
+    manifest = _assemble(job, plan, files)
+    folders.commit(job.staging, job.final, manifest)
+    folders.point_latest(job.final)
+    if job.keep is not None:
+        folders.rotate(job.final.parent, job.keep, job.protected)
+    return manifest
+
+
+def _write_part(job: Job, files: Mapping[str, Sequence[str]]) -> None:
+    working, done = job.staging / f".writing-{job.part}", job.staging / f".written-{job.part}"
+    try:
+        written = [write_shard(job.staging / file, [(name, job.tensors[name]) for name in names])
+                   for file, names in files.items()]  # fmt: skip
+        working.write_text(json.dumps([[w.name, w.num_bytes, w.sha256] for w in written]))
+        os.replace(working, done)
+    except BaseException:
+        # Taking a file away works on a full disk as well.
+        working.unlink(missing_ok=True)
+        raise
+
+
+def _collect(job: Job) -> dict[str, Written]:
+    files: dict[str, Written] = {}
+    deadline = time.monotonic() + job.timeout
+    for part in range(job.num_parts):
+        done, working = job.staging / f".written-{part}", job.staging / f".writing-{part}"
+        while not done.exists():
+            if not working.exists() and not done.exists():
+                raise CheckpointError(
+                    f"part {part} of {job.num_parts} of {job.final} could not be written; its rank says why"
+                )
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"part {part} of {job.num_parts} of {job.final} was not written in {job.timeout:g} s"
+                )
+            time.sleep(_POLL)
+        for name, num_bytes, sha256 in json.loads(done.read_text()):
+            files[name] = Written(name, num_bytes, sha256)
+    for part in range(job.num_parts):
+        (job.staging / f".written-{part}").unlink()
+    return files
+
+
+def _added_files(staging: Path, known: Mapping[str, Written]) -> dict[str, Written]:
+    """What hooks put into the folder belongs to the checkpoint too."""
+    added = {}
+    for path in sorted(staging.rglob("*")):
+        name = path.relative_to(staging).as_posix()
+        if path.is_dir():
+            folders.sync_folder(path)
+        elif name not in known:
+            added[name] = describe(path, name)
+    return added
+
+
+def _assemble(job: Job, plan: Sequence[Mapping[str, Sequence[str]]], files: Mapping[str, Written]) -> Manifest:
+    place = {name: file for part in plan for file, names in part.items() for name in names}
+    tensors = {
+        name: Entry(
+            tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."),
+            (Chunk((0,) * tensor.ndim, tuple(tensor.shape), place[name], name),),
+        )
+        for name, tensor in job.tensors.items()
+    }  # fmt: skip
+    return Manifest(tensors, dict(sorted(files.items())), job.aliases, job.state, job.about)
+
+
+def abandon(job: Job) -> None:
+    """Remove the staging folder of a save that failed; what another rank still puts there is swept by the next save."""
+    if job.leads:
+        shutil.rmtree(job.staging, ignore_errors=True)
+
+
+class Snapshot:
+    """Copies of tensors in host memory, which is kept and used again by the next save of the same shapes."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copies of all tensors; those of an accelerator arrive in pinned memory, all together."""
+        taken: dict[str, torch.Tensor] = {}
+        has_device = False
+        for name, tensor in tensors.items():
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                on_device = tensor.device.type != "cpu"
+                buffer = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=on_device and torch.cuda.is_available()
+                )
+            buffer.copy_(tensor.detach(), non_blocking=True)
+            has_device = has_device or tensor.device.type != "cpu"
+            taken[name] = buffer
+        if has_device:
+            torch.accelerator.synchronize()
+        self._buffers = taken
+        return dict(taken)
+
+
+class Background:
+    """At most one save behind the loop."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Is a save under way?"""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, job: Job) -> None:
+        """Write the job on a thread; `wait` must have returned before."""
+
+        def run() -> None:
+            try:
+                write(job)
+            except BaseException as error:  # handed to the loop, which raises it
+                self._error = error
+                abandon(job)
+
+        self._thread = threading.Thread(target=run, name="headway-save", daemon=False)
+        self._thread.start()
+
+    def wait(self) -> BaseException | None:
+        """Wait for the save under way; returns its error, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self.take_error()
+
+    def take_error(self) -> BaseException | None:
+        """The error of a save that failed meanwhile, once."""
+        error, self._error = self._error, None
+        return error

@@ -1,0 +1,58 @@
+"""`headway inspect`: what a checkpoint holds, read from its manifest; nothing in it is executed."""
+
+from math import prod
+from pathlib import Path
+
+import click
+
+from headway.checkpoint.manifest import ITEM_BYTES, Manifest, read_manifest
+from headway.cli.options import GroupedCommand, GroupedOption
+from headway.units import format_bytes
+
+
+@click.command(
+    "inspect",
+    cls=GroupedCommand,
+    params=[
+        click.Argument(["checkpoint"], type=click.Path(path_type=Path)),
+        GroupedOption(["--tensors"], group="Output", is_flag=True, help="List every tensor with its shape and dtype."),
+        GroupedOption(["--verify"], group="Output", is_flag=True, help="Read every byte and compare it with its hash."),
+    ],
+    help="Print what CHECKPOINT (a folder that save_state wrote) holds.",
+)
+def command(checkpoint: Path, tensors: bool, verify: bool) -> None:
+    """Read the manifest and print it."""
+    manifest = read_manifest(checkpoint)
+    if verify:
+        from headway.checkpoint.layout import verify as read_everything
+
+        read_everything(checkpoint, manifest)
+    for line in summary(manifest):
+        click.echo(line)
+    if tensors:
+        for name, entry in manifest.tensors.items():
+            click.echo(f"  {name}  {entry.dtype} {list(entry.shape)}")
+        for name, target in manifest.aliases.items():
+            click.echo(f"  {name}  tied to {target}")
+    if verify:
+        click.echo(f"verified: all {len(manifest.files)} files are as they were written")
+
+
+def summary(manifest: Manifest) -> list[str]:
+    """The manifest in a few lines."""
+    about = dict(manifest.about)
+    versions = about.pop("versions", {})
+    lines = [f"{name.replace('_', ' ')}: {value}" for name, value in about.items() if value is not None]
+    if isinstance(versions, dict):
+        lines.append("written by: " + ", ".join(f"{name} {value}" for name, value in versions.items()))
+    kinds: dict[str, list[int]] = {}
+    for name, entry in manifest.tensors.items():
+        total = kinds.setdefault("/".join(name.split("/")[:2]), [0, 0, 0])
+        count = prod(entry.shape)
+        for index, amount in enumerate((1, count, count * ITEM_BYTES[entry.dtype])):
+            total[index] += amount
+    width = max(map(len, kinds), default=0)
+    for kind, (num, values, size) in kinds.items():
+        lines.append(f"{kind:{width}}  {num} tensors, {values:,} values, {format_bytes(size)}")
+    lines.append(f"{len(manifest.files)} files, {format_bytes(manifest.num_bytes())}")
+    return lines

@@ -1,0 +1,293 @@
+"""The Accelerator's methods about checkpoints: save, load, resume, and the epochs that are left."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.checkpoint.folders import committed
+from headway.checkpoint.manifest import read_manifest
+from headway.checkpoint.saver import Policy
+from headway.checkpoint.state import Collected
+from headway.config.run import ProjectConfiguration
+from headway.errors import CheckpointError, ConfigError, StateError
+from headway.log import get_logger
+from headway.saving.run import Restored, RunState
+
+log = get_logger(__name__)
+
+SaveHook = Callable[[list[torch.nn.Module], list[dict[str, torch.Tensor]], str], None]
+LoadHook = Callable[[list[torch.nn.Module], str], None]
+FOLDER = "checkpoints"
+
+
+class HookHandle:
+    """Takes a hook off again."""
+
+    def __init__(self, hooks: list[Any], hook: Any) -> None:
+        self._hooks, self._hook = hooks, hook
+
+    def remove(self) -> None:
+        """Take it off; a second time does nothing."""
+        self._hooks[:] = [each for each in self._hooks if each is not self._hook]
+
+
+class Saving:
+    """The half of the Accelerator that saves and resumes.
+
+    Args:
+        run_state: what is saved.
+        project: where, and how many.
+    """
+
+    def __init__(self, run_state: RunState, project: ProjectConfiguration) -> None:
+        self._run_state = run_state
+        self.project_configuration = project
+        self._iteration = project.iteration
+        self._save_hooks: list[SaveHook] = []
+        self._load_hooks: list[LoadHook] = []
+        self._owes_epochs = False
+
+    # ---------------------------------------------------------------- save
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self._iteration
+
+    def save_state(self, output_dir: str | Path | None = None, safe_serialization: bool = True, *, blocking: bool = True,
+                   metric: float | None = None) -> Path:  # fmt: skip
+        """Commit a checkpoint of everything prepared and registered; every rank calls it.
+
+        It is on the disk when this returns. A kill at any moment before leaves the former checkpoint as it was.
+
+        Args:
+            output_dir: its folder; a checkpoint that is there is exchanged for the new one. Not read with automatic naming,
+                where it is `<project_dir>/checkpoints/checkpoint_<n>`.
+            safe_serialization: accepted for the name's sake: checkpoints hold safetensors and JSON, never pickles.
+            blocking: False: return when the state is copied to host memory, and write behind the loop. The next save waits
+                for it; an error is raised by the next `accumulate`, save, or `end_training`.
+            metric: how good this state is, for `ProjectConfiguration(keep_best=...)`.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: on every rank, where any could not write; former checkpoints are intact.
+            ConfigError: no folder was given, and there is no automatic naming.
+        """
+        run, project = self._run_state, self.project_configuration
+        run.saver.wait()
+        folder = self._folder_for(output_dir)
+        collected, about = run.collect()
+        about |= {"iteration": self._iteration, "metric": None if metric is None else float(metric)}
+        is_automatic = project.automatic_checkpoint_naming
+        policy = Policy(
+            project.total_limit if is_automatic else None, self._protected(folder, metric), is_automatic, blocking
+        )
+        fill = (lambda staging: self._call_save_hooks(collected, staging)) if self._save_hooks else None
+        run.saver.save(folder, collected, about, policy, fill)
+        if is_automatic:
+            self._iteration += 1
+        return folder
+
+    def wait_for_save(self) -> None:
+        """Wait until a save behind the loop is on the disk; every rank calls it.
+
+        Raises:
+            CheckpointError: on every rank, where any could not write.
+        """
+        self._run_state.saver.wait()
+
+    def _folder_for(self, output_dir: str | Path | None) -> Path:
+        project = self.project_configuration
+        if not project.automatic_checkpoint_naming:
+            if output_dir is None:
+                raise ConfigError(
+                    "save_state() needs a folder; give one, or set ProjectConfiguration(automatic_checkpoint_naming=True)"
+                )
+            return Path(output_dir).absolute()
+        folder = self._parent() / f"checkpoint_{self._iteration}"
+        others = [path for path in committed(folder.parent) if (_number(path) or 0) >= self._iteration]
+        if others:
+            raise CheckpointError(
+                f"{folder.parent} already has {others[0].name}, from an earlier run; go on from it with "
+                "accelerator.resume('latest') before the first save, or give another project_dir"
+            )
+        return folder
+
+    def _parent(self) -> Path:
+        project = self.project_configuration
+        if project.project_dir is None:
+            raise ConfigError("automatic checkpoints need a place: pass project_dir= to the Accelerator")
+        return Path(project.project_dir).absolute() / FOLDER
+
+    def _protected(self, folder: Path, metric: float | None) -> tuple[Path, ...]:
+        """The folder of the best checkpoint, by the metrics in the manifests."""
+        wanted = self.project_configuration.keep_best
+        if wanted is None:
+            return ()
+        scores = {} if metric is None else {folder: float(metric)}
+        for path in committed(folder.parent):
+            try:
+                known = read_manifest(path).about.get("metric")
+            except CheckpointError:
+                continue  # a damaged one is not the best one
+            if isinstance(known, float):
+                scores[path] = known
+        if not scores:
+            return ()
+        return ((max if wanted == "max" else min)(scores, key=lambda path: scores[path]),)
+
+    def _call_save_hooks(self, collected: Collected, staging: Path) -> None:
+        models = self._run_state.models
+        weights = [
+            {
+                name.split("/", 2)[2]: tensor
+                for name, tensor in collected.tensors.items()
+                if name.startswith(f"model/{index}/")
+            }
+            for index in range(len(models))
+        ]
+        before = list(weights)
+        for hook in self._save_hooks:
+            hook(models, weights, str(staging))
+        for index, own in enumerate(before):
+            if not any(own is each for each in weights):
+                for name in own:
+                    del collected.tensors[f"model/{index}/{name}"]
+                for name in [each for each in collected.aliases if each.startswith(f"model/{index}/")]:
+                    del collected.aliases[name]
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
+        """Call `hook(models, weights, folder)` in each save, on every rank, before anything is written.
+
+        Files it writes into the folder belong to the checkpoint; a model whose entry it takes out of `weights` (one dict
+        of name and tensor for each model) is not saved.
+        """
+        self._save_hooks.append(hook)
+        return HookHandle(self._save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
+        """Call `hook(models, folder)` in each load; a model it takes out of the list is not loaded."""
+        self._load_hooks.append(hook)
+        return HookHandle(self._load_hooks, hook)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load these objects too: anything with state_dict and load_state_dict, of values without pickle.
+
+        Raises:
+            ConfigError: naming those that lack one of the two.
+        """
+        unfit = [
+            type(obj).__name__
+            for obj in objects
+            if not (callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)))
+        ]
+        if unfit:
+            raise ConfigError(
+                f"register_for_checkpointing got {', '.join(unfit)} without state_dict and load_state_dict"
+            )
+        self._run_state.custom.extend(objects)
+
+    # ---------------------------------------------------------------- load
+
+    def load_state(self, input_dir: str | Path | None = None, load_kwargs: dict[str, Any] | None = None, *,
+                   strict: bool = False) -> Restored:  # fmt: skip
+        """Take a checkpoint up, after prepare: all of it or nothing; every rank calls it.
+
+        Args:
+            input_dir: its folder; None, with automatic naming: the newest one that verifies.
+            load_kwargs: accepted for the name's sake: nothing is unpickled.
+            strict: refuse a checkpoint of another world size, batch size, precision or version.
+
+        Returns:
+            What was restored and what differs; printable.
+
+        Raises:
+            CheckpointError: on every rank: missing, damaged, or it does not fit; nothing is changed then.
+        """
+        self._run_state.saver.wait()
+        if input_dir is None:
+            if not self.project_configuration.automatic_checkpoint_naming:
+                raise ConfigError(
+                    "load_state() needs a folder; give one, or set ProjectConfiguration(automatic_checkpoint_naming=True)"
+                )
+            folder = self._newest()
+            if folder is None:
+                raise CheckpointError(f"{self._parent()} holds no checkpoint")
+        else:
+            folder = Path(input_dir).absolute()
+        restored = self._run_state.load(folder, strict, self._load_hooks)
+        iteration = restored.about.get("iteration")
+        if self.project_configuration.automatic_checkpoint_naming and isinstance(iteration, int):
+            # What lies beyond it was not resumed from, and must not be taken for its continuation.
+            newest = max((_number(path) or 0 for path in committed(folder.parent)), default=iteration)
+            self._iteration = max(iteration, newest) + 1
+        log.info(str(restored))
+        return restored
+
+    def resume(self, checkpoint: str | Path = "latest", *, strict: bool = False) -> Restored | None:
+        """Go on from a checkpoint where there is one; call it after prepare, and loop over `epochs(n)`.
+
+        Args:
+            checkpoint: "latest": the newest one in the project's folder that verifies; one that does not is named and
+                passed over. Or a folder.
+            strict: as for load_state.
+
+        Returns:
+            What was restored, or None where "latest" found nothing yet.
+
+        Raises:
+            CheckpointError: on every rank: damaged (a folder that was given), or it does not fit.
+        """
+        folder = self._newest() if str(checkpoint) == "latest" else Path(checkpoint).absolute()
+        if folder is None:
+            log.info("no checkpoint in %s yet: training begins at the start", self._parent())
+            return None
+        restored = self.load_state(folder, strict=strict)
+        self._owes_epochs = True
+        for loader in self._run_state.loaders:
+            loader.before_pass = self._check_epochs
+        return restored
+
+    def _newest(self) -> Path | None:
+        folder, passed_over = self._run_state.saver.newest(self._parent())
+        for line in passed_over:
+            log.warning("a checkpoint is passed over: %s", line)
+        if folder is None and passed_over:
+            raise CheckpointError(
+                f"{self._parent()} holds {len(passed_over)} checkpoints, and all of them are damaged:\n  "
+                + "\n  ".join(passed_over)
+            )
+        return folder
+
+    # ---------------------------------------------------------------- epochs
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """The numbers of the epochs that are left of `num_epochs`: after a resume from the restored one.
+
+        Args:
+            num_epochs: of the whole training, 0 or more.
+        """
+        run = self._run_state
+        self._owes_epochs = False
+        while run.epoch < num_epochs:
+            run.begin_epoch()
+            yield run.epoch
+            run.end_epoch()
+
+    def _check_epochs(self) -> None:
+        if self._owes_epochs:
+            self._owes_epochs = False
+            raise StateError(
+                f"this run was resumed in epoch {self._run_state.epoch}, but the loop does not go by it: write `for epoch in "
+                "accelerator.epochs(num_epochs):` in place of `for epoch in range(num_epochs):`"
+            )
+
+
+def _number(path: Path) -> int | None:
+    found = re.search(r"(\d+)$", path.name)
+    return int(found[1]) if found else None

@@ -1,0 +1,281 @@
+"""The state of a run: what a checkpoint takes from an Accelerator's objects, and puts back."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.checkpoint.manifest import Manifest
+from headway.checkpoint.saver import Saver
+from headway.checkpoint.state import Collected, Parts, Stateful, collect, misfits, restore
+from headway.checkpoint.values import decode, encode
+from headway.data.loader import PreparedLoader
+from headway.errors import CheckpointError
+from headway.log import get_logger
+from headway.ops.collectives import Collectives
+from headway.precision.base import Precision
+from headway.runtime.process import ProcessRuntime
+from headway.runtime.streams import derive_streams, read_streams, write_streams
+from headway.strategies.base import Strategy
+from headway.training.accumulation import Accumulation
+from headway.training.clock import Clock, PerProcessTicks
+from headway.training.prepare import Preparation
+
+log = get_logger(__name__)
+
+
+@dataclass
+class Mark:
+    """Where a window began: what a save in its middle goes back to."""
+
+    streams: dict[str, Any]
+    consumed: list[int]
+    epochs: list[int]
+
+
+@dataclass
+class Restored:
+    """What a load took up, and what is not as it was saved.
+
+    Attributes:
+        folder: the checkpoint.
+        about: its counters, world and versions.
+        differences: one line each.
+    """
+
+    folder: Path
+    about: Mapping[str, Any]
+    differences: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        head = f"resumed from {self.folder} after {self.about['num_updates']} updates, epoch {self.about['epoch']}"
+        return "\n  ".join([head, *self.differences])
+
+
+class RunState:
+    """The state of one Accelerator's run.
+
+    Args:
+        runtime, collectives, strategy, precision, preparation, accumulation, clock: the Accelerator's.
+    """
+
+    def __init__(self, runtime: ProcessRuntime, collectives: Collectives, strategy: Strategy, precision: Precision,
+                 preparation: Preparation, accumulation: Accumulation, clock: Clock) -> None:  # fmt: skip
+        self.saver = Saver(runtime, collectives)
+        self.custom: list[Stateful] = []
+        self.epoch = 0
+        self._began: dict[int, int] | None = None
+        self._runtime = runtime
+        self._collectives = collectives
+        self._strategy = strategy
+        self._precision = precision
+        self._preparation = preparation
+        self._accumulation = accumulation
+        self._clock = clock
+        self._mark: Mark | None = None
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The prepared models, as the user made them."""
+        return list(self._preparation.models)
+
+    @property
+    def loaders(self) -> list[PreparedLoader]:
+        """The prepared loaders."""
+        return self._preparation.loaders
+
+    # ---------------------------------------------------------------- marks
+
+    def watch_windows(self) -> None:
+        """Note where each window begins, where one may be saved in its middle; called when loaders are prepared."""
+        for loader in self._preparation.loaders:
+            loader.before_fetch = self._note_window
+
+    def _note_window(self) -> None:
+        if self._accumulation.num_steps > 1 and not self._accumulation.is_unfinished:
+            loaders = self._preparation.loaders
+            self._mark = Mark(read_streams(self._runtime.hardware), [each.num_consumed for each in loaders],
+                              [each.epoch for each in loaders])  # fmt: skip
+
+    # ---------------------------------------------------------------- out
+
+    def _parts(self) -> Parts:
+        preparation = self._preparation
+        others: dict[str, list[Stateful]] = {
+            "scheduler": [each.scheduler for each in preparation.schedulers], "custom": list(self.custom),
+        }  # fmt: skip
+        models = [getattr(model, "_orig_mod", model) for model in map(self._strategy.unwrap, preparation.models)]
+        return Parts(models, [each.optimizer for each in preparation.optimizers], others, self._strategy.export_state)
+
+    def collect(self) -> tuple[Collected, dict[str, Any]]:
+        """The state of all ranks, and what a reader of the manifest wants to know; every rank calls it."""
+        is_unfinished = self._accumulation.is_unfinished
+        if is_unfinished:
+            log.warning(
+                "a checkpoint is saved in the middle of a window (%d of %d micro-batches); it resumes at the window's start",
+                self._accumulation.current.num_done, self._accumulation.num_steps,
+            )  # fmt: skip
+        collected = collect(self._parts())
+        mark = self._mark if is_unfinished else None
+        streams = mark.streams if mark is not None else read_streams(self._runtime.hardware)
+        own = {"streams": streams, "loaders": self._loader_states(mark)}
+        for rank, told in enumerate(self._collectives.gather_objects(own)):
+            for name, value in told.items():
+                collected.state.setdefault(name, []).append(encode(value, f"{name}/{rank}", collected.tensors))
+        collected.state["run"] = self._run_state()
+        about = self._collectives.broadcast_object(self._about(is_unfinished))
+        return collected, about
+
+    def _loader_states(self, mark: Mark | None) -> list[dict[str, Any]]:
+        states = [each.state_dict() for each in self._preparation.loaders]
+        for index, state in enumerate(states if mark is not None else ()):
+            assert mark is not None
+            if (state["epoch"], state["consumed"]) != (mark.epochs[index], mark.consumed[index]):
+                # A reader's own state is that of the batch last read; the samples are sought by their number instead.
+                kept = {k: v for k, v in state.get("source", {}).items() if k not in ("num_rounds", "inner")}
+                states[index] = {"epoch": mark.epochs[index], "consumed": mark.consumed[index], "source": kept}
+        return states
+
+    def _run_state(self) -> dict[str, Any]:
+        preparation = self._preparation
+        return {
+            "num_updates": self._clock.num_updates,
+            "optimizer_updates": [each.num_updates for each in preparation.optimizers],
+            "nominal": self._accumulation.nominal_weights(preparation.models),
+            "scaler": self._precision.state_dict(),
+            "precision": self._precision.name,
+            "seeds": [each.seed for each in preparation.loaders],
+            "seed": torch.initial_seed() & ((1 << 63) - 1),
+            "epoch": self.next_epoch(),
+        }
+
+    def next_epoch(self) -> int:
+        """The epoch that a run resumed from now begins with."""
+        trained_on = self._accumulation.trained_on
+        if not trained_on:
+            return self.epoch
+        if self._began is None:  # a loop that does not go by epochs(): the first loader counts them
+            return trained_on[0].epoch
+        is_over = not any(each.is_running for each in trained_on) and any(
+            each.epoch != self._began.get(each.seed, 0) for each in trained_on
+        )
+        return self.epoch + 1 if is_over else self.epoch
+
+    def begin_epoch(self) -> None:
+        """An epoch of the loop begins."""
+        self._began = {each.seed: each.epoch for each in self.loaders}
+
+    def end_epoch(self) -> None:
+        """It is over."""
+        self.epoch += 1
+        self._began = {each.seed: each.epoch for each in self.loaders}
+
+    def _about(self, is_unfinished: bool) -> dict[str, Any]:
+        return {
+            "num_updates": self._clock.num_updates, "epoch": self.next_epoch(), "world_size": self._runtime.world_size,
+            "accumulation": self._accumulation.num_steps, "global_batch": self._global_batch(),
+            "ticks_per_update": self._strategy.data_shard.count, "was_in_mid_window": is_unfinished,
+            "device": self._runtime.hardware.kind, "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "versions": {"headway": version("headway"), "torch": torch.__version__},
+        }  # fmt: skip
+
+    def _global_batch(self) -> int | None:
+        loaders = self._preparation.loaders
+        per_step = loaders[0].total_batch_size if loaders else None
+        return None if per_step is None else per_step * self._accumulation.num_steps
+
+    # ---------------------------------------------------------------- back
+
+    def load(self, path: Path, is_strict: bool,
+             hooks: Sequence[Callable[[list[torch.nn.Module], str], None]] = ()) -> Restored:  # fmt: skip
+        """Take a checkpoint up, all of it or nothing; every rank calls it.
+
+        Args:
+            path: its folder.
+            is_strict: refuse what differs in anything.
+            hooks: called with the models and the folder; a model that one takes out of the list is not loaded.
+
+        Raises:
+            CheckpointError: on every rank: missing, damaged, or it does not fit; or `is_strict`, and something differs.
+        """
+        manifest, found = self.saver.read(path)
+        parts = self._parts()
+        wanted = list(parts.models)
+        for hook in hooks:
+            hook(wanted, str(path))
+        parts.left_out |= {i for i, model in enumerate(parts.models) if not any(model is each for each in wanted)}
+        problems = misfits(parts, found)
+        if problems:
+            raise CheckpointError(
+                f"{path} does not fit what is prepared; nothing was changed:\n  " + "\n  ".join(problems)
+            )
+        restored = Restored(path, manifest.about)
+        restored.differences += self._compare(manifest, found)
+        if is_strict and restored.differences:
+            raise CheckpointError(
+                f"{path} differs from this run; nothing was changed:\n  " + "\n  ".join(restored.differences)
+            )
+        restore(parts, found)
+        self._take_up(manifest, found)
+        return restored
+
+    def _compare(self, manifest: Manifest, found: Collected) -> list[str]:
+        """What is not as it was; nothing is changed."""
+        about, run, lines = manifest.about, found.state["run"], []
+        before, now = about["world_size"], self._runtime.world_size
+        if before != now:
+            steps = self._steps_for(about)
+            lines.append(f"world {before} -> {now}; random streams are derived anew from (seed, update, rank)")
+            if steps is None and about["global_batch"] is not None:
+                lines.append(f"global batch {about['global_batch']} -> {self._global_batch()}")
+            elif steps is not None and steps != about["accumulation"]:
+                lines.append(
+                    f"accumulation {about['accumulation']} -> {steps} to keep the global batch of {about['global_batch']}"
+                )
+        elif about["global_batch"] != self._global_batch():
+            lines.append(f"global batch {about['global_batch']} -> {self._global_batch()}")
+        if run["precision"] != self._precision.name:
+            lines.append(f"mixed_precision {run['precision']} -> {self._precision.name}")
+        for name, was in about["versions"].items():
+            if was != (now_is := {"headway": version("headway"), "torch": torch.__version__}.get(name)):
+                lines.append(f"{name} {was} -> {now_is}")
+        if len(found.state["loaders"][0]) != len(self._preparation.loaders):
+            lines.append(
+                f"{len(found.state['loaders'][0])} loaders were saved, {len(self._preparation.loaders)} are prepared"
+            )
+        return lines
+
+    def _steps_for(self, about: Mapping[str, Any]) -> int | None:
+        """The accumulation that keeps the global batch; None where no whole number does."""
+        loaders = self._preparation.loaders
+        per_step = loaders[0].total_batch_size if loaders else None
+        wanted = about["global_batch"]
+        return None if not per_step or wanted is None or wanted % per_step else wanted // per_step
+
+    def _take_up(self, manifest: Manifest, found: Collected) -> None:
+        about, run, preparation, rank = manifest.about, found.state["run"], self._preparation, self._runtime.rank
+        is_same_world = about["world_size"] == self._runtime.world_size
+        self._clock.resume(run["num_updates"])
+        for optimizer, count in zip(preparation.optimizers, run["optimizer_updates"]):
+            optimizer.num_updates = count
+        for scheduler in preparation.schedulers:
+            scheduler.catch_up()
+        if run["precision"] == self._precision.name:
+            self._precision.load_state_dict(run["scaler"])
+        self._accumulation.resume(preparation.models, run["nominal"], run["num_updates"])
+        if not is_same_world and (steps := self._steps_for(about)) is not None:
+            self._accumulation.num_steps = steps
+            preparation.keep_ticks(PerProcessTicks(about["ticks_per_update"]))
+        states = decode(found.state["loaders"][rank if is_same_world else 0], found.tensors)
+        for loader, state, seed in zip(preparation.loaders, states, run["seeds"]):
+            loader.seed = seed
+            loader.load_state_dict(state)
+        self.epoch, self._began, self._mark = run["epoch"], None, None
+        if is_same_world:
+            write_streams(decode(found.state["streams"][rank], found.tensors), self._runtime.hardware)
+        else:
+            derive_streams(run["seed"], run["num_updates"], rank)

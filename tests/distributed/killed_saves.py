@@ -1,0 +1,163 @@
+"""Saves that are killed at a chosen system call; run as a script: `killed_saves.py FOLDER VARIANT...`, prints JSON.
+
+Each attempt is a fork of this process, which has torch loaded; strace attaches to it and sends SIGKILL at the n-th
+call of one kind. Afterwards a checkpoint must load and verify, and be the old or the new one, whole; and the next save
+must leave nothing behind but checkpoints. The sweep of a kind ends where a save survives.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from headway.checkpoint import folders
+from headway.checkpoint.layout import read_tensors, verify
+from headway.checkpoint.saver import Policy, Saver
+from headway.checkpoint.state import Collected
+from headway.ops.collectives import Collectives
+from headway.runtime import process
+
+CALLS = ("write", "fsync", "rename", "renameat2", "unlink", "unlinkat", "rmdir", "mkdir")
+VARIANTS = {
+    "blocking": {"world_size": 1, "is_blocking": True, "same_name": False},
+    "behind": {"world_size": 1, "is_blocking": False, "same_name": False},
+    "exchange": {"world_size": 1, "is_blocking": True, "same_name": True},
+    "exchange behind": {"world_size": 1, "is_blocking": False, "same_name": True},
+    "two ranks exchange": {"world_size": 2, "is_blocking": True, "same_name": True},
+    "two ranks": {"world_size": 2, "is_blocking": True, "same_name": False},
+    "two ranks behind": {"world_size": 2, "is_blocking": False, "same_name": False},
+}
+
+
+def state(value: int) -> Collected:
+    tensors = {f"model/0/{i}": torch.full((1000,), float(value)) for i in range(3)}
+    tensors["optimizer/0/0/exp_avg"] = torch.full((3000,), float(value))
+    return Collected(tensors, {}, {"value": value})
+
+
+def save(root: Path, value: int, variant: dict) -> None:
+    runtime = process.start(cpu=True)
+    saver = Saver(runtime, Collectives(runtime))
+    final = root / ("checkpoint_1" if variant["same_name"] else f"checkpoint_{value}")
+    saver.save(final, state(value), {"value": value}, Policy(1, (), True, variant["is_blocking"]))
+    saver.wait()
+
+
+def found_value(root: Path) -> int:
+    """The value of the newest checkpoint, which must be whole."""
+    newest = folders.committed(root)[0]
+    manifest = verify(newest)
+    values = {t.unique().item() for _, t in read_tensors(newest, manifest)}
+    assert len(values) == 1, values
+    value = values.pop()
+    assert manifest.about["value"] == manifest.state["value"] == value
+    return int(value)
+
+
+def child(root: Path, variant: dict, rank: int, port: int, gate: int) -> None:
+    """Never returns: what follows in the caller is the parent's."""
+    world = variant["world_size"]
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")  # fmt: skip
+    code = 3
+    try:
+        with open(root.parent / f"rank{rank}.log", "w") as sink:
+            os.dup2(sink.fileno(), 2)
+        process.reset()
+        process.start(cpu=True)
+        os.write(gate, b"r")
+        os.kill(os.getpid(), signal.SIGSTOP)  # until strace is attached
+        save(root, 2, variant)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def attempt(root: Path, variant: dict, victim: int, call: str, when: int) -> bool:
+    """One save with a kill; True where it was survived."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    gate_out, gate_in = os.pipe()
+    pids = []
+    for rank in range(variant["world_size"]):
+        pid = os.fork()
+        if pid == 0:
+            child(root, variant, rank, port, gate_in)
+        pids.append(pid)
+    for _ in pids:
+        os.read(gate_out, 1)
+    os.close(gate_out)
+    os.close(gate_in)
+    for pid in pids:
+        os.waitid(os.P_PID, pid, os.WSTOPPED)
+    tracer = subprocess.Popen(
+        ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"trace={call}", "-e", f"inject={call}:signal=SIGKILL:when={when}",
+         "-p", str(pids[victim])], stderr=subprocess.PIPE, text=True)  # fmt: skip
+    wait_traced(pids[victim])
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    codes = [os.waitpid(pids.pop(victim), 0)[1]]
+    if codes[0] != 0:  # the launcher's agent ends the others; here a moment later, so that they may go on a little
+        time.sleep(0.05)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+    codes += [os.waitpid(pid, 0)[1] for pid in pids]
+    tracer.wait()
+    return all(code == 0 for code in codes)
+
+
+def wait_traced(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if "TracerPid:\t0\n" not in Path(f"/proc/{pid}/status").read_text():
+                time.sleep(0.01)
+                return
+        time.sleep(0.005)
+    raise RuntimeError("strace did not attach")
+
+
+def sweep(folder: Path, name: str) -> dict:
+    variant, told = VARIANTS[name], {"kills": 0, "old": 0, "new": 0}
+    for victim, call in itertools.product(range(variant["world_size"]), CALLS):
+        for when in itertools.count(1):
+            root = folder / "root"
+            shutil.rmtree(root, ignore_errors=True)
+            root.mkdir(parents=True)
+            save(root, 1, {**variant, "is_blocking": True})
+            has_survived = attempt(root, variant, victim, call, when)
+            value = found_value(root)
+            assert value in ((2,) if has_survived else (1, 2)), (name, call, when, value)
+            save(root, 3, variant)
+            assert found_value(root) == 3
+            left = sorted(path.name for path in root.iterdir())
+            assert left == ["checkpoint_1" if variant["same_name"] else "checkpoint_3", "latest"], (
+                name,
+                call,
+                when,
+                left,
+            )
+            if has_survived:
+                break
+            told["kills"] += 1
+            told["old" if value == 1 else "new"] += 1
+    return told
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # The saves of this process itself are those of a world of one.
+    print(json.dumps({name: sweep(Path(sys.argv[1]) / name.replace(" ", "-"), name) for name in sys.argv[2:]}))

@@ -1,0 +1,263 @@
+import contextlib
+import json
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from safetensors.torch import load_file, safe_open
+
+from headway.checkpoint import folders, writer
+from headway.checkpoint.layout import read_tensors, verify
+from headway.checkpoint.manifest import MANIFEST, Chunk, Entry, Manifest, Written, read_manifest
+from headway.checkpoint.shards import write_shard
+from headway.errors import CheckpointError
+from tests.unit.checkpoint.amount import EXAMPLES
+
+TENSORS = {
+    "model/0/a": torch.arange(12.0).reshape(3, 4), "model/0/b": torch.randn(5).to(torch.bfloat16), "model/0/empty": torch.zeros(0, 3),
+    "model/0/scalar": torch.tensor(3), "optimizer/0/a/exp_avg": torch.ones(4, 3).t(), "custom/0/c": torch.tensor([1 + 2j]),
+    "model/0/bool": torch.tensor([True, False]), "model/0/f8": torch.ones(3).to(torch.float8_e5m2fnuz),
+}  # fmt: skip
+
+
+def job(folder, nonce="0" * 16, **more):
+    given = {"final": folder / "checkpoint_1", "nonce": nonce, "part": 0, "num_parts": 1, "leads": True, "tensors": TENSORS,
+                 "aliases": {"model/0/tied": "model/0/a"}, "state": {"clock": [1]}, "about": {"num_updates": 7}}  # fmt: skip
+    return writer.Job(**{**given, **more})
+
+
+def save(folder, **more):
+    made = job(folder, **more)
+    writer.begin(made)
+    writer.announce(made)
+    return writer.write(made)
+
+
+def test_what_was_saved_is_read(tmp_path):
+    written = save(tmp_path)
+    folder = tmp_path / "checkpoint_1"
+    found = verify(folder)
+    assert found == written
+    assert (found.aliases, found.state, found.about) == (written.aliases, {"clock": [1]}, {"num_updates": 7})
+    read = dict(read_tensors(folder, found))
+    assert read.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert read[name].dtype == tensor.dtype, name
+        assert torch.equal(read[name].view(torch.uint8) if name.endswith("f8") else read[name],
+                           tensor.view(torch.uint8) if name.endswith("f8") else tensor), name  # fmt: skip
+    assert (tmp_path / "latest").read_text() == "checkpoint_1\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_1", "latest"]
+
+
+def test_any_tool_reads_the_weights(tmp_path):
+    save(tmp_path)
+    weights = load_file(tmp_path / "checkpoint_1" / "model-00000.safetensors")
+    assert torch.equal(weights["model/0/a"], TENSORS["model/0/a"])
+    with safe_open(tmp_path / "checkpoint_1" / "model-00000.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_two_parts_make_one_checkpoint(tmp_path):
+    lead = job(tmp_path, num_parts=2)
+    other = job(tmp_path, num_parts=2, part=1, leads=False)
+    writer.begin(lead)
+    writer.announce(lead)
+    writer.announce(other)
+    assert writer.write(other) is None
+    writer.write(lead)
+    found = verify(tmp_path / "checkpoint_1")
+    assert len(found.files) > 2
+    assert dict(read_tensors(tmp_path / "checkpoint_1", found)).keys() == TENSORS.keys()
+
+
+def test_a_part_that_fails_ends_the_save(tmp_path):
+    save(tmp_path)
+    lead = job(tmp_path, nonce="1" * 16, num_parts=2)
+    writer.begin(lead)
+    writer.announce(lead)
+    with pytest.raises(CheckpointError, match=r"part 1 of 2 .* could not be written"):
+        writer.write(lead)
+    writer.abandon(lead)
+    verify(tmp_path / "checkpoint_1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_1", "latest"]
+
+
+def test_saving_again_exchanges_the_checkpoint(tmp_path):
+    save(tmp_path)
+    save(tmp_path, nonce="1" * 16, about={"num_updates": 8})
+    assert read_manifest(tmp_path / "checkpoint_1").about == {"num_updates": 8}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_1", "latest"]
+
+
+def test_saving_again_where_names_cannot_be_exchanged(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders.sys, "platform", "other")
+    save(tmp_path)
+    save(tmp_path, nonce="1" * 16, about={"num_updates": 8})
+    assert read_manifest(tmp_path / "checkpoint_1").about == {"num_updates": 8}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_1", "latest"]
+
+
+def test_a_checkpoint_that_stepped_aside_is_found_and_kept(tmp_path):
+    save(tmp_path)
+    (tmp_path / "checkpoint_1").rename(tmp_path / ".replaced-checkpoint_1")
+    assert folders.locate(tmp_path / "checkpoint_1").name == ".replaced-checkpoint_1"
+    folders.sweep(tmp_path)
+    assert folders.locate(tmp_path / "checkpoint_1").name == ".replaced-checkpoint_1"
+    save(tmp_path, nonce="1" * 16)
+    folders.sweep(tmp_path)
+    assert not (tmp_path / ".replaced-checkpoint_1").exists()
+
+
+def test_other_files_are_never_replaced(tmp_path):
+    (tmp_path / "checkpoint_1").mkdir()
+    (tmp_path / "checkpoint_1" / "thesis.tex").touch()
+    with pytest.raises(CheckpointError, match="holds files, but no checkpoint"):
+        save(tmp_path)
+    assert (tmp_path / "checkpoint_1" / "thesis.tex").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="is no folder"):
+        save(tmp_path, final=tmp_path / "file")
+
+
+def test_rotation_goes_by_number_and_spares_the_protected(tmp_path):
+    for number in (1, 2, 9, 10, 11):
+        save(tmp_path, final=tmp_path / f"checkpoint_{number}", nonce=f"{number:016x}")
+    (tmp_path / "notes").mkdir()
+    folders.rotate(tmp_path, 2, [tmp_path / "checkpoint_1"])
+    assert [path.name for path in folders.committed(tmp_path)] == ["checkpoint_11", "checkpoint_10", "checkpoint_1"]
+    assert (tmp_path / "notes").exists()
+
+
+def test_litter_is_swept_and_nothing_else(tmp_path):
+    save(tmp_path)
+    for name in (
+        ".staging-checkpoint_1-0123456789abcdef",
+        ".removing-checkpoint_0",
+        ".staging-checkpoint_1-x-0123456789abcdef",
+    ):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".hidden").mkdir()
+    assert [path.name for path in folders.sweep(tmp_path, "checkpoint_1")] == [".staging-checkpoint_1-0123456789abcdef"]
+    folders.sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "checkpoint_1", "latest"]
+
+
+@pytest.mark.parametrize("harm", ["truncate", "flip", "grow", "remove", "swap"])
+def test_damaged_files_are_named(tmp_path, harm):
+    save(tmp_path)
+    path = tmp_path / "checkpoint_1" / "model-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    if harm == "flip":
+        data[-1] ^= 1
+    changed = {"truncate": data[:-1], "flip": data, "grow": data + b"\0", "swap": bytes(len(data))}
+    path.unlink() if harm == "remove" else path.write_bytes(changed[harm])
+    with pytest.raises(CheckpointError, match=r"model-00000\.safetensors"):
+        verify(tmp_path / "checkpoint_1")
+
+
+def test_a_missing_manifest_is_no_checkpoint(tmp_path):
+    save(tmp_path)
+    (tmp_path / "checkpoint_1" / MANIFEST).unlink()
+    assert folders.committed(tmp_path) == []
+    with pytest.raises(CheckpointError, match="no committed checkpoint"):
+        folders.locate(tmp_path / "checkpoint_1")
+
+
+SMALL = Manifest({"a": Entry((4, 2), "float32", (Chunk((0, 0), (2, 2), "f", "a"), Chunk((2, 0), (2, 2), "f", "b")))},
+                 {"f": Written("f", 10, "0" * 64)}, {"t": "a"}, {"x": [1]}, {"y": 2})  # fmt: skip
+
+
+def test_chunks_are_joined(tmp_path):
+    whole = torch.arange(8.0).reshape(4, 2)
+    written = write_shard(tmp_path / "f", [("a", whole[:2]), ("b", whole[2:])])
+    found = replace(SMALL, files={"f": written})
+    assert torch.equal(dict(read_tensors(tmp_path, found))["a"], whole)
+
+
+@pytest.mark.parametrize("change", [
+    lambda c: c["tensors"]["a"]["chunks"].pop(), lambda c: c["tensors"]["a"]["chunks"][1].update(offsets=[1, 0]),
+    lambda c: c["tensors"]["a"]["chunks"][1].update(offsets=[3, 0]), lambda c: c["tensors"]["a"].update(dtype="load"),
+    lambda c: c["tensors"]["a"].update(shape=[-4, 2]), lambda c: c["tensors"]["a"]["chunks"][0].update(file="g"),
+    lambda c: c["files"].update({"../up": {"bytes": 1, "sha256": ""}}), lambda c: c["aliases"].update(z="none"),
+    lambda c: c["files"]["f"].update(bytes=True), lambda c: c.pop("state"), lambda c: c.update(tensors=[]),
+])  # fmt: skip
+def test_a_manifest_that_contradicts_itself_is_refused(change):
+    whole = json.loads(SMALL.encode())
+    change(whole["content"])
+    from headway.checkpoint.manifest import _digest
+
+    whole["sha256"] = _digest(whole["content"])
+    with pytest.raises(CheckpointError):
+        Manifest.decode(json.dumps(whole).encode())
+
+
+def test_another_version_or_file_is_said():
+    whole = json.loads(SMALL.encode())
+    with pytest.raises(CheckpointError, match="version 2"):
+        Manifest.decode(json.dumps({**whole, "version": 2}).encode())
+    with pytest.raises(CheckpointError, match="no manifest"):
+        Manifest.decode(b"{}")
+    with pytest.raises(CheckpointError, match="damaged"):
+        Manifest.decode(SMALL.encode().replace(b'"y": 2', b'"y": 3'))
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.data())
+def test_fuzzed_manifests_are_an_error_or_the_same(data):
+    raw = bytearray(SMALL.encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(raw) - 1))
+        kind = data.draw(st.sampled_from(["set", "cut", "insert"]))
+        if kind == "set":
+            raw[place] = data.draw(st.integers(0, 255))
+        elif kind == "cut":
+            del raw[place : place + data.draw(st.integers(1, 40))]
+        else:
+            raw[place:place] = data.draw(st.binary(min_size=1, max_size=8))
+        if not raw:
+            raw = bytearray(b" ")
+    with contextlib.suppress(CheckpointError):
+        assert Manifest.decode(bytes(raw)) == SMALL  # white space may differ
+
+
+def test_fuzzed_shards_are_an_error_or_the_same(tmp_path):
+    save(tmp_path)
+    folder = tmp_path / "checkpoint_1"
+    manifest = read_manifest(folder)
+    path = folder / "model-00000.safetensors"
+    right = path.read_bytes()
+
+    @settings(max_examples=EXAMPLES, deadline=None)
+    @given(st.integers(0, len(right) - 1), st.integers(0, 255), st.integers(0, 30))
+    def fuzz(place, value, cut):
+        path.write_bytes(right[:place] + bytes([value]) + right[place + 1 :][: len(right) - cut])
+        try:
+            verify(folder, manifest)
+        except CheckpointError:
+            return
+        assert path.read_bytes() == right
+
+    fuzz()
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 8))
+def test_parts_are_contiguous_and_balanced(sizes, num_parts):
+    named = {f"t{i}": size for i, size in enumerate(sizes)}
+    parts = writer.partition(named, num_parts)
+    assert [name for part in parts for name in part] == list(named)
+    if sizes:
+        heaviest = max(sum(named[name] for name in part) for part in parts)
+        assert heaviest <= sum(sizes) / num_parts + max(sizes)
+
+
+def test_snapshot_buffers_are_used_again():
+    snapshot = writer.Snapshot()
+    first = snapshot.take(TENSORS)
+    source = {name: tensor.clone() for name, tensor in TENSORS.items()}
+    source["model/0/a"] += 1
+    second = snapshot.take(source)
+    assert second["model/0/a"].data_ptr() == first["model/0/a"].data_ptr()
+    assert torch.equal(second["model/0/a"], source["model/0/a"])
