@@ -1,0 +1,219 @@
+"""A census of live tensors: what each one is for, whose it is, and how many bytes it holds.
+
+Found through the garbage collector (modules, optimizers, tensors), the frames of an error, and the autograd graph, whose saved
+tensors no Python name holds. Nothing is unpacked: a checkpoint's hook would compute the block again.
+"""
+
+import gc
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+CATEGORIES = ("parameters", "gradients", "optimizer state", "buffers", "saved for backward", "other tensors")
+_MAX_NODES = 200_000  # of the autograd graph; a larger one is counted in part
+
+
+@dataclass(frozen=True)
+class Holding:
+    """One storage that lives.
+
+    Attributes:
+        category: one of CATEGORIES.
+        num_bytes: of the whole storage, however many tensors look at it.
+        shape, dtype: of the tensor by which it was found.
+        owner: whose it is: "layers.0.weight of Net", "exp_avg of layers.0.weight of Net", "saved by MulBackward0",
+            "`hidden` in forward (net.py:12)".
+    """
+
+    category: str
+    num_bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owner: str
+
+
+@dataclass
+class Census:
+    """What lives on one kind of device.
+
+    Attributes:
+        holdings: by storage; each storage counts once, for the first category that claims it.
+        roots: modules that are part of no other module.
+        optimizers: torch's own optimizers.
+        num_graph_scalars: scalars that hold an autograd graph: losses that were not detached.
+        is_complete: False where memory ran out while counting.
+    """
+
+    kind: str
+    holdings: dict[tuple[str, int], Holding] = field(default_factory=dict)
+    roots: list[torch.nn.Module] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    num_graph_scalars: int = 0
+    is_complete: bool = True
+
+    def total(self, category: str) -> int:
+        """Bytes of a category."""
+        return sum(holding.num_bytes for holding in self.holdings.values() if holding.category == category)
+
+    def largest(self, count: int) -> list[Holding]:
+        """The largest storages."""
+        return sorted(self.holdings.values(), key=lambda holding: -holding.num_bytes)[:count]
+
+    def add(self, category: str, tensor: torch.Tensor | None, owner: str) -> None:
+        """Count a tensor's storage unless it is on another kind of device, or counted already."""
+        if tensor is None or tensor.device.type != self.kind:
+            return
+        try:
+            storage = tensor.untyped_storage()
+            key = (str(tensor.device), storage.data_ptr())
+        except (RuntimeError, NotImplementedError):  # a tensor without memory of its own (a fake one, a wrapper)
+            return
+        if key[1] and key not in self.holdings:
+            self.holdings[key] = Holding(category, storage.nbytes(), tuple(tensor.shape), tensor.dtype, owner)
+
+
+def take(kind: str, frames: Iterable[FrameType] = ()) -> Census:
+    """Count the live tensors on one kind of device.
+
+    Args:
+        kind: "cpu", "cuda", ...
+        frames: whose local variables give names, the outermost first.
+    """
+    census = Census(kind)
+    try:
+        _count(census, list(frames))
+    except MemoryError:
+        census.is_complete = False
+    return census
+
+
+def _count(census: Census, frames: list[FrameType]) -> None:
+    tensors: list[torch.Tensor] = []
+    modules: list[torch.nn.Module] = []
+    for obj in gc.get_objects():
+        kind = type(obj)  # isinstance would ask proxies, which may import or raise
+        if issubclass(kind, torch.nn.Module):
+            modules.append(obj)
+        elif issubclass(kind, torch.optim.Optimizer) and "state" in vars(obj):
+            census.optimizers.append(obj)
+        elif issubclass(kind, torch.Tensor):
+            tensors.append(obj)
+    inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
+    census.roots = [module for module in modules if id(module) not in inner and "_modules" in vars(module)]
+    names = _count_models(census)
+    _count_optimizers(census, names)
+    for tensor in tensors:
+        if tensor.is_leaf and tensor.requires_grad:
+            census.add("gradients", tensor.grad, f"gradient of {names.get(id(tensor), 'a leaf tensor')}")
+    local = dict(_locals(frames))
+    census.num_graph_scalars = sum(tensor.numel() == 1 and tensor.grad_fn is not None for tensor in tensors)
+    _count_graph(census, [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None], local)
+    for tensor in tensors:
+        census.add("other tensors", tensor, local.get(_place(tensor), "no name was found"))
+
+
+def _count_models(census: Census) -> dict[int, str]:
+    """Count parameters, their gradients and buffers; returns the parameters' names by id."""
+    names: dict[int, str] = {}
+    # The largest tree first: a part of it that something else wraps is named by the tree.
+    for root in sorted(census.roots, key=lambda module: -sum(1 for _ in module.modules())):
+        for name, parameter in root.named_parameters():
+            owner = names.setdefault(id(parameter), f"{name} of {type(root).__name__}")
+            census.add("parameters", parameter, owner)
+            census.add("gradients", parameter.grad if parameter.is_leaf else None, f"gradient of {owner}")
+        for name, buffer in root.named_buffers():
+            census.add("buffers", buffer, f"{name} of {type(root).__name__}")
+    return names
+
+
+def _count_optimizers(census: Census, names: dict[int, str]) -> None:
+    for optimizer in census.optimizers:
+        for parameter, state in list(optimizer.state.items()):
+            owner = names.get(id(parameter), type(optimizer).__name__)
+            for name, value in state.items() if isinstance(state, dict) else ():
+                for tensor in _tensors(value):
+                    census.add("optimizer state", tensor, f"{name} of {owner}")
+
+
+def _count_graph(census: Census, starts: list[Any], local: dict[tuple[str, int], str]) -> None:
+    """Count what autograd saved, from the nodes that live tensors know backwards."""
+    waiting, seen = starts, set[Any]()
+    while waiting and len(seen) < _MAX_NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for attribute in dir(type(node)):
+            if attribute.startswith("_raw_saved_"):
+                for tensor in _saved(node, attribute):
+                    named = local.get(_place(tensor))
+                    owner = f"saved by {node.name()}{_made_at(node)}"
+                    census.add("saved for backward", tensor, owner if named is None else f"{named}, {owner}")
+        waiting += [following for following, _ in node.next_functions]
+
+
+def _made_at(node: Any) -> str:
+    """The line that made a node; torch notes it in anomaly mode only."""
+    trace = node.metadata.get("traceback_") if torch.is_anomaly_enabled() else None
+    return f", made by {trace[-1].strip().splitlines()[0].strip()}" if trace else ""
+
+
+def _saved(node: Any, attribute: str) -> Iterator[torch.Tensor]:
+    try:
+        found = getattr(node, attribute)
+    except RuntimeError:  # backward has freed it
+        return
+    for saved in found if isinstance(found, list | tuple) else (found,):
+        try:
+            data = getattr(saved, "data", None)
+        except RuntimeError:
+            continue
+        if getattr(saved, "unpack_hook", None) is not None:
+            data = next(iter(_tensors(getattr(data, "host", data))), None)
+        if isinstance(data, torch.Tensor):
+            yield data
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a value, one level of containers deep."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from (each for each in list(value.values()) if isinstance(each, torch.Tensor))
+    elif isinstance(value, list | tuple):
+        yield from (each for each in value if isinstance(each, torch.Tensor))
+
+
+def _place(tensor: torch.Tensor) -> tuple[str, int]:
+    try:
+        return str(tensor.device), tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return "", 0
+
+
+def _locals(frames: list[FrameType]) -> Iterator[tuple[tuple[str, int], str]]:
+    """Storages that local variables hold, and how they are called; of several names the outermost one's comes last."""
+    for frame in reversed(frames):
+        code = frame.f_code
+        where = f"in {code.co_name} ({'/'.join(Path(code.co_filename).parts[-2:])}:{frame.f_lineno})"
+        for name, value in list(frame.f_locals.items()):
+            for tensor in _tensors(value):
+                yield _place(tensor), f"`{name}` {where}"
+
+
+def frames_of(error: BaseException | None) -> list[FrameType]:
+    """The frames that an error came through, outermost first, with those of its causes."""
+    found: list[FrameType] = []
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        trace: TracebackType | None = error.__traceback__
+        while trace is not None:
+            found.append(trace.tb_frame)
+            trace = trace.tb_next
+        error = error.__cause__ or error.__context__
+    return found

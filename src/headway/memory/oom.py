@@ -1,0 +1,147 @@
+"""Recognises out-of-memory errors of every allocator, and frees what a failed attempt still holds."""
+
+import ctypes
+import errno
+import gc
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from headway.runtime.device import HARDWARE
+
+# Each pattern is what an allocator or library itself writes. The first one stands at the start of a line (a data worker's
+# error brings its own lines along), so that a sentence which merely mentions such an error does not match.
+_TEXTS = tuple(
+    re.compile(text, re.MULTILINE)
+    for text in (
+        r"^(?:[\w.]+: )?(?:CUDA|HIP|XPU|MPS backend|MTIA|NPU|HPU|MUSA|PrivateUse1) out of memory\b",
+        r"^(?:[\w.]+: )?(?:CUDA|HIP|XPU)(?: driver)? error: out of memory\b",
+        r"rror: (?:CU|HIP)(?:BLAS|BLASLT|DNN|SOLVER|SPARSE|FFT|RAND)_(?:STATUS_)?ALLOC(?:ATION)?_FAILED\b",
+        r"rror: (?:MIOPEN_STATUS|miopenStatus|rocblas_status_)\w*(?:ALLOC_?FAILED|AllocFailed|memory_error)\b",
+        # "Not supported" is mostly a shape or a type; only its own text can say that it was memory.
+        r"CUDNN_STATUS_NOT_SUPPORTED\b.*(?:out of memory|(?:unable|failed) to allocate|allocation failed)",
+        r"DefaultCPUAllocator: (?:can't allocate|not enough) memory\b",
+        r"\bPosixMemAlign\b.*can't allocate|\bunable to mmap \d+ bytes\b.*Cannot allocate memory",
+        r"^(?:[\w.]+: )?std::bad_alloc\b",
+        r"[Cc]uda failure (?:\d+ )?'out of memory'",
+        r"\b(?:UR_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b|\bZE_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b",
+        r"\bMODULE:PT_DEVMEM Allocation failed",
+    )
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Did memory run out, on a device or on the host?
+
+    True for torch's own out-of-memory type, MemoryError, an OSError of ENOMEM, and a RuntimeError with the text of an allocator
+    (CUDA, HIP, XPU, MPS, the CPU's), of cuBLAS, cuDNN and their like, or of std::bad_alloc. Causes and contexts count
+    (`raise ... from None` cuts them off); a group counts where every error in it does. An interrupt or exit
+    never does, whatever it interrupted.
+    """
+    return _is_out_of_memory(error, set())
+
+
+def _is_out_of_memory(error: BaseException, seen: set[int]) -> bool:
+    if id(error) in seen:
+        return False
+    seen.add(id(error))
+    members = _members(error)
+    if members:
+        return all(_is_out_of_memory(member, seen) for member in members)
+    if not isinstance(error, Exception):
+        return False
+    if _says_so(error):
+        return True
+    origin = error.__cause__ if error.__cause__ is not None or error.__suppress_context__ else error.__context__
+    return origin is not None and _is_out_of_memory(origin, seen)
+
+
+def _says_so(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(text.search(str(error)) for text in _TEXTS)
+
+
+def _members(error: BaseException) -> tuple[BaseException, ...]:
+    """What an exception group holds (Python 3.10 knows the groups of a backport only)."""
+    held = getattr(error, "exceptions", ())
+    return held if isinstance(held, tuple) and all(isinstance(member, BaseException) for member in held) else ()
+
+
+def free_after(error: BaseException) -> None:
+    """Drop the frames that a failed attempt left behind, then collect garbage and empty the devices' caches.
+
+    An error's traceback keeps every frame it came through, and each frame its tensors; emptying a cache before those are
+    gone frees nothing. After this call the error, its causes and contexts have no tracebacks: format them before.
+    """
+    drop_frames(error)
+    clear_device_cache(garbage_collection=True)
+
+
+def drop_frames(error: BaseException) -> None:
+    """Clear the finished frames that the error and all its origins hold, and let go of them."""
+    for each in _related(error):
+        traceback.clear_frames(each.__traceback__)
+        each.__traceback__ = None
+
+
+def _related(error: BaseException) -> Iterator[BaseException]:
+    """The error, its causes and contexts (suppressed or not) and the members of groups, each once."""
+    waiting, seen = [error], set()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        waiting += [other for other in (each.__cause__, each.__context__, *_members(each)) if other is not None]
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Collect garbage and empty the devices' caches: `model, optimizer = release_memory(model, optimizer)`.
+
+    Args:
+        objects: what the caller lets go of. Only rebinding the caller's own names frees it; an exception among them
+            loses its traceback, with the frames that it holds.
+
+    Returns:
+        As many Nones.
+    """
+    for each in objects:
+        if isinstance(each, BaseException):
+            drop_frames(each)
+    result = [None] * len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return result
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give memory that no tensor uses back: the devices' caches to the driver, free heap pages to the system.
+
+    Args:
+        garbage_collection: collect reference cycles first, which may hold tensors.
+    """
+    if garbage_collection:
+        gc.collect()
+    for hardware in HARDWARE.values():
+        if hardware.kind != "cpu" and hardware.is_available():
+            hardware.module.empty_cache()
+    if _trim is not None:
+        _trim(0)
+
+
+def _find_trim() -> Any:
+    """glibc's malloc_trim: without it freed tensors of moderate size stay in the process."""
+    if not sys.platform.startswith("linux"):
+        return None
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+_trim = _find_trim()

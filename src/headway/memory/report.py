@@ -1,0 +1,209 @@
+"""The out-of-memory report: what was asked, what was in use and by what, the largest tensors, and which levers would help.
+
+It is made while the failed frames are still alive, of plain Python and little memory; a small reserve is let go of first.
+"""
+
+import re
+import sys
+import threading
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from headway.memory.census import CATEGORIES, Census, Holding, frames_of, take
+from headway.memory.levers import Lever, find_levers
+from headway.memory.oom import is_out_of_memory
+from headway.memory.use import MemoryUse, memory_use
+from headway.runtime import process
+from headway.units import format_bytes, parse_bytes
+
+_RESERVE_BYTES = 4 << 20
+_NOTE = "_headway_memory_report"
+_HOST_TEXTS = ("DefaultCPUAllocator", "unable to mmap", "bad_alloc", "alloc_cpu")
+_ASKED = (
+    re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B)\b"),
+    re.compile(r"tried to allocate (\d+) bytes"),
+    re.compile(r"unable to mmap (\d+) bytes"),
+    re.compile(r"Unable to allocate ([\d.]+ ?[KMGT]?i?B)\b"),  # numpy's
+)
+
+# Pages that were never written are not memory yet, but address space that a report can use where that is limited.
+_reserve: list[bytearray] = []
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What memory is used for, at one moment.
+
+    Attributes:
+        asked: bytes that could not be had; None where nothing was asked or the error does not say.
+        use: of the device in question.
+        by_category: bytes by what they are for; tensors that Python cannot see are not in it.
+        largest: the largest tensors alive.
+        levers: what would help, the largest saving first.
+        sites: where the largest were allocated, where torch recorded it.
+        is_complete: False where memory ran out while the report was made.
+    """
+
+    asked: int | None
+    use: MemoryUse
+    by_category: dict[str, int]
+    largest: list[Holding]
+    levers: list[Lever]
+    sites: list[str]
+    is_complete: bool = True
+
+    def text(self) -> str:
+        """The report as people read it."""
+        use = self.use
+        what = "the process" if use.device == "cpu" else f"tensors on {use.device}"
+        head = (
+            f"headway: memory ran out on {use.device}" if self.asked is not None else f"headway: memory on {use.device}"
+        )
+        lines = [
+            head + (f": {format_bytes(self.asked)} were asked for" if self.asked is not None else ""),
+            f"  {what} held {format_bytes(use.used)}" + _reserved(use)
+            + f"; all processes {format_bytes(use.occupied)} of {format_bytes(use.total)}",
+        ]  # fmt: skip
+        lines += [f"    {format_bytes(size):>10}  {name}" for name, size in self.by_category.items() if size]
+        unseen = use.used - sum(self.by_category.values())
+        if unseen > 0:
+            program = "the program itself, and " if use.device == "cpu" else ""
+            lines.append(f"    {format_bytes(unseen):>10}  {program}tensors that only C++ holds")
+        if self.largest:
+            lines.append("  the largest tensors alive:")
+            lines += [f"    {format_bytes(h.num_bytes):>10}  {_shape(h)}  {h.owner}" for h in self.largest]
+        if self.sites:
+            lines += ["  where they were made:", *(f"    {site}" for site in self.sites)]
+        if self.levers:
+            lines.append("  what would help (estimates):")
+            lines += [f"    {lever.text()}" for lever in self.levers]
+        if not self.is_complete:
+            lines.append("  (there was too little memory left to look at everything)")
+        return "\n".join(lines)
+
+
+def _reserved(use: MemoryUse) -> str:
+    return "" if use.device == "cpu" else f", torch's allocator {format_bytes(use.reserved)}"
+
+
+def _shape(holding: Holding) -> str:
+    return f"{str(holding.dtype).removeprefix('torch.')}[{', '.join(map(str, holding.shape))}]"
+
+
+def memory_report(error: BaseException | None = None, num_largest: int = 8) -> MemoryReport:
+    """Look at what memory is used for now, or was when `error` was raised (its frames must still be held).
+
+    Args:
+        error: an out-of-memory error; None: just look.
+        num_largest: how many of the largest tensors are listed.
+    """
+    _reserve.clear()
+    device = _device_of(error)
+    frames = frames_of(error) if error is not None else _stack()
+    use = memory_use(device)
+    census = take(device.type, frames)
+    asked = None if error is None else asked_bytes(error)
+    return MemoryReport(
+        asked, use, {name: census.total(name) for name in CATEGORIES}, census.largest(num_largest),
+        find_levers(census, use, asked, frames), _sites(device, census, num_largest), census.is_complete,
+    )  # fmt: skip
+
+
+def explain(error: BaseException) -> str:
+    """The report's text for an out-of-memory error, made once; "" for any other error."""
+    if not is_out_of_memory(error):
+        return ""
+    made = getattr(error, _NOTE, None)
+    if made is None:
+        try:
+            made = memory_report(error).text()
+        except MemoryError:
+            made = "headway: memory ran out, and too little was left to say by what it was used"
+        setattr(error, _NOTE, made)
+    return str(made)
+
+
+def asked_bytes(error: BaseException) -> int | None:
+    """How much the allocator was asked for, where the error or one of its causes says so."""
+    each: BaseException | None = error
+    for _ in range(8):
+        if each is None:
+            return None
+        for pattern in _ASKED:
+            found = pattern.search(str(each))
+            if found is not None:
+                return parse_bytes(int(found[1]) if found[1].isdecimal() else found[1])
+        each = each.__cause__ or each.__context__
+    return None
+
+
+def _device_of(error: BaseException | None) -> torch.device:
+    text = str(error)
+    here = process.current().device
+    is_host = isinstance(error, MemoryError | OSError) or any(mark in text for mark in _HOST_TEXTS)
+    if is_host or here.type == "cpu":
+        return torch.device("cpu")
+    index = re.search(r"GPU (\d+)", text)
+    return here if index is None else torch.device(here.type, int(index[1]))
+
+
+def _stack() -> list[FrameType]:
+    """The frames of the caller, outermost first."""
+    found: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found[::-1]
+
+
+def _sites(device: torch.device, census: Census, count: int) -> list[str]:
+    """Where the allocator says that the largest blocks were made: only after torch's own recording was switched on."""
+    module = torch.get_device_module(device.type)
+    snapshot = getattr(getattr(module, "memory", None), "_snapshot", None)
+    if device.type == "cpu" or snapshot is None or not census.is_complete:
+        return []
+    blocks: list[dict[str, Any]] = [
+        block for segment in snapshot(device)["segments"] for block in segment["blocks"]
+        if block["state"] == "active_allocated" and block.get("frames")
+    ]  # fmt: skip
+    blocks.sort(key=lambda block: -block["size"])
+    return [f"{format_bytes(block['size']):>10}  {_first_python(block['frames'])}" for block in blocks[:count]]
+
+
+def _first_python(frames: list[dict[str, Any]]) -> str:
+    """The innermost Python line outside of torch."""
+    lines = [
+        f"{frame['filename']}:{frame['line']} in {frame['name']}"
+        for frame in frames
+        if frame["filename"].endswith(".py")
+    ]
+    outside = [line for line in lines if "/torch/" not in line]
+    return (outside or lines or ["no Python line was recorded"])[0]
+
+
+# ---------------------------------------------------------------- where nobody catches it
+
+
+_is_armed = threading.Event()
+
+
+def arm() -> None:
+    """Let an out-of-memory error that ends this process print its report, after what the present hook prints."""
+    if not _reserve:
+        _reserve.append(bytearray(_RESERVE_BYTES))
+    if _is_armed.is_set():
+        return
+    _is_armed.set()
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        text = explain(error)
+        if text and text not in getattr(error, "__notes__", ()):
+            print(text, file=sys.stderr)
+
+    sys.excepthook = hook

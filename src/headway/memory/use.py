@@ -1,0 +1,282 @@
+"""How much memory is in use, of the host and of each device: by torch's allocator, by the driver, by process.
+
+What a process's tensors hold comes from torch's allocators; what the device holds for all processes, and which ones they are,
+from NVML (package nvidia-ml-py, optional); the host's from psutil and the limits of the control group.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from headway import optional
+from headway.runtime import process
+from headway.runtime.device import HARDWARE, Hardware
+
+MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """The memory of one device, or of the host, at one moment; all in bytes.
+
+    Attributes:
+        device: "cuda:0", "cpu", ...
+        used: what this process's tensors hold; on the host, this process's resident memory.
+        reserved: what torch's allocator holds of the device, used or cached; on the host, this process's address space.
+        peak: the highest `used` since it was last reset (`MemoryMonitor` resets it), else since the start.
+        total: what there is; on the host the control group's limit where that is lower.
+        occupied: what all processes together hold.
+        utilisation: how busy the device's cores are, 0 to 1; None where nothing tells.
+        processes: bytes by process id, as far as they are known; on the host, this process and its children.
+        source: who says so.
+    """
+
+    device: str
+    used: int
+    reserved: int
+    peak: int
+    total: int
+    occupied: int
+    utilisation: float | None = None
+    processes: dict[int, int] = field(default_factory=dict)
+    source: str = ""
+
+    @property
+    def free(self) -> int:
+        """What no process holds."""
+        return max(0, self.total - self.occupied)
+
+
+def memory_use(device: torch.device | str | None = None) -> MemoryUse:
+    """The use of one device.
+
+    Args:
+        device: None: the one that this process computes on.
+    """
+    chosen = process.current().device if device is None else torch.device(device)
+    if chosen.type == "cpu":
+        return _host()
+    return _device(HARDWARE[chosen.type], chosen)
+
+
+def all_memory_use() -> list[MemoryUse]:
+    """The use of the host and of every device that this process sees."""
+    found = [_host()]
+    for hardware in HARDWARE.values():
+        if hardware.kind != "cpu" and hardware.is_available():
+            found += [_device(hardware, torch.device(hardware.kind, index)) for index in range(hardware.num_devices())]
+    return found
+
+
+# ---------------------------------------------------------------- the host
+
+
+def _host() -> MemoryUse:
+    own = psutil.Process()
+    info, machine = own.memory_info(), psutil.virtual_memory()
+    limit, held = control_group()
+    is_limited = limit is not None and limit < machine.total
+    processes = {own.pid: int(info.rss)}
+    for child in own.children(recursive=True):
+        try:
+            processes[child.pid] = int(child.memory_info().rss)
+        except psutil.Error:  # it has ended meanwhile
+            continue
+    return MemoryUse(
+        "cpu", int(info.rss), int(info.vms), max(host_peak(), int(info.rss)), limit if is_limited and limit else machine.total,
+        held if is_limited else machine.total - machine.available, psutil.cpu_percent() / 100, processes,
+        "psutil and the control group's limit" if is_limited else "psutil",
+    )  # fmt: skip
+
+
+def host_peak() -> int:
+    """The highest resident memory of this process so far, in bytes (since the last reset, where the kernel can reset)."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return highest if sys.platform == "darwin" else highest * 1024
+
+
+def control_group(root: Path = Path("/")) -> tuple[int | None, int]:
+    """The lowest memory limit of this process's control group and its parents, and what that group holds.
+
+    Args:
+        root: where `proc` and `sys` lie.
+
+    Returns:
+        (limit in bytes or None, bytes held under that limit).
+    """
+    lowest, held = None, 0
+    for folder, names in _memory_groups(root):
+        limit, use = (_number(folder / name) for name in names)
+        # Version 1 writes a huge number where there is no limit.
+        if limit is not None and limit < 1 << 60 and (lowest is None or limit < lowest):
+            lowest, held = limit, use or 0
+    return lowest, held
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str]]]:
+    mounted = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            base, names = mounted, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base, names = mounted / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        # Inside a container the path may be the host's, which is not mounted; the base is then the group itself.
+        folder = base / path.lstrip("/")
+        while folder != base.parent:
+            yield folder, names
+            folder = folder.parent
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+# ---------------------------------------------------------------- devices
+
+
+def _device(hardware: Hardware, device: torch.device) -> MemoryUse:
+    module, own = hardware.module, os.getpid()
+
+    def ask(name: str) -> int:
+        function = getattr(module, name, None)
+        return 0 if function is None else int(function(device) if hardware.is_indexed else function())
+
+    used = ask("memory_allocated") or ask("current_allocated_memory")
+    reserved = max(ask("memory_reserved") or ask("driver_allocated_memory"), used)
+    total, occupied = ask("recommended_max_memory"), reserved
+    told = _driver_word(hardware, device)
+    if told is not None:
+        total, occupied = told.total, told.occupied
+    elif hasattr(module, "mem_get_info"):
+        free, total = map(int, module.mem_get_info(device))
+        occupied = total - free
+    return MemoryUse(
+        str(device), used, reserved, max(ask("max_memory_allocated"), used), total, occupied,
+        None if told is None else told.utilisation, {own: reserved} if told is None else told.processes,
+        "torch's allocator" if told is None else "torch's allocator and NVML",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Told:
+    total: int
+    occupied: int
+    utilisation: float | None
+    processes: dict[int, int]
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """NVML, started for the block; None where the package or the driver is missing."""
+    if not optional.available("pynvml"):
+        yield None
+        return
+    library = optional.require("pynvml", "memory of NVIDIA devices needs", "nvidia-ml-py")
+    try:
+        library.nvmlInit()
+    except library.NVMLError:
+        yield None
+        return
+    try:
+        yield library
+    finally:
+        library.nvmlShutdown()
+
+
+def _driver_word(hardware: Hardware, device: torch.device) -> _Told | None:
+    describe = getattr(hardware.module, "get_device_properties", None)
+    unique = getattr(describe(device), "uuid", None) if describe is not None else None
+    with _nvml() as library:
+        if library is None or unique is None:
+            return None
+        try:
+            # By its id: CUDA_VISIBLE_DEVICES renumbers what torch sees, and NVML numbers all that there are.
+            return _read(library, library.nvmlDeviceGetHandleByUUID(f"GPU-{unique}"))
+        except library.NVMLError:  # a slice of a device (MIG) has another id
+            return None
+
+
+def _read(library: Any, handle: Any) -> _Told:
+    memory = library.nvmlDeviceGetMemoryInfo(handle)
+    try:
+        busy = library.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+    except library.NVMLError:
+        busy = None
+    try:
+        running = library.nvmlDeviceGetComputeRunningProcesses(handle)
+    except library.NVMLError:
+        running = []
+    # The driver hides the sizes of other users' processes.
+    return _Told(int(memory.total), int(memory.used), busy, {p.pid: int(p.usedGpuMemory or 0) for p in running})
+
+
+def gpu_memory_occupied() -> int | None:
+    """Bytes that all processes hold on all GPUs of this machine; None where there is none."""
+    with _nvml() as library:
+        if library is not None:
+            handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
+            return sum(int(library.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles)
+    devices = [use for use in all_memory_use() if use.device != "cpu"]
+    return sum(use.occupied for use in devices) if devices else None
+
+
+# ---------------------------------------------------------------- as notebooks print it
+
+
+def print_gpu_utilization() -> None:
+    """Print what all processes hold on all GPUs of this machine; without a GPU, what this process holds of the host.
+
+    In a run of several processes the main one prints.
+    """
+    if not process.current().is_main_process:
+        return
+    occupied = gpu_memory_occupied()
+    if occupied is not None:
+        print(f"GPU memory occupied: {occupied // MIB} MB.")
+    else:
+        print(
+            f"GPU memory occupied: none, there is no GPU here. Host memory of this process: {_host().used // MIB} MB."
+        )
+
+
+def print_summary(result: Any) -> None:
+    """Print time, speed and memory of a finished training.
+
+    Args:
+        result: an object with `metrics` (as a trainer's train() returns), or those metrics: a dict that holds
+            `train_runtime` in seconds and `train_samples_per_second`.
+    """
+    metrics = getattr(result, "metrics", result)
+    if process.current().is_main_process:
+        print(f"Time: {metrics['train_runtime']:.2f}")
+        print(f"Samples/second: {metrics['train_samples_per_second']:.2f}")
+    print_gpu_utilization()

@@ -1,0 +1,145 @@
+"""Activation checkpointing under DDP and with transformers' models: gradients equal bit for bit, on every rank."""
+
+import pytest
+import torch
+
+from headway import Accelerator, ActivationCheckpointing, DistributedDataParallelKwargs
+from tests.distributed.ranks import run_ranks
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow, self.drop = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16), torch.nn.Dropout(0.3)
+        self.norm = torch.nn.LayerNorm(16)
+
+    def forward(self, x):
+        return x + self.drop(self.narrow(torch.relu(self.wide(self.norm(x)))))
+
+
+def stack():
+    return torch.nn.Sequential(torch.nn.Sequential(*[Block() for _ in range(4)]), torch.nn.Linear(16, 1))
+
+
+def train(make, batch, kind=None, ddp=None, precision="no", handlers=()):
+    """Two windows of three micro-batches; the gradients of both, and the weights."""
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=3, mixed_precision=precision,
+        kwargs_handlers=[DistributedDataParallelKwargs(**(ddp or {})), *handlers],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = make()
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if kind is not None:  # after DDP has wrapped it; `handlers` do it before
+        accelerator.checkpoint_activations(model, **kind)
+    torch.manual_seed(1 + accelerator.process_index)
+    found = []
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            accelerator.backward(batch(model), weight=2)
+            if accelerator.sync_gradients:
+                found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+    found += [p.detach().clone() for p in model.parameters()]
+    accelerator.free_memory()
+    return found
+
+
+def rows(model):
+    return model(torch.randn(4, 16)).square().mean()
+
+
+def same(one, other):
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=2, attention_dropout=0.1,
+    ))  # fmt: skip
+
+
+def bert():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2)
+    return BertForSequenceClassification(config)
+
+
+def tokens(model):
+    ids = torch.randint(0, 64, (2, 12))
+    labels = ids if type(model).__name__.startswith("Llama") else ids[:, 0] % 2
+    return model(input_ids=ids, labels=labels).loss
+
+
+TABLE = {
+    "all blocks": (stack, rows, {"kind": {}}),
+    "every second": (stack, rows, {"kind": {"every": 2}}),
+    "keep_matmul": (stack, rows, {"kind": {"policy": "keep_matmul"}}),
+    "before DDP": (stack, rows, {"handlers": (ActivationCheckpointing(),)}),
+    "bf16": (stack, rows, {"kind": {}, "precision": "bf16"}),
+    "static graph": (stack, rows, {"kind": {}, "ddp": {"static_graph": True}}),
+    "find unused": (stack, rows, {"kind": {}, "ddp": {"find_unused_parameters": True}}),
+    "llama": (llama, tokens, {"kind": {}}),
+    "llama, every second, keep_attention": (llama, tokens, {"kind": {"every": 2, "policy": "keep_attention"}}),
+    "llama, its layers by name": (llama, tokens, {"kind": {"blocks": ["LlamaDecoderLayer"]}}),
+    "bert before DDP, keep_matmul": (bert, tokens, {"handlers": (ActivationCheckpointing(policy="keep_matmul"),)}),
+    "bert in bf16": (bert, tokens, {"kind": {}, "precision": "bf16"}),
+}
+
+
+def compare():
+    """For each row: are gradients and weights those of the run without checkpointing?"""
+    torch.use_deterministic_algorithms(True)
+    plain, found = {}, {}
+    for name, (make, batch, options) in TABLE.items():
+        bare = {key: value for key, value in options.items() if key in ("ddp", "precision")}
+        key = (make, str(bare))
+        if key not in plain:
+            plain[key] = train(make, batch, **bare)
+        found[name] = same(plain[key], train(make, batch, **options))
+    other = train(stack, lambda model: rows(model) * 2, {})
+    found["can fail"] = not same(plain[stack, "{}"], other)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_ranks(compare, 2)
+
+
+@pytest.mark.parametrize("name", [*TABLE, "can fail"])
+def test_equal_bit_for_bit_on_both_ranks(results, name):
+    assert [rank[name] for rank in results] == [True, True]
+
+
+def switched():
+    """What transformers' own switch says, with `every`, offloading on a CPU, and undone."""
+    accelerator = Accelerator(cpu=True)
+    model = llama()
+    layers = model.model.layers
+    said = []
+    for kind in ({}, {"every": 2}, {"policy": "keep_all", "offload": True}):
+        accelerator.checkpoint_activations(model, **kind)
+        said.append([layer.gradient_checkpointing for layer in layers])
+    accelerator.checkpoint_activations(model)
+    accelerator.keep_activations(model)
+    said.append([layer.gradient_checkpointing for layer in layers])
+    holder = torch.nn.ModuleDict({"text": llama(), "image": torch.nn.Sequential(Block(), Block())})
+    accelerator.checkpoint_activations(holder)
+    said.append([layer.gradient_checkpointing for layer in holder["text"].model.layers])
+    said.append([type(block).__mro__[1].__name__ for block in holder["image"]])
+    return said
+
+
+def test_transformers_own_switch_is_used():
+    (said,) = run_ranks(switched, 1)
+    assert said == [
+        [True] * 3, [True, False, True], [False] * 3, [False] * 3, [True] * 3, ["CheckpointedBlock"] * 2,
+    ]  # fmt: skip

@@ -1,0 +1,119 @@
+"""On one CUDA device: the notebook's rows (seconds, samples/s, MB), activations in host memory, a real out-of-memory report."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator, MemoryMonitor, memory_report, memory_use, print_gpu_utilization, print_summary
+from headway.memory.oom import is_out_of_memory
+from headway.memory.use import gpu_memory_occupied
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine shows none"),
+]
+
+MIB = 1 << 20
+
+
+def train_bert_large(micro_batch: int, steps: int, checkpointing: bool, num_rows: int) -> dict[str, float]:
+    """The notebook's training: BERT-large, sequences of 512 tokens, AdamW in fp32; its metrics and the peak in MB."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
+    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(config)
+    if checkpointing:
+        accelerator.checkpoint_activations(model)
+    data = TensorDataset(torch.randint(100, 30000, (num_rows, 512)), torch.zeros(num_rows, dtype=torch.long))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=micro_batch))
+    model.train()
+    with MemoryMonitor() as monitor:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for ids, labels in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(input_ids=ids, labels=labels).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    metrics = {"train_runtime": seconds, "train_samples_per_second": num_rows / seconds}
+    print(f"\nmicro-batch {micro_batch}, accumulation {steps}, checkpointing {checkpointing}: {monitor}")
+    print_summary(SimpleNamespace(metrics=metrics))
+    model = optimizer = accelerator.free_memory(model, optimizer)[0]
+    return {**metrics, "peak": monitor.peak / MIB}
+
+
+def test_the_notebooks_rows() -> None:
+    # Published on an RTX 3090 over 512 rows: 48.18 s, 8,590 MB and 63.28 s, 7,078 MB; 34.26 s, 20,314 MB and 46.53 s, 8,030 MB.
+    rows = {
+        (micro_batch, checkpointing): train_bert_large(micro_batch, steps, checkpointing, 128)
+        for micro_batch, steps in ((1, 4), (8, 8)) for checkpointing in (False, True)
+    }  # fmt: skip
+    for micro_batch in (1, 8):
+        assert rows[micro_batch, True]["peak"] < rows[micro_batch, False]["peak"]
+    # Of what eight sequences keep, checkpointing leaves little: the published figure is 60 % less in all.
+    assert rows[8, True]["peak"] < 0.7 * rows[8, False]["peak"]
+
+
+def test_utilisation_is_told(capsys) -> None:
+    held = torch.ones(64 * MIB // 4, device="cuda")
+    now = memory_use()
+    assert now.used >= 64 * MIB
+    assert now.used <= now.reserved <= now.total
+    assert now.occupied <= now.total
+    assert (gpu_memory_occupied() or 0) >= 64 * MIB
+    print_gpu_utilization()
+    assert capsys.readouterr().out.startswith("GPU memory occupied: ")
+    assert held.numel()
+
+
+def blocks(depth: int = 6) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*[
+        torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)) for _ in range(depth)
+    ])  # fmt: skip
+
+
+def run(accelerator: Accelerator, **kind: object) -> tuple[list[torch.Tensor], int]:
+    """Gradients of two backwards, and the peak of the second."""
+    model = accelerator.prepare(blocks())
+    if kind:
+        accelerator.checkpoint_activations(model, **kind)  # type: ignore[arg-type]
+    inputs = torch.randn(8192, 1024, generator=torch.Generator().manual_seed(1)).to("cuda")
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        accelerator.backward(model(inputs).square().mean())
+    torch.cuda.synchronize()
+    grads = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+    peak = torch.cuda.max_memory_allocated()
+    accelerator.free_memory()
+    return grads, peak
+
+
+@pytest.mark.parametrize(
+    "kind", [{"policy": "keep_all", "offload": True}, {"offload": True}, {"policy": "keep_matmul"}]
+)
+def test_offloaded_and_selective_gradients_are_equal_and_take_less(kind) -> None:
+    accelerator = Accelerator()
+    plain, peak = run(accelerator)
+    ours, less = run(accelerator, **kind)
+    assert all(map(torch.equal, plain, ours))
+    assert less < peak
+
+
+def test_a_real_out_of_memory_error_is_explained() -> None:
+    held = torch.ones(256 * MIB // 4, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(1 << 46, device="cuda")
+    assert is_out_of_memory(caught.value)
+    report = memory_report(caught.value)
+    assert report.asked == 1 << 46
+    assert any("`held`" in tensor.owner for tensor in report.largest)
+    assert held.numel()

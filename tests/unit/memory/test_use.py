@@ -1,0 +1,163 @@
+"""Memory in use: the host's real figures, a control group's limits, NVML by a stand-in, and the notebook's lines."""
+
+import subprocess
+import sys
+import types
+
+import psutil
+import pytest
+import torch
+
+from headway import all_memory_use, memory_use, optional, print_gpu_utilization, print_summary
+from headway.memory import use
+from headway.runtime.device import HARDWARE
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is printed where there is no GPU")
+
+
+def test_the_hosts_use_is_this_process_and_its_children():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        before = memory_use("cpu")
+        block = torch.ones(16 << 20)  # 64 MiB
+        after = memory_use("cpu")
+    finally:
+        child.communicate(b"\n")
+    assert after.used - before.used > 60 << 20
+    assert after.used <= after.peak
+    assert after.used <= after.reserved
+    assert after.used < after.occupied < after.total
+    assert after.free == after.total - after.occupied
+    assert set(after.processes) >= {psutil.Process().pid, child.pid}
+    assert 0 <= after.utilisation <= 1
+    assert block.sum() == 16 << 20
+
+
+def test_every_device_is_told():
+    devices = [found.device for found in all_memory_use()]
+    assert devices[0] == "cpu"
+    assert len(devices) == 1 + (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/memory.max": "max", "sys/fs/cgroup/a/b/memory.current": "5",
+          "sys/fs/cgroup/a/memory.max": "1000", "sys/fs/cgroup/a/memory.current": "70"}, (1000, 70)),
+        ({"proc/self/cgroup": "0::/on/the/host\n", "sys/fs/cgroup/memory.max": "800", "sys/fs/cgroup/memory.current": "9"},
+         (800, 9)),
+        ({"proc/self/cgroup": "3:cpu:/x\n4:memory:/x\n", "sys/fs/cgroup/memory/x/memory.limit_in_bytes": "500",
+          "sys/fs/cgroup/memory/x/memory.usage_in_bytes": "300"}, (500, 300)),
+        ({"proc/self/cgroup": "4:memory:/x\n", "sys/fs/cgroup/memory/x/memory.limit_in_bytes": "9223372036854771712"},
+         (None, 0)),
+        ({}, (None, 0)),
+    ],
+)  # fmt: skip
+def test_the_control_groups_lowest_limit_counts(tmp_path, files, expected):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert use.control_group(tmp_path) == expected
+
+
+def test_a_limited_group_is_the_total(monkeypatch):
+    monkeypatch.setattr(use, "control_group", lambda: (1 << 30, 1 << 20))
+    found = memory_use("cpu")
+    assert (found.total, found.occupied) == (1 << 30, 1 << 20)
+    assert "control group" in found.source
+
+
+class Refused(Exception):
+    pass
+
+
+def stand_in(**changes):
+    """NVML with two GPUs, 24 GiB each, 3 and 5 GiB in use."""
+    sizes = [3 << 30, 5 << 30]
+    library = types.ModuleType("pynvml")
+    library.NVMLError = Refused
+    library.closed = 0
+    library.nvmlInit = lambda: None
+    library.nvmlShutdown = lambda: setattr(library, "closed", library.closed + 1)
+    library.nvmlDeviceGetCount = lambda: 2
+    library.nvmlDeviceGetHandleByIndex = lambda index: index
+    library.nvmlDeviceGetHandleByUUID = lambda name: ["GPU-aa", "GPU-bb"].index(name)
+    library.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(used=sizes[handle], total=24 << 30)
+    library.nvmlDeviceGetUtilizationRates = lambda handle: types.SimpleNamespace(gpu=40)
+    library.nvmlDeviceGetComputeRunningProcesses = lambda handle: [
+        types.SimpleNamespace(pid=7, usedGpuMemory=2 << 30), types.SimpleNamespace(pid=8, usedGpuMemory=None),
+    ]  # fmt: skip
+    for name, function in changes.items():
+        setattr(library, name, function)
+    return library
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    def install(**changes):
+        library = stand_in(**changes)
+        monkeypatch.setitem(sys.modules, "pynvml", library)
+        monkeypatch.setattr(optional, "available", lambda name: True)
+        return library
+
+    return install
+
+
+def refuse(*_):
+    raise Refused
+
+
+def test_the_notebooks_lines(nvml, capsys):
+    library = nvml()
+    result = types.SimpleNamespace(metrics={"train_runtime": 63.279, "train_samples_per_second": 8.091, "epoch": 1.0})
+    print_summary(result)
+    assert capsys.readouterr().out == "Time: 63.28\nSamples/second: 8.09\nGPU memory occupied: 8192 MB.\n"
+    print_gpu_utilization()
+    assert capsys.readouterr().out == "GPU memory occupied: 8192 MB.\n"
+    assert library.closed == 2
+
+
+@NO_GPU
+@pytest.mark.parametrize("driver", ["missing", "package missing"])
+def test_without_a_gpu_it_says_so(nvml, monkeypatch, capsys, driver):
+    nvml(nvmlInit=refuse)
+    if driver == "package missing":
+        monkeypatch.setattr(optional, "available", lambda name: False)
+    print_summary({"train_runtime": 1, "train_samples_per_second": 2})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["Time: 1.00", "Samples/second: 2.00"]
+    assert lines[2].startswith("GPU memory occupied: none, there is no GPU here. Host memory of this process: ")
+    assert lines[2].endswith(" MB.")
+
+
+def device(monkeypatch):
+    """torch.cuda as a machine with GPUs would show it."""
+    module = types.SimpleNamespace(
+        memory_allocated=lambda device: 100, memory_reserved=lambda device: 150, max_memory_allocated=lambda device: 120,
+        get_device_properties=lambda device: types.SimpleNamespace(uuid="bb"), mem_get_info=lambda device: (600, 1000),
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    return HARDWARE["cuda"], torch.device("cuda", 0)
+
+
+def test_a_devices_use_by_the_allocator_and_the_driver(nvml, monkeypatch):
+    nvml()
+    found = use._device(*device(monkeypatch))
+    assert (found.device, found.used, found.reserved, found.peak) == ("cuda:0", 100, 150, 120)
+    assert (found.total, found.occupied, found.utilisation) == (24 << 30, 5 << 30, 0.4)
+    assert found.processes == {7: 2 << 30, 8: 0}
+    assert found.source == "torch's allocator and NVML"
+
+
+@pytest.mark.parametrize("what", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
+def test_a_devices_use_without_the_driver(nvml, monkeypatch, what):
+    nvml(**{what: refuse})
+    found = use._device(*device(monkeypatch))
+    assert (found.used, found.total, found.occupied, found.utilisation) == (100, 1000, 400, None)
+    assert found.source == "torch's allocator"
+
+
+def test_a_driver_that_keeps_things_to_itself(nvml, monkeypatch):
+    nvml(nvmlDeviceGetUtilizationRates=refuse, nvmlDeviceGetComputeRunningProcesses=refuse)
+    found = use._device(*device(monkeypatch))
+    assert (found.occupied, found.utilisation, found.processes) == (5 << 30, None, {})
