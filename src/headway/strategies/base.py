@@ -1,6 +1,6 @@
 """The strategy protocol: the narrow set of questions that a way of spreading a model over processes answers."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -83,8 +83,20 @@ class Strategy(Protocol):
     def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
         """Another backward follows on forwards whose gradients have travelled already; they must travel again."""
 
-    def reduce_gradients(self) -> None:
-        """What remains to be reduced when the window's last backward has returned: buffers, deferred gradients."""
+    def ready(self, parameters: Sequence[torch.nn.Parameter]) -> int:
+        """Allocate what `reduce_gradients` will need, so that memory cannot run out within it.
+
+        Returns:
+            How many of the parameters have no gradient here, where that matters to the others.
+        """
+
+    def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
+        """What remains to be reduced when the window's last backward has returned: buffers, deferred gradients.
+
+        Args:
+            parameters: those of the window that learn.
+            has_gaps: on some rank, some of them have no gradient (what `ready` returned is not 0 everywhere).
+        """
 
     def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
         """Multiply gradients: the one correction of (sum, weight)."""

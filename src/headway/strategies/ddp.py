@@ -7,7 +7,7 @@ and a model may be called on one rank alone; and the average over ranks is undon
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,8 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway.config.strategies import DDPCommunicationHookType as Hook
 from headway.config.strategies import DistributedDataParallelKwargs
-from headway.errors import PrepareError, UnsupportedError
+from headway.errors import PrepareError, StateError, UnsupportedError
+from headway.memory import attempt
 from headway.ops.collectives import Collectives
+from headway.precision.base import Precision
 from headway.runtime import process
 from headway.strategies.base import Engine, Transform
 from headway.strategies.single import SingleStrategy
@@ -42,6 +44,7 @@ class DDPStrategy(SingleStrategy):
         self._options = options
         self._engines: dict[int, DistributedDataParallel] = {}
         self._learned: set[int] = set()
+        self._reduced: set[int] = set()
 
     def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
         """Wrap in DDP, which gives all ranks rank 0's values.
@@ -67,9 +70,10 @@ class DDPStrategy(SingleStrategy):
         )  # fmt: skip
         _register_hook(engine, chosen)
         self._engines[id(model)] = engine
+        self._reduced.update(id(p) for p in model.parameters() if p.requires_grad)
         if len(self._engines) == 1:
             # A prepared model may outlive its Accelerator, and would keep the engine and so the group beyond its end.
-            process.at_end(self.release)
+            process.at_end(self.release, is_engine=True)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -97,7 +101,7 @@ class DDPStrategy(SingleStrategy):
             if engine is not None:
                 engine.reducer.prepare_for_backward([])
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """Give all ranks rank 0's buffers (running statistics, say)."""
         if not self._options.broadcast_buffers:
             return
@@ -107,15 +111,38 @@ class DDPStrategy(SingleStrategy):
                 # The engine's own coalesced broadcast: one message for all buffers.
                 _broadcast_coalesced(engine.process_group, buffers, _BUFFER_BUCKET_BYTES, 0)
 
+    def step(self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> bool:
+        """Step, but never on gradients that only this process has.
+
+        Raises:
+            StateError: parameters were unfrozen after prepare().
+        """
+        learning = [
+            p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.grad is not None
+        ]
+        unknown = [p for p in learning if id(p) not in self._reduced]
+        if unknown:
+            shapes = ", ".join(str(tuple(p.shape)) for p in unknown[:3])
+            raise StateError(
+                f"{len(unknown)} parameters of {type(optimizer).__name__} (shapes {shapes}) were unfrozen after prepare(): DDP "
+                "does not reduce their gradients, and processes would drift apart. Unfreeze before prepare(), call free_memory() and "
+                "prepare again, or use microbatching='auto', which reduces what learns"
+            )
+        return super().step(optimizer, precision, closure)
+
     def release(self) -> None:
         """Forget all engines."""
         super().release()
         self._engines.clear()
         self._learned.clear()
+        self._reduced.clear()
 
 
 def _register_hook(engine: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:
     if options.comm_hook is Hook.NO:
+        # DDP's own reduction, unless an attempt at a batch size is in progress.
+        if attempt.is_in_progress():
+            engine.register_comm_hook(engine.process_group, attempt.hold_back(default_hooks.allreduce_hook))
         return
     backend = dist.get_backend(engine.process_group)
     if "gloo" in str(backend) and Hook.BF16 in (options.comm_hook, options.comm_wrapper):
@@ -132,7 +159,7 @@ def _register_hook(engine: DistributedDataParallel, options: DistributedDataPara
         state = powerSGD_hook.PowerSGDState(engine.process_group, **options.comm_state_option)
     if options.comm_wrapper in wrappers:
         hook = wrappers[options.comm_wrapper](hook)
-    engine.register_comm_hook(state, hook)
+    engine.register_comm_hook(state, attempt.hold_back(hook))
 
 
 def _named(error: RuntimeError, model: torch.nn.Module) -> RuntimeError:

@@ -1,6 +1,6 @@
 """One process: plain PyTorch, and the base of strategies that keep the whole model on each process."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -52,7 +52,11 @@ class SingleStrategy:
     def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
         """Nothing travels."""
 
-    def reduce_gradients(self) -> None:
+    def ready(self, parameters: Sequence[torch.nn.Parameter]) -> int:
+        """Nothing is needed."""
+        return 0
+
+    def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """Nothing to reduce."""
 
     def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: float) -> None:

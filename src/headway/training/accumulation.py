@@ -16,51 +16,53 @@ Outside `accumulate` every backward is a window of its own.
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from headway.data.loader import PreparedLoader
-from headway.errors import LossError
+from headway.errors import LossError, StateError
 from headway.log import get_logger
 from headway.precision.base import Precision
+from headway.runtime import phases
+from headway.runtime.control import note_progress
 from headway.strategies.base import Strategy
+from headway.training.loss import ConstantDivision as ConstantDivision
+from headway.training.loss import LossPolicy as LossPolicy
+from headway.training.loss import WeightedMean as WeightedMean
+from headway.training.loss import check_loss
+
+if TYPE_CHECKING:
+    from headway.training.transaction import Transaction
 
 log = get_logger(__name__)
 
-
-class LossPolicy(Protocol):
-    """How losses are divided; a compatibility layer can bring its own."""
-
-    def factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:
-        """What a backward multiplies its mean loss by, given that the engine divides by `divisor`."""
-
-    def correction(self, nominal: float, actual: float) -> float:
-        """What a closing window multiplies gradients by."""
+_NO_PIECE = (
+    "under microbatching='auto' every accumulate and backward belongs to a batch that can be cut: loop with `for piece in "
+    "accelerator.microbatches(batch): with accelerator.accumulate(model): ...`, or use accelerator.forward_backward(batch, fn)"
+)
 
 
-class WeightedMean:
-    """The mean over everything in the window, on all ranks."""
+@dataclass(frozen=True)
+class Piece:
+    """A part of a batch, under automatic micro-batching.
 
-    def factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:
-        """weight / nominal, with the engine's average undone."""
-        return weight * divisor / nominal
+    Attributes:
+        batch: the batch's number.
+        num_rows: its rows.
+        total_rows: the batch's rows.
+        is_last: no other piece of the batch follows.
+    """
 
-    def correction(self, nominal: float, actual: float) -> float:
-        """nominal / actual."""
-        return nominal / actual
+    batch: int
+    num_rows: int
+    total_rows: int
+    is_last: bool
 
-
-class ConstantDivision:
-    """The plain recipe: every loss divided by the number of steps, ranks averaged, whatever the window really held."""
-
-    def factor(self, weight: float, nominal: float, divisor: int, num_steps: int) -> float:
-        """1 / steps."""
-        return 1 / num_steps
-
-    def correction(self, nominal: float, actual: float) -> float:
-        """None."""
-        return 1.0
+    @property
+    def share(self) -> float:
+        """Its part of the batch."""
+        return self.num_rows / self.total_rows
 
 
 @dataclass
@@ -77,7 +79,10 @@ class Window:
         next_nominal: what the last full window really weighed.
         local_weight: this rank's weights so far.
         global_weight: all ranks' weights so far; None where only an exchange can tell.
-        micro_weight: (this rank's, all ranks') weight of the current micro-batch, set by its first loss.
+        micro_weight: (this rank's, all ranks') weight of the current micro-batch or piece, set by its first loss.
+        has_gradient: a backward of the window has run.
+        is_applied: an optimizer took the step, or fp16 skipped it.
+        batch: the number of the batch in pieces that was counted last.
     """
 
     models: tuple[torch.nn.Module, ...] = ()
@@ -91,10 +96,14 @@ class Window:
     local_weight: float = 0.0
     global_weight: float | None = 0.0
     micro_weight: tuple[float, float | None] | None = None
+    has_gradient: bool = False
+    is_applied: bool = False
+    batch: int = 0
 
     def open(self) -> None:
         """Start over, with the last full window's weight as the nominal one."""
-        self.num_done, self.is_closed, self.is_empty = 0, False, False
+        self.num_done, self.is_closed, self.is_empty, self.has_gradient = 0, False, False, False
+        self.is_applied = False
         self.nominal, self.local_weight, self.global_weight = self.next_nominal, 0.0, 0.0
 
 
@@ -124,13 +133,24 @@ class Accumulation:
         self.current = Window()
         self.is_last = True
         self.num_windows = 0
+        self.trained_on: list[PreparedLoader] = []
+        self.num_resets = 0
+        self.transaction: Transaction | None = None
+        self.piece: Piece | None = None
         self._windows: dict[tuple[int, ...], Window] = {}
         self._is_inside = False
 
     # ---------------------------------------------------------------- windows
 
     def begin(self, models: Sequence[torch.nn.Module]) -> bool:
-        """A micro-batch begins; returns whether gradients travel in it."""
+        """A micro-batch or a piece of one begins; returns whether gradients travel in it.
+
+        Raises:
+            StateError: under automatic micro-batching, outside a batch that it cuts.
+        """
+        piece = self.piece
+        if self.transaction is not None and piece is None:
+            raise StateError(_NO_PIECE)
         key = tuple(map(id, models))
         window = self._windows.get(key)
         if window is None:
@@ -142,10 +162,14 @@ class Accumulation:
             window.number = self.num_windows
             if all(other.is_closed or other is window for other in self._windows.values()):
                 self.precision.adjust()
-        window.num_done += 1
+        if piece is None or window.batch != piece.batch:
+            window.num_done += 1
+            window.batch = 0 if piece is None else piece.batch
+        note_progress(window.number, window.num_done)
         window.micro_weight = None
+        self._note_loader()
         is_end = self.sync_with_loader and bool(self.active) and self.active[-1].is_last
-        window.is_last = is_end or window.num_done >= self.num_steps
+        window.is_last = (is_end or window.num_done >= self.num_steps) and (piece is None or piece.is_last)
         self.current, self.is_last, self._is_inside = window, window.is_last, True
         return window.is_last or self.sync_each
 
@@ -158,6 +182,19 @@ class Accumulation:
             for parameter in self._parameters_of(window):
                 parameter.grad = None
 
+    def withdraw(self) -> None:
+        """The piece's block is left to be run again."""
+        self._is_inside = self.is_last = False
+
+    @property
+    def windows(self) -> Iterable[Window]:
+        """One for each set of models met so far."""
+        return self._windows.values()
+
+    def forget(self, window: Window) -> None:
+        """It was begun by a batch that did not happen."""
+        del self._windows[tuple(map(id, window.models))]
+
     @property
     def is_final(self) -> bool:
         """Are the gradients those of a whole window, so that clip and step may act?"""
@@ -167,13 +204,47 @@ class Accumulation:
     def is_fresh(self) -> bool:
         """Does no gradient of a window in progress lie in the tensors, so that zero_grad may act?"""
         window = self.current
-        return window.is_closed or (window.num_done == 1 and window.micro_weight is None)
+        return window.is_closed or not window.has_gradient
+
+    def _note_loader(self) -> None:
+        if self.active and self.active[-1] not in self.trained_on:
+            self.trained_on.append(self.active[-1])
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Has a window begun whose update, or the decision to make none, is still to come?"""
+        window = self.current
+        return window.num_done > 0 and not (window.is_applied or (window.is_closed and window.is_empty))
+
+    def nominal_weights(self, models: Sequence[torch.nn.Module]) -> list[tuple[list[int], float]]:
+        """For each set of models, by their numbers, the weight that its next window will divide by."""
+        numbers = {id(model): number for number, model in enumerate(models)}
+        return [
+            ([numbers[key] for key in keys if key in numbers], window.next_nominal)
+            for keys, window in self._windows.items()
+            if window.next_nominal is not None
+        ]
+
+    def resume(self, models: Sequence[torch.nn.Module], nominal_weights: Iterable[tuple[Sequence[int], float]],
+               num_updates: int) -> None:  # fmt: skip
+        """Drop windows in progress; the next ones divide by these weights, as an uninterrupted run would."""
+        self.num_windows = num_updates
+        self._windows.clear()
+        self.current, self.is_last, self._is_inside = Window(), True, False
+        self.trained_on.clear()
+        for numbers, weight in nominal_weights:
+            chosen = tuple(models[number] for number in numbers)
+            self._windows[tuple(map(id, chosen))] = Window(chosen, next_nominal=weight)
 
     def reset(self) -> None:
         """Forget all windows and parameters."""
+        if self.transaction is not None:
+            self.transaction.release()
+        self.trained_on.clear()
+        self.num_resets += 1
         self.parameters.clear()
         self._windows.clear()
-        self.current, self.is_last, self._is_inside = Window(), True, False
+        self.current, self.is_last, self._is_inside, self.piece = Window(), True, False, None
 
     # ---------------------------------------------------------------- weights
 
@@ -184,15 +255,23 @@ class Accumulation:
         if weight is not None:
             is_filler = counts is not None and counts[self.strategy.data_shard.index] == 0
             return (0.0 if is_filler else weight), (None if self.strategy.data_shard.count > 1 else weight)
+        if self.transaction is not None:
+            self.transaction.look_for_padding()
         if counts is not None:
-            return float(counts[self.strategy.data_shard.index]), float(sum(counts))
+            return self._part_of(counts[self.strategy.data_shard.index]), self._part_of(sum(counts))
         log.info_once("backward outside a prepared loader: each loss weighs 1; pass weight= where micro-batches differ")
-        return 1.0, float(self.strategy.data_shard.count)
+        return self._part_of(1), self._part_of(self.strategy.data_shard.count)
+
+    def _part_of(self, weight: float) -> float:
+        """What a mean over the piece in hand weighs, where its whole batch weighs `weight`."""
+        piece = self.piece
+        return float(weight) if piece is None else weight * piece.num_rows / piece.total_rows
 
     def _weigh_micro_batch(self, window: Window, weight: float | None) -> float:
         """Count the micro-batch once, by its first loss; later losses of it are further terms over the same items."""
         if window.micro_weight is None:
             window.micro_weight = local, total = self._weigh(weight)
+            window.has_gradient = True
             window.local_weight += local
             window.global_weight = (
                 None if total is None or window.global_weight is None else window.global_weight + total
@@ -210,7 +289,10 @@ class Accumulation:
         """The first window's nominal weight: what its first micro-batch that weighs anything weighs, times the steps."""
         assert window.micro_weight is not None
         local, total = window.micro_weight
-        if total is None:
+        if self.transaction is not None and self.piece is not None:
+            # Nothing may travel now. A rank's own estimate does: gradients are corrected before they are summed.
+            total = (local * self.strategy.data_shard.count if total is None else total) / self.piece.share
+        elif total is None:
             total = self.strategy.data_group.reduce_numbers([local])[0]
         return total * self.num_steps if total > 0 else None
 
@@ -220,6 +302,8 @@ class Accumulation:
         """Add the loss's gradient with its weight; the window's last one makes gradients final."""
         check_loss(loss, weight, reduction)
         if not self._is_inside:
+            if self.transaction is not None:
+                raise StateError(_NO_PIECE)
             self._backward_alone(loss, weight, reduction, **kwargs)
             return
         window, group = self.current, self.strategy.data_group
@@ -227,7 +311,9 @@ class Accumulation:
         if window.nominal is None:
             window.nominal = self._agree_nominal(window)
         nominal = window.nominal or 1.0  # without one, all weights so far are zero
-        if not window.is_last:
+        if self.transaction is not None:
+            self._backward_piece(self.transaction, loss, local, nominal, reduction, **kwargs)
+        elif not window.is_last:
             self._run(loss, local, nominal, reduction, **kwargs)
         elif window.is_closed:  # a further loss of the last micro-batch
             self.strategy.expect_backward(window.models)
@@ -241,35 +327,61 @@ class Accumulation:
             self._run(loss, local, nominal, reduction, **kwargs)
             self._close(window, group.finish_sum(pending)[0])
 
+    def _backward_piece(self, transaction: "Transaction", loss: torch.Tensor, weight: float, nominal: float,
+                        reduction: str, **kwargs: Any) -> None:  # fmt: skip
+        """Nothing travels before all ranks have said that their pieces went through."""
+        window = self.current
+        parameters = [p for p in self._parameters_of(window) if p.requires_grad]
+        # A further loss of the last piece: what has travelled already must not travel again.
+        travelled = transaction.put_aside(parameters) if window.is_closed else []
+        self._run(loss, weight, nominal, reduction, **kwargs)
+        if window.is_last:
+            total, has_gaps = transaction.agree_gradients(window.local_weight, parameters)
+            if window.is_closed:
+                self.strategy.reduce_gradients(parameters, has_gaps)
+            else:
+                self._close(window, total, parameters, has_gaps)
+            for parameter, grad in travelled:
+                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
     def _run(self, loss: torch.Tensor, weight: float, nominal: float, reduction: str, **kwargs: Any) -> None:
         mean_weight = (1.0 if weight else 0.0) if reduction == "sum" else weight
-        factor = self.policy.factor(mean_weight, nominal, self.strategy.gradient_divisor, self.num_steps)
+        # A policy that counts micro-batches instead of weights must see a piece as the part that it is.
+        share = 1.0 if self.piece is None or reduction == "sum" else self.piece.share
+        factor = (
+            self.policy.factor(mean_weight / share, nominal, self.strategy.gradient_divisor, self.num_steps) * share
+        )
         # A mean over nothing is 0/0: what weighs zero must not carry its NaN into sums, nor to other ranks.
         hooks = [] if factor else [_silence(p) for p in self._learning()]
+        phases.mark("backward")
         try:
             self.strategy.backward(loss, factor, self.precision, **kwargs)
         finally:
+            phases.mark("step" if self.current.is_last else "forward")
             for hook in hooks:
                 hook.remove()
 
     def _learning(self) -> Iterable[torch.nn.Parameter]:
         return (p for parameters in self.parameters.values() for p in parameters if p.requires_grad)
 
-    def _close(self, window: Window, total: float) -> None:
+    def _close(self, window: Window, total: float, parameters: Sequence[torch.nn.Parameter] = (),
+               has_gaps: bool = False) -> None:  # fmt: skip
         window.is_closed, window.is_empty = True, total == 0
         if window.nominal is not None and total > 0:
             correction = self.policy.correction(window.nominal, total)
-            if correction != 1.0:
+            if abs(correction - 1.0) > 1e-12:
                 self.strategy.scale_gradients(self._parameters_of(window), correction)
                 window.nominal = total
             # A short window says nothing about the next one.
             if window.num_done >= self.num_steps:
                 window.next_nominal = total
-        self.strategy.reduce_gradients()
+        self.strategy.reduce_gradients(parameters, has_gaps)
 
     def _backward_alone(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
         """A window of one loss: what other backwards left in the gradients must not be touched, so weigh it exactly."""
         self.num_windows += 1
+        self._note_loader()
+        note_progress(self.num_windows, 1)
         if all(window.is_closed for window in self._windows.values()):
             self.precision.adjust()
         local, total = self._weigh(weight)
@@ -305,35 +417,16 @@ class MicroBatch:
         for context in self._contexts:
             context.__enter__()
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
         for context in reversed(self._contexts):
             context.__exit__(kind, error, trace)
+        transaction = self._accumulation.transaction
+        if error is not None and transaction is not None and transaction.takes(error):
+            self._accumulation.withdraw()
+            return True
         self._accumulation.end(is_failed=kind is not None)
+        return False
 
 
 def _silence(parameter: torch.nn.Parameter) -> torch.utils.hooks.RemovableHandle:
     return parameter.register_hook(torch.zeros_like)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def check_loss(loss: Any, weight: float | None, reduction: str) -> None:
-    """Refuse what cannot be a loss.
-
-    Raises:
-        LossError: no tensor, no scalar, no graph, a weight that is negative or not finite, an unknown reduction.
-    """
-    if not isinstance(loss, torch.Tensor):
-        raise LossError(
-            f"backward() got a {type(loss).__name__}; give the loss tensor (for a model output: output.loss)"
-        )
-    if loss.numel() != 1:
-        raise LossError(f"backward() got a loss of shape {tuple(loss.shape)}; reduce it first: loss.mean(), or loss.sum() with "
-                        "weight= and reduction='sum'")  # fmt: skip
-    if not loss.requires_grad:
-        raise LossError(
-            "backward() got a loss without a graph: it does not depend on any parameter that requires grad. Was it made under "
-            "torch.no_grad(), detached, or are all parameters frozen?"
-        )
-    if reduction not in ("mean", "sum"):
-        raise LossError(f"reduction={reduction!r}; allowed: 'mean' (of `weight` items) and 'sum' (over `weight` items)")
-    if weight is not None and not 0 <= weight < float("inf"):
-        raise LossError(f"weight={weight!r}; give the number of items the loss was taken over, 0 or more")

@@ -21,6 +21,10 @@ class Clock:
             self._last_window = window
             self.num_updates += 1
 
+    def resume(self, num_updates: int) -> None:
+        """Go on from so many updates; windows are numbered anew."""
+        self.num_updates, self._last_window = num_updates, -1
+
 
 class TickRule(Protocol):
     """How often a schedule is stepped for one update."""

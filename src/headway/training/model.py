@@ -53,14 +53,25 @@ class PreparedModel:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deepcopy give the bare class, without an engine."""
-        made = list(super().__reduce_ex__(protocol))
-        bare = self.__dict__[_KEY].bare_class
-        made[1] = tuple(bare if argument is type(self) else argument for argument in made[1])
-        # copyreg's own constructor insists on the object's present class.
-        made[0] = bare if made[0] is type(self) else _new if made[0] is copyreg.__newobj__ else made[0]  # type: ignore[attr-defined]
-        if len(made) > 2 and isinstance(made[2], dict):
-            made[2] = {key: value for key, value in made[2].items() if key != _KEY}
-        return tuple(made)
+        return reduce_to_bare(self, super().__reduce_ex__(protocol), self.__dict__[_KEY].bare_class, (_KEY,))
+
+
+def reduce_to_bare(model: Any, reduced: Any, bare: type, keys: tuple[str, ...]) -> tuple[Any, ...]:
+    """What copy and pickle need to build `model` anew with the class it had, and without the attributes `keys`.
+
+    Args:
+        model: an object whose class was exchanged.
+        reduced: what `__reduce_ex__` of that class says.
+        bare: the class it had.
+        keys: attributes that came with the exchange.
+    """
+    made = list(reduced)
+    made[1] = tuple(bare if argument is type(model) else argument for argument in made[1])
+    # copyreg's own constructor insists on the object's present class.
+    made[0] = bare if made[0] is type(model) else _new if made[0] is copyreg.__newobj__ else made[0]  # type: ignore[attr-defined]
+    if len(made) > 2 and isinstance(made[2], dict):
+        made[2] = {key: value for key, value in made[2].items() if key not in keys}
+    return tuple(made)
 
 
 def _new(kind: type, *args: Any) -> Any:

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-from headway.errors import PrepareError
+from headway.errors import PrepareError, UnsupportedError
 from headway.log import get_logger
 from headway.precision.base import Precision
+from headway.runtime import phases
 from headway.strategies.base import Strategy
 from headway.training.accumulation import Accumulation
 from headway.training.clock import Clock
@@ -38,7 +39,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._strategy = strategy
         self._precision = precision
         self._clock = clock
-        self._is_checked = False
+        self._checked = -1
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -92,6 +93,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients at the end of a window or before its first backward; in between, nothing."""
         if self._accumulation.is_fresh:
+            transaction = self._accumulation.transaction
+            if transaction is not None:
+                transaction.forget_gradients(self.optimizer)
             self._precision.discard(self.optimizer)
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
@@ -109,18 +113,32 @@ class PreparedOptimizer(torch.optim.Optimizer):
                     "not final, so no update was made; the window goes on. Is loss.backward() called instead?"
                 )
             return
-        if not self._is_checked:
+        if self._checked != accumulation.num_resets:
             self._check_parameters()
         window = accumulation.current
-        did_step = not window.is_empty and self._strategy.step(self.optimizer, self._precision, closure)
+        phases.mark("step")
+        did_step = not window.is_empty and self._make_step(closure)
+        phases.mark("forward")
         self.step_was_skipped = not did_step
+        window.is_applied = True
         if did_step:
             self.num_updates += 1
             self.last_window_length = window.num_done or 1
             self._clock.count(window.number)
 
+    def _make_step(self, closure: Callable[[], Any] | None) -> bool:
+        transaction = self._accumulation.transaction
+        if transaction is None:
+            return self._strategy.step(self.optimizer, self._precision, closure)
+        if closure is not None:
+            raise UnsupportedError(
+                "optimizer.step(closure) computes gradients of its own, which microbatching='auto' cannot take back; leave the "
+                "closure out, or microbatching off"
+            )
+        return transaction.step(self.optimizer, lambda: self._strategy.step(self.optimizer, self._precision, None))
+
     def _check_parameters(self) -> None:
-        self._is_checked = True
+        self._checked = self._accumulation.num_resets
         if self._strategy.data_shard.count == 1:
             return
         known = {id(parameter) for parameters in self._accumulation.parameters.values() for parameter in parameters}

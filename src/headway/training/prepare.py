@@ -1,6 +1,6 @@
 """What prepare() does with each kind of object, and what it remembers of them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,8 +13,10 @@ from headway.data.build import prepare_loader
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, PrepareError
 from headway.log import get_logger
+from headway.memory import attempt
+from headway.ops.streams import synchronize_rng_states
 from headway.runtime.process import ProcessRuntime
-from headway.runtime.seed import mix, synchronize_rng_states
+from headway.runtime.seed import mix
 from headway.training import model as prepared_model
 from headway.training.accumulation import Accumulation
 from headway.training.clock import Clock, MicroBatchTicks, PerProcessTicks, TickRule, UpdateTicks
@@ -30,6 +32,7 @@ class Preparation:
     Attributes:
         models, optimizers, loaders, schedulers: in the order they were prepared.
         loading: how loaders split, pad and move batches.
+        transforms: what is done to a model before it is wrapped, in order.
     """
 
     def __init__(self, accumulation: Accumulation, clock: Clock, runtime: ProcessRuntime, loading: DataLoaderConfiguration,
@@ -40,6 +43,7 @@ class Preparation:
         self.loaders: list[PreparedLoader] = []
         self.schedulers: list[PreparedScheduler] = []
         self._evaluated: set[int] = set()
+        self.transforms: tuple[Callable[[torch.nn.Module], Any], ...] = ()
         self.loading = loading
         self._accumulation = accumulation
         self._strategy = accumulation.strategy
@@ -50,6 +54,7 @@ class Preparation:
         self._follows_optimizer = follows_optimizer
         self._rng_types = rng_types
         self._global_batch_size = global_batch_size
+        attempt.register(self)
 
     def prepare(self, objects: Sequence[Any], placement: list[bool] | None) -> list[Any]:
         """Prepare by kind - models, optimizers, loaders, schedules - and return in the order given."""
@@ -97,7 +102,7 @@ class Preparation:
             self._check_device(model)
         if self.models:
             self._strategy.capabilities.require("several_models", self._strategy.name, "prepare one model")
-        engine = None if is_evaluation else self._strategy.setup(model)
+        engine = None if is_evaluation else self._strategy.setup(model, self.transforms)
         precision = self._accumulation.precision
         prepared_model.attach(model, engine, precision.autocast if precision.is_mixed else None)
         self.models.append(model)
@@ -191,7 +196,7 @@ class Preparation:
                 f"{type(scheduler).__name__} follows an optimizer that is not prepared; prepare that optimizer before it or in the "
                 "same call, or pass step_scheduler_with_optimizer=False"
             )
-        made = PreparedScheduler(scheduler, followed, self._rule, self._follows_optimizer)
+        made = PreparedScheduler(scheduler, followed, self._rule, self._follows_optimizer, self._accumulation)
         self.schedulers.append(made)
         if self._follows_optimizer:
             self._explain(made)
@@ -235,6 +240,13 @@ class Preparation:
         ]
         return [(rule, remedy) for rule, remedy in rules if rule.name != self._rule.name]
 
+    def keep_ticks(self, rule: PerProcessTicks) -> None:
+        """Tick as the run that is resumed did, where schedules count the updates of the single-process loop."""
+        if isinstance(self._rule, PerProcessTicks):
+            self._rule = rule
+            for scheduler in self.schedulers:
+                scheduler.rule = rule
+
     # ---------------------------------------------------------------- gradients of prepared parameters
 
     def unscaled(self, parameters: Any) -> list[torch.nn.Parameter]:
@@ -247,13 +259,24 @@ class Preparation:
                     self._accumulation.precision.unscale(optimizer.optimizer)
         return chosen
 
+    def act(self, action: Callable[[], Any]) -> Any:
+        """Do something to final gradients, so that it can be repeated where the batch is run again."""
+        transaction = self._accumulation.transaction
+        return action() if transaction is None else transaction.act(action)
+
     def clip(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip at the end of a window; inside one only the norm so far is returned."""
         if self._accumulation.is_final:
-            return self._strategy.clip(self.unscaled(parameters), max_norm, norm_type)
-        chosen: Iterable[torch.Tensor] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        grads = [parameter.grad for parameter in chosen if parameter.grad is not None]
+            chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            return self.act(lambda: self._strategy.clip(self.unscaled(chosen), max_norm, norm_type))  # type: ignore[no-any-return]
+        those: Iterable[torch.Tensor] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        grads = [parameter.grad for parameter in those if parameter.grad is not None]
         return torch.nn.utils.get_total_norm(grads, norm_type) / self._accumulation.precision.gradient_scale()
+
+    def clip_value(self, parameters: Any, clip_value: float) -> None:
+        """Clamp final gradients element by element."""
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self.act(lambda: torch.nn.utils.clip_grad_value_(self.unscaled(chosen), clip_value))
 
     # ---------------------------------------------------------------- loaders' evenness, the end
 
@@ -273,15 +296,27 @@ class Preparation:
         finally:
             self.set_evenness(before)
 
-    def release(self) -> None:
-        """Forget everything prepared; models get their own class back."""
+    def held(self) -> dict[int, str]:
+        """The ids of all prepared objects, and what a message calls them."""
+        names = {id(model): type(model).__name__ for model in self.models}
+        names.update((id(each), type(each.optimizer).__name__) for each in self.optimizers)
+        names.update((id(each), f"loader of {type(each.dataset).__name__}") for each in self.loaders)
+        names.update((id(each), type(each.scheduler).__name__) for each in self.schedulers)
+        return names
+
+    def release(self, kept: Container[int] = ()) -> None:
+        """Forget everything prepared, or all but the objects of those ids; models get their own class back."""
         for model in self.models:
-            prepared_model.detach(model)
-        for held in (self.models, self.optimizers, self.loaders, self.schedulers):
-            held.clear()
-        self._evaluated.clear()
-        self._strategy.release()
+            if id(model) not in kept:
+                prepared_model.detach(model)
+        everything: tuple[list[Any], ...] = (self.models, self.optimizers, self.loaders, self.schedulers)
+        for held in everything:
+            held[:] = [each for each in held if id(each) in kept]
+        self._evaluated &= {id(model) for model in self.models}
         self._accumulation.reset()
+        self._accumulation.parameters.update({id(model): list(model.parameters()) for model in self.models})
+        if not self.models:
+            self._strategy.release()
 
 
 def _kind(obj: Any) -> str:

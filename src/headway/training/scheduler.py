@@ -6,6 +6,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from headway.log import get_logger
+from headway.training.accumulation import Accumulation
 from headway.training.clock import TickRule
 from headway.training.optimizer import PreparedOptimizer
 
@@ -20,16 +21,17 @@ class PreparedScheduler(LRScheduler):
         optimizers: the prepared optimizers it follows.
         rule: ticks for an update.
         follows_optimizer: False: every call of step() is one tick, whatever the optimizers did.
+        accumulation: the run's windows; where a batch is run in pieces, a tick of its own waits until the batch stands.
     """
 
-    def __init__(
-        self, scheduler: Any, optimizers: list[PreparedOptimizer], rule: TickRule, follows_optimizer: bool
-    ) -> None:
+    def __init__(self, scheduler: Any, optimizers: list[PreparedOptimizer], rule: TickRule, follows_optimizer: bool,
+                 accumulation: Accumulation | None = None) -> None:  # fmt: skip
         # LRScheduler.__init__ would tick and bind the optimizer a second time: everything is delegated instead.
         self.scheduler = scheduler
         self.optimizers = optimizers
         self.rule = rule
         self.follows_optimizer = follows_optimizer
+        self._accumulation = accumulation
         self._seen = self._count()
 
     def __getattr__(self, name: str) -> Any:
@@ -49,7 +51,7 @@ class PreparedScheduler(LRScheduler):
         A schedule that is given a value (ReduceLROnPlateau's metric) ticks once a call: it counts evaluations.
         """
         if not self.follows_optimizer or args or kwargs or isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(*args, **kwargs)
+            self._tick(*args, **kwargs)
             return
         count = self._count()
         if count == self._seen:
@@ -64,6 +66,14 @@ class PreparedScheduler(LRScheduler):
         window = max(optimizer.last_window_length for optimizer in self.optimizers)
         for _ in range(min(self.rule.ticks(window), ticks_left(self.scheduler))):
             self.scheduler.step()
+
+    def _tick(self, *args: Any, **kwargs: Any) -> None:
+        accumulation = self._accumulation
+        if accumulation is None or accumulation.transaction is None:
+            self.scheduler.step(*args, **kwargs)
+            return
+        is_last = accumulation.piece is None or accumulation.piece.is_last
+        accumulation.transaction.tick(lambda: self.scheduler.step(*args, **kwargs), is_last)
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """As the wrapped schedule computes it."""
@@ -80,6 +90,10 @@ class PreparedScheduler(LRScheduler):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the wrapped schedule's state."""
         self.scheduler.load_state_dict(state)
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Updates so far count as ticked for: the schedule's own state says where it stands."""
         self._seen = self._count()
 
 

@@ -1,0 +1,187 @@
+"""Data parallelism without an engine: replicas compute alone, and gradients are summed once, in fixed buckets.
+
+For automatic micro-batching: nothing travels while pieces are computed, so that a rank which runs out of memory leaves
+nobody waiting inside a collective. What DDP hides behind backward is not hidden here; `benchmarks/microbatching` has
+the price.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from headway.config.strategies import DDPCommunicationHookType, DistributedDataParallelKwargs
+from headway.errors import PrepareError, UnsupportedError
+from headway.ops.collectives import Collectives
+from headway.precision.base import Precision
+from headway.strategies.base import Engine, Transform
+from headway.strategies.single import SingleStrategy
+
+_DIRECT_BYTES = 1 << 20
+"""Tensors of this size travel where they lie; smaller ones are packed."""
+_BUCKET_BYTES = 25 << 20
+
+
+class ReplicaStrategy(SingleStrategy):
+    """A replica per process, whose gradients are reduced after the whole batch."""
+
+    name = "ddp"
+
+    def __init__(self, collectives: Collectives, options: DistributedDataParallelKwargs) -> None:
+        super().__init__(collectives)
+        self.gradient_divisor = collectives.world_size
+        self._broadcasts = options.broadcast_buffers
+        self._buckets: dict[str, tuple[list[torch.Tensor], Buckets]] = {}
+        self._models: list[torch.nn.Module] = []
+        self._flags: list[bool] = []
+        chosen = (options.comm_hook, options.comm_wrapper)
+        if any(hook is not DDPCommunicationHookType.NO for hook in chosen):
+            raise UnsupportedError(
+                "a communication hook belongs to DDP's reducer, which microbatching='auto' does not use; leave comm_hook "
+                "and comm_wrapper out, or microbatching off"
+            )
+
+    def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
+        """Give all ranks rank 0's values.
+
+        Raises:
+            PrepareError: SyncBatchNorm, whose forward is a collective of its own.
+            CollectiveError: ranks hold models of different shapes.
+        """
+        super().setup(model, transforms)
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.SyncBatchNorm):
+                raise PrepareError(
+                    f"{type(model).__name__} holds SyncBatchNorm at {name!r}: its forward is a collective, and a rank that ran "
+                    "out of memory would leave the others waiting in it. Use BatchNorm, or leave microbatching off"
+                )
+        with torch.no_grad():
+            found = [tensor.detach() for tensor in [*model.parameters(), *model.buffers()]]
+            for tensor, value in zip(found, self.data_group.broadcast(found)):
+                tensor.copy_(value)
+        self._models.append(model)
+        return None
+
+    def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
+        """Gradients stay local until `reduce_gradients`."""
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
+        """Add the gradient of this rank's part of the average."""
+        super().backward(loss, factor / self.data_shard.count, precision, **kwargs)
+
+    def ready(self, parameters: Sequence[torch.nn.Parameter]) -> int:
+        """Allocate all that `reduce_gradients` will need; returns how many parameters had no gradient."""
+        self._flags = [parameter.grad is not None for parameter in parameters]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.layout is not torch.strided:
+                raise UnsupportedError(
+                    f"a gradient of shape {tuple(parameter.shape)} is sparse, which cannot be reduced in buckets; build its layer "
+                    "with sparse=False, or leave microbatching off"
+                )
+        self._plan("gradients", [p.grad for p in parameters if p.grad is not None])
+        self._plan("buffers", self._buffers())
+        return self._flags.count(False)
+
+    def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
+        """Sum gradients over the ranks; give all ranks rank 0's buffers (running statistics, say).
+
+        A parameter that has a gradient on no rank has none afterwards.
+        """
+        with torch.no_grad():
+            if has_gaps:
+                flags = torch.tensor(self._flags, dtype=torch.float32)
+                self.data_group.sum_in_place([flags])
+                for parameter, flag in zip(parameters, flags.tolist()):
+                    if not flag:
+                        parameter.grad = None
+            grads = [p.grad for p in parameters if p.grad is not None]
+            self._travel("gradients", grads, self.data_group.sum_in_place)
+            self._travel("buffers", self._buffers(), self.data_group.broadcast_in_place)
+
+    def _buffers(self) -> list[torch.Tensor]:
+        if not self._broadcasts:
+            return []
+        return [buffer for model in self._models if model.training for buffer in model.buffers() if buffer.numel()]
+
+    def _plan(self, name: str, tensors: list[torch.Tensor]) -> "Buckets":
+        known = self._buckets.get(name)
+        if known is None or not _are_alike(known[0], tensors):
+            # Only shapes are remembered: meta tensors hold no memory.
+            known = self._buckets[name] = ([torch.empty_like(t, device="meta") for t in tensors], Buckets(tensors))
+        return known[1]
+
+    def _travel(self, name: str, tensors: list[torch.Tensor], exchange: Callable[[list[torch.Tensor]], None]) -> None:
+        if tensors:
+            buckets = self._plan(name, tensors)
+            exchange(buckets.pack(tensors))
+            buckets.unpack(tensors)
+
+    def release(self) -> None:
+        """Forget all models and buckets."""
+        super().release()
+        self._models.clear()
+        self._buckets.clear()
+
+
+class Buckets:
+    """Packs small tensors of one kind into flat ones; large contiguous ones travel as they are.
+
+    The plan depends on sizes, types and order alone, so it is the same on all ranks.
+
+    Args:
+        like: tensors of the shapes that will travel.
+    """
+
+    def __init__(self, like: Sequence[torch.Tensor]) -> None:
+        self._packed: list[tuple[torch.Tensor, list[int], list[torch.Tensor]]] = []
+        self._direct: list[int] = []
+        self._copies: dict[int, torch.Tensor] = {}
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, tensor in enumerate(like):
+            if tensor.nbytes >= _DIRECT_BYTES:
+                self._direct.append(index)
+            else:
+                kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
+        for (dtype, device), members in kinds.items():
+            for part in _portions(members, like):
+                flat = torch.empty(sum(like[i].numel() for i in part), dtype=dtype, device=device)
+                pieces = torch.split(flat, [like[i].numel() for i in part])
+                self._packed.append((flat, part, [piece.view(like[i].shape) for piece, i in zip(pieces, part)]))
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What must travel."""
+        for _, part, views in self._packed:
+            torch._foreach_copy_(views, [tensors[i] for i in part])
+        # Another memory order than a peer's would mix elements up: such a tensor goes through a copy.
+        self._copies = {i: tensors[i].contiguous() for i in self._direct if not tensors[i].is_contiguous()}
+        return [flat for flat, _, _ in self._packed] + [self._copies.get(i, tensors[i]).view(-1) for i in self._direct]
+
+    def unpack(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put what has travelled back."""
+        for _, part, views in self._packed:
+            torch._foreach_copy_([tensors[i] for i in part], views)
+        for index, copy in self._copies.items():
+            tensors[index].copy_(copy)
+        self._copies = {}
+
+
+def _portions(members: list[int], like: Sequence[torch.Tensor]) -> list[list[int]]:
+    portions: list[list[int]] = [[]]
+    size = 0
+    for index in members:
+        if portions[-1] and size + like[index].nbytes > _BUCKET_BYTES:
+            portions.append([])
+            size = 0
+        portions[-1].append(index)
+        size += like[index].nbytes
+    return portions
+
+
+def _are_alike(known: list[torch.Tensor], tensors: list[torch.Tensor]) -> bool:
+    return len(known) == len(tensors) and all(
+        one.shape == other.shape and one.dtype == other.dtype for one, other in zip(known, tensors)
+    )
