@@ -36,7 +36,7 @@ def start(script: str, script_args: tuple[str, ...], config_file: str | None, dr
             **given: Any) -> None:  # fmt: skip
     """Start `script` as the settings say; the process is replaced, or what would be started is printed."""
     # Imported here so that the help does not wait for them.
-    from headway.launch import clusters, machine, plan, run
+    from headway.launch import clusters, machine, network, plan, run
     from headway.launch.plan import Program
 
     environment = env.snapshot()
@@ -46,7 +46,8 @@ def start(script: str, script_args: tuple[str, ...], config_file: str | None, dr
     _check(program)
     here = machine.look(environment)
     if cluster is None and resolved.get("num_machines", 1) > 1 and not resolved.config.is_set("machine_rank"):
-        _name_the_commands(plan.commands_per_machine(resolved, program, here, run.free_port()))
+        address = network.name_for_others(here.hostname)
+        _name_the_commands(plan.commands_per_machine(resolved, program, address, run.free_port()))
     planned = plan.make(resolved, program, here, environment, cluster)
     if dry_run:
         click.echo(f"# {planned.banner}")

@@ -13,6 +13,11 @@ _COMMANDS = {
     "launch": ("headway.cli.launch", "Start a script on one process or on many."),
     "test": ("headway.cli.test", "Check a set-up: a real run compared with one process."),
     "config": ("headway.cli.config", "Write, show or import the settings that `launch` starts from."),
+    "inspect": ("headway.cli.inspect", "Print what a checkpoint holds."),
+    "merge": ("headway.cli.merge", "Write a checkpoint's weights as plain safetensors."),
+    "estimate": ("headway.cli.estimate", "Say what running a model takes, and how fast it can be here."),
+    "doctor": ("headway.cli.doctor", "Look for what keeps a run from starting, or slows it down."),
+    "batch-sizes": ("headway.cli.batch_sizes", "Print or forget the batch sizes found for this machine."),
     "env": ("headway.cli.env", "Print versions, hardware and configuration, for bug reports."),
 }
 

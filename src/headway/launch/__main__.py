@@ -1,4 +1,4 @@
-"""Where the launcher's own processes begin: `python -m headway.launch agent ...`, or `worker ...`."""
+"""Where the launcher's own processes begin: `python -m headway.launch agent ...`, `worker ...`, or `under PID COMMAND...`."""
 
 import sys
 
@@ -14,6 +14,15 @@ if sys.argv[1] == "agent":
     from headway.launch import agent
 
     agent.main(sys.argv[2:])
+elif sys.argv[1] == "under":
+    import os
+    import signal
+
+    from headway.launch import worker
+
+    # A notebook's kernel may be killed at any time; what it has started ends with it, in order.
+    worker.die_with(int(sys.argv[2]), signal.SIGTERM)
+    os.execv(sys.argv[3], sys.argv[3:])
 else:
     from headway.launch import worker
 

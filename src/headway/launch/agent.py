@@ -4,6 +4,7 @@ Run as `python -m headway.launch agent ORDER`, ORDER being plan.AgentOrder as JS
 launcher imports torch: it is a process of its own.
 """
 
+import contextlib
 import logging
 import os
 import shutil
@@ -18,9 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
@@ -31,8 +31,17 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from headway import env
+from headway.config.launch import DEFAULT_PATIENCE
+from headway.config.load import run_setting
+from headway.launch.exchange import Ended, Exchange
 from headway.launch.failure import Death, MemoryWatch, Record, Report, read_record
+from headway.launch.hang import GRACE as HANG_GRACE
+from headway.launch.hang import HangReport, HangWatch, Worker, progress
+from headway.launch.lost import Lost, headline, is_consequence
+from headway.launch.network import interface_of, own_address, wait_for_name
+from headway.launch.peers import Peers
 from headway.launch.plan import AgentOrder
+from headway.runtime import pulse
 
 GRACE = 15
 """Seconds between asking workers to end and killing them."""
@@ -42,6 +51,9 @@ POLITE = 3
 
 SETTLE = 0.5
 """Seconds that the other workers get to fail by themselves after the first."""
+
+WITHOUT_PEER = 5
+"""Seconds that workers get to end in after a machine was lost, and this process twice; then all is killed."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -95,6 +107,8 @@ class RankFiles(LogsSpecs):
         self._order = order
         self._scratch = scratch
         self.records: dict[int, Path] = {}
+        self.pulses: dict[int, Path] = {}
+        self.control = ""
         self._logs: dict[int, str] = {}
 
     @property
@@ -114,6 +128,11 @@ class RankFiles(LogsSpecs):
             record = self._scratch / f"rank{variables['RANK']}-attempt{attempt}.json"
             self.records[local_rank] = record
             variables["TORCHELASTIC_ERROR_FILE"] = str(record)
+            variables.update(self._order.variables)
+            variables[env.CONTROL] = self.control
+            self.pulses[local_rank] = record.with_suffix(".pulse")
+            pulse.create(self.pulses[local_rank])
+            variables[pulse.VARIABLE] = str(self.pulses[local_rank])
         screen = dict.fromkeys(envs, "")
         tee = self._order.tee
         stdouts = logs if tee in "13" and tee != "0" else screen
@@ -149,16 +168,136 @@ class Agent(LocalElasticAgent):
         self._order = order
         self._files = files
         self._memory = MemoryWatch()
-        self.report: Report | None = None
+        self._peers: Peers | None = None
+        self._has_ended_attempt = False
+        if order.num_machines > 1:
+            address = own_address(_host(order)) or ""
+            self._peers = Peers(order.machine_rank, address, order.machine_patience, self._lost_a_machine, order.unit)
+        host = _host(order) if order.num_machines > 1 else LOOPBACK
+        self._exchange = Exchange(order.machine_rank, order.num_machines, host, order.unit)
+        self._watch = HangWatch(_patience(), _say, self._peers)
+        self._is_watching = False
+        self.report: Report | Lost | HangReport | Ended | None = None
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        super()._rendezvous(worker_group)
+        self._has_ended_attempt = False
+        if self._peers is not None:
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            trouble = self._peers.meet(cast(Any, self._store), _host(self._order), ranks)
+            if trouble is not None:
+                _say(f"headway: lost machines will be noticed late: {trouble}; let this port through")
+        # Only a static meeting is at one store every time; elsewhere attempts need not be counted alike.
+        attempt = self._order.max_restarts - self._remaining_restarts if self._order.backend == "static" else 0
+        world_size = worker_group.workers[0].world_size
+        self._files.control = self._exchange.begin(cast(Any, self._store), world_size, attempt)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         ended = self._ended()
-        if any(ended.values()):
-            ended = self._end_the_rest()
+        self._let_watch(worker_group, ended)
+        if self._exchange.notice and not any(ended.values()):
+            return self._end_for(worker_group, self._exchange.notice)
+        if self._watch.report is not None and not any(ended.values()):
+            return self._end_hang(worker_group, self._watch.report)
+        is_alone = self._exchange.has_failed_elsewhere or (self._peers is not None and self._peers.lost is not None)
+        if any(ended.values()) or is_alone:
+            ended = self._end_the_rest(WITHOUT_PEER if is_alone else GRACE)
         result: RunResult = super()._monitor_workers(worker_group)
-        if any(ended.values()):
-            self.report = self._explain(worker_group, ended)
+        report = self._explain(worker_group, ended) if any(ended.values()) else None
+        if report is not None or is_alone:
+            report = self._exchange.merge(report, self._has_lost_one)
+        self.report = report
+        if self._peers is not None and (report is not None or is_alone):
+            self.report = self._blame_a_machine(self._peers, report)
+            result = RunResult(state=WorkerState.FAILED, failures=result.failures)
         return result
+
+    def _has_lost_one(self) -> bool:
+        """Is a machine lost or silent, so that waiting for its word is in vain?"""
+        return self._peers is not None and (self._peers.lost is not None or self._peers.silent() is not None)
+
+    def _end_for(self, worker_group: WorkerGroup, reason: str) -> RunResult:
+        """End all workers of a run that was aborted; it is not started anew."""
+        self._remaining_restarts = 0
+        self.report = Ended(reason, worker_group.workers[0].world_size)
+        self._end_the_rest(HANG_GRACE)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return RunResult(state=WorkerState.FAILED, failures=result.failures)
+
+    def _let_watch(self, worker_group: WorkerGroup, ended: dict[int, int]) -> None:
+        """Tell the hang watch which ranks there are and which have ended."""
+        assert self._pcontext is not None
+        if not self._is_watching:
+            pids, paths = self._pcontext.pids(), self._files.pulses
+            workers = worker_group.workers
+            self._watch.begin(
+                [Worker(one.global_rank, pids[one.local_rank], paths[one.local_rank]) for one in workers],
+                workers[0].world_size,
+            )
+            self._is_watching = True
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        self._watch.note_ended({ranks[local_rank]: code for local_rank, code in ended.items()})
+        self._exchange.note_left([ranks[local_rank] for local_rank, code in ended.items() if code == 0])
+
+    def _end_hang(self, worker_group: WorkerGroup, report: HangReport) -> RunResult:
+        """End all workers of a run that hangs, the stopped ones too."""
+        assert self._pcontext is not None
+        self._watch.end()
+        self.report = report
+        if self._remaining_restarts == 0:
+            self.leave(headline(report), report.exit_code)  # now, so that all machines end at the same time
+        self._pcontext.close(timeout=HANG_GRACE)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return RunResult(state=WorkerState.FAILED, failures=result.failures)
+
+    def _blame_a_machine(self, peers: Peers, report: Report | None) -> "Report | Lost | None":
+        """The loss of a machine in the place of what it led to here."""
+        self._has_ended_attempt = True
+        if report is not None and not is_consequence(report):
+            return report
+        deadline = time.monotonic() + WITHOUT_PEER  # what killed a connection here is often noticed there first
+        while peers.lost is None and peers.silent() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        machine = peers.lost or peers.silent()
+        if peers.has_lost_hub:
+            self._remaining_restarts = 0  # machines meet there
+        return (
+            report
+            if machine is None
+            else Lost(machine, self._order.machine_rank, report, peers.exit_code, self._order.unit)
+        )
+
+    def _lost_a_machine(self) -> None:
+        """Called on the peers' thread: see that this machine's part ends even where the main thread waits for ever."""
+
+        def force() -> None:
+            assert self._peers is not None
+            if self._has_ended_attempt and not self._peers.has_lost_hub:
+                return  # the main thread has seen to it, and may be waiting for that machine to come back
+            if not self._has_ended_attempt:
+                _say(Lost(str(self._peers.lost), self._order.machine_rank, unit=self._order.unit).text())
+            self.kill()
+            os._exit(self._peers.exit_code)
+
+        timer = threading.Timer(2 * WITHOUT_PEER, force)
+        timer.daemon = True
+        timer.start()
+
+    def kill(self) -> None:
+        """End the workers and their children at once."""
+        for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Stop the threads before Python does."""
+        self._watch.end()
+        self._exchange.end()
+
+    def leave(self, why: str = "", exit_code: int = 0) -> None:
+        """Tell the other machines that this one ends, and why."""
+        if self._peers is not None:
+            self._peers.leave(why, exit_code)
 
     def _ended(self) -> dict[int, int]:
         """Exit codes by local rank of the workers that have ended by themselves."""
@@ -167,12 +306,12 @@ class Agent(LocalElasticAgent):
         codes = {local_rank: handler.proc.poll() for local_rank, handler in handlers.items()}
         return {local_rank: code for local_rank, code in codes.items() if code is not None}
 
-    def _end_the_rest(self) -> dict[int, int]:
+    def _end_the_rest(self, grace: float = GRACE) -> dict[int, int]:
         """End every worker; return the exit codes of those that had ended without being told."""
         self._wait_for_all(SETTLE)  # several ranks often fail alike, and each should have its say
         ended = self._ended()
         assert self._pcontext is not None
-        self._pcontext.close(timeout=GRACE)
+        self._pcontext.close(timeout=int(grace))
         return ended
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE) -> None:
@@ -199,6 +338,8 @@ class Agent(LocalElasticAgent):
             _say(f"headway: starting all processes anew ({attempt} of {self._order.max_restarts} restarts)")
             self.report = None
         self._memory = MemoryWatch()
+        self._watch.end()
+        self._is_watching = False
         super()._restart_workers(worker_group)
 
     def _explain(self, worker_group: WorkerGroup, ended: dict[int, int]) -> Report:
@@ -216,17 +357,21 @@ class Agent(LocalElasticAgent):
             deaths.append(Death(
                 worker.global_rank, socket.gethostname(), pids[worker.local_rank], code, record,
                 crash.read_text() if has_crashed else "", crash.stat().st_mtime if has_crashed else 0.0,
+                progress(self._files.pulses[worker.local_rank]),
             ))  # fmt: skip
-        return Report(tuple(deaths), worker_group.workers[0].world_size, self._memory.verdict())
+        finished = tuple(worker.global_rank for worker in worker_group.workers if ended.get(worker.local_rank) == 0)
+        return Report(tuple(deaths), worker_group.workers[0].world_size, self._memory.verdict(), finished)
 
-    def _keep(self, report: Report) -> None:
+    def _keep(self, report: Report | Lost | HangReport | Ended) -> None:
         if self._order.log_dir is not None:
             report.write(Path(self._order.log_dir) / "failure.json")
 
     def finish(self) -> int:
-        """Say what ended the last attempt; return the exit code of the run."""
+        """Say what ended the last attempt, here and to the other machines; return the exit code of the run."""
         if self.report is None:
+            self.leave()
             return 0
+        self.leave(headline(self.report), self.report.exit_code)
         _say(self.report.text())
         self._keep(self.report)
         if self._order.log_dir is not None:
@@ -238,16 +383,15 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _local_address(endpoint: str) -> str | None:
-    """This machine's address on the way to `endpoint`; None where there is no way. No packet is sent."""
-    host, port = parse_rendezvous_endpoint(endpoint, default_port=1)
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
+def _patience() -> float:
+    """Seconds that a rank may be missing from a collective."""
+    seconds, _ = run_setting("patience", None, DEFAULT_PATIENCE)
+    return float(seconds)
+
+
+def _host(order: AgentOrder) -> str:
+    """Where the machines meet."""
+    return str(parse_rendezvous_endpoint(order.endpoint, default_port=-1)[0])
 
 
 def _use_interface(order: AgentOrder) -> None:
@@ -255,10 +399,10 @@ def _use_interface(order: AgentOrder) -> None:
 
     Left to itself gloo looks the host's own name up, which many machines answer with a loopback address.
     """
-    address = _local_address(order.endpoint) if order.num_machines > 1 else None
-    for name, entries in psutil.net_if_addrs().items() if address is not None else ():
-        if any(entry.address.partition("%")[0] == address for entry in entries):
-            env.set_default("GLOO_SOCKET_IFNAME", name)
+    address = own_address(_host(order)) if order.num_machines > 1 else None
+    interface = interface_of(address) if address is not None else None
+    if interface is not None:
+        env.set_default("GLOO_SOCKET_IFNAME", interface)
 
 
 def _handler(order: AgentOrder) -> RendezvousHandler:
@@ -270,7 +414,7 @@ def _handler(order: AgentOrder) -> RendezvousHandler:
         conf = {"is_host": str(order.machine_rank == 0).lower(), "last_call_timeout": 3, **conf}
     parameters = RendezvousParameters(
         order.backend, order.endpoint, order.run_id, order.num_machines, order.num_machines,
-        local_addr=_local_address(order.endpoint), **conf,
+        local_addr=own_address(_host(order)), **conf,
     )  # fmt: skip
     return rendezvous.get_rendezvous_handler(parameters)
 
@@ -291,7 +435,7 @@ def _spec(order: AgentOrder, handler: RendezvousHandler) -> WorkerSpec:
         monitor_interval=order.monitor_interval,
         master_addr=address[0],
         master_port=address[1],
-        local_addr=None if order.backend == "local" else _local_address(order.endpoint),
+        local_addr=None if order.backend == "local" else own_address(_host(order)),
         numa_options=NumaOptions(AffinityMode.NODE) if order.is_bound_to_cores else None,
     )
 
@@ -308,12 +452,7 @@ def _kill_when_stuck(agent: Agent) -> None:
         while sender.fileno() >= 0 and receiver.recv(1)[0] not in deadly:
             pass
         time.sleep(GRACE + 5)
-        context = agent._pcontext
-        for pid in context.pids().values() if context is not None else ():
-            try:
-                os.killpg(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        agent.kill()
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=watch, name="kill-when-stuck", daemon=True).start()
@@ -325,18 +464,24 @@ def run(order: AgentOrder) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     scratch = tempfile.mkdtemp(prefix="headway-")
+    agent: Agent | None = None
     if order.log_dir is not None:
         Path(order.log_dir, "failure.json").unlink(missing_ok=True)  # of an earlier run
     try:
+        if order.endpoint:
+            wait_for_name(_host(order), float(order.conf.get("timeout", 900)), _say)
         _use_interface(order)
         handler = _handler(order)
         agent = Agent(order, _spec(order, handler), RankFiles(order, Path(scratch)))
         _kill_when_stuck(agent)
         agent.run()
+        code = agent.finish()
         handler.shutdown()
-        return agent.finish()
+        return code
     except SignalException as stopped:
         name = signal.Signals(stopped.sigval).name
+        if agent is not None:
+            agent.leave(f"stopped by {name}", 128 + int(stopped.sigval))
         _say(f"headway: stopped by {name}; all {order.num_local} processes of this machine have ended")
         return 128 + int(stopped.sigval)
     except (RendezvousError, ConnectionError, TimeoutError, RuntimeError) as error:
@@ -344,6 +489,8 @@ def run(order: AgentOrder) -> int:
         _say(f"headway: the {order.num_machines} machines did not meet{where}: {type(error).__name__}: {error}")
         return 1
     finally:
+        if agent is not None:
+            agent.end()
         shutil.rmtree(scratch, ignore_errors=True)
 
 

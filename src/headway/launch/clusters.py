@@ -10,12 +10,22 @@ from headway.errors import ConfigError
 
 @dataclass(frozen=True)
 class Task:
-    """One of several launchers that the cluster has started on every machine: it becomes one process itself."""
+    """One of several launchers that the cluster has started on every machine: each keeps one process.
+
+    Attributes:
+        rank, world_size, local_rank, local_world_size: its place, as torch's launcher counts.
+        num_devices: accelerators that the cluster has given to each task for itself; 0 where it does not say so.
+    """
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
+    num_devices: int = 0
+
+    def has_own_devices(self, num_visible: int) -> bool:
+        """Does each task see accelerators of its own, instead of all tasks those of the whole machine?"""
+        return num_visible > 0 and (num_visible < self.local_world_size or num_visible == self.num_devices)
 
 
 @dataclass(frozen=True)
@@ -110,13 +120,24 @@ def _slurm(environment: Mapping[str, str]) -> Cluster | None:
     task = None
     if here > 1:
         read.decide("num_processes", num_tasks, "SLURM_STEP_NUM_TASKS")
-        task = Task(read.number("SLURM_PROCID") or 0, num_tasks, read.number("SLURM_LOCALID") or 0, here)
+        if "OMP_NUM_THREADS" not in environment:
+            read.decide("num_cpu_threads_per_process", read.number("SLURM_CPUS_PER_TASK"), "SLURM_CPUS_PER_TASK")
+        task = Task(
+            read.number("SLURM_PROCID") or 0, num_tasks, read.number("SLURM_LOCALID") or 0, here,
+            _gpus_per_task(read.text("SLURM_GPUS_PER_TASK")),
+        )  # fmt: skip
     if num_machines > 1:
         nodes = read.text("SLURM_STEP_NODELIST") or read.text("SLURM_JOB_NODELIST")
         read.decide("main_process_ip", first_host(nodes), "SLURM_STEP_NODELIST")
     if num_tasks > 1:
         read.decide_port(read.number("SLURM_JOB_ID"), "SLURM_JOB_ID")
     return Cluster("SLURM", read.layer, task)
+
+
+def _gpus_per_task(text: str) -> int:
+    """'2' and 'h100:2' are two; 0 where nothing is said."""
+    number = text.rpartition(":")[2]
+    return int(number) if number.isascii() and number.isdecimal() else 0
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Cluster | None:

@@ -18,7 +18,8 @@ from headway.units import format_bytes
 # What a rank says when another one has left it alone in a collective: a consequence, not a cause.
 _LEFT_ALONE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|peer closed|connectFullMesh|remote process has terminated"
-    r"|socket (error|closed)|ncclRemoteError|Timed out waiting|timed out after|Stop_waiting|recvValue failed",
+    r"|socket (error|closed)|ncclRemoteError|Timed out waiting|timed out after|Stop_waiting|recvValue failed"
+    r"|vote \d+ missed|which hosted the control plane",
     re.IGNORECASE,
 )
 
@@ -56,6 +57,7 @@ class Death:
         record: what it wrote before, if anything.
         crash: the Python stack at a crash in C code, if any.
         crashed_at: when that was.
+        progress: how far training had come there, "update 12, micro-step 1"; empty where nobody said.
     """
 
     rank: int
@@ -65,6 +67,7 @@ class Death:
     record: Record | None = None
     crash: str = ""
     crashed_at: float = 0.0
+    progress: str = ""
 
     @property
     def _weight(self) -> tuple[int, float, int]:
@@ -100,11 +103,15 @@ class Report:
         deaths: the ranks of this machine that failed or left a record.
         world_size: processes over all machines.
         memory: what the kernel's counters say about the out-of-memory killer; empty where they say nothing.
+        finished: the ranks of this machine that had come to the end of their script.
+        is_told_by_rank_0: does the agent of rank 0 tell all of it, on the screen that this one writes to as well?
     """
 
     deaths: tuple[Death, ...]
     world_size: int
     memory: str = ""
+    finished: tuple[int, ...] = ()
+    is_told_by_rank_0: bool = False
 
     @property
     def first(self) -> Death:
@@ -121,9 +128,10 @@ class Report:
         """The report as people read it."""
         first = self.first
         where = f", at {first.record.line}" if first.record is not None and first.record.line else ""
-        lines = [
-            f"headway: rank {first.rank} of {self.world_size} failed first{where} (host {first.host}, pid {first.pid})"
-        ]
+        if self.is_told_by_rank_0:
+            return f"headway: rank {first.rank} on host {first.host} failed first{where}; its report is with rank 0's output"
+        which = f"host {first.host}, pid {first.pid}" + (f", {first.progress}" if first.progress else "")
+        lines = [f"headway: rank {first.rank} of {self.world_size} failed first{where} ({which})"]
         if first.record is not None:
             lines.append(first.record.trace.rstrip())
         else:
@@ -131,6 +139,10 @@ class Report:
             if first.crash:
                 lines.append(first.crash.rstrip())
         lines += self._others(first)
+        if self.finished and first.record is not None and first.record.is_consequence:
+            who = f"rank{'s' if len(self.finished) > 1 else ''} {_ranges(list(self.finished))}"
+            lines.insert(1, f"headway: {who} had finished the script by then, so the others waited in vain: give all ranks "
+                            "the same number of steps and collectives")  # fmt: skip
         return "\n".join(lines)
 
     def _why(self, death: Death) -> str:
@@ -153,7 +165,7 @@ class Report:
             if death.rank not in alike and (death.record is not None or death.exit_code is not None):
                 where = f" ({death.record.line})" if death.record is not None and death.record.line else ""
                 lines.append(f"headway: then rank {death.rank}: {death.what()}{where}")
-        num_ended = self.world_size - len(alike) - 1 - sum("then rank" in line for line in lines)
+        num_ended = self.world_size - len(alike) - len(self.finished) - 1 - sum("then rank" in line for line in lines)
         if num_ended > 0:
             have = "processes have" if num_ended > 1 else "process has"
             lines.append(f"headway: the other {num_ended} {have} been ended")
@@ -201,17 +213,19 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def write_record(path: Path, error: BaseException) -> bool:
+def write_record(path: Path, error: BaseException, note: str = "") -> bool:
     """Write what ended this worker, in a form that torch's agent reads too.
 
     Args:
         path: where the agent looks for it.
         error: the exception, with its traceback from the user's first frame on.
+        note: what more there is to say, such as what held the memory that ran out.
 
     Returns:
         Whether it could be written.
     """
     text = "".join(traceback.format_exception(error))
+    text += f"{note}\n" if note and note not in text else ""
     now = time.time()
     record = Record(type(error).__name__, str(error), user_line(error.__traceback__), text, now)
     content = {

@@ -4,12 +4,14 @@ The function travels by cloudpickle to processes of their own, kept by the same 
 notebook has done - a device it has touched, say - can stand in their way. Their output appears as it is written.
 """
 
+import contextlib
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,9 @@ from headway.errors import ConfigError, LaunchError
 from headway.launch import machine, plan
 from headway.launch.plan import Plan, Program
 from headway.optional import require
+
+_GRACE = 30.0
+"""Seconds that a run gets to end in after an interrupt; the launcher itself needs up to 20 where ranks do not listen."""
 
 
 def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = None,
@@ -87,8 +92,9 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 
 def _run(planned: Plan, environment: dict[str, str]) -> int:
     """Start the plan's command, copy its output to this process's (which may be a cell's), and wait."""
+    under = (sys.executable, "-m", "headway.launch", "under", str(os.getpid()))
     child = subprocess.Popen(
-        planned.argv, env=planned.environment(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        (*under, *planned.argv), env=planned.environment(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         errors="replace", bufsize=1,
     )  # fmt: skip
     assert child.stdout is not None
@@ -97,14 +103,28 @@ def _run(planned: Plan, environment: dict[str, str]) -> int:
             print(line, end="", flush=True)
         return child.wait()
     except KeyboardInterrupt:
+        # Where the whole group got the signal, the child has it already; once more does no harm.
         child.send_signal(signal.SIGINT)
-        child.wait()
+        _see_it_end(child)
         raise
     finally:
         if child.poll() is None:
             child.kill()
             child.wait()
         child.stdout.close()
+
+
+def _see_it_end(child: "subprocess.Popen[str]") -> None:
+    """Show what an interrupted run still says; after a while, or at a second interrupt, it is killed by the caller."""
+    assert child.stdout is not None
+    timer = threading.Timer(_GRACE, child.kill)
+    timer.daemon = True
+    timer.start()
+    with contextlib.suppress(KeyboardInterrupt):
+        for line in child.stdout:
+            print(line, end="", flush=True)
+        child.wait()
+    timer.cancel()
 
 
 def _read(path: Path) -> Any:

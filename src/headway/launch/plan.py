@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from headway import env
@@ -42,6 +42,9 @@ class AgentOrder:
         endpoint: where machines meet, "address:port"; empty for "local".
         log_dir: where the ranks' output and failure.json go; None: the screen only.
         tee: "0" to "3", which streams go to the log files.
+        machine_patience: seconds of silence after which another machine counts as lost.
+        unit: "machine", or "task" where the cluster starts an agent for each process.
+        variables: what each worker's environment gets on top of what torch sets.
     """
 
     program: Program
@@ -58,6 +61,9 @@ class AgentOrder:
     tee: str = "0"
     role: str = "rank"
     is_bound_to_cores: bool = False
+    machine_patience: float = 30.0
+    unit: str = "machine"
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self) -> str:
         """The JSON text."""
@@ -125,7 +131,8 @@ def make(resolved: Resolved, program: Program, machine: Machine, environment: Ma
     else:
         check_agreement(resolved, cluster)
     machine = _with_devices(resolved, machine)
-    num_machines, num_local = _counts(resolved, machine)
+    task = cluster.task if cluster is not None else None
+    num_machines, num_local = _counts(resolved, machine, task)
     world_size = num_machines * num_local
     threads = _threads(resolved, machine, num_local, environment)
     additions = {env.PAYLOAD: payload(resolved, world_size)}
@@ -135,17 +142,16 @@ def make(resolved: Resolved, program: Program, machine: Machine, environment: Ma
         additions["OMP_NUM_THREADS"] = str(threads.number)
     if resolved.get("debug", False):
         additions.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    task = cluster.task if cluster is not None else None
     if world_size == 1:
         argv = program.command(machine.python)
-    elif task is not None:
-        argv = program.command(machine.python)
-        additions.update(_task_variables(resolved, task, num_machines, num_local))
     else:
         order = _order(resolved, program, num_machines, num_local)
+        if task is not None:
+            order = _task_order(resolved, order, task, machine)
         argv = (machine.python, "-m", "headway.launch", "agent", order.encode())
-        additions.update(_network(order, machine, environment))
-    removals = tuple(name for name in _WORKER_VARIABLES if name in environment and name not in additions)
+        additions.update(_network(order, machine, environment, num_machines))
+    inherited = (*_WORKER_VARIABLES, env.CONTROL)
+    removals = tuple(name for name in inherited if name in environment and name not in additions)
     banner = _banner(resolved, machine, num_machines, num_local, threads)
     is_silent = task is not None and task.rank > 0
     return Plan(argv, additions, removals, world_size, num_local, "" if is_silent else banner, _notes(resolved, argv))
@@ -199,7 +205,7 @@ def _visible_variable(machine: Machine) -> str:
     return variables[0] if variables else "CUDA_VISIBLE_DEVICES"
 
 
-def _counts(resolved: Resolved, machine: Machine) -> tuple[int, int]:
+def _counts(resolved: Resolved, machine: Machine, task: Task | None) -> tuple[int, int]:
     """Machines, and processes on each."""
     num_machines = resolved.get("num_machines", 1)
     per_machine = len(machine.device_ids) or 1
@@ -211,7 +217,8 @@ def _counts(resolved: Resolved, machine: Machine) -> tuple[int, int]:
             f"({resolved.origin('num_machines')}); --num_processes counts the processes of all machines together"
         )
     num_local = total // num_machines
-    if machine.accelerator and num_local > per_machine:
+    has_own = task is not None and task.has_own_devices(len(machine.device_ids))
+    if machine.accelerator and num_local > per_machine and not has_own:
         raise ConfigError(
             f"{num_local} processes per machine ({origin}) want one accelerator each, but {machine.hostname} shows "
             f"{per_machine} ({machine.torch_device}); ask for {per_machine * num_machines} or fewer, or add --cpu"
@@ -262,29 +269,31 @@ def _order(resolved: Resolved, program: Program, num_machines: int, num_local: i
         program, num_local, num_machines, resolved.get("machine_rank", 0), backend, endpoint, _conf(resolved),
         resolved.get("rdzv_id", "headway"), max_restarts, resolved.get("monitor_interval", 0.1), log_dir, tee,
         resolved.get("role", "rank"), resolved.get("enable_cpu_affinity", False),
+        resolved.get("machine_patience", 30.0),
     )  # fmt: skip
 
 
-def _task_variables(resolved: Resolved, task: Task, num_machines: int, num_local: int) -> dict[str, str]:
-    """What torch expects of a launcher, for a process that the cluster has started itself."""
-    if (num_machines * num_local, num_local) != (task.world_size, task.local_world_size):
+def _task_order(resolved: Resolved, order: AgentOrder, task: Task, machine: Machine) -> AgentOrder:
+    """The order of an agent that keeps the one process of a task which the cluster has started."""
+    num_asked = order.num_machines * order.num_local
+    if (num_asked, order.num_local) != (task.world_size, task.local_world_size):
         raise ConfigError(
-            f"{num_machines * num_local} processes ({resolved.origin('num_processes')}), but the cluster has started "
+            f"{num_asked} processes ({resolved.origin('num_processes')}), but the cluster has started "
             f"{task.world_size} tasks, {task.local_world_size} on each machine; start one task a machine to choose here"
         )
-    address, port = resolved.get("main_process_ip"), resolved.get("main_process_port")
-    if num_machines == 1:
-        address = "127.0.0.1"
-    if address is None or not port:
-        raise ConfigError(_WHERE.format(num_machines=num_machines, origin=resolved.origin("num_machines")))
-    return {
-        "RANK": str(task.rank),
-        "WORLD_SIZE": str(task.world_size),
-        "LOCAL_RANK": str(task.local_rank),
-        "LOCAL_WORLD_SIZE": str(task.local_world_size),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-    }
+    endpoint = order.endpoint
+    if order.num_machines == 1:
+        port = resolved.get("main_process_port")
+        if not port:
+            raise ConfigError(_WHERE.format(num_machines="the tasks of 1", origin=resolved.origin("num_processes")))
+        endpoint = f"127.0.0.1:{port}"
+    # Where a task sees its own accelerators only, they count from 0 in it, and so must the local rank that picks one.
+    local = (0, 1) if task.has_own_devices(len(machine.device_ids)) else (task.local_rank, task.local_world_size)
+    return replace(
+        order, num_local=1, num_machines=task.world_size, machine_rank=task.rank, endpoint=endpoint, unit="task",
+        backend=resolved.get("rdzv_backend", "c10d" if order.max_restarts else "static"),
+        variables={"LOCAL_RANK": str(local[0]), "LOCAL_WORLD_SIZE": str(local[1])},
+    )  # fmt: skip
 
 
 _WHERE = (
@@ -323,9 +332,9 @@ def _conf(resolved: Resolved) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _network(order: AgentOrder, machine: Machine, environment: Mapping[str, str]) -> dict[str, str]:
+def _network(order: AgentOrder, machine: Machine, environment: Mapping[str, str], num_machines: int) -> dict[str, str]:
     additions = {}
-    if order.num_machines == 1 and machine.loopback and "GLOO_SOCKET_IFNAME" not in environment:
+    if num_machines == 1 and machine.loopback and "GLOO_SOCKET_IFNAME" not in environment:
         # gloo would look the host's own name up, which on many machines resolves to nothing or to a cut-off interface.
         additions["GLOO_SOCKET_IFNAME"] = machine.loopback
     if order.backend == "c10d":
@@ -355,16 +364,16 @@ def _banner(resolved: Resolved, machine: Machine, num_machines: int, num_local: 
     return "headway: " + "; ".join(parts)
 
 
-def commands_per_machine(resolved: Resolved, program: Program, machine: Machine, free_port: int) -> list[str]:
+def commands_per_machine(resolved: Resolved, program: Program, own_address: str, free_port: int) -> list[str]:
     """What to type on each machine of a run that no cluster starts.
 
     Args:
         resolved: the settings; they are repeated, as the other machines have neither this environment nor this file.
         program: what to start.
-        machine: this machine, which becomes machine 0 unless an address is given.
+        own_address: of this machine, which becomes machine 0 unless an address is given.
         free_port: a port to meet at, unless one is given.
     """
-    address = resolved.get("main_process_ip", machine.hostname)
+    address = resolved.get("main_process_ip", own_address)
     port = resolved.get("main_process_port") or free_port
     words = ["headway", "launch"]
     for name, setting in SETTINGS.items():

@@ -19,6 +19,7 @@ from typing import IO
 
 from headway import env
 from headway.errors import LaunchError
+from headway.runtime import heartbeat
 
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 _fault_file: IO[str] | None = None
@@ -27,13 +28,14 @@ _fault_file: IO[str] | None = None
 def main(arguments: Sequence[str]) -> None:
     """Run what the arguments name: AGENT_PID KIND STREAMS TARGET ARGS..."""
     agent_pid, kind, streams, target, *args = arguments
-    _die_with(int(agent_pid))
+    die_with(int(agent_pid))
     if streams == "merge":
         os.dup2(1, 2)
     if kind == "program":
         os.execvp(target, [target, *args])
     record = env.get("TORCHELASTIC_ERROR_FILE")
     _record_faults(record)
+    heartbeat.start()
     sys.argv = [target, *args]
     try:
         code = _prepare_module(target) if kind == "module" else _prepare_script(target)
@@ -45,14 +47,14 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(1)
 
 
-def _die_with(agent_pid: int) -> None:
-    """Let the kernel end this process when the agent dies, however that happens."""
+def die_with(parent_pid: int, number: int = _SIGKILL) -> None:
+    """Let the kernel send this process a signal when its parent dies, however that happens."""
     if sys.platform != "linux":
         return
     import ctypes
 
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, _SIGKILL)
-    if os.getppid() != agent_pid:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent_pid:
         sys.exit("headway: the launcher died while this process started")
 
 
@@ -73,7 +75,10 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
 def _report(error: Exception, record: str | None) -> None:
     from headway.launch.failure import write_record
 
-    is_kept = bool(record) and write_record(Path(str(record)), error)
+    # Only where training has imported it: this module stays free of torch, and memory may be too short for imports.
+    memory_report = sys.modules.get("headway.memory.report")
+    note = "" if memory_report is None else memory_report.explain(error)
+    is_kept = bool(record) and write_record(Path(str(record)), error, note)
     # The agent prints the first failure's trace for all ranks; a hook of the user's still has its say, but unheard.
     with contextlib.redirect_stderr(io.StringIO()) if is_kept else contextlib.nullcontext():
         sys.excepthook(type(error), error, error.__traceback__)

@@ -1,21 +1,24 @@
-"""The ledger: a small ring of the collectives this process entered, with the user's line for each."""
+"""The ledger: a small ring of the collectives this process entered and left, with the user's line for each."""
 
 import sys
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway.runtime import pulse
+
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One collective: its number in this process, its kind, the user's line, and what was handed in."""
+    """One collective: its number in this ledger, its kind, the user's line, what was handed in; its number in the pulse."""
 
     sequence: int
     operation: str
     call_site: str
     detail: str
+    number: int = 0
 
 
 class Ledger:
@@ -28,9 +31,14 @@ class Ledger:
     def record(self, operation: str, detail: str = "") -> Entry:
         """Note that a collective is entered now."""
         self.sequence += 1
-        entry = Entry(self.sequence, operation, call_site(), detail)
+        site = call_site()
+        entry = Entry(self.sequence, operation, site, detail, pulse.own().enter(operation, site))
         self.entries.append(entry)
         return entry
+
+    def leave(self, entry: Entry) -> None:
+        """Note that all ranks have come to this collective: those of its parts that follow cannot miss one."""
+        pulse.own().leave(entry.number)
 
 
 def call_site() -> str:

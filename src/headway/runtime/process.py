@@ -9,13 +9,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.constants import default_pg_timeout
 
 from headway import env
-from headway.config.load import asked_num_processes
-from headway.errors import ConfigError, LaunchError
+from headway.config.launch import DEFAULT_PATIENCE
+from headway.config.load import UNSET, asked_num_processes, run_setting
+from headway.errors import ConfigError, LaunchError, UnsupportedError
 from headway.log import get_logger
+from headway.runtime import pulse
 from headway.runtime.device import CPU, Hardware, by_name, detect
+from headway.runtime.store import Address, Link, check_in, host_beside, meet
 
 log = get_logger(__name__)
 
@@ -32,6 +35,7 @@ class ProcessRuntime:
         hardware: the kind of device it computes on.
         device: that device.
         owns_group: did Headway start torch's process group (and so ends it)?
+        patience: how long a rank may keep the others waiting.
     """
 
     rank: int
@@ -41,6 +45,7 @@ class ProcessRuntime:
     hardware: Hardware
     device: torch.device
     owns_group: bool
+    patience: timedelta = timedelta(seconds=DEFAULT_PATIENCE)
 
     @property
     def is_main_process(self) -> bool:
@@ -60,8 +65,18 @@ class ProcessRuntime:
 
 _current: ProcessRuntime | None = None
 _store: Store | None = None
+_link: Link | None = None
 _num_groups = 0
+_asked: tuple[str, timedelta] = ("gloo", default_pg_timeout)
+_num_starts = 0
+_MARGIN = timedelta(seconds=30)
+"""How much longer than the patience an engine waits in a collective."""
+
+FOR_EVER = timedelta(days=365)
+"""The patience of a run that waits for ever (`--patience 0`)."""
+
 _endings: list[weakref.WeakMethod[Callable[[], None]]] = []
+_engines: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 def start(*, cpu: bool = False, backend: str | None = None, init_method: str | None = None,
@@ -72,14 +87,14 @@ def start(*, cpu: bool = False, backend: str | None = None, init_method: str | N
         cpu: compute on the CPU even where there is an accelerator.
         backend: as for torch's init_process_group; None: gloo for CPU tensors, and the device's own engine beside it.
         init_method: as for torch's init_process_group; None: what the launcher's environment says.
-        timeout: how long a collective waits for a missing rank; None: torch's default.
+        timeout: how long a rank may keep the others waiting; None: what `--patience` or HEADWAY_PATIENCE says.
 
     Raises:
         LaunchError: the launcher promised another number of processes than came.
-        ConfigError: a runtime on another device runs already.
+        ConfigError: a runtime on another device runs already, or code and command line differ about the patience.
         DeviceUnavailable: this machine has fewer devices than local ranks.
     """
-    global _current
+    global _current, _num_starts
     if _current is not None:
         if cpu and _current.hardware is not CPU:
             raise ConfigError(
@@ -89,12 +104,14 @@ def start(*, cpu: bool = False, backend: str | None = None, init_method: str | N
         return _current
     wanted = env.get("HEADWAY_DEVICE")
     hardware = CPU if cpu else by_name(wanted) if wanted else detect()
-    rank, world_size = env.rank(), env.world_size()
+    rank, world_size, patience = env.rank(), env.world_size(), _patience(timeout)
     _check_contract(world_size)
     device = hardware.device(env.local_rank())
     owns_group = world_size > 1 and not dist.is_initialized()
     if owns_group:
-        _join(backend or hardware.backend, init_method, timeout, rank, world_size)
+        # With a margin, so that who watches over the run speaks before the engine does.
+        limit = timeout or patience + _MARGIN
+        _join(backend or hardware.backend, init_method, limit, rank, world_size, patience)
     elif dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     elif hardware.is_indexed and hardware.num_devices() > 1:
@@ -103,8 +120,19 @@ def start(*, cpu: bool = False, backend: str | None = None, init_method: str | N
             hardware.num_devices(), hardware.kind,
         )  # fmt: skip
     _current = ProcessRuntime(
-        rank, world_size, env.local_rank(), min(env.local_world_size(), world_size), hardware, device, owns_group
+        rank,
+        world_size,
+        env.local_rank(),
+        min(env.local_world_size(), world_size),
+        hardware,
+        device,
+        owns_group,
+        patience,
     )
+    _num_starts += 1
+    pulse.own().set_patience(patience.total_seconds())
+    if world_size > 1:
+        _host_control(_current)
     return _current
 
 
@@ -118,40 +146,135 @@ def is_started() -> bool:
     return _current is not None
 
 
-def at_end(release: Callable[[], None]) -> None:
-    """Call the method `release` before the process group ends, where its object still lives.
+def at_end(release: Callable[[], None], *, is_engine: bool = False) -> None:
+    """Call the method `release` before the runtime ends, where its object still lives.
 
-    Engines must let go of the group, or its threads outlive it.
+    Args:
+        release: lets go; of the process group, say, whose threads would outlive it.
+        is_engine: also when only the group ends, because what is released belongs to it (`leave_group`).
     """
-    _endings.append(weakref.WeakMethod(release))
+    method = weakref.WeakMethod(release)
+    for registered in (_endings, _engines) if is_engine else (_endings,):
+        if method not in registered:
+            registered.append(method)
+
+
+def leave_group() -> None:
+    """Make engines let go and end the process group, but not the runtime; `join_group` begins the next one.
+
+    On gloo the connections close as soon as nothing holds the group any more, which wakes peers that wait in it.
+
+    Raises:
+        UnsupportedError: the group was not started by Headway, which then has no way to begin another.
+    """
+    if _current is None or not _current.owns_group:
+        raise UnsupportedError(
+            "the process group has to be renewed, but was started outside Headway, by init_process_group or another library; leave "
+            "that call out, and Headway starts the group"
+        )
+    for each in list(_engines):
+        release = each()
+        if release is not None:
+            release()
+    if dist.is_initialized():
+        # Engines that can end an operation in flight do so; ending the group would wait for it.
+        dist.group.WORLD.abort()  # type: ignore[union-attr]
+        dist.destroy_process_group()
+
+
+def join_group() -> None:
+    """Begin the next process group, with the settings of the first; every rank calls it, after `leave_group`."""
+    assert _current is not None
+    _join(_asked[0], None, _asked[1], _current.rank, _current.world_size, _current.patience)
+
+
+def group_timeout() -> timedelta:
+    """How long a collective waits for a missing rank."""
+    return _asked[1]
 
 
 def reset() -> None:
     """End the runtime, and the process group where Headway started it; at the process's exit at the latest."""
-    global _current
+    global _current, _link
     while _endings:
         release = _endings.pop()()
         if release is not None:
             release()
+    if _link is not None and _current is not None:
+        _link.close(_current.rank, _current.world_size)
     if _current is not None and _current.owns_group and dist.is_initialized():
         dist.destroy_process_group()
-    _current = None
+    _current = _link = None
 
 
-def _join(backend: str, init_method: str | None, timeout: timedelta | None, rank: int, world_size: int) -> None:
+def _join(backend: str, init_method: str | None, timeout: timedelta, rank: int, world_size: int,
+          patience: timedelta) -> None:  # fmt: skip
     """Join the group; a later group of this process meets under keys of its own, where no stale address can be read."""
-    global _store, _num_groups
-    limit = {} if timeout is None else {"timeout": timeout}
+    global _store, _num_groups, _asked
+    _asked = backend, timeout
     # Its functions have the default group as a default argument: imported later, they would keep it alive for ever.
     import torch.distributed.nn.functional  # noqa: F401
 
     if _store is None:
-        _store, rank, world_size = next(rendezvous(init_method or "env://", rank, world_size, **limit))
+        launched = _launched_link(patience)
+        if launched is not None:  # who is missing is told there with names, where a group only says how many
+            check_in(launched.store, rank, world_size, patience)
+        _store, rank, world_size = meet(init_method, rank, world_size, patience)
+        if launched is None:
+            check_in(PrefixStore("headway/roll", _store), rank, world_size, patience)
         # A thread of the engine that drops a tensor while Python shuts down would abort the process.
         atexit.register(reset)
     store = PrefixStore(f"headway/{_num_groups}", _store)
     _num_groups += 1
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **limit)  # type: ignore[arg-type]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _patience(timeout: timedelta | None) -> timedelta:
+    """How long a rank may keep the others waiting: the one setting that all waits derive from."""
+    said = UNSET if timeout is None else timeout.total_seconds()
+    origin = f"InitProcessGroupKwargs(timeout={timeout!r})"
+    seconds, _ = run_setting("patience", said, DEFAULT_PATIENCE, code_origin=origin)
+    return timedelta(seconds=seconds) if seconds else FOR_EVER
+
+
+def _launched_link(timeout: timedelta) -> Link | None:
+    """The way to the control plane that the launcher hosts; None without a launcher."""
+    global _link
+    text = env.get(env.CONTROL)
+    if _link is None and text:
+        _link = Link(Address.decode(text), timeout)
+    return _link
+
+
+def _host_control(runtime: ProcessRuntime) -> None:
+    """Without a launcher rank 0 opens the control plane and tells where; nobody waits here."""
+    global _link
+    if _launched_link(runtime.patience) is None and runtime.rank == 0:
+        is_alone = runtime.local_world_size == runtime.world_size
+        _link = host_beside(_group_store(), runtime.rank, is_alone, runtime.patience)
+        atexit.register(reset)  # says goodbye
+
+
+def control_link() -> Link | None:
+    """The way to the control plane; None on one process.
+
+    Raises:
+        ControlPlaneError: rank 0 has not said in time where it is.
+        LaunchError: it cannot be reached.
+    """
+    global _link
+    runtime = current()
+    if runtime.world_size > 1 and _link is None:
+        _link = host_beside(_group_store(), runtime.rank, False, runtime.patience)
+    return _link
+
+
+def _group_store() -> Store:
+    """The store at which the group has met."""
+    if _store is not None:
+        return PrefixStore(f"headway/beside/{_num_starts}", _store)
+    store: Store = dist.distributed_c10d._get_default_store()
+    return PrefixStore(f"headway/beside/{_num_starts}", store)
 
 
 def _check_contract(world_size: int) -> None:

@@ -1,11 +1,10 @@
-"""Random streams: seeding them all, and making them equal on all ranks."""
+"""Random streams: seeding them all, reading them and putting them back."""
 
 import random
 import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from headway.errors import ConfigError
 from headway.runtime.process import current
@@ -53,30 +52,8 @@ def _seed_numpy(seed: int) -> None:
     numpy.random.seed(seed % (1 << 32))
 
 
-def synchronize_rng_states(rng_types: list[str], generator: torch.Generator | None = None) -> None:
-    """Give all ranks the random states of rank 0.
-
-    Args:
-        rng_types: any of "python", "numpy", "torch", "device", "generator".
-        generator: the generator that "generator" means.
-
-    Raises:
-        ConfigError: an unknown name, or "generator" without one.
-    """
-    known = ("python", "numpy", "torch", "device", "generator")
-    for name in rng_types:
-        if name not in known:
-            raise ConfigError(f"unknown random stream {name!r}; allowed: {', '.join(known)}")
-    if "generator" in rng_types and generator is None:
-        raise ConfigError("rng_types names 'generator', but no generator was given; pass generator=, or leave it out")
-    if current().world_size == 1:
-        return
-    state = [_read_states(rng_types, generator) if current().is_main_process else None]
-    dist.broadcast_object_list(state, src=0)
-    _write_states(state[0] or {}, generator)
-
-
-def _read_states(rng_types: list[str], generator: torch.Generator | None) -> dict[str, Any]:
+def read_states(rng_types: list[str], generator: torch.Generator | None) -> dict[str, Any]:
+    """The states of the streams of these names (see `synchronize_rng_states`), as they are now."""
     states: dict[str, Any] = {}
     if "python" in rng_types:
         states["python"] = random.getstate()
@@ -91,7 +68,8 @@ def _read_states(rng_types: list[str], generator: torch.Generator | None) -> dic
     return states
 
 
-def _write_states(states: dict[str, Any], generator: torch.Generator | None) -> None:
+def write_states(states: dict[str, Any], generator: torch.Generator | None) -> None:
+    """Put back what `read_states` returned."""
     if "python" in states:
         random.setstate(states["python"])
     if "numpy" in states:

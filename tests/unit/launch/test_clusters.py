@@ -1,6 +1,7 @@
 """What SLURM, Open MPI and Kubernetes say in the environment, and how it meets the other settings."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -47,25 +48,45 @@ class TestSlurm:
         environment = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6", "SLURM_LOCALID": "2"}
         assert detect(environment).task == Task(6, 8, 2, 4)
         made = planned(environment, GPUS)
-        assert made.argv == ("/venv/bin/python", "train.py")
-        assert made.additions["RANK"] == "6"
-        assert made.additions["WORLD_SIZE"] == "8"
-        assert made.additions["LOCAL_RANK"] == "2"
-        assert made.additions["MASTER_ADDR"] == "gpu07"
+        order = AgentOrder.decode(made.argv[-1])
+        assert (order.num_local, order.num_machines, order.machine_rank, order.unit) == (1, 8, 6, "task")
+        assert order.endpoint == "gpu07:24711"
+        assert order.variables == {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}
         assert made.banner == ""  # rank 0 says it for all
         assert json.loads(made.additions["HEADWAY_RUN"])["num_processes"] == 8
 
     def test_several_tasks_on_one_machine(self):
         environment = {**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}
         made = planned(environment)
-        assert made.additions["MASTER_ADDR"] == "127.0.0.1"
-        assert made.additions["MASTER_PORT"] == "24711"
+        assert AgentOrder.decode(made.argv[-1]).endpoint == "127.0.0.1:24711"
+        assert made.additions["GLOO_SOCKET_IFNAME"] == "lo"
         assert made.banner.startswith("headway: 2 processes on cpu")
 
     def test_one_task_on_one_machine_is_an_ordinary_launch(self):
         environment = {**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0"}
         assert values(environment) == {}
         assert planned(environment, GPUS).world_size == 4
+
+    @pytest.mark.parametrize(
+        ("said", "visible", "local"),
+        [
+            ({}, ("0", "1", "2", "3"), "2"),
+            ({"SLURM_GPUS_PER_TASK": "1"}, ("0",), "0"),
+            ({}, ("0",), "0"),  # by --gpu-bind
+            ({"SLURM_GPUS_PER_TASK": "h100:4"}, ("0", "1", "2", "3"), "0"),
+            ({"SLURM_GPUS_PER_TASK": "1"}, ("0", "1", "2", "3"), "2"),  # --gpu-bind=none shows each task all of them
+        ],
+    )
+    def test_a_task_with_accelerators_of_its_own_counts_them_from_0(self, said, visible, local):
+        environment = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6", "SLURM_LOCALID": "2", **said}
+        order = AgentOrder.decode(planned(environment, replace(GPUS, device_ids=visible)).argv[-1])
+        assert order.variables["LOCAL_RANK"] == local
+        assert order.variables["LOCAL_WORLD_SIZE"] == ("1" if local == "0" else "4")
+
+    def test_a_tasks_cores_are_its_own(self):
+        environment = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_CPUS_PER_TASK": "6"}
+        assert planned(environment, GPUS).additions["OMP_NUM_THREADS"] == "6"
+        assert "OMP_NUM_THREADS" not in planned({**environment, "OMP_NUM_THREADS": "3"}, GPUS).additions
 
     def test_an_allocation_without_a_task_is_no_task(self):
         assert detect({"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a,b"}) is None
@@ -110,8 +131,7 @@ class TestOpenMpi:
         cluster = detect(self.environment)
         assert cluster.task == Task(3, 4, 1, 2)
         made = planned(self.environment)
-        assert made.additions["MASTER_ADDR"] == "10.0.0.5"
-        assert made.additions["MASTER_PORT"] == str(20000 + 314900480 % 12000)
+        assert AgentOrder.decode(made.argv[-1]).endpoint == f"10.0.0.5:{20000 + 314900480 % 12000}"
 
     def test_one_a_machine(self):
         environment = {**self.environment, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
@@ -122,7 +142,7 @@ class TestOpenMpi:
         environment = {name: value for name, value in self.environment.items() if "uri" not in name}
         with pytest.raises(ConfigError, match="--main_process_ip ADDRESS"):
             planned(environment)
-        assert planned(environment, main_process_ip="h", main_process_port=5).additions["MASTER_ADDR"] == "h"
+        assert planned(environment, main_process_ip="h", main_process_port=5).argv[-1].count('"h:5"') == 1
 
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
@@ -171,7 +191,7 @@ def test_without_a_cluster_each_machine_has_its_command():
         "num_machines": Value(2, "x"), "num_processes": Value(4, "x"),
         "cpu": Value(True, "x"), "quiet": Value(False, "x"),
     }  # fmt: skip
-    texts = commands_per_machine(resolve([layer]), Program("train.py", ("a b",)), CPU, 4242)
+    texts = commands_per_machine(resolve([layer]), Program("train.py", ("a b",)), "box", 4242)
     assert texts == [
         "headway launch --num_processes 4 --cpu --num_machines 2 --main_process_ip box --main_process_port 4242 "
         f"--machine_rank {rank} train.py 'a b'"

@@ -1,0 +1,72 @@
+"""What the hang watch costs a rank: a mark per collective, a note per update, and one heartbeat a second.
+
+One process, CPU, one thread; the flight recorder's buffer is full.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.timing import interleave, num_repeats, rows_of, save
+from headway import env
+from headway.runtime.heartbeat import NUM_RECORDED, Heartbeat
+from headway.runtime.ledger import Ledger
+from headway.runtime.pulse import Pulse
+
+CALLS = 100
+
+
+def many(call: Callable[[], Any]) -> Callable[[], None]:
+    """`call`, CALLS times."""
+
+    def run() -> None:
+        for _ in range(CALLS):
+            call()
+
+    return run
+
+
+def mark(ledger: Ledger) -> Callable[[], None]:
+    """What each collective of Headway's does."""
+    return lambda: ledger.leave(ledger.record("gather", "float32"))
+
+
+def beat(heartbeat: Heartbeat, *, is_training: bool) -> Callable[[], None]:
+    """One heartbeat, as it is between collectives on the move, or once they stand still."""
+
+    def run() -> None:
+        if is_training:
+            heartbeat._status = ""
+        heartbeat._calls = None  # it reads the flight recorder anew, as once for every time they stand still
+        heartbeat.beat()
+
+    return run
+
+
+def main() -> None:
+    """Measure and save."""
+    torch.set_num_threads(1)
+    env.set_default("TORCH_FR_BUFFER_SIZE", NUM_RECORDED)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for _ in range(2000):
+        dist.all_reduce(torch.ones(1))
+    pulse, ledger = Pulse(), Ledger()
+    passes = {
+        "reading the clock": many(time.monotonic),
+        "reading the clock, again (A/A)": many(time.monotonic),
+        "a collective's mark": many(mark(ledger)),
+        "a note of progress": many(lambda: pulse.note_progress(3, 1)),
+        "a heartbeat while training": many(beat(Heartbeat(pulse), is_training=True)),
+        "a heartbeat that finds collectives standing still": many(beat(Heartbeat(pulse), is_training=False)),
+    }
+    rows = rows_of(interleave(passes, num_repeats(60)), 1e6 / CALLS)
+    rows.pop("accelerate", None)  # it has no such watch
+    save("watch_cost", "us", rows)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""`headway doctor`: look at this machine, then let the processes of a run meet, measure the way between them, and advise."""
+
+from typing import Any
+
+import click
+
+from headway import env
+from headway.cli.launch import settings, start
+from headway.cli.options import GroupedCommand, GroupedOption, examples, setting_options
+from headway.config.load import Resolved
+
+_ABOUT = """Find out why a run does not start, hangs or crawls.
+
+First this machine is looked at: versions, devices, host name, interfaces, ports, limits. Then the processes that `headway launch`
+would start with the same flags meet (two on the CPU where it would start one), compare versions, clocks and the working folder, and
+measure an all-reduce. Each finding comes with what to do. Exits 0 where nothing is bad. On several machines give each the same
+command as to `headway launch`; under SLURM, `srun headway doctor`.
+"""
+
+_EPILOG = examples([
+    "headway doctor                          this machine",
+    "headway doctor -n 8                     and the way between 8 of its processes",
+    "headway doctor --here                   this machine only, nothing is started",
+    "srun -N 4 headway doctor                four machines of a SLURM cluster",
+])  # fmt: skip
+
+
+def _doctor(config_file: str | None, here: bool, **given: Any) -> None:
+    # Imported here so that the help does not wait for it.
+    from headway.launch import clusters, doctor
+
+    environment = env.snapshot()
+    cluster = clusters.detect(environment)
+    resolved = settings(given, config_file, False, environment, cluster.layer if cluster is not None else {})
+    num_bad = 0
+    is_first = cluster is None or cluster.task is None or cluster.task.local_rank == 0
+    for finding in doctor.look(environment, _run(resolved)) if is_first else ():
+        click.echo(finding.text())
+        num_bad += finding.level == "bad"
+    if here:
+        click.get_current_context().exit(1 if num_bad else 0)
+    if not _starts_several(resolved, environment):
+        given = {**given, "num_processes": 2, "cpu": True}
+    more = {"module": True, "no_python": None, "quiet": True}
+    start("headway.fabric", ("--bad", str(num_bad)), config_file, False, False, **{**given, **more})
+
+
+def _run(resolved: Resolved) -> Any:
+    from headway.launch.doctor import Run
+
+    return Run(
+        resolved.get("num_machines", 1), resolved.get("machine_rank", 0),
+        resolved.get("main_process_ip"), resolved.get("main_process_port"),
+    )  # fmt: skip
+
+
+def _starts_several(resolved: Resolved, environment: dict[str, str]) -> bool:
+    from headway.launch import machine
+
+    if resolved.get("num_machines", 1) > 1 or resolved.config.is_set("num_processes"):
+        return True
+    return len(machine.look(environment).device_ids) > 1 and not resolved.get("cpu", False)
+
+
+def _parameters() -> list[click.Parameter]:
+    left_out = ("module", "no_python", "quiet", "log_dir", "tee", "max_restarts", "role", "monitor_interval")
+    return [
+        *(option for option in setting_options() if option.name not in left_out),
+        GroupedOption(["--config_file"], metavar="PATH", group="Configuration",
+                      help="Config file.  [default: the one that `headway config` writes]"),
+        GroupedOption(["--here"], is_flag=True, group="Configuration", help="Look at this machine and start nothing."),
+    ]  # fmt: skip
+
+
+command = GroupedCommand("doctor", callback=_doctor, params=_parameters(), help=_ABOUT, epilog=_EPILOG)

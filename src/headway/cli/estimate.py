@@ -1,0 +1,129 @@
+"""`headway estimate`: what running a model would take here, before a byte of its weights is read."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headway.cli.options import GroupedCommand, GroupedOption, examples
+from headway.errors import ConfigError
+from headway.units import format_bytes
+
+_ABOUT = """Say what running the model in FOLDER takes, what of it fits this machine, and how fast it can be at most.
+
+FOLDER is a local one with a transformers `config.json`, with or without weights. The model is built without memory. The rate is a
+ceiling: bandwidth, measured here in about two seconds, over the bytes that a token has to read.
+"""
+
+_EPILOG = examples([
+    "headway estimate llama/ --inference                        the sizes, the placement, the ceiling",
+    "headway estimate llama/ --inference --dtype int4           placed as int4",
+    "headway estimate llama/ --inference --num_tokens 4096      with room for 4096 tokens and their cache",
+])  # fmt: skip
+
+_DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
+
+
+def _estimate(folder: Path, inference: bool, dtype: str | None, batch_size: int | None, num_tokens: int | None) -> None:
+    if not inference:
+        raise ConfigError("headway estimate got nothing to estimate; add --inference, which is what there is")
+    if batch_size is not None and num_tokens is None:
+        raise ConfigError(f"--batch_size {batch_size} needs --num_tokens, the tokens of each sample")
+    # Imported here so that the help does not wait for torch.
+    from headway.bigmodel import estimate
+    from headway.bigmodel.workload import Workload
+
+    model = estimate.skeleton_from(folder)
+    stored = estimate.stored_weights(folder)
+    workload = Workload(batch_size or 1, num_tokens) if num_tokens is not None else None
+    chosen = dtype or str(getattr(model.config, "dtype", None) or "float32").removeprefix("torch.")
+    names = list(estimate.DTYPES) if chosen in estimate.DTYPES else [chosen, *estimate.DTYPES]
+    sizings = [estimate.size_up(model, name, workload) for name in names]
+    bandwidths = estimate.Bandwidths(stored.files if stored is not None else [])
+    unit = "tokens/s" if estimate.generates(model) else "forwards/s"
+    for line in (
+        *_head(model, stored), "", *_table(sizings, bandwidths, unit, batch_size or 1), "",
+        *_placement(sizings[names.index(chosen)], unit), "",
+        *_ceiling(model, stored, bandwidths, unit),
+    ):  # fmt: skip
+        click.echo(line)
+
+
+def _head(model: Any, stored: Any) -> list[str]:
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    lines = [f"{type(model).__name__}: {num_parameters:,} parameters"]
+    if stored is None:
+        return [*lines, "no weights in the folder: they would come from elsewhere, and the disk is not measured"]
+    size = sum(tensor.num_bytes for tensor in stored.tensors.values())
+    kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in stored.tensors.values()})
+    lines.append(f"stored: {format_bytes(size)} in {len(stored.files)} file(s), {', '.join(kinds)}")
+    if getattr(model.config, "quantization_config", None):
+        lines.append("the weights are stored quantised; the sizes below are those of the plain model")
+    return lines
+
+
+def _table(sizings: list[Any], bandwidths: Any, unit: str, batch_size: int) -> list[str]:
+    from headway.bigmodel.estimate import ceiling
+
+    rows = [["dtype", "weights", "largest layer", "lies on", "at most"]]
+    for sizing in sizings:
+        rate = ceiling(sizing, bandwidths)
+        per_forward = batch_size if unit == "tokens/s" else 1
+        places = ", ".join(f"{device} {format_bytes(size)}" for device, size in sizing.places().items())
+        rows.append([
+            sizing.dtype, format_bytes(sizing.num_bytes), f"{format_bytes(sizing.largest)} {sizing.largest_name}",
+            places or "does not fit", "-" if rate is None else f"{rate * per_forward:.3g} {unit}",
+        ])  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def _placement(sizing: Any, unit: str) -> list[str]:
+    if sizing.device_map is None:
+        return [f"no placement in {sizing.dtype}: {sizing.reason}"]
+    read = sum(sizing.traffic.values())
+    return [
+        f'device_map="auto" in {sizing.dtype}:',
+        *sizing.device_map.explain().splitlines(),
+        f"read for each {unit.partition('s/')[0]}: {format_bytes(read)}",
+    ]
+
+
+def _ceiling(model: Any, stored: Any, bandwidths: Any, unit: str) -> list[str]:
+    from headway.bigmodel.estimate import expert_share
+
+    disk, lines = bandwidths.disk(), []
+    found = [f"{name} {format_bytes(rate)}/s" for name, rate in bandwidths.known.items() if rate is not None]
+    if found:
+        lines.append(f"measured: {', '.join(found)}")
+    if disk is not None:
+        size = sum(tensor.num_bytes for tensor in stored.tensors.values())
+        lines.append(
+            f"reading the stored weights once takes at least {size / disk:.2g} s, unless they are in the page cache"
+        )
+    share, unit = expert_share(model), unit.partition("s/")[0]
+    mixture = f", of the experts {share:.0%}" if share < 1 else ""
+    return [
+        *lines,
+        f"'at most' is a ceiling, not a forecast: bandwidth over the bytes that each {unit} has to read, which are",
+        f"all weights once (of an input embedding of its own a row{mixture}). Computing and caches take no time in it.",
+        "What a run with offloaded weights reaches stands in its log after the second forward.",
+    ]
+
+
+command = GroupedCommand(
+    "estimate",
+    callback=_estimate,
+    params=[
+        click.Argument(["folder"], type=click.Path(path_type=Path)),
+        GroupedOption(["--inference"], group="What", is_flag=True, help="Running the model, as opposed to training it."),
+        GroupedOption(["--dtype"], group="What", type=click.Choice(_DTYPES),
+                      help="Place the model in this dtype.  [default: what the config says]"),
+        GroupedOption(["--num_tokens"], group="Workload", type=click.IntRange(min=1),
+                      help="Count in cache and activations of so many tokens."),
+        GroupedOption(["--batch_size"], group="Workload", type=click.IntRange(min=1),
+                      help="So many samples at once.  [default: 1]"),
+    ],
+    help=_ABOUT,
+    epilog=_EPILOG,
+)  # fmt: skip

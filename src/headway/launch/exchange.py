@@ -1,0 +1,225 @@
+"""The agents' end of the control plane: machine 0's hosts it; all hear of aborts, and tell each other who failed first.
+
+Every call to the store is made on a thread of this file's own: one whose machine is cut off may never return, and the
+agent must end its workers all the same.
+"""
+
+import json
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+from headway.launch.failure import Death, Record, Report
+from headway.runtime.store import NOTICE, Address, Link, named, present, roll, serve
+
+_KEY = "headway/control"
+_FAILED = "failed"
+
+LOOK = 0.2
+"""Seconds between looks for aborts and other machines' failures."""
+
+GATHER = 8.0
+"""Seconds that other machines get to say what failed there."""
+
+
+TELL = 2.0
+"""Seconds that machine 0 gets to say goodbye, and so to tell: mpirun ends all tasks when the first has ended."""
+
+
+class Meeting(Protocol):
+    """What is used of the store at which the agents have met."""
+
+    def set(self, key: str, value: str) -> object:
+        """Publish."""
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key's value."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What is told of a run that a rank, or a broken promise, has ended on purpose."""
+
+    reason: str
+    world_size: int
+
+    @property
+    def exit_code(self) -> int:
+        """1."""
+        return 1
+
+    def text(self) -> str:
+        """What the screen shows."""
+        return f"headway: {self.reason}\nheadway: all {self.world_size} ranks have been ended"
+
+    def write(self, path: Path) -> None:
+        """Write failure.json, with the reason in the place of a first failure."""
+        content = {"world_size": self.world_size, "exit_code": self.exit_code, "reason": self.reason, "ranks": []}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text(json.dumps(content, indent=2) + "\n")
+        scratch.replace(path)
+
+
+class Exchange:
+    """One agent's way to the control plane, attempt by attempt.
+
+    Args:
+        machine, num_machines: this machine among the others.
+        host: the address of machine 0, as the others reach it.
+        unit: "task" where each process has a launcher, and all of them one screen; only one of them then tells of a failure.
+
+    Attributes:
+        notice: why the run is to end, once somebody has said so.
+        has_failed_elsewhere: has another machine told of a failure?
+    """
+
+    def __init__(self, machine: int, num_machines: int, host: str, unit: str = "machine") -> None:
+        self._machine = machine
+        self._num_machines = num_machines
+        self._host = host
+        self._has_one_screen = unit == "task"
+        self._server: Any = None
+        self._link: Link | None = None
+        self._world_size = 0
+        self._left: tuple[int, ...] = ()
+        self._own = ""
+        self._others: dict[int, dict[str, Any]] = {}
+        self._thread: threading.Thread | None = None
+        self.notice = ""
+        self.has_failed_elsewhere = False
+
+    def begin(self, meeting: Meeting, world_size: int, attempt: int = 0) -> str:
+        """Agree on a prefix of the attempt's own, and begin to listen.
+
+        Args:
+            meeting: where the agents have met.
+            world_size: processes over all machines.
+            attempt: its number, where all attempts meet at one store and are counted alike by all agents.
+
+        Returns:
+            Where this attempt's workers find the control plane, as `Address.decode` reads it.
+        """
+        self.end()  # else the former attempt's thread may still tell of that one's failures
+        if self._machine == 0:
+            self._server = self._server or serve(self._host)
+            address = Address(self._host, self._server.port, uuid.uuid4().hex[:12]).encode()
+            if self._num_machines > 1:
+                meeting.set(f"{_KEY}/{attempt}", address)
+        else:
+            address = meeting.get(f"{_KEY}/{attempt}").decode()
+        self._link = Link(Address.decode(address), timedelta(seconds=30))
+        self._world_size, self._left, self._own, self._others = world_size, (), "", {}
+        self.notice, self.has_failed_elsewhere = "", False
+        self._thread = threading.Thread(target=self._listen, args=(self._link,), name="control", daemon=True)
+        self._thread.start()
+        return address
+
+    def note_left(self, ranks: Sequence[int]) -> None:
+        """Ranks of this machine that have ended without an error."""
+        self._left = tuple(ranks)
+
+    def end(self) -> None:
+        """Stop listening: a thread that comes back from C++ while Python shuts down would abort this process."""
+        self._link, thread = None, self._thread
+        if thread is not None:
+            thread.join(5)
+
+    # ---------------------------------------------------------------- listening
+
+    def _listen(self, link: Link) -> None:
+        """One attempt's thread: a later one begins another and ends this."""
+        try:
+            store = link.store
+            while link is self._link:
+                time.sleep(LOOK)
+                if self._own and not store.check([f"deaths/{self._machine}"]):
+                    store.set(f"deaths/{self._machine}", self._own)
+                    store.set(_FAILED, "")
+                if self._left and not self.notice:
+                    self._check_contract(store)
+                if not self.notice and store.check([NOTICE]):
+                    self.notice = store.get(NOTICE).decode()
+                if self._num_machines > 1 and store.check([_FAILED]):
+                    self._hear_failures(store)
+        except (RuntimeError, OSError, ValueError) as error:
+            # Where the machine that hosts it is gone, the peers tell of it.
+            if link is self._link and self._num_machines == 1:
+                print(f"headway: the control plane is lost: {error}", file=sys.stderr, flush=True)
+
+    def _check_contract(self, store: Any) -> None:
+        """A rank that ends before it has come keeps the others waiting for ever."""
+        here = present(store, self._world_size)
+        missing = [rank for rank in self._left if rank not in here]
+        if missing and here:
+            they = "it" if len(missing) == 1 else "they"
+            store.set(NOTICE, f"{named(missing)} ended with exit code 0 before {they} joined the run: "
+                      + roll(self._world_size, [rank for rank in range(self._world_size) if rank not in here], "so far"))  # fmt: skip
+
+    def _hear_failures(self, store: Any) -> None:
+        for machine in range(self._num_machines):
+            if machine != self._machine and machine not in self._others and store.check([f"deaths/{machine}"]):
+                self._others[machine] = json.loads(store.get(f"deaths/{machine}").decode())
+        self.has_failed_elsewhere = bool(self._others)
+
+    # ---------------------------------------------------------------- failures
+
+    def merge(self, own: Report | None, is_over: Callable[[], bool]) -> Report | None:
+        """Tell the other machines what failed here, and hear what failed there.
+
+        Args:
+            own: what failed here; None for nothing.
+            is_over: says that waiting for the others is in vain, as one of them is lost.
+
+        Returns:
+            One report of all machines, whose first failure is the same on each; None where nothing failed.
+        """
+        if self._num_machines == 1:
+            return own
+        self._own = _encode(own)
+        _wait_until(lambda: len(self._others) == self._num_machines - 1 or is_over(), GATHER)
+        # Until what failed here is on its way: this process may end next, and with it, on machine 0, the store.
+        time.sleep(2 * LOOK)
+        reports = [one for one in (own, *map(_decode, self._others.values())) if one is not None]
+        deaths = tuple(death for one in reports for death in one.deaths)
+        if not deaths:
+            return None
+        merged = Report(deaths, self._world_size, "", tuple(sorted(rank for one in reports for rank in one.finished)))
+        memory = next(one.memory for one in reports if merged.first in one.deaths)
+        # Machine 0 has said what failed there, if anything, so it lives and is about to tell all.
+        is_told = self._has_one_screen and 0 in self._others
+        if is_told:
+            _wait_until(is_over, TELL)
+            time.sleep(2 * LOOK)
+        return replace(merged, memory=memory, is_told_by_rank_0=is_told)
+
+
+def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(LOOK / 4)
+
+
+def _encode(report: Report | None) -> str:
+    if report is None:
+        return json.dumps({})
+    return json.dumps({
+        "deaths": [asdict(death) for death in report.deaths], "world_size": report.world_size,
+        "memory": report.memory, "finished": report.finished,
+    })  # fmt: skip
+
+
+def _decode(content: dict[str, Any]) -> Report | None:
+    if not content:
+        return None
+    deaths = [
+        Death(**{**death, "record": None if death["record"] is None else Record(**death["record"])})
+        for death in content["deaths"]
+    ]
+    return Report(tuple(deaths), content["world_size"], content["memory"], tuple(content["finished"]))

@@ -1,0 +1,312 @@
+"""Do the other machines still live? The launchers' agents hear of one another every second, beside store and workers.
+
+The agent of machine 0 listens on a free port, which the others learn through the store that they have met at. Each keeps one
+connection to it and sends one byte a beat; machine 0 answers, and passes on whom it has lost. So a cut link, a stopped
+machine and a dead one are noticed within `patience`, where an engine's own timeouts take minutes, and both sides of a cut end
+by themselves. It speaks plain TCP, as a call to a store whose machine is cut off may never return.
+"""
+
+import contextlib
+import json
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+BEAT = 1.0
+"""Seconds between signs of life."""
+
+_HUB = "headway/peers"
+_MEETING = 10.0
+"""Seconds to reach machine 0's port in; where a firewall is in the way, the run goes on without this watch."""
+
+
+class Store(Protocol):
+    """What is used of the store at which the agents have met."""
+
+    def set(self, key: str, value: str) -> object:
+        """Publish."""
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key's value."""
+
+
+@dataclass
+class Peer:
+    """Another machine.
+
+    Attributes:
+        machine: its number.
+        host, address: as it knows itself.
+        ranks: the ranks on it.
+        heard: when its last sign of life came, on this process's monotonic clock.
+        is_leaving: has it said that it ends, or been given up?
+        views: what its ranks' pulses say, for the hang watch.
+    """
+
+    machine: int
+    unit: str = "machine"
+    host: str = ""
+    address: str = ""
+    ranks: tuple[int, ...] = ()
+    heard: float = 0.0
+    is_leaving: bool = False
+    views: list[dict[str, Any]] = field(default_factory=list)
+
+    def name(self) -> str:
+        """It, as a person knows it."""
+        known = ", ".join(part for part in (f"host {self.host}" if self.host else "", self.address) if part)
+        return f"{self.unit} {self.machine}" + (f" ({known})" if known else "")
+
+    def load(self) -> str:
+        """What was on it."""
+        if not self.ranks:
+            return ""
+        word = "ranks" if len(self.ranks) > 1 else "rank"
+        return f"; {word} {', '.join(map(str, self.ranks))} {'were' if len(self.ranks) > 1 else 'was'} on it"
+
+
+class _Line:
+    """One connection: bytes in, whole lines out, and never a wait."""
+
+    def __init__(self, connection: socket.socket, peer: Peer) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.peer = peer
+        self._rest = b""
+        self.unsent = b""
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def send(self, **content: object) -> None:
+        data = self.unsent + (json.dumps(content).encode() + b"\n" if content else b"\n")
+        try:
+            self.unsent = data[self.connection.send(data) :]
+        except BlockingIOError:  # the other side does not read
+            self.unsent = data
+        except OSError:  # broken: reading will tell
+            self.unsent = b""
+
+    def read(self) -> tuple[list[dict[str, object]], bool]:
+        """The messages that have come, and whether the other side is gone."""
+        try:
+            data = self.connection.recv(65536)
+        except BlockingIOError:
+            return [], False
+        except OSError:
+            return [], True
+        if not data:
+            return [], True
+        self.peer.heard = time.monotonic()
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines if line], False
+
+
+class Peers:
+    """This machine's view of the others.
+
+    Args:
+        machine: this machine's number; 0 is the hub.
+        address: how the others reach it.
+        patience: seconds without a sign of life after which a machine counts as lost.
+        on_loss: called once an attempt, on a thread, when `lost` has been set.
+        unit: what one of these is called: "machine", or "task" where each process has a launcher.
+
+    Attributes:
+        lost: a sentence that names the machine that was lost; None while all live.
+        has_lost_hub: was it machine 0, at which machines meet?
+        exit_code: what the run ends with then: the failed rank's, where a rank ended the run elsewhere.
+    """
+
+    def __init__(self, machine: int, address: str, patience: float, on_loss: Callable[[], None],
+                 unit: str = "machine") -> None:  # fmt: skip
+        self._me = Peer(machine, unit, socket.gethostname(), address)
+        self._patience = patience
+        self._on_loss = on_loss
+        self._lines: dict[int, _Line] = {}
+        self._selector = selectors.DefaultSelector()
+        self._listener: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self.lost: str | None = None
+        self.has_lost_hub = False
+        self.exit_code = 1
+
+    def meet(self, store: Store, host: str, ranks: Sequence[int]) -> str | None:
+        """Join the others after they have met, and again at each new attempt.
+
+        Args:
+            store: where they have met.
+            host: the address of machine 0.
+            ranks: those on this machine.
+
+        Returns:
+            Why machine 0 cannot be watched; None where it can.
+        """
+        self._me.ranks = tuple(ranks)
+        self.lost = None
+        if self._me.machine == 0:
+            if self._listener is None:
+                self._listen()
+            assert self._listener is not None
+            store.set(_HUB, str(self._listener.getsockname()[1]))
+        elif 0 not in self._lines:
+            port = int(store.get(_HUB))
+            try:
+                connection = socket.create_connection((host, port), timeout=_MEETING)
+            except OSError as error:
+                return f"machine 0 cannot be reached at {host}:{port} ({error.strerror or error})"
+            self._add(_Line(connection, Peer(0, self._me.unit, address=host, heard=time.monotonic())))
+        with self._lock:
+            for line in self._lines.values():
+                self._introduce(line)
+        if self._thread.ident is None:
+            self._thread.start()
+        return None
+
+    def leave(self, why: str = "", exit_code: int = 0) -> None:
+        """Tell the others that this machine ends, and stop watching.
+
+        Args:
+            why: the failure that ended it; empty where all went well. With one, the others end too.
+            exit_code: this machine's, for the others to end with.
+        """
+        with self._lock:
+            for line in self._lines.values():
+                line.send(leaving=True, why=why, exit_code=exit_code)
+        self._is_over.set()
+
+    def tell(self, views: list[dict[str, Any]]) -> None:
+        """Send what this machine's pulses say to machine 0; left out while the line is full."""
+        with self._lock:
+            for line in self._lines.values():
+                if not line.unsent:
+                    line.send(views=views)
+
+    def heard(self) -> list[dict[str, Any]] | None:
+        """On machine 0: what the other machines' pulses said last; elsewhere None."""
+        if self._me.machine:
+            return None
+        with self._lock:
+            return [view for line in self._lines.values() for view in line.peer.views]
+
+    def silent(self, seconds: float = 3 * BEAT) -> str | None:
+        """A sentence about a machine that has said nothing for so long; None where all speak."""
+        now = time.monotonic()
+        with self._lock:
+            mute = [line.peer for line in self._lines.values() if now - line.peer.heard > seconds]
+        return _silence(mute[0], now) if mute and not mute[0].is_leaving else None
+
+    def _listen(self) -> None:
+        has_both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if has_both else socket.AF_INET
+        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=has_both, backlog=4096)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _add(self, line: _Line) -> None:
+        with self._lock:
+            self._lines[line.peer.machine if self._me.machine else -line.fileno()] = line
+        self._selector.register(line, selectors.EVENT_READ, line)
+
+    def _introduce(self, line: _Line) -> None:
+        me = self._me
+        line.send(hello={"machine": me.machine, "host": me.host, "address": me.address, "ranks": me.ranks})
+
+    def _watch(self) -> None:
+        """Listen, judge and speak, beat by beat."""
+        due = time.monotonic()
+        while not self._is_over.is_set():
+            for key, _ in self._selector.select(max(0.0, due - time.monotonic())):
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._hear(key.data)
+            if time.monotonic() < due:
+                continue
+            # A process that was stopped itself has everything in its buffers still, and must read before it judges.
+            now = time.monotonic()
+            if now - due < BEAT:
+                self._judge(now)
+            due = now + BEAT
+            with self._lock:
+                for line in self._lines.values():
+                    line.send()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(OSError):
+            line = _Line(self._listener.accept()[0], Peer(-1, self._me.unit, heard=time.monotonic()))
+            self._add(line)
+            self._introduce(line)
+
+    def _hear(self, line: _Line) -> None:
+        messages, is_gone = line.read()
+        for message in messages:
+            self._understand(line, message)
+        if is_gone:
+            self._drop(line)
+            if line.peer.machine >= 0 and not line.peer.is_leaving:
+                self._lose(
+                    f"{line.peer.name()} is gone: its launcher ended without a word, so it was killed or the machine went "
+                    f"down{line.peer.load()}",
+                    line.peer.machine,
+                )
+
+    def _understand(self, line: _Line, message: dict[str, object]) -> None:
+        hello = message.get("hello")
+        if isinstance(hello, dict):
+            peer = line.peer
+            peer.machine, peer.host = int(hello["machine"]), str(hello["host"])
+            peer.address, peer.ranks = str(hello["address"]), tuple(hello["ranks"])
+        elif isinstance(message.get("views"), list):
+            line.peer.views = cast(list[dict[str, Any]], message["views"])
+        elif message.get("leaving"):
+            line.peer.is_leaving = True
+            if message.get("why"):
+                text = f"{line.peer.name()} has ended the run: {message['why']}"
+                self._lose(text, line.peer.machine, int(str(message["exit_code"])))
+        elif isinstance(message.get("given_up"), str):
+            self._lose(f"the other machines went on without this one: {message['given_up']}", line.peer.machine)
+        elif isinstance(message.get("lost"), str):
+            self._lose(str(message["lost"]), -1, int(str(message["exit_code"])))
+
+    def _judge(self, now: float) -> None:
+        for line in list(self._lines.values()):
+            silence = now - line.peer.heard
+            if silence > self._patience and not line.peer.is_leaving and line.peer.machine >= 0:
+                line.peer.is_leaving = True  # what it still says, or its end, changes nothing
+                text = _silence(line.peer, now)
+                line.send(given_up=text)
+                self._lose(text, line.peer.machine)
+
+    def _drop(self, line: _Line) -> None:
+        self._selector.unregister(line)
+        with self._lock:
+            self._lines = {key: other for key, other in self._lines.items() if other is not line}
+        line.connection.close()
+
+    def _lose(self, text: str, machine: int, exit_code: int = 1) -> None:
+        """Tell this agent, and as the hub all others."""
+        if self._me.machine == 0:
+            with self._lock:
+                for line in self._lines.values():
+                    if line.peer.machine != machine:
+                        line.send(lost=text, exit_code=exit_code)
+        if self.lost is None and not self._is_over.is_set():
+            self.has_lost_hub = machine == 0
+            self.exit_code = exit_code
+            self.lost = text
+            self._on_loss()
+
+
+def _silence(peer: Peer, now: float) -> str:
+    return (
+        f"{peer.name()} has not been heard of for {now - peer.heard:.0f} s: the network between is cut, or that machine is "
+        f"stopped or frozen{peer.load()}"
+    )

@@ -1,0 +1,119 @@
+"""Several hosts on one: network namespaces with a switch between them, each with its own name, addresses and /etc/hosts."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+
+def why_not() -> str:
+    """Why hosts cannot be made here; empty where they can."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return "making network namespaces needs root"
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        return "the commands ip (iproute2) and unshare are not installed"
+    name = f"hw{os.getpid()}probe"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode:
+        return f"this system allows no network namespaces: {made.stderr.strip()}"
+    _ip("netns", "delete", name)
+    return ""
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=30)
+
+
+class Host:
+    """One host: a namespace, a name, an address.
+
+    Attributes:
+        name: its host name, which its own /etc/hosts maps to 127.0.1.1, as Debian's installer does.
+        address: on the network that all hosts share.
+    """
+
+    def __init__(self, index: int, switch: str) -> None:
+        self.name = f"host-{'abcd'[index]}"
+        self.address = f"10.77.0.{index + 1}"
+        self.namespace = f"hw{os.getpid()}{'abcd'[index]}"
+        self._switch, self._port = switch, f"port{index}"
+        self._etc = Path("/etc/netns") / self.namespace
+
+    def build(self, names: dict[str, str]) -> None:
+        _ip("netns", "add", self.namespace)
+        wire = ("link", "add", self._port, "type", "veth", "peer", "name", "eth0", "netns", self.namespace)
+        _ip("-n", self._switch, *wire)
+        _ip("-n", self._switch, "link", "set", self._port, "master", "switch", "up")
+        _ip("-n", self.namespace, "address", "add", f"{self.address}/24", "dev", "eth0")
+        _ip("-n", self.namespace, "link", "set", "eth0", "up")
+        _ip("-n", self.namespace, "link", "set", "lo", "up")
+        self._etc.mkdir(parents=True)
+        others = [f"{address} {name}" for name, address in names.items() if name != self.name]
+        (self._etc / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 {self.name}", *others, ""]))
+        (self._etc / "resolv.conf").write_text("# no name server\n")
+
+    def start(self, command: str, folder: Path, **more: str) -> subprocess.Popen[str]:
+        """Run a shell command on this host; its output goes to a file of the host's name in `folder`."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY_", "OMP_", "GLOO_"))}
+        path = f"{Path(sys.executable).parent}:{kept.get('PATH', '')}"
+        inside = 'hostname "$0" && exec sh -c "$1"'
+        with open(folder / f"{self.name}.txt", "w") as output:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", inside, self.name, command],
+                cwd=folder, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+                env={**kept, "HEADWAY_HOME": str(folder), "PATH": path, **more},
+            )  # fmt: skip
+
+    def pids(self) -> list[int]:
+        """Every process on this host."""
+        found = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, timeout=30)
+        return [int(pid) for pid in found.stdout.split()]
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to every process on it, as a power switch or a hypervisor would treat all alike."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def set_link(self, state: str) -> None:
+        """Pull the cable ("down") or plug it in ("up"), at the switch: this host's own interface stays up."""
+        _ip("-n", self._switch, "link", "set", self._port, state)
+
+    def orphans(self, seconds: float = 10) -> list[str]:
+        """What still runs here after so long."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.pids():
+            time.sleep(0.1)
+        return [" ".join(psutil.Process(pid).cmdline()) for pid in self.pids() if psutil.pid_exists(pid)]
+
+    def destroy(self) -> None:
+        """End what runs here and take the namespace away."""
+        self.send(signal.SIGKILL)
+        self.orphans(5)
+        subprocess.run(["ip", "netns", "delete", self.namespace], capture_output=True, timeout=30)
+        shutil.rmtree(self._etc, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def network(num_hosts: int) -> Iterator[Sequence[Host]]:
+    """Hosts on one network; everything is taken away again, whatever happens inside."""
+    switch = f"hw{os.getpid()}switch"
+    hosts = [Host(index, switch) for index in range(num_hosts)]
+    try:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch", "up")
+        for host in hosts:
+            host.build({other.name: other.address for other in hosts})
+        yield hosts
+    finally:
+        for host in hosts:
+            host.destroy()
+        subprocess.run(["ip", "netns", "delete", switch], capture_output=True, timeout=30)

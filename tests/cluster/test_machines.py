@@ -1,0 +1,153 @@
+"""Two and three machines for real: started by the commands that headway prints, cut off, stopped, killed."""
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Host, network, why_not
+
+PATIENCE = 4
+"""Seconds until a silent machine counts as lost."""
+
+SLACK = 60
+"""What a loaded machine may add before a test gives up: a bound for a hang, not a measure."""
+
+PROGRAM = """
+import json, os, socket, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, num_updates = dist.get_rank(), int(os.environ["NUM_UPDATES"])
+for update in range(num_updates):
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    if update == 0:
+        told = {"rank": rank, "world": dist.get_world_size(), "host": socket.gethostname(), "total": total.item()}
+        os.write(1, (json.dumps(told) + "\\n").encode())
+    if rank == 0 and num_updates == 7:
+        time.sleep(3600)  # in no collective, so nothing tells it that the other is gone
+    if num_updates == 7:
+        raise OSError("the disk of this machine is full")
+    time.sleep(0.1)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Sequence[Host]]:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with network(3) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test begins on whole, empty hosts."""
+    yield
+    for host in request.getfixturevalue("hosts"):
+        host.send(signal.SIGKILL)
+        host.orphans()
+        host.set_link("up")
+
+
+class Run:
+    """A run on the first hosts, started by exactly the commands that the first one prints."""
+
+    def __init__(self, hosts: Sequence[Host], folder: Path, num_updates: int, *flags: str) -> None:
+        self.hosts, self.folder = hosts, folder
+        (folder / "train.py").write_text(PROGRAM)
+        words = f"headway launch -n {len(hosts)} --cpu --num_machines {len(hosts)} --machine_patience {PATIENCE}"
+        asked = hosts[0].start(" ".join([words, *flags, "train.py"]), folder)
+        assert asked.wait(SLACK) == 2
+        self.commands = [line for line in self.said(hosts[0]).splitlines() if line.startswith("headway launch")]
+        assert len(self.commands) == len(hosts)
+        self.processes = [
+            host.start(f"exec {command}", folder, NUM_UPDATES=str(num_updates))
+            for host, command in zip(hosts, self.commands)
+        ]
+
+    def said(self, host: Host) -> str:
+        return (self.folder / f"{host.name}.txt").read_text()
+
+    def told(self, host: Host) -> list[dict]:
+        return [json.loads(line) for line in self.said(host).splitlines() if line.startswith("{")]
+
+    def wait_for_the_first_update(self) -> None:
+        deadline = time.monotonic() + SLACK
+        while not all(self.told(host) for host in self.hosts):
+            assert time.monotonic() < deadline, [self.said(host) for host in self.hosts]
+            assert all(process.poll() is None for process in self.processes), [self.said(host) for host in self.hosts]
+            time.sleep(0.05)
+
+    def code(self, index: int, seconds: float = SLACK) -> int:
+        """The exit code of a host's launcher; nothing of it is left behind."""
+        try:
+            code = self.processes[index].wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{self.hosts[index].name} does not end: {self.said(self.hosts[index])}")
+        assert self.hosts[index].orphans() == []
+        return code
+
+
+def test_two_machines_meet_although_each_takes_its_own_name_for_loopback(hosts: Sequence[Host], tmp_path: Path) -> None:
+    run = Run(hosts[:2], tmp_path, 2)
+    assert f"--main_process_ip {hosts[0].address} " in run.commands[1]
+    assert [run.code(0), run.code(1)] == [0, 0], [run.said(host) for host in run.hosts]
+    assert run.told(hosts[0]) == [{"rank": 0, "world": 2, "host": "host-a", "total": 1.0}]
+    assert run.told(hosts[1]) == [{"rank": 1, "world": 2, "host": "host-b", "total": 1.0}]
+
+
+def test_a_cut_link_is_named_on_both_sides_of_the_cut(hosts: Sequence[Host], tmp_path: Path) -> None:
+    run = Run(hosts, tmp_path, 5000)
+    run.wait_for_the_first_update()
+    assert [entry["total"] for host in hosts for entry in run.told(host)] == [3.0, 3.0, 3.0]
+    hosts[2].set_link("down")
+    began = time.monotonic()
+    assert [run.code(0), run.code(1), run.code(2)] == [1, 1, 1]
+    # torch's own timeout, which would end it otherwise, is 30 minutes.
+    assert time.monotonic() - began < SLACK
+    for host in hosts[:2]:
+        said = run.said(host)
+        assert "headway: machine 2 (host host-c, 10.77.0.3) has not been heard of for " in said
+        assert "; rank 2 was on it" in said
+    assert "headway: machine 0 (host host-a, 10.77.0.1) has not been heard of for " in run.said(hosts[2])
+    assert "headway: machine 2 has ended its processes" in run.said(hosts[2])
+
+
+def test_a_stopped_machine_is_named_and_ends_when_it_wakes(hosts: Sequence[Host], tmp_path: Path) -> None:
+    run = Run(hosts[:2], tmp_path, 5000)
+    run.wait_for_the_first_update()
+    hosts[1].send(signal.SIGSTOP)
+    assert run.code(0) == 1
+    assert "headway: machine 1 (host host-b, 10.77.0.2) has not been heard of for " in run.said(hosts[0])
+    hosts[1].send(signal.SIGCONT)
+    assert run.code(1) == 1
+    assert "headway: the other machines went on without this one: machine 1 " in run.said(hosts[1])
+
+
+def test_a_dead_machine_is_named_at_once(hosts: Sequence[Host], tmp_path: Path) -> None:
+    run = Run(hosts[:2], tmp_path, 5000, "--machine_patience", "600")
+    run.wait_for_the_first_update()
+    hosts[0].send(signal.SIGKILL)
+    assert run.code(1) == 1
+    said = run.said(hosts[1])
+    assert "headway: machine 0 (host host-a, 10.77.0.1) is gone: its launcher ended without a word" in said
+    assert said.count("Traceback") == 0
+
+
+def test_a_rank_that_fails_ends_the_run_on_all_machines_with_one_exit_code(
+    hosts: Sequence[Host], tmp_path: Path
+) -> None:
+    run = Run(hosts[:2], tmp_path, 7, "--log_dir", "logs")
+    assert [run.code(0), run.code(1)] == [1, 1]
+    for host in run.hosts:
+        said = run.said(host)
+        assert "headway: rank 1 of 2 failed first, at train.py:" in said
+        assert "(host host-b, pid " in said
+        assert said.count("\nOSError: the disk of this machine is full") == 1

@@ -1,0 +1,108 @@
+"""A real SLURM of two nodes on this host, and Open MPI's mpirun: `srun headway launch` needs nothing else."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slurm
+
+SCRIPT = Path(__file__).with_name("slurm_up.sh")
+PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin"
+
+PROGRAM = """
+import json, os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([float(dist.get_rank())])
+dist.all_reduce(total)
+names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_NODEID", "OMP_NUM_THREADS")
+told = {**{name: os.environ.get(name) for name in names}, "total": total.item()}
+os.write(1, (json.dumps(told) + "\\n").encode())
+if "fail" in sys.argv and dist.get_rank() == 1:
+    raise ValueError("the second shard is missing")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    ours = ("HEADWAY_", "OMP_", "GLOO_", "SLURM_", "OMPI_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return {**kept, "PATH": PATH, "GLOO_SOCKET_IFNAME": "lo", **more}
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A cluster that runs for the tests of this file."""
+    missing = [name for name in ("slurmctld", "slurmd", "munged", "srun") if shutil.which(name, path=PATH) is None]
+    if missing:
+        pytest.skip(f"SLURM's {', '.join(missing)} is not installed (Debian: slurmctld slurmd slurm-client munge)")
+    if os.geteuid() != 0:
+        pytest.skip("SLURM's daemons need root")
+    folder = tmp_path_factory.mktemp("slurm")
+    begun = subprocess.run([SCRIPT, "start", folder], capture_output=True, text=True, timeout=120)
+    if begun.returncode:
+        pytest.skip(f"SLURM's daemons do not run here: {(begun.stdout + begun.stderr)[-500:]}")
+    try:
+        yield environment(SLURM_CONF=str(folder / "slurm.conf"))
+    finally:
+        subprocess.run([SCRIPT, "stop", folder], check=True, timeout=60)
+
+
+def run(command: str, folder: Path, variables: dict[str, str]) -> tuple[int, list[dict], str]:
+    (folder / "train.py").write_text(PROGRAM)
+    ran = subprocess.run(command.split(), cwd=folder, env={**variables, "HEADWAY_HOME": str(folder)},
+                         capture_output=True, text=True, timeout=80)  # fmt: skip
+    told = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    return ran.returncode, sorted(told, key=lambda entry: int(entry["RANK"])), ran.stderr
+
+
+def test_one_task_a_node(slurm: dict[str, str], tmp_path: Path) -> None:
+    command = "srun --nodes 2 --ntasks-per-node 1 --cpus-per-task 2 headway launch -n 4 --cpu train.py"
+    code, told, stderr = run(command, tmp_path, slurm)
+    assert code == 0, stderr
+    places = [(entry["RANK"], entry["LOCAL_RANK"], entry["SLURM_NODEID"], entry["total"]) for entry in told]
+    assert places == [("0", "0", "0", 6.0), ("1", "1", "0", 6.0), ("2", "0", "1", 6.0), ("3", "1", "1", 6.0)]
+    assert "4 processes on cpu, 2 on each of 2 machines (this is machine 1)" in stderr
+
+
+def test_the_tasks_are_the_processes(slurm: dict[str, str], tmp_path: Path) -> None:
+    command = "srun --nodes 2 --ntasks-per-node 2 --cpus-per-task 2 headway launch --cpu train.py"
+    code, told, stderr = run(command, tmp_path, slurm)
+    assert code == 0, stderr
+    places = [(entry["RANK"], entry["LOCAL_RANK"], entry["LOCAL_WORLD_SIZE"], entry["SLURM_NODEID"]) for entry in told]
+    assert places == [("0", "0", "2", "0"), ("1", "1", "2", "0"), ("2", "0", "2", "1"), ("3", "1", "2", "1")]
+    assert {entry["OMP_NUM_THREADS"] for entry in told} == {"2"}
+    assert stderr.count("headway: 4 processes on cpu, 2 on each of 2 machines") == 1
+
+
+def assert_told_once(stderr: str) -> None:
+    assert stderr.count("headway: rank 1 of 2 failed first, at train.py:") == 1, stderr
+    assert stderr.count("ValueError: the second shard is missing") == 1, stderr
+    assert stderr.count("; its report is with rank 0's output\n") == 1, stderr
+
+
+def test_a_task_that_fails_is_reported_and_ends_the_others(slurm: dict[str, str], tmp_path: Path) -> None:
+    code, _, stderr = run("srun --nodes 1 --ntasks 2 headway launch --cpu train.py fail", tmp_path, slurm)
+    assert code == 1
+    assert_told_once(stderr)
+
+
+def test_open_mpi_with_a_hostfile(tmp_path: Path) -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
+    (tmp_path / "hostfile").write_text("localhost slots=2\n")
+    command = "mpirun --allow-run-as-root --hostfile hostfile -np 2 headway launch --cpu train.py"
+    code, told, stderr = run(command, tmp_path, environment())
+    assert code == 0, stderr
+    places = [(entry["RANK"], entry["LOCAL_RANK"], entry["total"]) for entry in told]
+    assert places == [("0", "0", 1.0), ("1", "1", 1.0)]
+    code, _, stderr = run(f"{command} fail", tmp_path, environment())
+    assert code == 1
+    assert_told_once(stderr)

@@ -1,0 +1,238 @@
+"""The control plane among real processes: votes, hand-overs, aborts, who is missing, and who failed first."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+
+from headway.errors import CollectiveError, ControlPlaneError
+from tests.distributed.ranks import free_port, run_ranks
+from tests.distributed.test_launch import begin, launch
+
+
+def votes():
+    from headway.runtime import control, process
+
+    plane = control.current()
+    rank, world_size = plane.rank, plane.world_size
+    told = {}
+    order = random.Random(rank)  # each rank comes late at another time
+    for step in range(30):
+        time.sleep(order.random() / 200)
+        assert plane.vote([0.0, float(rank == step % 3), -0.0], "any") == [0.0, 1.0, 0.0]
+        assert plane.vote([rank + step, -rank, 0.5], "min") == [step, -(world_size - 1), 0.5]
+        assert plane.vote([rank, 2**53 if rank == 1 else 0], "sum") == [3.0, 2.0**53]
+        assert plane.vote([rank, float("-inf") if rank else 1.5]) == [world_size - 1, 1.5]
+    assert plane.vote([]) == []
+    assert plane.vote([0.0] * 40) == [0.0] * 40
+    plane.set(f"from {rank}", bytes(range(256)) + bytes([rank]))
+    told["given"] = [plane.get(f"from {other}", timedelta(seconds=60))[-1] for other in range(world_size)]
+    assert plane.vote([1.0]) == [1.0]
+    assert plane.has("from 0")
+    assert not plane.has("from 9")
+
+    server = process.control_link()._server
+    before = server.num_keys() if server else None
+    for _ in range(10_000):
+        plane.vote((0.0, 0.0, 0.0, 0.0), "any")
+    told["keys"] = None if server is None else server.num_keys() - before
+    told["different"] = _error(lambda: plane.vote([1.0] * (1 + rank // 2)))
+    told["after"] = _error(lambda: plane.vote([1.0]))
+
+    process.reset()  # a second runtime of the same processes sees nothing of the first
+    plane = control.current()
+    assert not plane.has("from 0")
+    assert plane.vote([rank], "sum") == [3.0]
+    if rank != 1:
+        told["missing"] = _error(lambda: plane.vote([1.0], timeout=timedelta(seconds=1)))
+    else:
+        time.sleep(4)
+    process.reset()
+    return told
+
+
+def _error(call):
+    try:
+        return "nothing", call()
+    except (CollectiveError, ControlPlaneError) as error:
+        return type(error).__name__, str(error)
+
+
+def test_votes_over_three_processes():
+    told = run_ranks(votes, 3, timeout=200)
+    assert [each["given"] for each in told] == [[0, 1, 2]] * 3
+    assert abs(told[0]["keys"]) <= 1  # the key of a result comes and goes
+    for each in told:
+        assert each["different"][0] == "CollectiveError"
+        assert "rank 2: max of 2 values" in each["different"][1]
+        assert each["after"][0] == "ControlPlaneError"
+    for rank in (0, 2):
+        kind, text = told[rank]["missing"]
+        assert kind == "ControlPlaneError"
+        assert "missed rank 1 for 1 s: ranks 0, 2 voted" in text
+
+
+# ---------------------------------------------------------------- without the launcher
+
+PLAIN = """
+import os, signal, sys, time
+from datetime import timedelta
+from headway import Accelerator
+from headway.errors import ControlPlaneError
+from headway.runtime import control
+accelerator = Accelerator(cpu=True)
+plane = control.current()
+plane.vote([0.0])
+"""
+
+
+def plain(folder, body):
+    """Two ranks that no launcher keeps; returns their exit codes and what they wrote to stderr."""
+    (folder / "plain.py").write_text(PLAIN + body)
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "plain.py"], cwd=folder, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [rank.returncode for rank in ranks], errors
+
+
+def test_an_abort_ends_ranks_that_wait_elsewhere(tmp_path):
+    body = "if plane.rank == 1:\n    plane.abort('the disk is full')\ntime.sleep(100)\n"
+    codes, errors = plain(tmp_path, body)
+    assert codes == [1, 1]
+    assert all(
+        "headway: rank 1 of 2 (host " in error and "ended the run: the disk is full" in error for error in errors
+    )
+
+
+def test_the_death_of_the_rank_that_hosts_it_is_said(tmp_path):
+    body = """
+if plane.rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    plane.vote([1.0])
+except ControlPlaneError as error:
+    print("caught:", error, file=sys.stderr)
+time.sleep(1)
+os._exit(3)
+"""
+    codes, errors = plain(tmp_path, body)
+    assert codes == [-signal.SIGKILL, 3]
+    assert "headway: rank 0, which hosted the control plane, is gone" in errors[1]
+    assert "caught: rank 0, which hosted the control plane, is gone" in errors[1]
+
+
+def test_an_end_in_order_is_no_death(tmp_path):
+    codes, errors = plain(tmp_path, "time.sleep(plane.rank)\n")
+    assert codes == [0, 0]
+    assert not any("gone" in error for error in errors)
+
+
+# ---------------------------------------------------------------- with the launcher
+
+LAUNCHED = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+if sys.argv[1] == "leaves" and rank == 1:
+    sys.exit(0)
+if sys.argv[1] == "hangs" and rank == 1:
+    time.sleep(100)
+from headway import Accelerator
+from headway.runtime import control
+Accelerator(cpu=True)
+plane = control.current()
+control.note_progress(12, 3)
+if sys.argv[1] == "aborts":
+    if rank == 1:
+        plane.abort("the disk is full")
+    time.sleep(100)
+if sys.argv[1] == "fails":
+    if rank == 1:
+        raise ValueError("bad luck")
+    plane.vote([1.0])
+if sys.argv[1] == "restarts":
+    assert not plane.has("mark"), "an old attempt's key"
+    for number in range(20):
+        assert plane.vote([number, rank], "sum") == [2 * number, 1]
+    plane.set("mark", b"1")
+    plane.vote([0.0])
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    print("attempt", attempt, "came through", flush=True)
+    if attempt < 5:
+        if rank == attempt % 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        plane.vote([1.0])
+"""
+
+
+def test_a_failure_report_has_the_update(tmp_path):
+    ran = launch(tmp_path, LAUNCHED, "--cpu", "-n", "2", "--log_dir", "logs", args=("fails",))
+    assert ran.returncode == 1
+    assert "rank 1 of 2 failed first, at train.py:19 (host " in ran.stderr
+    assert ", update 12" in ran.stderr.splitlines()[1]
+    failure = json.loads((tmp_path / "logs/failure.json").read_text())
+    assert "update 12" in failure["first"]["progress"]
+
+
+def test_an_abort_is_the_report(tmp_path):
+    ran = launch(tmp_path, LAUNCHED, "--cpu", "-n", "2", "--log_dir", "logs", "--max_restarts", "3", args=("aborts",))
+    assert ran.returncode == 1
+    assert ran.stderr.count("ended the run: the disk is full") == 1
+    assert "headway: rank 1 of 2 (host " in ran.stderr
+    assert "starting all processes anew" not in ran.stderr
+    assert "the disk is full" in json.loads((tmp_path / "logs/failure.json").read_text())["reason"]
+
+
+@pytest.mark.parametrize(("how", "words"), [
+    ("leaves", "rank 1 ended with exit code 0 before it joined the run"),
+    ("hangs", "within the patience of 5 s"),
+])  # fmt: skip
+def test_a_rank_that_never_comes_is_named_with_both_numbers(tmp_path, how, words):
+    ran = launch(tmp_path, LAUNCHED, "--cpu", "-n", "2", "--patience", "5", args=(how,))
+    assert ran.returncode == 1
+    assert words in ran.stderr
+    assert "2 processes were asked for and 1 has come" in ran.stderr
+    assert "missing rank 1" in ran.stderr
+
+
+@pytest.mark.timeout(600)
+def test_no_attempt_sees_the_keys_of_the_one_before(tmp_path):
+    process = begin(tmp_path, LAUNCHED, "--cpu", "-n", "2", "--max_restarts", "5", args=("restarts",))
+    out, err = process.communicate(timeout=590)
+    assert process.returncode == 0, err
+    came = [line for line in out.splitlines() if line.startswith("attempt")]
+    assert sorted(came) == sorted(f"attempt {number} came through" for number in range(6) for _ in range(2))
+    assert err.count("was ended by SIGKILL") == 5
+
+
+def test_every_machine_names_the_true_first_failure(tmp_path):
+    flags = ("--cpu", "-n", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1",
+             "--main_process_port", str(free_port()), "--log_dir")  # fmt: skip
+    ran = [
+        begin(tmp_path, LAUNCHED, *flags, f"logs{machine}", "--machine_rank", str(machine), args=("fails",),
+              GLOO_SOCKET_IFNAME="lo")
+        for machine in range(2)
+    ]  # fmt: skip
+    for machine, process in enumerate(ran):
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 1, errors
+        assert "rank 1 of 2 failed first, at train.py:19 (host " in errors
+        assert "ValueError: bad luck" in errors
+        failure = json.loads((tmp_path / f"logs{machine}/failure.json").read_text())
+        assert (failure["first"]["rank"], failure["first"]["record"]["text"]) == (1, "bad luck")

@@ -1,0 +1,167 @@
+"""`headway estimate`: sizes, placement and the ceiling, printed for real folders; the arithmetic with given bandwidths."""
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+
+from headway import infer_auto_device_map
+from headway.bigmodel import bandwidth, estimate
+from headway.bigmodel.estimate import Bandwidths, Sizing, ceiling, expert_share, size_up, skeleton_from, traffic
+from headway.bigmodel.workload import Workload
+from headway.cli import main
+from headway.errors import DeviceMapError
+from headway.units import parse_bytes
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
+
+
+@pytest.fixture
+def run(capsys):
+    def go(*args, code=0):
+        with pytest.raises(SystemExit) as ended:
+            main.main(["estimate", *map(str, args)])
+        said = capsys.readouterr()
+        assert ended.value.code == code, said
+        return said.out if code == 0 else said.err
+
+    return go
+
+
+@pytest.fixture
+def folder(tmp_path):
+    config = transformers.LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    config.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def flat(*measures):
+    """Bandwidths of 100 bytes a second in memory, 10 to an accelerator, 1 from the disk, unless given."""
+    memory, copy, disk = measures or (100.0, 10.0, 1.0)
+    return Bandwidths(["file"], lambda device: memory, lambda device: copy, lambda files: disk)
+
+
+def placed(model, max_memory, dtype="float32"):
+    device_map = infer_auto_device_map(model, max_memory, ["LlamaDecoderLayer"], dtype)
+    return Sizing(dtype, 0, 0, "", device_map, "", traffic(model, device_map, dtype))
+
+
+def test_a_config_alone(run, folder):
+    said = run(folder, "--inference")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    parameters = sum(p.numel() for p in model.parameters())
+    num_bytes = 2 * parameters + sum(buffer.nbytes for buffer in model.buffers())
+    assert f"LlamaForCausalLM: {parameters:,} parameters\nno weights in the folder" in said
+    rows = {line.split()[0]: line for line in said.splitlines() if line.endswith("tokens/s")}
+    assert list(rows) == ["float32", "bfloat16", "int8", "int4"]
+    assert "model.layers.0" in rows["int4"]
+    assert f"cpu {num_bytes / 1024:.1f} KiB" in rows["bfloat16"]
+    assert 'device_map="auto" in bfloat16:\ndevice  units' in said
+    assert "reading the stored weights" not in said
+    # The ceiling is the measured bandwidth over the bytes read.
+    read = parse_bytes(re.search(r"read for each token: (.*)", said)[1])
+    measured = parse_bytes(re.search(r"main memory (\S+ \S+)/s", said)[1])
+    rate = float(re.search(r"([\d.e+]+) tokens/s", rows["bfloat16"])[1])
+    assert rate == pytest.approx(measured / read, rel=0.02)
+
+
+def test_a_checkpoint_and_a_workload(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(bandwidth, "_PIECE", 1 << 14)
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
+    transformers.LlamaForCausalLM(config).half().save_pretrained(tmp_path, max_shard_size="100kB")
+    said = run(tmp_path, "--inference", "--num_tokens", "64", "--batch-size", "3", "--dtype", "float16")
+    assert re.search(r"stored: .* KiB in \d file\(s\), float16", said)
+    cache = 2 * 2 * 3 * 64 * 64 * 2  # keys and values, layers, samples, tokens, width, bytes
+    logits = 3 * 64 * 100 * 2
+    assert f" {(cache + logits) / 1024:.1f} KiB" in said
+    assert 'device_map="auto" in float16' in said
+    next(tmp_path.glob("model-00001-of-*.safetensors")).unlink()
+    assert "shards are missing" in run(tmp_path, "--inference", code=1)
+
+
+def test_what_cannot_be_estimated_says_why(run, tmp_path, folder):
+    assert "no folder with a config.json" in run(tmp_path / "none", "--inference", code=2)
+    assert "add --inference" in run(folder, code=2)
+    assert "needs --num_tokens" in run(folder, "--inference", "--batch_size", 2, code=2)
+    (folder / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
+    assert "transformers builds no model of its config.json" in run(folder, "--inference", code=2)
+
+
+def test_code_in_the_folder_is_not_run(run, folder):
+    content = json.loads((folder / "config.json").read_text())
+    content |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
+    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "mine.py").write_text("import pathlib; pathlib.Path('ran').touch()\n")
+    assert "transformers builds no model" in run(folder, "--inference", code=2)
+    assert not list(folder.rglob("ran"))
+
+
+def test_a_model_that_fits_nowhere_has_no_rate(folder, monkeypatch, run):
+    def refuse(*args, **options):
+        raise DeviceMapError("the largest layer fits nowhere")
+
+    monkeypatch.setattr(estimate, "resolve_device_map", refuse)
+    said = run(folder, "--inference")
+    assert said.count("does not fit") == 4
+    assert "no placement in bfloat16: the largest layer fits nowhere" in said
+
+
+def test_a_workload_that_cannot_be_measured_is_no_placement_that_fails(tmp_path):
+    transformers.ViTConfig(hidden_size=64, architectures=["ViTModel"], num_attention_heads=4).save_pretrained(tmp_path)
+    model = skeleton_from(tmp_path)
+    assert not estimate.generates(model)
+    with pytest.raises(DeviceMapError, match="could not be measured"):
+        size_up(model, "float32", Workload(1, 8))
+
+
+def test_an_embedding_counts_only_where_it_is_also_the_output():
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    tied = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True))
+    found = [sum(size_up(model, "float32").traffic.values()) for model in (plain, tied)]
+    assert found[0] == found[1] == 4 * sum(p.numel() for p in tied.parameters())
+
+
+def test_of_a_mixture_the_chosen_experts_count():
+    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2)
+    model = transformers.MixtralForCausalLM(config)
+    assert expert_share(model) == 0.25
+    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    others = sum(p.nbytes for p in model.parameters()) - experts - model.model.embed_tokens.weight.nbytes
+    assert sum(size_up(model, "float32").traffic.values()) == others + experts // 4
+
+
+def test_the_slowest_of_memory_link_and_disk_counts():
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 8}))
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    total = sum(p.nbytes for p in model.parameters()) - model.model.embed_tokens.weight.nbytes
+    everything = placed(model, {"cpu": "1GB"})
+    assert ceiling(everything, flat()) == pytest.approx(100 / total)
+    split = placed(model, {0: 4 * layer, "cpu": "1GB"})
+    host = split.traffic["cpu"]
+    assert 0 < host < total
+    assert ceiling(split, flat()) == pytest.approx(10 / host)
+    assert ceiling(split, flat(100.0, 1e9, 1.0)) == pytest.approx(100 / total)
+    disk = placed(model, {"cpu": 3 * layer})
+    kept = 3 * layer - disk.places()["cpu"]
+    assert ceiling(disk, flat()) == pytest.approx(1 / (disk.traffic["disk"] - kept))
+    assert ceiling(disk, flat(1e-3, 1.0, 1e9)) == pytest.approx(1e-3 / total)
+    assert ceiling(disk, flat(100.0, 10.0, None)) is None
+
+
+def test_bandwidths_are_measured(tmp_path):
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(bandwidth._PIECE * 2 + 5))
+    cpu = torch.device("cpu")
+    assert bandwidth.memory_bandwidth(cpu, 1) > 1e6
+    assert bandwidth.copy_bandwidth(cpu, 1) > 1e6
+    found = bandwidth.disk_bandwidth([file])
+    assert found is None or found > 1e3  # None on a file system in memory
+    assert bandwidth.disk_bandwidth([file], most=100) is None

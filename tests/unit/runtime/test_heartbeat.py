@@ -1,0 +1,119 @@
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from headway.runtime import pulse
+from headway.runtime.heartbeat import ENDED, Heartbeat, _latest
+
+
+def run(body, path, **more):
+    return subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "HEADWAY_PULSE": str(path), **more})  # fmt: skip
+
+
+@pytest.fixture
+def path(tmp_path):
+    found = tmp_path / "rank0.pulse"
+    pulse.create(found)
+    return found
+
+
+def test_a_beat_tells_where_the_main_thread_is():
+    own = pulse.Pulse()
+    beating = Heartbeat(own)
+    done = threading.Event()
+
+    def elsewhere():
+        beating.beat()
+        done.set()
+
+    threading.Thread(target=elsewhere).start()
+    assert done.wait(10)
+    found = own.read()
+    assert found.beats == 1
+    assert abs(time.monotonic() - found.beat) < 10
+    assert any(name == "test_a_beat_tells_where_the_main_thread_is" for _, _, name in found.note["stack"])
+    assert found.note["torch"] in ([], None)
+
+
+def test_the_end_of_the_program_is_told_and_clean(path):
+    body = (
+        "from headway.runtime import heartbeat\nimport sys, time\nheartbeat.INTERVAL = 0.001\nheartbeat.start()\n"
+        "heartbeat.start()\ntime.sleep(0.2)\nsys.exit(3)\n"
+    )
+    ran = run(body, path)
+    assert (ran.returncode, ran.stderr) == (3, "")
+    found = pulse.Pulse(path, is_writer=False).read()
+    assert found.phase == ENDED
+    assert found.beats > 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_forks_in_the_middle_of_beats(path):
+    body = """
+import os, time
+from headway.runtime import heartbeat, pulse
+heartbeat.INTERVAL = 0.0001
+heartbeat.start()
+for _ in range(30):
+    child = os.fork()
+    if child == 0:
+        pulse.own().note_progress(99, 99)  # not the rank's
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+print("done")
+"""
+    ran = run(body, path)
+    assert ran.stdout == "done\n", ran.stderr
+    assert pulse.Pulse(path, is_writer=False).read().update == 0
+
+
+def test_a_dump_comes_while_c_code_holds_the_interpreter(path):
+    from headway.runtime.frames import parse
+    from headway.runtime.heartbeat import LIVE_SIGNAL
+
+    if LIVE_SIGNAL is None:
+        pytest.skip("this system has no signal to spare")
+    body = "from headway.runtime import heartbeat\nheartbeat.start()\ndef busy():\n    sum(range(10**13))\nbusy()\n"
+    process = subprocess.Popen([sys.executable, "-c", body], env={**os.environ, "HEADWAY_PULSE": str(path)})
+    try:
+        stacks, deadline = path.with_name(path.name + ".stacks"), time.monotonic() + 30
+        reader = pulse.Pulse(path, is_writer=False)
+        while not reader.read().note.get("live") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        os.kill(process.pid, LIVE_SIGNAL)
+        while not stacks.read_text().count("busy") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert [frame.function for frame in parse(stacks.read_text())][:2] == ["busy", "<module>"]
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_latest_collective_of_each_group():
+    def entry(group, number, operation, is_p2p=False):
+        return {"process_group": [group, "x"], "pg_id": int(group), "collective_seq_id": number, "is_p2p": is_p2p,
+                "profiling_name": f"gloo:{operation}", "time_created_ns": (time.time() - 5) * 1e9}  # fmt: skip
+
+    entries = [
+        entry("0", 1, "broadcast"),
+        entry("1", 4, "barrier"),
+        entry("0", 2, "all_reduce"),
+        entry("0", 2, "send", True),
+    ]
+    status = {
+        "0": {"last_enqueued_collective": "2", "last_completed_collective": "1"},
+        "1": {"last_enqueued_collective": "4", "last_completed_collective": "4"},
+    }
+    now = time.monotonic()
+    first, second = sorted(_latest(entries, status, {"0": [0, 1]}, now), key=lambda call: call["group"])
+    assert (first["number"], first["operation"], first["members"]) == (2, "all_reduce", [0, 1])
+    assert 4 < now - first["since"] < 10
+    assert (second["number"], second["since"], second["members"]) == (4, None, None)
+    assert _latest([], {}, {}, now) == []

@@ -1,0 +1,96 @@
+"""Signals become flags, at once, beside what was installed before."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from headway.errors import StateError
+from headway.runtime.signals import SignalFlags
+
+
+@pytest.fixture
+def flags():
+    made = SignalFlags()
+    yield made
+    made.stop()
+
+
+def seen(flags, number, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not flags.has_seen(number) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return flags.has_seen(number)
+
+
+def test_nothing_is_installed_before_start_and_nothing_stays():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    flags = SignalFlags()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+    flags.start()
+    flags.start()
+    flags.stop()
+    flags.stop()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_signal_becomes_a_flag(flags):
+    flags.start()
+    assert flags.flags() == [0.0, 0.0]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert seen(flags, signal.SIGTERM)
+    assert flags.flags() == [1.0, 0.0]
+    flags.forget(signal.SIGTERM)
+    assert flags.flags() == [0.0, 0.0]
+
+
+def test_the_thread_hears_it_while_the_main_thread_does_not():
+    """A handler in Python needs the main thread's next instruction; the pipe does not."""
+    flags = SignalFlags((signal.SIGUSR1,))
+    flags.start()
+    heard = []
+    watcher = threading.Thread(target=lambda: heard.append(seen(flags, signal.SIGUSR1)))
+    watcher.start()
+    # A thread that is blocked in C: the lock is only released when the flag has been seen.
+    threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGUSR1)).start()
+    watcher.join()
+    flags.stop()
+    assert heard == [True]
+
+
+def test_a_handler_of_the_users_runs_too(flags):
+    told = []
+    former = signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+    receiver, sender = os.pipe()
+    os.set_blocking(sender, False)
+    former_fd = signal.set_wakeup_fd(sender)
+    try:
+        flags.start()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert seen(flags, signal.SIGUSR1)
+        assert os.read(receiver, 1) == bytes([signal.SIGUSR1])
+        flags.stop()
+        assert told == [signal.SIGUSR1]
+    finally:
+        signal.set_wakeup_fd(former_fd)
+        signal.signal(signal.SIGUSR1, former)
+        os.close(receiver)
+        os.close(sender)
+
+
+def test_only_the_main_thread_may_ask():
+    found = []
+
+    def start():
+        try:
+            SignalFlags().start()
+        except StateError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert found == ["signals can be listened for from the main thread only; call this where the program begins"]
