@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check unit docs bench clean
+.PHONY: setup demo test check unit docs bench cluster clean
 
 setup: $(STAMP)
 
@@ -27,7 +27,11 @@ unit: setup
 	$(BIN)/pytest -q tests/unit tests/house
 
 test: check
-	$(BIN)/pytest -q -n 2 --dist loadfile tests
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slurm" tests
+
+# Machines as network namespaces, a real SLURM and mpirun (root; Debian: iproute2 slurmctld slurmd slurm-client munge openmpi-bin).
+cluster: setup
+	$(BIN)/pytest -q tests/cluster
 
 bench: setup
 	$(BIN)/python benchmarks/run.py

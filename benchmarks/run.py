@@ -16,6 +16,12 @@ QUESTIONS = {
     "import_time": "What does the import cost beyond torch's?",
     "launch_time": "What does launching on one process cost beyond `python script.py`?",
     "two_processes": "What do a micro-step and a gather cost on two processes (gloo)?",
+    "control_cost": "What does a vote on the control plane cost?",
+    "watch_cost": "What does the hang watch cost a rank?",
+    "device_map": "How long does placing a model on devices take?",
+    "skeleton": "How long does building a model without memory take?",
+    "big_model_load": "How long does a checkpoint of 1.6 GB take to load and place?",
+    "offload": "How fast is a forward with 23 of 24 blocks on disk?",
 }
 # what is told, question, our row, the peer's row, column
 HIGHLIGHTS = (

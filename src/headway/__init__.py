@@ -11,23 +11,63 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "Accelerator": "headway.accelerator",
+    "ActivationCheckpointing": "headway.config.strategies",
     "AutocastKwargs": "headway.config.strategies",
+    "CpuOffload": "headway.bigmodel.hooks",
+    "CustomDtype": "headway.bigmodel.sizes",
     "DDPCommunicationHookType": "headway.config.strategies",
     "DataLoaderConfiguration": "headway.config.run",
     "DistributedDataParallelKwargs": "headway.config.strategies",
     "GradScalerKwargs": "headway.config.strategies",
     "GradientAccumulationPlugin": "headway.config.run",
     "InitProcessGroupKwargs": "headway.config.strategies",
+    "MemoryMonitor": "headway.memory.monitor",
+    "ModelHook": "headway.bigmodel.hooks",
     "ProfileKwargs": "headway.config.strategies",
     "ProjectConfiguration": "headway.config.run",
+    "SequentialHook": "headway.bigmodel.hooks",
+    "UserCpuOffloadHook": "headway.bigmodel.hooks",
+    "Workload": "headway.bigmodel.workload",
+    "add_hook_to_module": "headway.bigmodel.hooks",
+    "all_memory_use": "headway.memory.use",
+    "calculate_maximum_sizes": "headway.bigmodel.sizes",
+    "check_device_map": "headway.bigmodel.device_map",
+    "clean_device_map": "headway.bigmodel.device_map",
+    "clear_device_cache": "headway.memory.oom",
+    "compute_module_sizes": "headway.bigmodel.sizes",
+    "cpu_offload": "headway.bigmodel.dispatch",
+    "cpu_offload_with_hook": "headway.bigmodel.dispatch",
     "debug_launcher": "headway.launch.notebook",
+    "disk_offload": "headway.bigmodel.dispatch",
+    "dispatch_model": "headway.bigmodel.dispatch",
+    "dtype_byte_size": "headway.bigmodel.sizes",
     "errors": "headway.errors",
     "find_batch_size": "headway.ops.tree",
+    "find_executable_batch_size": "headway.memory.batch_size",
+    "find_tied_parameters": "headway.bigmodel.sizes",
+    "get_balanced_memory": "headway.bigmodel.device_map",
     "get_logger": "headway.log",
+    "get_max_layer_size": "headway.bigmodel.sizes",
+    "get_max_memory": "headway.bigmodel.budget",
+    "infer_auto_device_map": "headway.bigmodel.device_map",
+    "init_empty_weights": "headway.bigmodel.skeleton",
+    "init_on_device": "headway.bigmodel.skeleton",
+    "is_out_of_memory": "headway.memory.oom",
+    "load_checkpoint_and_dispatch": "headway.bigmodel.dispatch",
+    "load_checkpoint_in_model": "headway.bigmodel.weights",
+    "memory_report": "headway.memory.report",
+    "memory_use": "headway.memory.use",
+    "named_module_tensors": "headway.bigmodel.sizes",
     "notebook_launcher": "headway.launch.notebook",
+    "offload_pace": "headway.bigmodel.execution",
+    "print_gpu_utilization": "headway.memory.use",
+    "print_summary": "headway.memory.use",
+    "release_memory": "headway.memory.oom",
+    "remove_hook_from_module": "headway.bigmodel.hooks",
+    "remove_hook_from_submodules": "headway.bigmodel.hooks",
     "set_seed": "headway.runtime.seed",
     "skip_first_batches": "headway.data.skip",
-    "synchronize_rng_states": "headway.runtime.seed",
+    "synchronize_rng_states": "headway.ops.streams",
     "track": "headway.progress",
 }
 
@@ -36,9 +76,39 @@ __all__ = ["__version__", *_PLACES]
 if TYPE_CHECKING:
     from headway import errors as errors
     from headway.accelerator import Accelerator as Accelerator
+    from headway.bigmodel.budget import get_max_memory as get_max_memory
+    from headway.bigmodel.device_map import check_device_map as check_device_map
+    from headway.bigmodel.device_map import clean_device_map as clean_device_map
+    from headway.bigmodel.device_map import get_balanced_memory as get_balanced_memory
+    from headway.bigmodel.device_map import infer_auto_device_map as infer_auto_device_map
+    from headway.bigmodel.dispatch import cpu_offload as cpu_offload
+    from headway.bigmodel.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
+    from headway.bigmodel.dispatch import disk_offload as disk_offload
+    from headway.bigmodel.dispatch import dispatch_model as dispatch_model
+    from headway.bigmodel.dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+    from headway.bigmodel.execution import offload_pace as offload_pace
+    from headway.bigmodel.hooks import CpuOffload as CpuOffload
+    from headway.bigmodel.hooks import ModelHook as ModelHook
+    from headway.bigmodel.hooks import SequentialHook as SequentialHook
+    from headway.bigmodel.hooks import UserCpuOffloadHook as UserCpuOffloadHook
+    from headway.bigmodel.hooks import add_hook_to_module as add_hook_to_module
+    from headway.bigmodel.hooks import remove_hook_from_module as remove_hook_from_module
+    from headway.bigmodel.hooks import remove_hook_from_submodules as remove_hook_from_submodules
+    from headway.bigmodel.sizes import CustomDtype as CustomDtype
+    from headway.bigmodel.sizes import calculate_maximum_sizes as calculate_maximum_sizes
+    from headway.bigmodel.sizes import compute_module_sizes as compute_module_sizes
+    from headway.bigmodel.sizes import dtype_byte_size as dtype_byte_size
+    from headway.bigmodel.sizes import find_tied_parameters as find_tied_parameters
+    from headway.bigmodel.sizes import get_max_layer_size as get_max_layer_size
+    from headway.bigmodel.sizes import named_module_tensors as named_module_tensors
+    from headway.bigmodel.skeleton import init_empty_weights as init_empty_weights
+    from headway.bigmodel.skeleton import init_on_device as init_on_device
+    from headway.bigmodel.weights import load_checkpoint_in_model as load_checkpoint_in_model
+    from headway.bigmodel.workload import Workload as Workload
     from headway.config.run import DataLoaderConfiguration as DataLoaderConfiguration
     from headway.config.run import GradientAccumulationPlugin as GradientAccumulationPlugin
     from headway.config.run import ProjectConfiguration as ProjectConfiguration
+    from headway.config.strategies import ActivationCheckpointing as ActivationCheckpointing
     from headway.config.strategies import AutocastKwargs as AutocastKwargs
     from headway.config.strategies import DDPCommunicationHookType as DDPCommunicationHookType
     from headway.config.strategies import DistributedDataParallelKwargs as DistributedDataParallelKwargs
@@ -49,10 +119,20 @@ if TYPE_CHECKING:
     from headway.launch.notebook import debug_launcher as debug_launcher
     from headway.launch.notebook import notebook_launcher as notebook_launcher
     from headway.log import get_logger as get_logger
+    from headway.memory.batch_size import find_executable_batch_size as find_executable_batch_size
+    from headway.memory.monitor import MemoryMonitor as MemoryMonitor
+    from headway.memory.oom import clear_device_cache as clear_device_cache
+    from headway.memory.oom import is_out_of_memory as is_out_of_memory
+    from headway.memory.oom import release_memory as release_memory
+    from headway.memory.report import memory_report as memory_report
+    from headway.memory.use import all_memory_use as all_memory_use
+    from headway.memory.use import memory_use as memory_use
+    from headway.memory.use import print_gpu_utilization as print_gpu_utilization
+    from headway.memory.use import print_summary as print_summary
+    from headway.ops.streams import synchronize_rng_states as synchronize_rng_states
     from headway.ops.tree import find_batch_size as find_batch_size
     from headway.progress import track as track
     from headway.runtime.seed import set_seed as set_seed
-    from headway.runtime.seed import synchronize_rng_states as synchronize_rng_states
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,8 @@
 """The Accelerator: a table of contents, where each method delegates to the part that does the work."""
 
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +10,28 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.checkpoint.weights import save_object, save_pickled, save_weights
+from headway.config.arguments import caller, is_automatic, loading_settings, project_settings, windows
 from headway.config.load import UNSET, run_setting
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
-from headway.config.strategies import AutocastKwargs, ProfileKwargs, collect_options
+from headway.config.strategies import ActivationCheckpointing, AutocastKwargs, ProfileKwargs, collect_options
 from headway.data.loader import PreparedLoader
 from headway.data.skip import skip_first_batches
-from headway.errors import ConfigError, StateError
+from headway.errors import StateError
 from headway.log import get_logger
+from headway.memory import report as memory_report
 from headway.ops.collectives import Collectives
 from headway.ops.ranks import RankAware
 from headway.ops.tree import Tree
 from headway.precision.mixed import build_precision
-from headway.runtime import process
+from headway.runtime import process, watch
+from headway.saving.methods import Saving
+from headway.saving.run import RunState
 from headway.strategies.build import build_strategy
 from headway.training.accumulation import Accumulation, LossPolicy, MicroBatch, WeightedMean
+from headway.training.checkpointing import checkpoint_activations, keep_activations
 from headway.training.clock import Clock, TickRule
 from headway.training.metrics import gather_for_metrics
+from headway.training.microbatch import build_microbatching
 from headway.training.optimizer import PreparedOptimizer
 from headway.training.prepare import Preparation, choose_rule
 from headway.training.profile import profiling
@@ -34,7 +40,7 @@ from headway.training.scheduler import PreparedScheduler
 log = get_logger(__name__)
 
 
-class Accelerator(RankAware):
+class Accelerator(RankAware, Saving):
     """Runs a PyTorch loop on whatever the launcher started: one process or many, any device, any precision.
 
     Args:
@@ -55,6 +61,8 @@ class Accelerator(RankAware):
         kwargs_handlers: options of the engines underneath, one each of `headway.config.strategies`.
         project_dir: where the run keeps files; or a `project_config`.
         loss_policy: how losses are divided; default: the exact mean over the window and all ranks.
+        microbatching: "auto": where memory runs out, the batch is run again in smaller pieces, on all ranks and with the
+            same result; loops then use `forward_backward` or `microbatches`. None: batches stay whole.
 
     Raises:
         ConfigError: contradicting or impossible settings.
@@ -71,26 +79,28 @@ class Accelerator(RankAware):
         scheduler_ticks: str | TickRule | None = None, global_batch_size: int | None = None,
         rng_types: Sequence[str] | None = ("generator",), kwargs_handlers: list[Any] | None = None,
         project_dir: str | Path | None = None, project_config: ProjectConfiguration | None = None,
-        loss_policy: LossPolicy | None = None,
+        loss_policy: LossPolicy | None = None, microbatching: str | None = None,
     ) -> None:  # fmt: skip
-        origin = _caller()
+        origin = caller()
         options = collect_options(kwargs_handlers)
         on_cpu, _ = run_setting("cpu", UNSET if cpu is None else cpu, False, code_origin=origin)
         group = options.process_group
         runtime = process.start(cpu=on_cpu, backend=group.backend, init_method=group.init_method, timeout=group.timeout)
+        watch.start()
         super().__init__(runtime, Collectives(runtime))
         self.options = options
         self.mixed_precision, _ = run_setting("mixed_precision", mixed_precision or UNSET, "no", code_origin=origin)
         self.precision = build_precision(self.mixed_precision, runtime.hardware, options)
-        self.strategy = build_strategy(self.collectives, options)
-        plugin = _windows(gradient_accumulation_steps, gradient_accumulation_plugin, global_batch_size, origin)
+        plugin = windows(gradient_accumulation_steps, gradient_accumulation_plugin, global_batch_size, origin)
+        cuts_batches = is_automatic(microbatching, plugin)
+        self.strategy = build_strategy(self.collectives, options, is_deferred=cuts_batches)
         self.global_batch_size = global_batch_size
-        self.project_configuration = _project(project_dir, project_config)
+        self.project_configuration = project_settings(project_dir, project_config)
         self.clock = Clock()
         active: list[PreparedLoader] = []
         self._accumulation = Accumulation(plugin.num_steps, self.strategy, self.precision, loss_policy or WeightedMean(),
                                           active, plugin.sync_with_dataloader, plugin.sync_each_batch)  # fmt: skip
-        loading = _loading(dataloader_config, split_batches)
+        loading = loading_settings(dataloader_config, split_batches)
         rule = choose_rule(
             scheduler_ticks, adjust_scheduler_to_accumulation or plugin.adjust_scheduler,
             1 if loading.split_batches else self.strategy.data_shard.count,
@@ -99,7 +109,18 @@ class Accelerator(RankAware):
             self._accumulation, self.clock, runtime, loading, device_placement, rule, step_scheduler_with_optimizer,
             tuple(rng_types or ()), global_batch_size,
         )  # fmt: skip
+        if options.checkpointing is not None:
+            self._preparation.transforms = (
+                partial(checkpoint_activations, plan=options.checkpointing, device=self.device),
+            )
+        run_state = RunState(runtime, self.collectives, self.strategy, self.precision, self._preparation, self._accumulation,
+                             self.clock)  # fmt: skip
+        Saving.__init__(self, run_state, project_settings(project_dir, project_config))
+        self._microbatching = build_microbatching(
+            self._accumulation, self._preparation, self.clock, runtime, cuts_batches
+        )
         process.at_end(self._preparation.release)
+        memory_report.arm()
 
     # ---------------------------------------------------------------- prepare
 
@@ -117,6 +138,7 @@ class Accelerator(RankAware):
             PrepareError: an object of another kind, or objects that do not belong together.
         """
         prepared = self._preparation.prepare(objects, device_placement)
+        self._run_state.watch_windows()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def prepare_model(self, model: torch.nn.Module, device_placement: bool | None = None,
@@ -130,7 +152,9 @@ class Accelerator(RankAware):
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], device_placement: bool | None = None) -> PreparedLoader:
         """Prepare one loader."""
-        return self._preparation.loader(data_loader, device_placement)
+        prepared = self._preparation.loader(data_loader, device_placement)
+        self._run_state.watch_windows()
+        return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Prepare one schedule; its optimizer must be prepared."""
@@ -151,6 +175,34 @@ class Accelerator(RankAware):
         model = self.strategy.unwrap(model)
         return model if keep_torch_compile else getattr(model, "_orig_mod", model)
 
+    def checkpoint_activations(
+        self, model: torch.nn.Module, every: int = 1, policy: str | Callable[..., Any] = "recompute", offload: bool = False,
+        blocks: Sequence[Any] = (),
+    ) -> torch.nn.Module:  # fmt: skip
+        """Let the model's blocks drop their activations and compute them again in backward; returns the same object.
+
+        Args:
+            model: prepared or not.
+            every: every n-th block; 1: all of them.
+            policy: what a block keeps: "recompute", "keep_matmul", "keep_attention", "keep_all" or a callable; see
+                `headway.ActivationCheckpointing`, which does the same at prepare() for all models.
+            offload: keep what is kept in host memory, on an accelerator.
+            blocks: classes, class names or module names; none: what is repeated in the module tree.
+
+        Raises:
+            ConfigError: an unknown policy, or no blocks found.
+        """
+        count = checkpoint_activations(
+            model, ActivationCheckpointing(every, policy, offload, tuple(blocks)), self.device
+        )
+        log.info("activations of %d blocks of %s are computed again in backward", count, type(model).__name__)
+        return model
+
+    def keep_activations(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Undo `checkpoint_activations`; returns the same object."""
+        keep_activations(model)
+        return model
+
     # ---------------------------------------------------------------- the step
 
     def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
@@ -159,7 +211,40 @@ class Accelerator(RankAware):
         Args:
             models: the models that learn in it; none: all that are prepared. Different sets have windows of their own.
         """
+        self._run_state.saver.poll()
         return MicroBatch(self._accumulation, models or tuple(self._preparation.models))
+
+    def microbatches(self, batch: Tree) -> Iterator[Tree]:
+        """The batch in pieces that fit into memory; all of them again, and smaller, where they did not (docs/microbatching.md).
+
+        Each piece belongs in `with accelerator.accumulate(model)`, backward and step included. Without
+        microbatching="auto" there is one piece, the batch.
+
+        Args:
+            batch: nested containers; what has one entry a row is cut, the rest is in every piece.
+
+        Raises:
+            MemoryExhausted: pieces of one row do not fit.
+        """
+        return self._microbatching.microbatches(batch)
+
+    def forward_backward(self, batch: Tree, fn: Callable[[Tree], torch.Tensor],
+                         weight: Callable[[Tree], Any] | None = None, reduction: str = "mean") -> torch.Tensor:  # fmt: skip
+        """Forward and backward of a batch as a function, in pieces where memory demands it; `accumulate` included.
+
+        Args:
+            batch: as for `microbatches`.
+            fn: from a piece to its loss.
+            weight: from a piece to the number of items its loss was taken over; None: its rows.
+            reduction: as for `backward`.
+
+        Returns:
+            The batch's loss over all ranks: a 0-d tensor without a graph.
+
+        Raises:
+            MemoryExhausted: pieces of one row do not fit.
+        """
+        return self._microbatching.forward_backward(batch, fn, weight, reduction)
 
     @contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
@@ -201,7 +286,7 @@ class Accelerator(RankAware):
         if optimizer is None:
             optimizer = self._preparation.optimizers
         for one in [optimizer] if isinstance(optimizer, PreparedOptimizer) else optimizer:
-            self.precision.unscale(one.optimizer)
+            self._preparation.act(partial(self.precision.unscale, one.optimizer))
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip gradients by their global norm at the end of a window; inside one they are left alone.
@@ -215,7 +300,7 @@ class Accelerator(RankAware):
         """Clamp each gradient entry to [-clip_value, clip_value] at the end of a window."""
         self.strategy.capabilities.require("clip_by_value", self.strategy.name, "use clip_grad_norm_")
         if self._accumulation.is_final:
-            torch.nn.utils.clip_grad_value_(self._preparation.unscaled(parameters), clip_value)
+            self._preparation.clip_value(parameters, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """The forward context of the run's precision, for losses and code outside a model.
@@ -389,46 +474,6 @@ class Accelerator(RankAware):
 
     def end_training(self) -> None:
         """Wait for everyone, forget everything prepared, and end the process group that Headway started."""
+        self.wait_for_save()
         self.wait_for_everyone()
         process.reset()
-
-
-def _caller() -> str:
-    """`file:line` of the code that builds the Accelerator, for errors about its arguments."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("headway."):
-        frame = frame.f_back
-    return "code" if frame is None else f"Accelerator(...) at {frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _windows(steps: int | None, plugin: GradientAccumulationPlugin | None, global_batch_size: int | None,
-             origin: str) -> GradientAccumulationPlugin:  # fmt: skip
-    if plugin is not None and steps is not None:
-        raise ConfigError("give gradient_accumulation_steps or gradient_accumulation_plugin, not both")
-    if global_batch_size is not None and (steps is not None or plugin is not None):
-        raise ConfigError(
-            f"global_batch_size={global_batch_size} derives the accumulation; do not give the steps as well"
-        )
-    if plugin is not None:
-        return plugin
-    chosen, _ = run_setting(
-        "gradient_accumulation_steps", UNSET if steps is None else steps, 1, code_origin=origin, parse=int
-    )
-    return GradientAccumulationPlugin(num_steps=chosen)
-
-
-def _loading(config: DataLoaderConfiguration | None, split_batches: bool) -> DataLoaderConfiguration:
-    if config is not None and split_batches and not config.split_batches:
-        raise ConfigError("split_batches=True contradicts dataloader_config.split_batches=False; set it in one place")
-    return config or DataLoaderConfiguration(split_batches=split_batches)
-
-
-def _project(folder: str | Path | None, config: ProjectConfiguration | None) -> ProjectConfiguration:
-    if config is not None and folder is not None and config.project_dir not in (None, folder):
-        raise ConfigError(
-            f"project_dir={str(folder)!r} contradicts project_config.project_dir={str(config.project_dir)!r}"
-        )
-    chosen = config or ProjectConfiguration(project_dir=folder)
-    if chosen.project_dir is None and folder is not None:
-        chosen = ProjectConfiguration(project_dir=folder, logging_dir=chosen.logging_dir)
-    return chosen.with_defaults()

@@ -10,6 +10,9 @@ _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
 _FALSE = frozenset({"0", "false", "no", "off", "n", "f", ""})
 
 PREFIX = "HEADWAY_"
+CONTROL = "HEADWAY_CONTROL"
+"""Name of the variable that tells a worker where the launcher hosts the control plane."""
+
 PAYLOAD = "HEADWAY_RUN"
 """Name of the variable that carries the launcher's JSON payload to a worker."""
 
@@ -17,6 +20,11 @@ PAYLOAD = "HEADWAY_RUN"
 def get(name: str) -> str | None:
     """Return the variable's text, or None where it is not set."""
     return os.environ.get(name)
+
+
+def take(name: str) -> str | None:
+    """Return the variable's text and remove it, so that no child process finds it; None where it is not set."""
+    return os.environ.pop(name, None)
 
 
 def get_int(name: str) -> int | None:

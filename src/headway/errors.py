@@ -4,14 +4,22 @@
 
     HeadwayError
     |-- ConfigError            (ValueError)    a setting that cannot be: unknown, out of range, in conflict
+    |   `-- DeviceMapError                       a device map or a memory budget that does not fit the model
     |-- PrepareError           (TypeError)     prepare() got an object it cannot prepare, or in the wrong combination
     |-- DataError              (ValueError)    a batch, loader or sampler that cannot be split, padded or counted
     |-- LossError              (ValueError)    backward() got something that is no loss
     |-- MetricError            (ValueError)    gather_for_metrics() got something that is not per sample
     |-- StateError             (RuntimeError)  a call at a moment when it makes no sense
     |-- UnsupportedError       (RuntimeError)  the strategy or the hardware cannot do what was asked
-    |   `-- DeviceUnavailable                  an accelerator was asked for that is not here
+    |   |-- DeviceUnavailable                  an accelerator was asked for that is not here
+    |   `-- SkeletonError                      a model built without memory read a value that it does not have
+    |-- MemoryExhausted        (RuntimeError)  memory ran out, and nothing smaller is left to try
     |-- CollectiveError        (RuntimeError)  ranks called a collective with arguments that do not fit together
+    |-- CheckpointError        (RuntimeError)  a checkpoint that is missing, incomplete, damaged or does not fit
+    |-- CallError              (TypeError)     a decorated function was called with arguments that do not fit it
+    |-- BatchSizeError         (RuntimeError)  no batch size fits into memory
+    |-- PeerOutOfMemory        (RuntimeError)  another rank ran out of memory, so the attempt ends on this one too
+    |-- ControlPlaneError      (RuntimeError)  a vote or a hand-over that ranks missed, or whose host is gone
     |-- LaunchError            (RuntimeError)  a run could not be started, or ended in failure
     `-- OptionalDependencyMissing (ImportError) a package that this feature needs is not installed
 
@@ -27,6 +35,10 @@ class HeadwayError(Exception):
 
 class ConfigError(HeadwayError, ValueError):
     """A setting is unknown, out of range, or contradicts another one."""
+
+
+class DeviceMapError(ConfigError):
+    """A device map or a memory budget does not fit the model."""
 
 
 class PrepareError(HeadwayError, TypeError):
@@ -57,8 +69,36 @@ class DeviceUnavailable(UnsupportedError):
     """An accelerator was asked for that this process cannot use."""
 
 
+class SkeletonError(UnsupportedError):
+    """A constructor read a value from a tensor of the meta device, which has none."""
+
+
+class MemoryExhausted(HeadwayError, RuntimeError):
+    """Memory ran out, and nothing smaller is left to try."""
+
+
 class CollectiveError(HeadwayError, RuntimeError):
     """Ranks called one collective with arguments that do not fit together."""
+
+
+class CheckpointError(HeadwayError, RuntimeError):
+    """A checkpoint is missing, incomplete, damaged, or does not fit what it is loaded into."""
+
+
+class CallError(HeadwayError, TypeError):
+    """A decorated function was called with arguments that do not fit it."""
+
+
+class BatchSizeError(HeadwayError, RuntimeError):
+    """No batch size that was allowed fits into memory."""
+
+
+class PeerOutOfMemory(HeadwayError, RuntimeError):
+    """Another rank ran out of memory: the attempt in progress ends on this rank too."""
+
+
+class ControlPlaneError(HeadwayError, RuntimeError):
+    """Ranks missed a vote or a hand-over on the control plane, or its host is gone."""
 
 
 class LaunchError(HeadwayError, RuntimeError):

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import MutableMapping
 from functools import cache
-from typing import Any
+from typing import Any, TextIO
 
 from headway import env
 
@@ -65,7 +65,28 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
             HEADWAY_LOG_LEVEL is used where it is None. The root logger is never touched.
     """
     logger = _adapter(name)
-    level = log_level if log_level is not None else env.get("HEADWAY_LOG_LEVEL")
+    asked = env.get("HEADWAY_LOG_LEVEL")
+    level = log_level if log_level is not None else asked
     if level is not None:
         logger.logger.setLevel(level.upper() if isinstance(level, str) else level)
+    if asked is not None:
+        _speak(logger.logger)
     return logger
+
+
+def _speak(logger: logging.Logger) -> None:
+    """Write to stderr where nobody has set logging up: Python's last resort drops what is below WARNING."""
+    if not logger.hasHandlers():
+        output = _LastResort()
+        output.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(output)
+
+
+class _LastResort(logging.StreamHandler[TextIO]):
+    """Output to stderr that is silent once the program has set logging up itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line, unless the root logger's handlers do."""
+        if not logging.getLogger().handlers and not getattr(record, "is_told", False):
+            record.is_told = True  # loggers above this one may have such an output too
+            super().emit(record)

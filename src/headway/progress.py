@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TextIO, TypeVar
 
 import psutil
@@ -26,6 +26,9 @@ class _Facts(ProgressColumn):
 
 # The bars that are live on this process's terminal; an inner loop adds a line to the outer one's.
 _live: list[Progress] = []
+
+# What else stands behind every bar, such as the peak that a MemoryMonitor measures.
+sources: list[Callable[[], str]] = []
 
 
 class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
@@ -80,6 +83,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         if not self._counts:
             parts.append(f"{self._num_done / elapsed:,.1f}/s")
         parts.append(format_bytes(_memory()))
+        parts += [source() for source in sources]
         if self._total is not None and self._num_done >= self._total:
             parts.append(f"in {format_seconds(elapsed)}")
         elif self._total is not None and self._num_done:

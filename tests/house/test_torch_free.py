@@ -15,6 +15,7 @@ COMMANDS = [
     ["config", "--help"],
     ["config", "show"],
     ["env", "--help"],
+    ["estimate", "--help"],
 ]
 
 

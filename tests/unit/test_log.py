@@ -1,6 +1,9 @@
 """One line per run instead of one per rank."""
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -57,3 +60,18 @@ def test_levels_touch_this_logger_only(monkeypatch):
     assert get_logger("hw.test.env", log_level=logging.INFO).logger.level == logging.INFO
     assert logging.getLogger().level == before
     assert get_logger("hw.test.own") is get_logger("hw.test.own")
+
+
+def test_a_level_from_the_environment_is_heard_unless_logging_is_set_up():
+    said = "from headway import get_logger\nget_logger('own.part').info('told')\nget_logger('own').info('told too')\n"
+    set_up = "import logging\nlogging.basicConfig(format='mine: %(message)s')\n"
+    cases = {"": ["INFO own.part: told", "INFO own: told too"], set_up: ["mine: told", "mine: told too"]}
+    for first, expected in cases.items():
+        code = first + said + "get_logger('own.part').info('again')\n"
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+                             env={**os.environ, "HEADWAY_LOG_LEVEL": "info"})  # fmt: skip
+        assert ran.stderr.splitlines()[:2] == expected
+        assert ran.stderr.count("again") == 1
+    silent = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, timeout=60,
+                            env={name: value for name, value in os.environ.items() if name != "HEADWAY_LOG_LEVEL"})  # fmt: skip
+    assert silent.stderr == ""

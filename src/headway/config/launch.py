@@ -54,7 +54,9 @@ class LaunchConfig:
     rdzv_id: Maybe[str] = UNSET
 
     max_restarts: Maybe[int] = UNSET
+    patience: Maybe[float] = UNSET
     monitor_interval: Maybe[float] = UNSET
+    machine_patience: Maybe[float] = UNSET
     log_dir: Maybe[str] = UNSET
     tee: Maybe[str] = UNSET
     role: Maybe[str] = UNSET
@@ -108,6 +110,9 @@ class Setting:
         return env.PREFIX + self.name.upper()
 
 
+DEFAULT_PATIENCE = 600.0
+"""Seconds that a rank may keep the others waiting, where nobody says."""
+
 PRECISIONS = ("no", "bf16", "fp16")
 _HARDWARE, _TRAINING, _MACHINES, _CARE, _SCRIPT = "Hardware", "Training", "Several machines", "Failures, logs", "Script"
 
@@ -135,7 +140,11 @@ _TABLE = (
     Setting("rdzv_id", "text", _MACHINES, "Name of the run, where several share one rendezvous."),
     Setting("max_restarts", "integer", _CARE, "How often all processes are started anew after a failure.", minimum=0,
             default="0"),
+    Setting("patience", "number", _CARE, "Seconds that a rank may keep the others waiting; 0: for ever.", minimum=0,
+            default="600", is_for_workers=True),
     Setting("monitor_interval", "number", _CARE, "Seconds between looks at the processes.", minimum=0, default="0.1"),
+    Setting("machine_patience", "number", _CARE, "Seconds of silence after which another machine counts as lost.",
+            minimum=3, default="30"),
     Setting("log_dir", "text", _CARE, "Folder for one log file per rank and failure.json."),
     Setting("tee", "choice", _CARE, "What the log files hold: 0 nothing, 1 stdout, 2 stderr, 3 both.", short="-t",
             choices=("0", "1", "2", "3"), default="3 with --log_dir"),

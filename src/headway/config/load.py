@@ -28,7 +28,8 @@ COMMAND_LINE = "command line"
 VERSION = 1
 
 # Variables of Headway that are no settings of a launch.
-_OTHER_VARIABLES = ("HEADWAY_RUN", "HEADWAY_HOME", "HEADWAY_DEVICE", "HEADWAY_LOG_LEVEL", "HEADWAY_CONFIG_FILE")
+_OTHER_VARIABLES = ("HEADWAY_RUN", "HEADWAY_HOME", "HEADWAY_DEVICE", "HEADWAY_LOG_LEVEL", "HEADWAY_CONFIG_FILE",
+                    "HEADWAY_CONTROL", "HEADWAY_PULSE")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,27 @@ class ProjectConfiguration:
     Attributes:
         project_dir: the run's folder; None: nothing is written unless a path is given.
         logging_dir: where trackers and logs go; defaults to `project_dir`.
+        automatic_checkpoint_naming: save_state names its folders itself: `<project_dir>/checkpoints/checkpoint_<n>`.
+        total_limit: how many of those stay, the newest ones; None: all.
+        iteration: the number of the first one.
+        keep_best: "max" or "min": the checkpoint with the highest or lowest `metric` stays beside them.
+        save_on_each_node: accepted for the name's sake: whether machines share the folder is found out.
     """
 
     project_dir: str | Path | None = None
     logging_dir: str | Path | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    keep_best: str | None = None
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        limit = self.total_limit
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+            raise ConfigError(f"total_limit={limit!r}; give how many checkpoints stay, 1 or more, or None for all")
+        if self.keep_best not in (None, "max", "min"):
+            raise ConfigError(f"keep_best={self.keep_best!r}; allowed: 'max', 'min' or None")
 
     def with_defaults(self) -> "ProjectConfiguration":
         """The same with `logging_dir` filled in."""

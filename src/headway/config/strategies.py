@@ -1,4 +1,4 @@
-"""Options of the engines underneath: DDP, autocast, the fp16 scaler, the process group, the profiler.
+"""Options of the engines underneath: DDP, autocast, fp16 scaler, process group, profiler, activation checkpointing.
 
 The names are those of Accelerate's `kwargs_handlers`; each is a frozen dataclass, and each may be given once.
 """
@@ -108,6 +108,35 @@ class ProfileKwargs:
 
 
 @dataclass(frozen=True)
+class ActivationCheckpointing:
+    """Which blocks of a model drop their activations, and what they keep.
+
+    Attributes:
+        every: every n-th block; 1: all of them.
+        policy: "recompute": keep only a block's inputs. "keep_matmul": also the outputs of matrix products, convolutions
+            and fused attention; "keep_attention": also those of fused attention. "keep_all": compute nothing again (for
+            `offload`). A callable is a policy of your own, as for torch's create_selective_checkpoint_contexts.
+        offload: what is kept for backward lies in host memory meanwhile.
+        blocks: classes, class names or module names; none: what is repeated in the module tree.
+    """
+
+    every: int = 1
+    policy: str | Callable[..., Any] = "recompute"
+    offload: bool = False
+    blocks: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ConfigError(f"every={self.every!r}; give 1 to checkpoint all blocks, n for every n-th")
+        allowed = ("recompute", "keep_matmul", "keep_attention", "keep_all")
+        if not callable(self.policy) and self.policy not in allowed:
+            raise ConfigError(f"policy={self.policy!r}; allowed: {', '.join(allowed)}, or a callable")
+        if self.policy == "keep_all" and not self.offload:
+            raise ConfigError("policy='keep_all' changes nothing without offload=True; give both, or another policy")
+
+
+@dataclass(frozen=True)
 class EngineOptions:
     """One of each kind of option."""
 
@@ -116,6 +145,7 @@ class EngineOptions:
     scaler: GradScalerKwargs = GradScalerKwargs()
     process_group: InitProcessGroupKwargs = InitProcessGroupKwargs()
     profile: ProfileKwargs = ProfileKwargs()
+    checkpointing: ActivationCheckpointing | None = None
 
 
 def collect_options(handlers: list[Any] | None) -> EngineOptions:
@@ -130,6 +160,7 @@ def collect_options(handlers: list[Any] | None) -> EngineOptions:
         "scaler": GradScalerKwargs,
         "process_group": InitProcessGroupKwargs,
         "profile": ProfileKwargs,
+        "checkpointing": ActivationCheckpointing,
     }
     chosen: dict[str, Any] = {}
     for handler in handlers or []:

@@ -169,6 +169,25 @@ class Collectives:
 
         return map_tensors(send, tree)
 
+    def sum_in_place(self, found: Sequence[torch.Tensor]) -> None:
+        """Sum contiguous tensors over the ranks where they lie, all at once.
+
+        Without a handshake: for callers that have just agreed otherwise (a vote) on what will travel.
+        """
+        self._in_place("sum in place", found, lambda t: dist.all_reduce(t, group=self.group, async_op=True))
+
+    def broadcast_in_place(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
+        """Rank `src`'s values into contiguous tensors of all ranks; without a handshake, as `sum_in_place`."""
+        root = self._global_rank(src)
+        self._in_place("broadcast in place", found, lambda t: dist.broadcast(t, root, group=self.group, async_op=True))
+
+    def _in_place(self, operation: str, found: Sequence[torch.Tensor], start: Callable[[torch.Tensor], Any]) -> None:
+        if self.world_size == 1:
+            return
+        self.ledger.record(operation, f"{len(found)} tensors, {sum(t.nbytes for t in found)} bytes")
+        for work in [start(tensor) for tensor in found if tensor.numel()]:
+            work.wait()
+
     def pad_across_processes(self, tree: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
         """Pad each tensor along `dim` to the longest of all ranks.
 
@@ -232,6 +251,7 @@ class Collectives:
     def _finish(self, pending: Pending) -> list[list[float]]:
         if pending.work is not None:
             pending.work.wait()
+        self.ledger.leave(pending.entry)
         rows: list[list[float]] = pending.rows.tolist()
         if any(row[:_HEADER] != rows[0][:_HEADER] for row in rows):
             self._raise_mismatch(pending)

@@ -34,6 +34,12 @@ class Precision(Protocol):
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> bool:
         """Step the optimizer; False where the update was skipped."""
 
+    def snapshot(self) -> Any:
+        """What `restore` needs to take a window back."""
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a snapshot, which stays good."""
+
     def state_dict(self) -> dict[str, Any]:
         """What a resume needs."""
 
@@ -75,6 +81,13 @@ class FullPrecision:
         else:
             optimizer.step(closure)
         return True
+
+    def snapshot(self) -> Any:
+        """Nothing changes."""
+        return None
+
+    def restore(self, snapshot: Any) -> None:
+        """Nothing has changed."""
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing to keep."""

@@ -121,6 +121,33 @@ class Fp16Precision(Bf16Precision):
     def _probe(self, optimizer: torch.optim.Optimizer) -> _Probe:
         return self._probes.setdefault(id(optimizer), _Probe(optimizer))
 
+    def snapshot(self) -> Any:
+        """The scale, its growth, and which optimizers wait for what. No value is read from the device."""
+        scaler = self.scaler
+        if not scaler.is_enabled():
+            return None
+        tensors = [None if value is None else value.clone() for value in (scaler._scale, scaler._growth_tracker)]
+        states = {
+            key: {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
+            for key, state in scaler._per_optimizer_states.items()
+        }
+        return tensors, states, dict(self._probes), set(self._unscaled), set(self._stepped), list(self._dropped)
+
+    def restore(self, snapshot: Any) -> None:
+        """Put all of that back."""
+        if snapshot is None:
+            return
+        (scale, growth), states, probes, unscaled, stepped, dropped = snapshot
+        scaler = self.scaler
+        scaler._scale, scaler._growth_tracker = (None if v is None else v.clone() for v in (scale, growth))
+        scaler._per_optimizer_states.clear()
+        for key, state in states.items():
+            scaler._per_optimizer_states[key] = {
+                name: dict(value) if isinstance(value, dict) else value for name, value in state.items()
+            }
+        self._probes, self._unscaled = dict(probes), set(unscaled)
+        self._stepped, self._dropped = set(stepped), list(dropped)
+
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state, adjusted for the steps done."""
         self.adjust()

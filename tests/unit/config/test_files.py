@@ -23,7 +23,7 @@ def of_kind(setting):
     if setting.kind == "integer":
         return st.integers(setting.minimum, 2**31 - 1)
     if setting.kind == "number":
-        return st.floats(0, 1e6, allow_nan=False)
+        return st.floats(setting.minimum or 0, 1e6, allow_nan=False)
     if setting.kind == "switch":
         return st.booleans()
     if setting.kind == "choice":

@@ -150,10 +150,10 @@ class TestRunSetting:
             run_setting("cpu", False, False)
 
     def test_a_setting_of_the_workers_own(self):
-        with env.patched({env.PAYLOAD: None, "HEADWAY_PATIENCE": "12"}):
-            assert run_setting("patience", UNSET, 5, parse=int) == (12, "environment: HEADWAY_PATIENCE")
+        with env.patched({env.PAYLOAD: None, "HEADWAY_LOOKAHEAD": "12"}):
+            assert run_setting("lookahead", UNSET, 5, parse=int) == (12, "environment: HEADWAY_LOOKAHEAD")
         with (
-            env.patched({env.PAYLOAD: None, "HEADWAY_PATIENCE": "x"}),
-            pytest.raises(ConfigError, match="HEADWAY_PATIENCE='x'"),
+            env.patched({env.PAYLOAD: None, "HEADWAY_LOOKAHEAD": "x"}),
+            pytest.raises(ConfigError, match="HEADWAY_LOOKAHEAD='x'"),
         ):
-            run_setting("patience", UNSET, 5, parse=int)
+            run_setting("lookahead", UNSET, 5, parse=int)
