@@ -18,6 +18,7 @@ QUESTIONS = {
     "two_processes": "What do a micro-step and a gather cost on two processes (gloo)?",
     "control_cost": "What does a vote on the control plane cost?",
     "watch_cost": "What does the hang watch cost a rank?",
+    "microbatching": "What does automatic micro-batching cost when nothing goes wrong?",
     "device_map": "How long does placing a model on devices take?",
     "skeleton": "How long does building a model without memory take?",
     "big_model_load": "How long does a checkpoint of 1.6 GB take to load and place?",

@@ -53,6 +53,6 @@ def summary(manifest: Manifest) -> list[str]:
             total[index] += amount
     width = max(map(len, kinds), default=0)
     for kind, (num, values, size) in kinds.items():
-        lines.append(f"{kind:{width}}  {num} tensors, {values:,} values, {format_bytes(size)}")
+        lines.append(f"{kind:{width}}  {num} tensor{'s' if num > 1 else ''}, {values:,} values, {format_bytes(size)}")
     lines.append(f"{len(manifest.files)} files, {format_bytes(manifest.num_bytes())}")
     return lines
