@@ -217,7 +217,9 @@ def test_no_attempt_sees_the_keys_of_the_one_before(tmp_path):
     out, err = process.communicate(timeout=590)
     assert process.returncode == 0, err
     came = [line for line in out.splitlines() if line.startswith("attempt")]
-    assert sorted(came) == sorted(f"attempt {number} came through" for number in range(6) for _ in range(2))
+    # The rank that is not killed may be ended by the launcher before it gets to tell.
+    assert set(came) == {f"attempt {number} came through" for number in range(6)}
+    assert came.count("attempt 5 came through") == 2
     assert err.count("was ended by SIGKILL") == 5
 
 
