@@ -116,7 +116,15 @@ class Manifest:
             return _read_content(content)
         except CheckpointError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            ArithmeticError,
+            MemoryError,
+        ) as error:
             raise CheckpointError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
 
     @property

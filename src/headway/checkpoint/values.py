@@ -39,7 +39,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return _decode(value, tensors, 0)
     except CheckpointError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError, RuntimeError) as error:
         raise CheckpointError(f"a value in the manifest cannot be read: {type(error).__name__}: {error}") from error
 
 

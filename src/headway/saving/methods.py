@@ -44,6 +44,7 @@ class Saving:
 
     def __init__(self, run_state: RunState, project: ProjectConfiguration) -> None:
         self._run_state = run_state
+        run_state.is_saving = project.automatic_checkpoint_naming
         self.project_configuration = project
         self._iteration = project.iteration
         self._save_hooks: list[SaveHook] = []

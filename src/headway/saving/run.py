@@ -30,9 +30,9 @@ log = get_logger(__name__)
 
 @dataclass
 class Mark:
-    """Where a window began: what a save in its middle goes back to."""
+    """Where a window began: what a save in its middle goes back to; the streams only in a run that is known to save."""
 
-    streams: dict[str, Any]
+    streams: dict[str, Any] | None
     consumed: list[int]
     epochs: list[int]
 
@@ -59,6 +59,9 @@ class Restored:
 class RunState:
     """The state of one Accelerator's run.
 
+    Attributes:
+        is_saving: checkpoints are expected, so that marks hold random streams too.
+
     Args:
         runtime, collectives, strategy, precision, preparation, accumulation, clock: the Accelerator's.
     """
@@ -68,6 +71,7 @@ class RunState:
         self.saver = Saver(runtime, collectives)
         self.custom: list[Stateful] = []
         self.epoch = 0
+        self.is_saving = False
         self._began: dict[int, int] | None = None
         self._runtime = runtime
         self._collectives = collectives
@@ -98,8 +102,9 @@ class RunState:
     def _note_window(self) -> None:
         if self._accumulation.num_steps > 1 and not self._accumulation.is_unfinished:
             loaders = self._preparation.loaders
-            self._mark = Mark(read_streams(self._runtime.hardware), [each.num_consumed for each in loaders],
-                              [each.epoch for each in loaders])  # fmt: skip
+            # Reading all streams costs about 90 us.
+            streams = read_streams(self._runtime.hardware) if self.is_saving else None
+            self._mark = Mark(streams, [each.num_consumed for each in loaders], [each.epoch for each in loaders])
 
     # ---------------------------------------------------------------- out
 
@@ -121,7 +126,9 @@ class RunState:
             )  # fmt: skip
         collected = collect(self._parts())
         mark = self._mark if is_unfinished else None
-        streams = mark.streams if mark is not None else read_streams(self._runtime.hardware)
+        marked = None if mark is None else mark.streams
+        streams = read_streams(self._runtime.hardware) if marked is None else marked
+        self.is_saving = True
         own = {"streams": streams, "loaders": self._loader_states(mark)}
         for rank, told in enumerate(self._collectives.gather_objects(own)):
             for name, value in told.items():

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from headway.checkpoint.values import decode, encode
 from headway.errors import CheckpointError
@@ -113,6 +113,7 @@ junk = st.recursive(
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(junk)
+@example({"!": "complex", "value": []})
 def test_junk_is_a_clear_error_or_a_value(value):
     with contextlib.suppress(CheckpointError):
         decode(value, {"x": torch.arange(4, dtype=torch.uint8)})
