@@ -123,7 +123,9 @@ def test_an_abort_ends_ranks_that_wait_elsewhere(tmp_path):
 
 def test_the_death_of_the_rank_that_hosts_it_is_said(tmp_path):
     body = """
+plane.vote([0.0])  # rank 1 has come
 if plane.rank == 0:
+    time.sleep(2)  # and has heard so
     os.kill(os.getpid(), signal.SIGKILL)
 try:
     plane.vote([1.0])
