@@ -420,7 +420,7 @@ def _handler(order: AgentOrder) -> RendezvousHandler:
 
 
 def _spec(order: AgentOrder, handler: RendezvousHandler) -> WorkerSpec:
-    worker = ["-u", "-m", "headway.launch", "worker", str(os.getpid()), order.program.kind]
+    worker = ["-m", "headway.launch", "worker", str(os.getpid()), order.program.kind]
     worker += ["merge" if order.tee == "3" else "apart", order.program.target, *order.program.args]
     address: tuple[str | None, int | None] = (None, None)
     if order.backend == "static":

@@ -3,19 +3,23 @@
 Run as `python -m headway.launch worker AGENT_PID KIND STREAMS TARGET ARGS...`.
 """
 
+import atexit
 import builtins
 import contextlib
 import faulthandler
+import gc
 import importlib.machinery
 import importlib.util
 import io
 import os
 import sys
+import threading
+import traceback
 import types
 from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, TracebackType
-from typing import IO
+from typing import IO, NoReturn
 
 from headway import env
 from headway.errors import LaunchError
@@ -33,18 +37,61 @@ def main(arguments: Sequence[str]) -> None:
         os.dup2(1, 2)
     if kind == "program":
         os.execvp(target, [target, *args])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A line is one write, also where PYTHONUNBUFFERED asks for pieces: ranks must not cut into each other's lines.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     record = env.get("TORCHELASTIC_ERROR_FILE")
     _record_faults(record)
     heartbeat.start()
     sys.argv = [target, *args]
+    _leave(_carry_out(kind, target, record))
+
+
+def _carry_out(kind: str, target: str, record: str | None) -> int:
+    """Run the program; return the exit code that Python would end with."""
     try:
         code = _prepare_module(target) if kind == "module" else _prepare_script(target)
         exec(code, sys.modules["__main__"].__dict__)
     except KeyboardInterrupt:
-        sys.exit(130)  # the agent says that the run was interrupted, once
+        return 130  # the agent says that the run was interrupted, once
+    except SystemExit as leaving:
+        if leaving.code is None or isinstance(leaving.code, int):
+            return (leaving.code or 0) & 0xFF
+        print(leaving.code, file=sys.stderr)
+        return 1
     except Exception as error:
         _report(error.with_traceback(_without_ours(error.__traceback__)), record)
-        sys.exit(1)
+        return 1
+    return 0
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process as multiprocessing ends its children: tidied up, but with the interpreter left standing.
+
+    An engine's thread that drops a tensor while Python takes itself down wants the interpreter lock, does not get it any
+    more, and the C++ runtime aborts the process: a finished run would count as failed.
+    """
+    for tidy in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
+        try:
+            tidy()
+        except SystemExit:
+            pass
+        except BaseException:  # said and passed over, as Python does with what fails at exit
+            traceback.print_exc()
+    os._exit(code)
+
+
+def _flush() -> None:
+    """Write out what stands in the buffers of open files; Python would do so while it takes them down."""
+    buffers = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    # By type, not isinstance, which asks the object and wakes up lazy ones.
+    files = [each for each in gc.get_objects() if issubclass(type(each), io.IOBase)]
+    for file in (each for each in files if issubclass(type(each), buffers)):
+        with contextlib.suppress(OSError, ValueError):  # closed, detached, or its reader is gone
+            file.flush()
+    for file in (each for each in files if type(each).__module__ in ("bz2", "gzip", "lzma")):
+        with contextlib.suppress(OSError, ValueError):
+            file.close()  # what is compressed has an end to write
 
 
 def die_with(parent_pid: int, number: int = _SIGKILL) -> None:

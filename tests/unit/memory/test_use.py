@@ -4,7 +4,6 @@ import subprocess
 import sys
 import types
 
-import psutil
 import pytest
 import torch
 
@@ -15,22 +14,30 @@ from headway.runtime.device import HARDWARE
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is printed where there is no GPU")
 
 
+HOST = """
+import subprocess, sys, torch
+from headway import memory_use
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+try:
+    before = memory_use("cpu")
+    block = torch.ones(64 << 20)  # 256 MiB
+    after = memory_use("cpu")
+finally:
+    child.communicate(b"\\n")
+assert after.used - before.used > 200 << 20, (before, after)
+assert after.used <= after.peak, after
+assert after.used <= after.reserved, after
+assert after.used < after.occupied < after.total, after
+assert after.free == after.total - after.occupied, after
+assert set(after.processes) >= {__import__("os").getpid(), child.pid}, after
+assert 0 <= after.utilisation <= 1, after
+"""
+
+
 def test_the_hosts_use_is_this_process_and_its_children():
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        before = memory_use("cpu")
-        block = torch.ones(16 << 20)  # 64 MiB
-        after = memory_use("cpu")
-    finally:
-        child.communicate(b"\n")
-    assert after.used - before.used > 60 << 20
-    assert after.used <= after.peak
-    assert after.used <= after.reserved
-    assert after.used < after.occupied < after.total
-    assert after.free == after.total - after.occupied
-    assert set(after.processes) >= {psutil.Process().pid, child.pid}
-    assert 0 <= after.utilisation <= 1
-    assert block.sum() == 16 << 20
+    # A process of its own: what earlier tests leave is given back at any moment.
+    ran = subprocess.run([sys.executable, "-c", HOST], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_every_device_is_told():
