@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check unit docs bench cluster clean
+.PHONY: setup demo test again check unit docs bench cluster clean
 
 setup: $(STAMP)
 
@@ -27,7 +27,12 @@ unit: setup
 	$(BIN)/pytest -q tests/unit tests/house
 
 test: check
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slurm" tests
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slurm" tests || $(MAKE) --no-print-directory again
+
+# Real processes on a busy machine: what failed runs once more, alone. Both results are printed; what fails twice is broken.
+again:
+	@echo "== what failed runs once more, alone; see above what failed first =="
+	$(BIN)/pytest -q -m "not slurm" --last-failed --last-failed-no-failures none tests
 
 # Machines as network namespaces, a real SLURM and mpirun (root; Debian: iproute2 slurmctld slurmd slurm-client munge openmpi-bin).
 cluster: setup

@@ -18,6 +18,8 @@ QUESTIONS = {
     "two_processes": "What do a micro-step and a gather cost on two processes (gloo)?",
     "control_cost": "What does a vote on the control plane cost?",
     "watch_cost": "What does the hang watch cost a rank?",
+    "guard_cost": "What do the throughput meter and the guard against non-finite values cost?",
+    "trainer": "What does a micro-batch cost in the Trainer beyond the same loop by hand?",
     "microbatching": "What does automatic micro-batching cost when nothing goes wrong?",
     "device_map": "How long does placing a model on devices take?",
     "skeleton": "How long does building a model without memory take?",

@@ -1,5 +1,6 @@
 """Fixtures of the whole suite."""
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -13,3 +14,4 @@ def fresh_process() -> Iterator[None]:
     process.reset()
     yield
     process.reset()
+    logging.getLogger("headway").setLevel(logging.NOTSET)  # a Trainer's log_level lasts

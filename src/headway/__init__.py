@@ -12,24 +12,45 @@ __version__ = "0.1.0"
 _PLACES = {
     "Accelerator": "headway.accelerator",
     "ActivationCheckpointing": "headway.config.strategies",
+    "AlignDevicesHook": "headway.bigmodel.align",
     "AutocastKwargs": "headway.config.strategies",
     "CpuOffload": "headway.bigmodel.hooks",
     "CustomDtype": "headway.bigmodel.sizes",
     "DDPCommunicationHookType": "headway.config.strategies",
     "DataLoaderConfiguration": "headway.config.run",
     "DistributedDataParallelKwargs": "headway.config.strategies",
+    "EarlyStoppingCallback": "headway.trainer.flow",
+    "EvalPrediction": "headway.trainer.results",
+    "GeneralTracker": "headway.tracking.base",
     "GradScalerKwargs": "headway.config.strategies",
     "GradientAccumulationPlugin": "headway.config.run",
     "InitProcessGroupKwargs": "headway.config.strategies",
+    "LoggerType": "headway.tracking.base",
     "MemoryMonitor": "headway.memory.monitor",
     "ModelHook": "headway.bigmodel.hooks",
+    "NonFinitePolicy": "headway.training.finite",
+    "OffloadedWeightsLoader": "headway.bigmodel.dat_folder",
+    "Preemption": "headway.config.preemption",
+    "PrefixedDataset": "headway.bigmodel.dat_folder",
+    "PrinterCallback": "headway.trainer.display",
     "ProfileKwargs": "headway.config.strategies",
+    "ProgressCallback": "headway.trainer.display",
     "ProjectConfiguration": "headway.config.run",
     "SequentialHook": "headway.bigmodel.hooks",
+    "Tracker": "headway.tracking.base",
+    "Trainer": "headway.trainer.trainer",
+    "TrainerCallback": "headway.trainer.callbacks",
+    "TrainerControl": "headway.trainer.callbacks",
+    "TrainerState": "headway.trainer.callbacks",
+    "TrainingArguments": "headway.trainer.arguments",
     "UserCpuOffloadHook": "headway.bigmodel.hooks",
     "Workload": "headway.bigmodel.workload",
     "add_hook_to_module": "headway.bigmodel.hooks",
+    "align_module_device": "headway.bigmodel.align",
     "all_memory_use": "headway.memory.use",
+    "attach_align_device_hook": "headway.bigmodel.attach",
+    "attach_align_device_hook_on_blocks": "headway.bigmodel.attach",
+    "attach_execution_device_hook": "headway.bigmodel.attach",
     "calculate_maximum_sizes": "headway.bigmodel.sizes",
     "check_device_map": "headway.bigmodel.device_map",
     "clean_device_map": "headway.bigmodel.device_map",
@@ -42,6 +63,7 @@ _PLACES = {
     "dispatch_model": "headway.bigmodel.dispatch",
     "dtype_byte_size": "headway.bigmodel.sizes",
     "errors": "headway.errors",
+    "extract_submodules_state_dict": "headway.bigmodel.dat_folder",
     "find_batch_size": "headway.ops.tree",
     "find_executable_batch_size": "headway.memory.batch_size",
     "find_tied_parameters": "headway.bigmodel.sizes",
@@ -49,22 +71,30 @@ _PLACES = {
     "get_logger": "headway.log",
     "get_max_layer_size": "headway.bigmodel.sizes",
     "get_max_memory": "headway.bigmodel.budget",
+    "has_offloaded_params": "headway.bigmodel.align",
     "infer_auto_device_map": "headway.bigmodel.device_map",
     "init_empty_weights": "headway.bigmodel.skeleton",
     "init_on_device": "headway.bigmodel.skeleton",
     "is_out_of_memory": "headway.memory.oom",
     "load_checkpoint_and_dispatch": "headway.bigmodel.dispatch",
     "load_checkpoint_in_model": "headway.bigmodel.weights",
+    "load_offloaded_weight": "headway.bigmodel.dat_folder",
+    "load_offloaded_weights": "headway.bigmodel.dat_folder",
     "memory_report": "headway.memory.report",
     "memory_use": "headway.memory.use",
     "named_module_tensors": "headway.bigmodel.sizes",
     "notebook_launcher": "headway.launch.notebook",
     "offload_pace": "headway.bigmodel.execution",
+    "offload_state_dict": "headway.bigmodel.dat_folder",
+    "offload_weight": "headway.bigmodel.dat_folder",
+    "on_main_process": "headway.tracking.base",
     "print_gpu_utilization": "headway.memory.use",
     "print_summary": "headway.memory.use",
+    "read_offload_index": "headway.bigmodel.dat_folder",
     "release_memory": "headway.memory.oom",
     "remove_hook_from_module": "headway.bigmodel.hooks",
     "remove_hook_from_submodules": "headway.bigmodel.hooks",
+    "save_offload_index": "headway.bigmodel.dat_folder",
     "set_seed": "headway.runtime.seed",
     "skip_first_batches": "headway.data.skip",
     "synchronize_rng_states": "headway.ops.streams",
@@ -76,7 +106,22 @@ __all__ = ["__version__", *_PLACES]
 if TYPE_CHECKING:
     from headway import errors as errors
     from headway.accelerator import Accelerator as Accelerator
+    from headway.bigmodel.align import AlignDevicesHook as AlignDevicesHook
+    from headway.bigmodel.align import align_module_device as align_module_device
+    from headway.bigmodel.align import has_offloaded_params as has_offloaded_params
+    from headway.bigmodel.attach import attach_align_device_hook as attach_align_device_hook
+    from headway.bigmodel.attach import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
+    from headway.bigmodel.attach import attach_execution_device_hook as attach_execution_device_hook
     from headway.bigmodel.budget import get_max_memory as get_max_memory
+    from headway.bigmodel.dat_folder import OffloadedWeightsLoader as OffloadedWeightsLoader
+    from headway.bigmodel.dat_folder import PrefixedDataset as PrefixedDataset
+    from headway.bigmodel.dat_folder import extract_submodules_state_dict as extract_submodules_state_dict
+    from headway.bigmodel.dat_folder import load_offloaded_weight as load_offloaded_weight
+    from headway.bigmodel.dat_folder import load_offloaded_weights as load_offloaded_weights
+    from headway.bigmodel.dat_folder import offload_state_dict as offload_state_dict
+    from headway.bigmodel.dat_folder import offload_weight as offload_weight
+    from headway.bigmodel.dat_folder import read_offload_index as read_offload_index
+    from headway.bigmodel.dat_folder import save_offload_index as save_offload_index
     from headway.bigmodel.device_map import check_device_map as check_device_map
     from headway.bigmodel.device_map import clean_device_map as clean_device_map
     from headway.bigmodel.device_map import get_balanced_memory as get_balanced_memory
@@ -105,6 +150,7 @@ if TYPE_CHECKING:
     from headway.bigmodel.skeleton import init_on_device as init_on_device
     from headway.bigmodel.weights import load_checkpoint_in_model as load_checkpoint_in_model
     from headway.bigmodel.workload import Workload as Workload
+    from headway.config.preemption import Preemption as Preemption
     from headway.config.run import DataLoaderConfiguration as DataLoaderConfiguration
     from headway.config.run import GradientAccumulationPlugin as GradientAccumulationPlugin
     from headway.config.run import ProjectConfiguration as ProjectConfiguration
@@ -133,6 +179,20 @@ if TYPE_CHECKING:
     from headway.ops.tree import find_batch_size as find_batch_size
     from headway.progress import track as track
     from headway.runtime.seed import set_seed as set_seed
+    from headway.tracking.base import GeneralTracker as GeneralTracker
+    from headway.tracking.base import LoggerType as LoggerType
+    from headway.tracking.base import Tracker as Tracker
+    from headway.tracking.base import on_main_process as on_main_process
+    from headway.trainer.arguments import TrainingArguments as TrainingArguments
+    from headway.trainer.callbacks import TrainerCallback as TrainerCallback
+    from headway.trainer.callbacks import TrainerControl as TrainerControl
+    from headway.trainer.callbacks import TrainerState as TrainerState
+    from headway.trainer.display import PrinterCallback as PrinterCallback
+    from headway.trainer.display import ProgressCallback as ProgressCallback
+    from headway.trainer.flow import EarlyStoppingCallback as EarlyStoppingCallback
+    from headway.trainer.results import EvalPrediction as EvalPrediction
+    from headway.trainer.trainer import Trainer as Trainer
+    from headway.training.finite import NonFinitePolicy as NonFinitePolicy
 
 
 def __getattr__(name: str) -> Any:

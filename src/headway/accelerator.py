@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 from headway.checkpoint.weights import save_object, save_pickled, save_weights
 from headway.config.arguments import caller, is_automatic, loading_settings, project_settings, windows
 from headway.config.load import UNSET, run_setting
+from headway.config.preemption import Preemption, preemption_settings
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
-from headway.config.strategies import ActivationCheckpointing, AutocastKwargs, ProfileKwargs, collect_options
+from headway.config.strategies import ActivationCheckpointing, AutocastKwargs, collect_options
 from headway.data.loader import PreparedLoader
 from headway.data.skip import skip_first_batches
 from headway.errors import StateError
@@ -27,20 +28,22 @@ from headway.runtime import process, watch
 from headway.saving.methods import Saving
 from headway.saving.run import RunState
 from headway.strategies.build import build_strategy
+from headway.tracking.methods import Tracking
 from headway.training.accumulation import Accumulation, LossPolicy, MicroBatch, WeightedMean
 from headway.training.checkpointing import checkpoint_activations, keep_activations
 from headway.training.clock import Clock, TickRule
+from headway.training.finite import NonFinitePolicy, build_guard
+from headway.training.measuring import Measuring
 from headway.training.metrics import gather_for_metrics
 from headway.training.microbatch import build_microbatching
 from headway.training.optimizer import PreparedOptimizer
 from headway.training.prepare import Preparation, choose_rule
-from headway.training.profile import profiling
 from headway.training.scheduler import PreparedScheduler
 
 log = get_logger(__name__)
 
 
-class Accelerator(RankAware, Saving):
+class Accelerator(RankAware, Saving, Tracking, Measuring):
     """Runs a PyTorch loop on whatever the launcher started: one process or many, any device, any precision.
 
     Args:
@@ -63,6 +66,12 @@ class Accelerator(RankAware, Saving):
         loss_policy: how losses are divided; default: the exact mean over the window and all ranks.
         microbatching: "auto": where memory runs out, the batch is run again in smaller pieces, on all ranks and with the
             same result; loops then use `forward_backward` or `microbatches`. None: batches stay whole.
+        on_non_finite: "skip", "stop" or "raise" before an update from a loss or gradient that is nan or infinite; or a
+            `NonFinitePolicy`. None: nobody looks.
+        log_with: trackers that the run's log is fed to: "tensorboard", "wandb", "mlflow", "all" (that are installed), an
+            instance of `headway.Tracker`, or a list of these.
+        preemption: a signal or deadline makes all ranks save and end with exit code 75 (`Preemption`). True: as that class
+            says; None: the same where checkpoints are named automatically; False: signals end the process as ever.
 
     Raises:
         ConfigError: contradicting or impossible settings.
@@ -80,6 +89,8 @@ class Accelerator(RankAware, Saving):
         rng_types: Sequence[str] | None = ("generator",), kwargs_handlers: list[Any] | None = None,
         project_dir: str | Path | None = None, project_config: ProjectConfiguration | None = None,
         loss_policy: LossPolicy | None = None, microbatching: str | None = None,
+        on_non_finite: str | NonFinitePolicy | None = None, preemption: Preemption | bool | None = None,
+        log_with: Any = None,
     ) -> None:  # fmt: skip
         origin = caller()
         options = collect_options(kwargs_handlers)
@@ -115,10 +126,14 @@ class Accelerator(RankAware, Saving):
             )
         run_state = RunState(runtime, self.collectives, self.strategy, self.precision, self._preparation, self._accumulation,
                              self.clock)  # fmt: skip
-        Saving.__init__(self, run_state, project_settings(project_dir, project_config))
+        Saving.__init__(self, run_state, self.project_configuration)
+        answer = preemption_settings(preemption, self.project_configuration)
+        self._watch_for_preemption(answer, is_asked_for=bool(preemption))
+        Tracking.__init__(self, log_with, self.clock, run_state.notes, self._has_checkpoints)
         self._microbatching = build_microbatching(
             self._accumulation, self._preparation, self.clock, runtime, cuts_batches
         )
+        build_guard(on_non_finite, self._accumulation, self._preparation, self.clock)
         process.at_end(self._preparation.release)
         memory_report.arm()
 
@@ -211,7 +226,7 @@ class Accelerator(RankAware, Saving):
         Args:
             models: the models that learn in it; none: all that are prepared. Different sets have windows of their own.
         """
-        self._run_state.saver.poll()
+        self._begin_micro_batch()
         return MicroBatch(self._accumulation, models or tuple(self._preparation.models))
 
     def microbatches(self, batch: Tree) -> Iterator[Tree]:
@@ -458,10 +473,6 @@ class Accelerator(RankAware, Saving):
 
     clear = free_memory
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """torch's profiler around the block; traces go to `output_trace_dir`, one file a rank."""
-        return profiling(profile_handler or self.options.profile, self.process_index)
-
     @property
     def project_dir(self) -> str | Path | None:
         """Where the run keeps its files."""
@@ -473,7 +484,8 @@ class Accelerator(RankAware, Saving):
         return self.project_configuration.logging_dir
 
     def end_training(self) -> None:
-        """Wait for everyone, forget everything prepared, and end the process group that Headway started."""
+        """Wait for everyone, forget everything prepared, end the process group that Headway started, and then the run."""
         self.wait_for_save()
         self.wait_for_everyone()
         process.reset()
+        self.end_trackers()  # last: where one is slow, no other rank waits

@@ -13,9 +13,11 @@
     |-- UnsupportedError       (RuntimeError)  the strategy or the hardware cannot do what was asked
     |   |-- DeviceUnavailable                  an accelerator was asked for that is not here
     |   `-- SkeletonError                      a model built without memory read a value that it does not have
+    |-- NonFiniteError         (ArithmeticError) a loss or gradient is nan or infinite, and the run was to end then
     |-- MemoryExhausted        (RuntimeError)  memory ran out, and nothing smaller is left to try
     |-- CollectiveError        (RuntimeError)  ranks called a collective with arguments that do not fit together
     |-- CheckpointError        (RuntimeError)  a checkpoint that is missing, incomplete, damaged or does not fit
+    |-- TrackingError          (ValueError)    a value that cannot be logged, or a file that is no run's log
     |-- CallError              (TypeError)     a decorated function was called with arguments that do not fit it
     |-- BatchSizeError         (RuntimeError)  no batch size fits into memory
     |-- PeerOutOfMemory        (RuntimeError)  another rank ran out of memory, so the attempt ends on this one too
@@ -24,9 +26,13 @@
     `-- OptionalDependencyMissing (ImportError) a package that this feature needs is not installed
 
     HeadwayWarning             (UserWarning)
+    Preempted                  (SystemExit)  no failure: the run was asked to end, has saved, and ends with PREEMPTED
 
 Each message says what came in, what is allowed and what to do about it.
 """
+
+PREEMPTED = 75
+"""The exit code of a run that was asked to end and has saved: sysexits.h calls it EX_TEMPFAIL, "try again later"."""
 
 
 class HeadwayError(Exception):
@@ -73,6 +79,10 @@ class SkeletonError(UnsupportedError):
     """A constructor read a value from a tensor of the meta device, which has none."""
 
 
+class NonFiniteError(HeadwayError, ArithmeticError):
+    """A loss or gradient is nan or infinite; no update was made from it."""
+
+
 class MemoryExhausted(HeadwayError, RuntimeError):
     """Memory ran out, and nothing smaller is left to try."""
 
@@ -83,6 +93,10 @@ class CollectiveError(HeadwayError, RuntimeError):
 
 class CheckpointError(HeadwayError, RuntimeError):
     """A checkpoint is missing, incomplete, damaged, or does not fit what it is loaded into."""
+
+
+class TrackingError(HeadwayError, ValueError):
+    """A value cannot be logged, or a file is no run's log."""
 
 
 class CallError(HeadwayError, TypeError):
@@ -111,3 +125,16 @@ class OptionalDependencyMissing(HeadwayError, ImportError):
 
 class HeadwayWarning(UserWarning):
     """Something that works, but probably not as meant."""
+
+
+class Preempted(SystemExit):
+    """The run was asked to end and has committed a checkpoint; the process ends with PREEMPTED.
+
+    Attributes:
+        checkpoint: its folder.
+    """
+
+    def __init__(self, message: str, checkpoint: str) -> None:
+        super().__init__(message)
+        self.code = PREEMPTED
+        self.checkpoint = checkpoint

@@ -37,7 +37,7 @@ SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=${ports[0]}
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket=$folder/run/munge.socket
+AuthInfo=socket=$folder/run/munge.socket,cred_expire=5
 CryptoType=crypto/munge
 StateSaveLocation=$folder/state
 SlurmdSpoolDir=$folder/state/%n

@@ -5,7 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,84 @@ def test_a_task_that_fails_is_reported_and_ends_the_others(slurm: dict[str, str]
     code, _, stderr = run("srun --nodes 1 --ntasks 2 headway launch --cpu train.py fail", tmp_path, slurm)
     assert code == 1
     assert_told_once(stderr)
+
+
+TRAINING = """
+import json, os, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from headway import Accelerator, ProjectConfiguration, set_seed
+set_seed(0)
+accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration("run", automatic_checkpoint_naming=True))
+model = torch.nn.Linear(4, 1)
+x = torch.randn(80, 4)
+model, optimizer, loader = accelerator.prepare(
+    model, torch.optim.SGD(model.parameters(), 0.01), DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2))
+is_resumed = accelerator.resume("latest") is not None
+for _ in accelerator.epochs(1):
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward((model(inputs) - targets).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        told = {"rank": accelerator.process_index, "update": accelerator.num_updates, "resumed": is_resumed}
+        os.write(1, (json.dumps({**told, "end": os.environ.get("SLURM_JOB_END_TIME")}) + "\\n").encode())
+        while not is_resumed and accelerator.num_updates >= 5 and not accelerator.preempted:
+            accelerator.check_preemption()
+            time.sleep(0.05)
+"""
+
+
+def recipe() -> str:
+    """The job of docs/slurm.md, for this SLURM: two small nodes without GPUs."""
+    page = (Path(__file__).parents[2] / "docs" / "slurm.md").read_text()
+    text = page.split("<!-- file: train.sbatch -->")[1].split("```text\n")[1].split("```")[0]
+    kept = [line for line in text.splitlines() if "--gpus" not in line and "--cpus" not in line]
+    kept.insert(1, "#SBATCH --output=job.txt")
+    return "\n".join(kept).replace("headway launch", "headway launch -n 2 --cpu")
+
+
+def test_the_recipe_requeues_and_goes_on(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    (tmp_path / "train.sbatch").write_text(recipe())
+    variables = {**slurm, "HEADWAY_HOME": str(tmp_path)}
+
+    def slurm_says(*words: str) -> str:
+        return subprocess.run(
+            words, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+
+    job = slurm_says("sbatch", "--parsable", "train.sbatch").strip()
+    output = tmp_path / "job.txt"
+
+    def entries() -> list[dict]:
+        text = output.read_text() if output.exists() else ""
+        return [json.loads(line[line.index("{") :]) for line in text.splitlines() if line.endswith("}")]
+
+    def wait_for(is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 150
+        while not is_so():
+            assert time.monotonic() < deadline, output.read_text() if output.exists() else slurm_says("squeue")
+            time.sleep(0.2)
+
+    try:
+        wait_for(lambda: sum(entry["update"] == 5 for entry in entries()) == 2)
+        slurm_says("scancel", "--signal=TERM", job)
+        wait_for(lambda: sum(entry["update"] == 20 for entry in entries()) == 2)
+        wait_for(lambda: "COMPLETED" in slurm_says("scontrol", "show", "job", job))
+    finally:
+        subprocess.run(["scancel", job], env=variables, capture_output=True, timeout=60)
+        deadline = time.monotonic() + 30
+        while job in slurm_says("squeue", "-h", "-o", "%i") and time.monotonic() < deadline:
+            time.sleep(0.2)  # else its steps would outlive SLURM's daemons
+    assert "Restarts=1" in slurm_says("scontrol", "show", "job", job)
+    said = output.read_text()
+    assert "headway: preempted by SIGTERM on rank " in said
+    assert all(int(entry["end"]) > time.time() for entry in entries())
+    for rank in range(2):
+        updates = [entry["update"] for entry in entries() if entry["rank"] == rank]
+        assert updates == list(range(1, 21))
+        assert {entry["update"] for entry in entries() if entry["resumed"]} == set(range(6, 21))
 
 
 def test_open_mpi_with_a_hostfile(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_the_comparison_can_fail():
 
 def test_the_table_names_every_example():
     table = (EXAMPLES / "README.md").read_text()
-    for path in [EXAMPLES / "text.py", EXAMPLES / "vision.py", BASE, *FEATURES]:
+    for path in [EXAMPLES / "text.py", EXAMPLES / "vision.py", EXAMPLES / "trainer.py", BASE, *FEATURES]:
         assert f"{path.relative_to(EXAMPLES)}" in table
 
 
@@ -66,7 +66,7 @@ def test_every_feature_runs_and_learns_on_one_process():
 
 
 # What behaves alike on every rank is left to the slow tier: a group of processes of its own for each file takes seconds.
-ALIKE = {"clipping", "mixed_precision", "progress", "schedule", "torch_profile"}
+ALIKE = {"clipping", "mixed_precision", "progress", "schedule", "throughput", "torch_profile"}
 
 
 @pytest.mark.parametrize(
@@ -102,3 +102,34 @@ def test_text_trains_saves_and_reads_back(tmp_path):
     bits, bigram = map(float, re.search(r"GPT ([\d.]+), byte bigram ([\d.]+)", out).groups())
     assert 2 < bigram < 5
     assert bits < 6
+
+
+def test_nothing_is_lost(tmp_path):
+    losses = {}
+    for is_troubled in (False, True):
+        flags = ["--trouble"] if is_troubled else []
+        done = subprocess.run(
+            [sys.executable, "-m", "headway", "launch", "--cpu", "-n", "2", "--max_restarts", "1",
+             str(EXAMPLES / "nothing_is_lost.py"), *flags],
+            cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        told = done.stdout + done.stderr
+        assert done.returncode == 0, told
+        assert ("memory ran out on rank 1" in told) == is_troubled, told
+        assert ("rank 0 was ended by SIGKILL" in told) == is_troubled, told
+        assert ("after 10 updates, epoch 3" in told) == is_troubled, told
+        losses[is_troubled] = re.findall(r"loss after 18 updates: ([0-9.]+)", told)
+    assert len(losses[False]) == 1
+    assert losses[True] == losses[False]
+
+
+@pytest.mark.slow
+def test_the_trainer_learns_digits_and_text(tmp_path):
+    """Both tasks, a BERT from a config among them, on two ranks; in small."""
+    out = launch(str(EXAMPLES / "trainer.py"), "--epochs", "4", "--snippets", "12", cwd=tmp_path)
+    digits, seen = re.search(r"digits: ([\d.]+) of (\d+) held out right", out).groups()
+    assert float(digits) > 0.85
+    assert seen == "397"
+    text, largest = map(float, re.search(r"text: ([\d.]+) of .* alone gives ([\d.]+)", out).groups())
+    assert text > largest + 0.05
+    assert (tmp_path / "runs" / "trainer" / "text" / "weights" / "config.json").exists()

@@ -173,10 +173,8 @@ def _pids(process: subprocess.Popen[str], count: int) -> list[int]:
 def test_a_signal_to_the_launcher_ends_everybody(tmp_path, name):
     process = begin(tmp_path, WAIT, "--cpu", "-n", "2")
     pids = _pids(process, 2)
-    started = time.monotonic()
     process.send_signal(getattr(signal, name))
     _, err = process.communicate(timeout=60)
-    assert time.monotonic() - started < 10
     assert process.returncode == 128 + getattr(signal, name)
     assert f"stopped by {name}; all 2 processes of this machine have ended" in err
     assert "Traceback" not in err

@@ -80,9 +80,7 @@ def _exists(path):
 
 
 def test_the_main_process_goes_first_and_its_error_frees_the_others(tmp_path):
-    start = time.monotonic()
     assert run_ranks(go_first, 2, str(tmp_path), timeout=60) == [[True, True, "raised"], [True, True, "went on"]]
-    assert time.monotonic() - start < 30
 
 
 # -------------------------------------------------------------------- random streams

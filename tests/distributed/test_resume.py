@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from headway import Accelerator, ProjectConfiguration, set_seed
+from headway import Accelerator, DataLoaderConfiguration, ProjectConfiguration, set_seed
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_launch import launch
 
@@ -123,10 +123,9 @@ def half(root):
     return train(f"{root}/cut", 5, {5})
 
 
-def other_half(root):
-    losses, seen, weights, restored = train(
-        f"{root}/cut", resume=True, batch=2 if os.environ["WORLD_SIZE"] == "3" else 3
-    )
+def other_half(root, batch=3, stop_after=None, resume_from="cut"):
+    """On with it; a run that stops has saved, so that what comes next goes on from there."""
+    losses, seen, weights, restored = train(f"{root}/{resume_from}", stop_after, {stop_after}, resume=True, batch=batch)
     return losses, seen, weights, restored.differences
 
 
@@ -138,15 +137,101 @@ def test_another_world_sees_the_same_samples_in_the_same_order(tmp_path):
     _, expected, _, _ = run_ranks(whole, 2, str(tmp_path))[0]
     _, first, _, _ = run_ranks(half, 2, str(tmp_path))[0]
     assert first == expected[:30]
-    for world_size in (1, 3):
-        (_, rest, _, told), *others = run_ranks(other_half, world_size, str(tmp_path))
+    for world_size, batch in ((1, 3), (3, 2)):
+        (_, rest, _, told), *others = run_ranks(other_half, world_size, str(tmp_path), batch)
         assert [seen for _, seen, _, _ in others] == [rest] * (world_size - 1)
         assert first + rest == expected
         assert told[0] == f"world 2 -> {world_size}; random streams are derived anew from (seed, update, rank)"
-        if world_size == 1:
-            assert told[1:] == ["accumulation 1 -> 2 to keep the global batch of 6"]
-        else:
-            assert told[1:] == []
+        assert told[1:] == (["accumulation 1 -> 2 to keep the global batch of 6"] if world_size == 1 else [])
+
+
+SIZE = 7  # 2 ranks x 7 samples x 2 micro-batches: no whole number of steps of 3 ranks makes 28
+
+
+class Plain(Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(6, generator=generator)
+        return index, x, x.sum()
+
+
+class Streamed(IterableDataset):
+    def __iter__(self):
+        return (Plain()[index] for index in range(100))
+
+
+def ragged(root, stop_after, kind):
+    """(samples and weights after each update, differences), of a run that stops after so many updates, saved."""
+    set_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 40)
+    loader = (
+        DataLoader(Streamed(), batch_size=SIZE) if kind == "stream"
+        else DataLoader(Plain(), batch_size=SIZE, shuffle=True, drop_last=kind == "drop")
+    )  # fmt: skip
+    loading = DataLoaderConfiguration(dispatch_batches=kind == "dispatch", even_batches=False)
+    project = ProjectConfiguration(root, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, dataloader_config=loading, project_config=project
+    )
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    restored = accelerator.resume("latest")
+    updates, seen = [], []
+    for _ in accelerator.epochs(3):
+        for index, x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward((model(x).squeeze(1) - y).square().mean())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            seen += accelerator.gather_for_metrics(index).tolist()
+            if accelerator.sync_gradients:
+                rate = optimizer.param_groups[0]["lr"]
+                updates.append((seen, torch.cat([p.detach().flatten() for p in model.parameters()]), rate))
+                seen = []
+                if accelerator.num_updates == stop_after:
+                    accelerator.save_state()
+                    return updates, restored and restored.differences
+    return updates, restored and restored.differences
+
+
+KINDS = ("map", "drop", "stream", "dispatch")
+
+
+def both_ragged(root):
+    """The whole run, and the beginning of one."""
+    return {kind: (ragged(f"{root}/{kind}/whole", None, kind), ragged(f"{root}/{kind}/cut", 3, kind)) for kind in KINDS}
+
+
+def rest_ragged(root, stop_after):
+    return {kind: ragged(f"{root}/{kind}/cut", stop_after, kind) for kind in KINDS}
+
+
+def check_same(kind, whole, parts):
+    found = [update for part in parts for update in part]
+    assert [seen for seen, _, _ in found] == [seen for seen, _, _ in whole], kind
+    for (_, wanted, rate), (_, weights, other) in zip(whole, found):
+        assert torch.allclose(wanted, weights, atol=1e-6), kind
+        assert abs(rate - other) < 1e-9, kind
+
+
+def test_a_global_batch_that_does_not_divide_is_split_raggedly(tmp_path):
+    begun = run_ranks(both_ragged, 2, str(tmp_path))[0]
+    # On three ranks, three again as after a kill, and one.
+    rest = [run_ranks(rest_ragged, world, str(tmp_path), stop)[0] for world, stop in [(3, 6), (3, 8), (1, None)]]
+    for kind in KINDS:
+        (whole, _), first = begun[kind]
+        parts = [first, *(each[kind] for each in rest)]
+        check_same(kind, whole, [updates for updates, _ in parts])
+        told = [differences for _, differences in parts]
+        assert told[1][-1] == "the global batch of 28 samples is split unevenly among the ranks"
+        assert told[2] == told[1][1:]
+        assert told[3][0].startswith("world 3 -> 1")
+        assert any("to keep the global batch of 28" in line for line in told[3])
 
 
 def test_a_killed_run_that_is_restarted_ends_as_if_nothing_had_happened(tmp_path):

@@ -96,3 +96,9 @@ def test_the_self_check_passes_on_the_device() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "cuda" in done.stdout
+
+
+def test_the_first_use_of_the_device_is_named() -> None:
+    code = "from headway.runtime import device, origin\nimport torch\ntorch.ones(1, device='cuda')\nprint(origin.first_use())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "<string>:3"

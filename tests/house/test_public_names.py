@@ -9,42 +9,49 @@ from headway import Accelerator
 from headway.cli import launch
 
 NAMES = [
-    "__version__", "Accelerator", "ActivationCheckpointing", "AutocastKwargs", "CpuOffload", "CustomDtype",
-    "DDPCommunicationHookType", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "GradScalerKwargs",
-    "GradientAccumulationPlugin", "InitProcessGroupKwargs", "MemoryMonitor", "ModelHook", "ProfileKwargs",
-    "ProjectConfiguration", "SequentialHook", "UserCpuOffloadHook", "Workload", "add_hook_to_module",
-    "all_memory_use", "calculate_maximum_sizes", "check_device_map", "clean_device_map", "clear_device_cache",
-    "compute_module_sizes",
-    "cpu_offload", "cpu_offload_with_hook", "debug_launcher", "disk_offload", "dispatch_model", "dtype_byte_size",
-    "errors", "find_batch_size", "find_executable_batch_size", "find_tied_parameters", "get_balanced_memory",
-    "get_logger", "get_max_layer_size",
-    "get_max_memory", "infer_auto_device_map", "init_empty_weights", "init_on_device", "is_out_of_memory",
-    "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "memory_report", "memory_use",
-    "named_module_tensors", "notebook_launcher", "offload_pace", "print_gpu_utilization", "print_summary", "release_memory",
-    "remove_hook_from_module", "remove_hook_from_submodules", "set_seed", "skip_first_batches",
+    "__version__", "Accelerator", "ActivationCheckpointing", "AlignDevicesHook", "AutocastKwargs",
+    "CpuOffload", "CustomDtype", "DDPCommunicationHookType", "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs", "EarlyStoppingCallback", "EvalPrediction", "GeneralTracker",
+    "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LoggerType", "MemoryMonitor",
+    "ModelHook", "NonFinitePolicy", "OffloadedWeightsLoader", "Preemption", "PrefixedDataset", "PrinterCallback",
+    "ProfileKwargs", "ProgressCallback", "ProjectConfiguration", "SequentialHook", "Tracker", "Trainer",
+    "TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments", "UserCpuOffloadHook", "Workload",
+    "add_hook_to_module", "align_module_device", "all_memory_use", "attach_align_device_hook",
+    "attach_align_device_hook_on_blocks", "attach_execution_device_hook", "calculate_maximum_sizes",
+    "check_device_map", "clean_device_map", "clear_device_cache", "compute_module_sizes", "cpu_offload",
+    "cpu_offload_with_hook", "debug_launcher", "disk_offload", "dispatch_model", "dtype_byte_size", "errors",
+    "extract_submodules_state_dict", "find_batch_size", "find_executable_batch_size", "find_tied_parameters",
+    "get_balanced_memory", "get_logger", "get_max_layer_size", "get_max_memory", "has_offloaded_params",
+    "infer_auto_device_map", "init_empty_weights", "init_on_device", "is_out_of_memory",
+    "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_offloaded_weight",
+    "load_offloaded_weights", "memory_report", "memory_use", "named_module_tensors", "notebook_launcher",
+    "offload_pace", "offload_state_dict", "offload_weight", "on_main_process", "print_gpu_utilization",
+    "print_summary", "read_offload_index", "release_memory", "remove_hook_from_module",
+    "remove_hook_from_submodules", "save_offload_index", "set_seed", "skip_first_batches",
     "synchronize_rng_states", "track",
 ]  # fmt: skip
 
 MEMBERS = """
-    accumulate autocast backward check_trigger checkpoint_activations clear clip_grad_norm_
-    clip_grad_value_ device dispatch_batches end_training epochs even_batches forward_backward
-    free_memory gather gather_for_metrics get_state_dict gradient_accumulation_steps is_last_process
+    accumulate autocast backward check_preemption check_trigger checkpoint_activations clear clip_grad_norm_
+    clip_grad_value_ device dispatch_batches end_trackers end_training epochs even_batches forward_backward
+    free_memory gather gather_for_metrics get_state_dict get_tracker gradient_accumulation_steps init_trackers
+    log log_artifact log_event log_images trackers is_last_process
     is_local_main_process is_main_process join_uneven_inputs keep_activations load_state
     local_main_process_first local_process_index logging_dir main_process_first microbatches no_sync
-    non_blocking num_processes num_updates on_last_process on_local_main_process on_local_process
-    on_main_process on_process optimizer_step_was_skipped pad_across_processes prepare
+    non_blocking non_finite num_processes num_updates on_last_process on_local_main_process on_local_process
+    on_main_process on_process optimizer_step_was_skipped pad_across_processes preempted prepare
     prepare_data_loader prepare_model prepare_optimizer prepare_scheduler print process_index
     profile project_dir reduce reduce_mean register_for_checkpointing register_load_state_pre_hook
     register_save_state_pre_hook resume save save_iteration save_model save_state set_trigger
     skip_first_batches split_batches split_between_processes sync_gradients unscale_gradients
-    unwrap_model use_distributed use_seedable_sampler wait_for_everyone wait_for_save
+    throughput unwrap_model use_distributed use_seedable_sampler wait_for_everyone wait_for_save
 """
 
 ARGUMENTS = [
     "device_placement", "split_batches", "mixed_precision", "gradient_accumulation_steps", "cpu", "dataloader_config",
     "gradient_accumulation_plugin", "step_scheduler_with_optimizer", "adjust_scheduler_to_accumulation",
     "scheduler_ticks", "global_batch_size", "rng_types", "kwargs_handlers", "project_dir", "project_config",
-    "loss_policy", "microbatching",
+    "loss_policy", "microbatching", "on_non_finite", "preemption", "log_with",
 ]  # fmt: skip
 
 
@@ -80,8 +87,8 @@ def test_the_accelerators_arguments_are_these():
 
 FLAGS = """
     num_processes cpu multi_gpu gpu_ids num_cpu_threads_per_process enable_cpu_affinity mixed_precision
-    gradient_accumulation_steps num_machines machine_rank main_process_ip main_process_port rdzv_backend rdzv_conf
-    rdzv_id max_restarts patience monitor_interval machine_patience log_dir tee
+    gradient_accumulation_steps num_machines min_machines machine_rank main_process_ip main_process_port rdzv_backend rdzv_conf
+    rdzv_id max_restarts patience monitor_interval machine_patience grace log_dir tee
     role debug quiet module no_python config_file dry_run force
 """
 

@@ -16,6 +16,7 @@ COMMANDS = [
     ["config", "show"],
     ["env", "--help"],
     ["estimate", "--help"],
+    ["report", "--help"],
 ]
 
 
@@ -45,6 +46,15 @@ def test_no_heavy_import(arguments, tmp_path):
 def test_the_environment_report_asks_torch_for_nothing(arguments, tmp_path):
     modules = {name.partition(".")[0] for name in imported(arguments, str(tmp_path))}
     assert not modules & {"torch", "numpy"}
+
+
+def test_a_report(tmp_path):
+    start = '{"kind":"run","time":1.0,"format":1,"project":"p","config":{},"world_size":1,"device":"cpu","versions":{},"attempt":1}'
+    values = '{"kind":"values","time":2.0,"step":1,"values":{"loss":1.5}}'
+    (tmp_path / "log.jsonl").write_text(f"{start}\n{values}\n")
+    modules = {name.partition(".")[0] for name in imported(["report", str(tmp_path)], str(tmp_path))}
+    assert (tmp_path / "report.html").exists()
+    assert not modules & {*HEAVY, "matplotlib"}
 
 
 def test_a_one_process_launch(tmp_path):

@@ -11,7 +11,8 @@ def test_every_error_stands_in_the_tree_under_its_parents():
     drawn = dict(re.findall(r"^\s+[|`\- ]+(\w+)(?:\s+\((\w+)\))?", errors.__doc__, re.MULTILINE))
     assert set(drawn) == set(kinds)
     for name, builtin in drawn.items():
-        assert issubclass(kinds[name], errors.HeadwayError) or name == "HeadwayWarning"
+        assert issubclass(kinds[name], errors.HeadwayError) or name in ("HeadwayWarning", "Preempted")
         if builtin:
             assert builtin in {base.__name__ for base in kinds[name].__mro__}
     assert issubclass(errors.HeadwayWarning, UserWarning)
+    assert issubclass(errors.Preempted, SystemExit)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from headway.bigmodel.budget import Device
+from headway.bigmodel.dat_folder import OffloadedWeightsLoader, fitted
 from headway.bigmodel.device_map import DeviceMap, device_of, resolve_device_map
 from headway.bigmodel.execution import Execution, undispatch
-from headway.bigmodel.files import open_checkpoint
 from headway.bigmodel.hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
 from headway.bigmodel.names import Place, places_of, tied_groups
 from headway.bigmodel.offload_folder import Spec, existing, offload
@@ -81,7 +81,7 @@ def dispatch_model(
     main_device: Device | torch.device | None = None,
     state_dict: Mapping[str, torch.Tensor] | None = None,
     offload_dir: str | Path | None = None,
-    offload_index: Mapping[str, Mapping[str, str]] | None = None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None = None,
     offload_buffers: bool = False,
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
@@ -99,7 +99,8 @@ def dispatch_model(
         main_device: where offloaded parts run; None: the first accelerator in the map, else the CPU.
         state_dict: values for parts that are on the meta device.
         offload_dir: where weights go that are placed on "disk" and are not in a mapped file yet.
-        offload_index: {name: {"safetensors_file": path, "weight_name": name there}} for values that are in files.
+        offload_index: {name: {"safetensors_file": path, "weight_name": name there}} for values that are in files, or
+            {name: {"dtype": ..., "shape": ...}} for `<name>.dat` in the offload folder, as read_offload_index() gives them.
         offload_buffers: also offload buffers; they are small, and stay on the main device otherwise.
         skip_keys: keyword arguments of forwards that are not moved between devices.
         preload_module_classes: classes whose modules use the weights of modules inside them without calling those;
@@ -116,7 +117,7 @@ def dispatch_model(
     assert isinstance(main, torch.device)
     places = places_of(model)
     homes = _homes(places, resolved, main, offload_buffers)
-    _fill(places, state_dict, offload_index)
+    _fill(places, state_dict, offload_index, offload_dir)
     _place(places, homes, offload_dir)
     kinds = set(homes.values())
     if force_hooks or len(kinds) > 1 or "disk" in kinds or kinds == {torch.device("cpu")} != {main}:
@@ -220,20 +221,21 @@ def _homes(
 def _fill(
     places: Mapping[str, Place],
     state_dict: Mapping[str, torch.Tensor] | None,
-    index: Mapping[str, Mapping[str, str]] | None,
+    index: Mapping[str, Mapping[str, Any]] | None,
+    folder: str | Path | None,
 ) -> None:
     """Give values to what is on the meta device, from the caller's state dict and files."""
     if state_dict is None and index is None:
         return
-    groups = tied_groups(places)
+    groups, stored = tied_groups(places), OffloadedWeightsLoader(save_folder=folder, index=index or {})
     for name, place in places.items():
         if not place.tensor.is_meta:
             continue
         if state_dict is not None and name in state_dict:
             assign(places, groups[name], state_dict[name], is_mapped=False)
-        elif index is not None and "safetensors_file" in index.get(name, {}):
-            stored = open_checkpoint(index[name]["safetensors_file"]).tensors[index[name].get("weight_name", name)]
-            assign(places, groups[name], stored.tensor(), stored.is_mapped)
+        elif name in stored:
+            value = fitted(name, place.tensor, stored[name])
+            assign(places, groups[name], value, stored.is_mapped(name, value.dtype))
 
 
 def _place(places: Mapping[str, Place], homes: Mapping[str, str | torch.device], folder: str | Path | None) -> None:

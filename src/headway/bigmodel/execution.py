@@ -223,6 +223,12 @@ def undispatch(model: nn.Module) -> None:
     model.__dict__.pop("hf_device_map", None)
 
 
+def device_stream_of(module: nn.Module) -> DeviceStream | None:
+    """What copies the module's own weights to a device for its forward; None where nothing does."""
+    entering = (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Enter))
+    return next((hook.stream for hook in entering if isinstance(hook.stream, DeviceStream)), None)
+
+
 def offload_pace(model: nn.Module) -> Pace | None:
     """How fast the forwards of a dispatched model are, beside what its measured bandwidth allows; None if it does not offload."""
     execution = model.__dict__.get(_NAME)

@@ -73,6 +73,11 @@ class DeviceStream:
         return {key for key, count in counts.items() if count > 1}
 
     @property
+    def device(self) -> torch.device:
+        """Where weights are used."""
+        return self._device
+
+    @property
     def traffic(self) -> Traffic:
         """What was copied."""
         return self._transport.traffic

@@ -1,6 +1,7 @@
 """A checkpoint's files against its manifest: every byte verified, tensors read by their logical names."""
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -8,6 +9,9 @@ import torch
 from headway.checkpoint.manifest import Entry, Manifest, read_manifest
 from headway.checkpoint.shards import check_file, read_shard
 from headway.checkpoint.values import dtype_named
+
+_NUM_READERS = 4
+"""Files that are verified at the same time; hashing one keeps one core busy."""
 
 
 def verify(folder: Path, manifest: Manifest | None = None) -> Manifest:
@@ -17,8 +21,16 @@ def verify(folder: Path, manifest: Manifest | None = None) -> Manifest:
         CheckpointError: with the first file that is not as it was.
     """
     found = read_manifest(folder) if manifest is None else manifest
-    for name, written in found.files.items():
-        check_file(folder / name, written.num_bytes, written.sha256)
+    with ThreadPoolExecutor(_NUM_READERS, "headway-verify") as readers:
+        checks = [
+            readers.submit(check_file, folder / name, written.num_bytes, written.sha256)
+            for name, written in found.files.items()
+        ]
+        try:
+            for check in checks:  # in order, so that it is always the first bad file which is named
+                check.result()
+        finally:
+            readers.shutdown(cancel_futures=True)
     return found
 
 

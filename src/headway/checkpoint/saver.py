@@ -16,6 +16,7 @@ from typing import Any
 from headway.checkpoint import folders
 from headway.checkpoint.layout import read_tensors, verify
 from headway.checkpoint.manifest import Manifest, read_manifest
+from headway.checkpoint.replica import hand_on
 from headway.checkpoint.state import Collected
 from headway.checkpoint.writer import Background, Job, Snapshot, abandon, announce, begin, write
 from headway.errors import CheckpointError
@@ -56,9 +57,16 @@ class _Disk:
 
 
 class Saver:
-    """Saves and reads checkpoints of one Accelerator."""
+    """Saves and reads checkpoints of one Accelerator.
 
-    def __init__(self, runtime: ProcessRuntime, collectives: Collectives) -> None:
+    Args:
+        runtime: this process.
+        collectives: the door to the others.
+        source: whose state it is, for who hears of each commit.
+    """
+
+    def __init__(self, runtime: ProcessRuntime, collectives: Collectives, source: object = None) -> None:
+        self._source = source
         self._runtime = runtime
         self._collectives = collectives
         self._snapshot = Snapshot()
@@ -102,7 +110,7 @@ class Saver:
         # Rotation on own disks waits until every machine has committed.
         keep = policy.keep if disk.is_shared else None
         return Job(final, nonce, disk.part, disk.num_parts, disk.leads, collected.tensors, collected.aliases, collected.state,
-                   about, keep, policy.protected, policy.owns_parent, policy.timeout)  # fmt: skip
+                   about, keep, policy.protected, policy.owns_parent, policy.timeout, self._source)  # fmt: skip
 
     def _find_disk(self, final: Path, nonce: str) -> _Disk:
         """Do all machines see the folder that rank 0 writes to? A file of an unforeseeable name tells."""
@@ -187,39 +195,48 @@ class Saver:
         """Is a save being written behind the loop?"""
         return self._background.is_busy
 
+    def largest(self, number: int) -> int:
+        """The largest of all ranks' numbers: machines may not hold the same checkpoints."""
+        return int(self._collectives.reduce_numbers([number], "max")[0])
+
     # ---------------------------------------------------------------- find and read
 
     def newest(self, parent: Path) -> tuple[Path | None, list[str]]:
         """The newest checkpoint in a folder that verifies, on every machine alike; and why newer ones do not.
 
+        A machine whose disk holds none, as it came in the place of a lost one, is given the checkpoint by another.
+
         Returns:
             (its folder or None, a line for each one passed over).
+
+        Raises:
+            CheckpointError: on every rank: it could not be brought to a machine without it.
         """
         reasons: list[str] = []
-        candidates = self._common(parent)
-        for name, manifest_hash in candidates:
-            problem = self._agreed_problem(parent / name, manifest_hash)
+        everywhere = self._held(parent)
+        holders = [bool(each) for each in everywhere]
+        for name, _ in _common([each for each in everywhere if each]):
+            problem = self._agreed_problem(parent / name, holders[self._runtime.rank])
             if problem is None:
+                if not all(holders):
+                    hand_on(parent / name, holders, self._runtime.local_rank == 0, self._collectives)
                 return parent / name, reasons
             reasons.append(problem)
         return None, reasons
 
-    def _common(self, parent: Path) -> Sequence[tuple[str, str]]:
-        """(name, manifest hash) of the checkpoints that every disk holds, newest first."""
+    def _held(self, parent: Path) -> list[list[tuple[str, str]]]:
+        """For each rank, (name, manifest hash) of the checkpoints on its disk, newest first."""
         own: list[tuple[str, str]] = []
         for folder in folders.committed(parent):
             try:
                 own.append((folder.name, read_manifest(folder).sha256))
             except CheckpointError as error:
                 own.append((folder.name, f"damaged: {error}"))
-        everywhere = self._collectives.gather_objects(own)
-        return [
-            pair for pair in everywhere[0] if all(pair in each or pair[1].startswith("damaged") for each in everywhere)
-        ]
+        return self._collectives.gather_objects(own)
 
-    def _agreed_problem(self, folder: Path, manifest_hash: str) -> str | None:
+    def _agreed_problem(self, folder: Path, is_held: bool) -> str | None:
         problem: str | None = None
-        if self._runtime.local_rank == 0:  # one reader a machine
+        if is_held and self._runtime.local_rank == 0:  # one reader a machine
             try:
                 verify(folder)
             except CheckpointError as error:
@@ -250,6 +267,12 @@ class Saver:
             raise CheckpointError(f"{path} is not the same checkpoint on every rank (manifest hashes differ)")
         assert result is not None
         return result
+
+
+def _common(everywhere: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[str, str]]:
+    """What all of the disks hold, in the order of the first; a damaged one is looked at, to say so."""
+    first = everywhere[0] if everywhere else ()
+    return [pair for pair in first if all(pair in each or pair[1].startswith("damaged") for each in everywhere)]
 
 
 def _with_tensors(job: Job, tensors: Mapping[str, Any]) -> Job:

@@ -7,9 +7,11 @@ reads these files. They are written here because that library needs the whole sh
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,8 +37,8 @@ def write_shard(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Writ
         OSError: the disk is full, or not writable.
     """
     header = _header(tensors)
-    digest, length = hashlib.sha256(), 0
-    with open(path, "wb", buffering=0) as file:
+    length = 0
+    with _Hash() as digest, open(path, "wb", buffering=0) as file:
         for view in chain([memoryview(header)], *(_blocks(tensor) for _, tensor in tensors)):
             digest.update(view)
             length += len(view)
@@ -44,6 +46,41 @@ def write_shard(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Writ
                 view = view[file.write(view) :]
         os.fsync(file.fileno())
     return Written(path.name, length, digest.hexdigest())
+
+
+class _Hash:
+    """SHA-256 on a thread beside the writing, which takes about as long; neither holds the interpreter lock.
+
+    No executor: those refuse work while Python shuts down, when a save behind the loop may still be written.
+    """
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._views: SimpleQueue[memoryview | None] = SimpleQueue()
+        self._has_room = threading.Semaphore(2)  # what is not contiguous is copied, block by block
+        self._thread = threading.Thread(target=self._run, name="headway-hash", daemon=True)
+
+    def __enter__(self) -> "_Hash":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._views.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (view := self._views.get()) is not None:
+            self._digest.update(view)
+            self._has_room.release()
+
+    def update(self, view: memoryview) -> None:
+        """Hash this too."""
+        self._has_room.acquire()
+        self._views.put(view)
+
+    def hexdigest(self) -> str:
+        """Of everything; after the block."""
+        return self._digest.hexdigest()
 
 
 def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:

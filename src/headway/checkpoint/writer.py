@@ -24,6 +24,7 @@ from headway.checkpoint import folders
 from headway.checkpoint.manifest import Chunk, Entry, Manifest, Written
 from headway.checkpoint.shards import describe, write_shard
 from headway.errors import CheckpointError
+from headway.runtime.events import notify
 
 _POLL = 0.005
 
@@ -44,6 +45,7 @@ class Job:
         protected: checkpoints that stay whatever their age.
         sweeps_all: does the run own the whole parent folder, or only folders of this name?
         timeout: seconds the leader waits for the other parts.
+        source: whose state it is, for who hears of the commit.
     """
 
     final: Path
@@ -59,6 +61,7 @@ class Job:
     protected: Sequence[Path] = ()
     sweeps_all: bool = False
     timeout: float = 600.0
+    source: object = None
 
     @property
     def staging(self) -> Path:
@@ -128,6 +131,13 @@ def write(job: Job) -> Manifest | None:
     folders.point_latest(job.final)
     if job.keep is not None:
         folders.rotate(job.final.parent, job.keep, job.protected)
+    notify(
+        "checkpoint",
+        step=job.about.get("num_updates"),
+        source=job.source,
+        folder=str(job.final),
+        bytes=manifest.num_bytes,
+    )
     return manifest
 
 

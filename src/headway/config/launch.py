@@ -46,6 +46,7 @@ class LaunchConfig:
     gradient_accumulation_steps: Maybe[int] = UNSET
 
     num_machines: Maybe[int] = UNSET
+    min_machines: Maybe[int] = UNSET
     machine_rank: Maybe[int] = UNSET
     main_process_ip: Maybe[str] = UNSET
     main_process_port: Maybe[int] = UNSET
@@ -57,6 +58,7 @@ class LaunchConfig:
     patience: Maybe[float] = UNSET
     monitor_interval: Maybe[float] = UNSET
     machine_patience: Maybe[float] = UNSET
+    grace: Maybe[float] = UNSET
     log_dir: Maybe[str] = UNSET
     tee: Maybe[str] = UNSET
     role: Maybe[str] = UNSET
@@ -113,6 +115,9 @@ class Setting:
 DEFAULT_PATIENCE = 600.0
 """Seconds that a rank may keep the others waiting, where nobody says."""
 
+DEFAULT_GRACE = 300.0
+"""Seconds that ranks get to save in after a signal to the launcher, where nobody says."""
+
 PRECISIONS = ("no", "bf16", "fp16")
 _HARDWARE, _TRAINING, _MACHINES, _CARE, _SCRIPT = "Hardware", "Training", "Several machines", "Failures, logs", "Script"
 
@@ -130,6 +135,8 @@ _TABLE = (
     Setting("gradient_accumulation_steps", "integer", _TRAINING, "Micro-batches per update.", minimum=1, default="1",
             is_for_workers=True),
     Setting("num_machines", "integer", _MACHINES, "Machines in this run.", minimum=1, default="1"),
+    Setting("min_machines", "integer", _MACHINES, "With how many the run goes on after machines are lost (not machine 0); "
+            "needs --max_restarts.", minimum=1, default="all of them"),
     Setting("machine_rank", "integer", _MACHINES, "Which of them this one is, from 0.", minimum=0, default="0"),
     Setting("main_process_ip", "text", _MACHINES, "Address of machine 0, as the others reach it."),
     Setting("main_process_port", "integer", _MACHINES, "Port of machine 0 where the machines meet.", minimum=0,
@@ -145,6 +152,8 @@ _TABLE = (
     Setting("monitor_interval", "number", _CARE, "Seconds between looks at the processes.", minimum=0, default="0.1"),
     Setting("machine_patience", "number", _CARE, "Seconds of silence after which another machine counts as lost.",
             minimum=3, default="30"),
+    Setting("grace", "number", _CARE, "Seconds that ranks get to save in after SIGTERM or SIGUSR1 to the launcher.",
+            minimum=1, default="300"),
     Setting("log_dir", "text", _CARE, "Folder for one log file per rank and failure.json."),
     Setting("tee", "choice", _CARE, "What the log files hold: 0 nothing, 1 stdout, 2 stderr, 3 both.", short="-t",
             choices=("0", "1", "2", "3"), default="3 with --log_dir"),

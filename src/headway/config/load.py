@@ -114,14 +114,21 @@ def environment_layer(environment: Mapping[str, str]) -> dict[str, Value]:
     return found
 
 
-def payload(resolved: Resolved, num_processes: int) -> str:
-    """The JSON text that carries a run's settings to its workers."""
+def payload(resolved: Resolved, num_processes: int, min_processes: int | None = None) -> str:
+    """The JSON text that carries a run's settings to its workers.
+
+    Args:
+        num_processes: over all machines.
+        min_processes: with how many the run goes on where machines are lost; None: with all.
+    """
     settings = {
         name: {"value": resolved.get(name), "origin": resolved.origin(name)}
         for name, setting in SETTINGS.items()
         if setting.is_for_workers and resolved.config.is_set(name)
     }
     content = {"version": VERSION, "settings": settings, "num_processes": num_processes, "force": resolved.force}
+    if min_processes not in (None, num_processes):
+        content["min_processes"] = min_processes
     return json.dumps(content, separators=(",", ":"))
 
 
@@ -141,14 +148,17 @@ def _read_payload() -> dict[str, Any] | None:
     return content
 
 
-def asked_num_processes() -> int | None:
-    """How many processes `headway launch` was asked for, over all machines; None without the launcher.
+def asked_num_processes() -> range | None:
+    """How many processes there may be, as `headway launch` was asked; None without the launcher.
 
     Raises:
         ConfigError: the payload cannot be read.
     """
     content = _read_payload()
-    return None if content is None else int(content["num_processes"])
+    if content is None:
+        return None
+    most = int(content["num_processes"])
+    return range(int(content.get("min_processes", most)), most + 1)
 
 
 def run_setting(name: str, code_value: Any, default: Any, *, code_origin: str | None = None,

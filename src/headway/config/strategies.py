@@ -93,7 +93,8 @@ class ProfileKwargs:
         activities: any of "cpu", "cuda", "xpu"; None: torch's choice.
         schedule_option: keyword arguments of torch.profiler.schedule (wait, warmup, active, repeat, skip_first).
         on_trace_ready: called with the profiler when a trace is ready.
-        output_trace_dir: where each rank writes `profile_<rank>.json`, also where the profiled block raises.
+        output_trace_dir: where each rank writes `profile_<rank>.json`, and a table of the operations that took longest in
+            `profile_<rank>.txt`, also where the profiled block raises.
     """
 
     activities: list[str] | None = None

@@ -57,6 +57,21 @@ class DispatchFeed:
         return self._feed.round_size
 
     @property
+    def step_size(self) -> int | None:
+        """The same by the loader's own settings."""
+        return self._feed.step_size
+
+    def fits_window(self, window: int, num_rounds: int) -> bool:
+        """Can `window` samples be given out in so many rounds?"""
+        return self._feed.fits_window(window, num_rounds)
+
+    def keep_window(self, window: int, num_rounds: int, unit: int) -> None:
+        """Give them out so from the next pass on; a window of 0: as the loader says."""
+        self._feed.keep_window(window, num_rounds, unit)
+        if self._length is not None:
+            self._length = self._collectives.broadcast_object(len(self._feed))
+
+    @property
     def inner(self) -> DataLoader[Any]:
         """The torch loader that reads, on the main process."""
         return self._feed.inner

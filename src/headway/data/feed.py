@@ -49,6 +49,22 @@ class Feed(Protocol):
         """Samples that all ranks together get per step; None where that varies."""
 
     @property
+    def step_size(self) -> int | None:
+        """The same by the loader's own settings, where `keep_window` has changed it."""
+
+    def fits_window(self, window: int, num_rounds: int) -> bool:
+        """Can `window` samples be given out in `num_rounds` rounds, none of them larger than the loader's own?"""
+
+    def keep_window(self, window: int, num_rounds: int, unit: int) -> None:
+        """Give them out so from the next pass on, windows beginning where it begins; a window of 0: as the loader says.
+
+        Args:
+            window: samples of one update.
+            num_rounds: rounds that they take.
+            unit: with drop_last, what an end is dropped by.
+        """
+
+    @property
     def inner(self) -> DataLoader[Any]:
         """The torch loader that reads."""
 

@@ -6,16 +6,29 @@ batch ahead.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
 from headway.data.feed import Feed
-from headway.data.position import Position
+from headway.data.position import NOTHING, Position
 from headway.data.shard import Shard
 from headway.errors import DataError
 from headway.ops.tree import to_device
+
+
+class FetchMeter(Protocol):
+    """Measures how long a loop waits for its batches."""
+
+    def fetch(self, loader: "PreparedLoader") -> None:
+        """A batch is asked for."""
+
+    def fetched(self, loader: "PreparedLoader") -> None:
+        """It is there, on its device or on its way to it."""
+
+    def left(self) -> None:
+        """A pass is over, or was broken off."""
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -34,7 +47,8 @@ class PreparedLoader(DataLoader[Any]):
 
     Attributes:
         before_pass: called before a pass begins.
-        before_fetch: called before each batch is asked for.
+        before_fetch: called with this loader before each batch is asked for.
+        meter: is told when batches are asked for and come.
     """
 
     def __init__(self, source: DataLoader[Any], feed: Feed, shard: Shard, device: torch.device | None,
@@ -51,7 +65,8 @@ class PreparedLoader(DataLoader[Any]):
         self._position = Position()
         self._num_skipped = 0
         self.before_pass: Callable[[], None] | None = None
-        self.before_fetch: Callable[[], None] | None = None
+        self.before_fetch: Callable[[PreparedLoader], None] | None = None
+        self.meter: FetchMeter | None = None
 
     def __getattr__(self, name: str) -> Any:
         # Asked for only where this object lacks it; before __init__ (while unpickling, say) there is no source.
@@ -63,9 +78,11 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """One pass; `break` closes it, and the next pass is another epoch."""
+        position = self._position
+        if position.is_stopped:
+            return
         if self.before_pass is not None:
             self.before_pass()
-        position = self._position
         position.begin()
         self._tell_epoch(position.epoch)
         position.consumed, deliveries = self._feed.start(position.epoch, position.consumed, self._num_skipped)
@@ -78,16 +95,33 @@ class PreparedLoader(DataLoader[Any]):
                 position.share = share
                 position.previous = position.consumed
                 position.consumed += share.num_samples
+                if self.meter is not None:
+                    self.meter.fetched(self)
                 yield batch
+                if position.is_stopped:
+                    return
                 self._note_fetch()
             position.finish()
         finally:
             self._num_skipped = 0
             _leave(self._active, self)
+            if self.meter is not None:
+                self.meter.left()
 
     def _note_fetch(self) -> None:
         if self.before_fetch is not None:
-            self.before_fetch()
+            self.before_fetch(self)
+        if self.meter is not None:
+            self.meter.fetch(self)
+
+    def stop(self) -> None:
+        """End the pass in progress after the batch in hand, as `break` does; later passes are empty until a state is loaded."""
+        self._position.is_stopped = True
+
+    @property
+    def is_stopped(self) -> bool:
+        """Has `stop` been called?"""
+        return self._position.is_stopped
 
     def __len__(self) -> int:
         """Batches of a pass on this rank, the same on every rank (TypeError where the data has no length)."""
@@ -162,6 +196,11 @@ class PreparedLoader(DataLoader[Any]):
         return self._position.is_running
 
     @property
+    def is_fresh(self) -> bool:
+        """Is no batch of this pass yielded yet?"""
+        return self._position.share is NOTHING
+
+    @property
     def seed(self) -> int:
         """What its order and its workers' random numbers come from; settable until the next pass begins."""
         return self._feed.seed
@@ -202,6 +241,25 @@ class PreparedLoader(DataLoader[Any]):
     def total_batch_size(self) -> int | None:
         """Samples that all ranks together get per step; None where batches vary in size."""
         return self._feed.round_size
+
+    @property
+    def step_size(self) -> int | None:
+        """The same by this loader's own settings, where a resumed run splits its batches otherwise."""
+        return self._feed.step_size
+
+    def fits_window(self, window: int, num_rounds: int) -> bool:
+        """Can `window` samples be given out in `num_rounds` rounds, none of them larger than this loader's own?"""
+        return self._feed.fits_window(window, num_rounds)
+
+    def keep_window(self, window: int, num_rounds: int, unit: int = 1) -> None:
+        """Give them out so from the next pass on; a window of 0: as this loader's settings say.
+
+        Args:
+            window: samples of one update, over all ranks.
+            num_rounds: batches of each rank that they make.
+            unit: with drop_last, the samples that an incomplete end is dropped by.
+        """
+        self._feed.keep_window(window, num_rounds, unit)
 
     @property
     def total_dataset_length(self) -> int:

@@ -11,6 +11,7 @@ from headway.data.feed import UNCOUNTABLE, Delivery, seed_generator
 from headway.data.order import Order
 from headway.data.rebuild import rebuild
 from headway.data.shard import BatchSplit, SampleSplit, Share, Start, mark_last
+from headway.data.windows import WindowSplit
 from headway.data.worker import Seeded, SeededIndices, is_read_one_by_one
 from headway.errors import DataError
 from headway.log import get_logger
@@ -66,7 +67,8 @@ class MappedFeed:
     def __init__(self, loader: DataLoader[Any], order: Order, split: SampleSplit | BatchSplit, ranks: Sequence[int],
                  seed: int, collectives: Collectives | None) -> None:  # fmt: skip
         self.order = order
-        self.split = split
+        self.split: SampleSplit | BatchSplit | WindowSplit = split
+        self._own_split = split
         self.ranks = ranks
         self._seed = seed
         self.is_batched = loader.batch_sampler is not None
@@ -105,6 +107,23 @@ class MappedFeed:
     def round_size(self) -> int | None:
         """Samples (unbatched: items) that all ranks together get per step."""
         return self.split.round_size
+
+    @property
+    def step_size(self) -> int | None:
+        """The same by the loader's own settings."""
+        return self._own_split.round_size
+
+    def fits_window(self, window: int, num_rounds: int) -> bool:
+        """Can `window` samples be given out in so many rounds?"""
+        own = self._own_split
+        is_cut = isinstance(own, SampleSplit) and (self._is_in_order or own.count == 1)
+        return is_cut and num_rounds <= window and -(-window // num_rounds) <= (own.round_size or 0)
+
+    def keep_window(self, window: int, num_rounds: int, unit: int) -> None:
+        """Give them out so from the next pass on; a window of 0: as the loader says."""
+        own, is_even = self._own_split, self.is_even
+        ragged = WindowSplit(window, num_rounds, own.count, unit if own.drop_last else 1)
+        self.split = replace(ragged if window else own, is_even=is_even)
 
     def __len__(self) -> int:
         return self.split.num_rounds(len(self.order))

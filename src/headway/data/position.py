@@ -21,6 +21,7 @@ class Position:
         previous: the same before the batch last yielded.
         is_running: a pass is in progress or was broken off.
         share: what is known about the batch last yielded.
+        is_stopped: passes end after the batch in hand, and later ones are empty.
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,7 @@ class Position:
         self.consumed = 0
         self.previous = 0
         self.is_running = False
+        self.is_stopped = False
         self.share = NOTHING
         self._is_resuming = False
         self._pinned: int | None = None
@@ -67,3 +69,4 @@ class Position:
             )
         self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
         self.is_running, self._is_resuming, self._pinned = False, True, None
+        self.is_stopped = False

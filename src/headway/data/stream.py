@@ -24,6 +24,7 @@ from headway.data.feed import UNCOUNTABLE, Delivery, seed_generator
 from headway.data.randomness import Agree, OwnGenerators
 from headway.data.rebuild import rebuild
 from headway.data.shard import SampleSplit, Share, mark_last
+from headway.data.windows import WindowSplit
 from headway.errors import DataError, HeadwayWarning
 from headway.ops.tree import find_batch_size, map_leaves
 from headway.runtime.seed import mix
@@ -56,7 +57,11 @@ class StreamCollate:
     """
 
     def __init__(
-        self, collate_fn: Callable[[Any], Any], split: SampleSplit, ranks: Sequence[int], is_batched: bool
+        self,
+        collate_fn: Callable[[Any], Any],
+        split: SampleSplit | WindowSplit,
+        ranks: Sequence[int],
+        is_batched: bool,
     ) -> None:
         self.collate_fn = collate_fn
         self.split = split
@@ -157,13 +162,19 @@ class StreamFeed:
         self._own = own
         self._generators = OwnGenerators(loader.dataset, agree)
         self._collate = StreamCollate(loader.collate_fn, split, ranks, is_batched=loader.batch_size is not None)
-        changes = {} if own is None else {"dataset": own.dataset}
-        self.inner = rebuild(loader, kind, batch_size=split.round_size, drop_last=split.drop_last,
-                             collate_fn=self._collate, **changes)  # fmt: skip
+        self._own_split = split
+        self._kind = kind
+        self.inner = self._build()
         self._is_stateful = hasattr(self.inner, "state_dict")
         self._num_rounds = 0
         self._inner_state: Any = None
         self._loaded: dict[str, Any] = {}
+
+    def _build(self) -> DataLoader[Any]:
+        changes = {} if self._own is None else {"dataset": self._own.dataset}
+        split = self._collate.split
+        return rebuild(self.source, self._kind, batch_size=split.round_size, drop_last=split.drop_last,
+                       collate_fn=self._collate, **changes)  # fmt: skip
 
     @property
     def is_even(self) -> bool:
@@ -177,10 +188,29 @@ class StreamFeed:
     @property
     def round_size(self) -> int:
         """Samples (unbatched: items) that all ranks together get per step."""
-        return self._collate.split.round_size * (1 if self._own is None else self._own.count)
+        return (self._collate.split.round_size or 0) * (1 if self._own is None else self._own.count)
+
+    @property
+    def step_size(self) -> int:
+        """The same by the loader's own settings."""
+        return self._own_split.round_size * (1 if self._own is None else self._own.count)
+
+    def fits_window(self, window: int, num_rounds: int) -> bool:
+        """Can `window` samples be given out in so many rounds? A stream is read in equal ones."""
+        is_cut = self._own is None and self._collate.is_batched and window % num_rounds == 0
+        return is_cut and window // num_rounds <= self._own_split.round_size
+
+    def keep_window(self, window: int, num_rounds: int, unit: int) -> None:
+        """Give them out so from the next pass on; a window of 0: as the loader says."""
+        own, now = self._own_split, self._collate.split
+        ragged = WindowSplit(window // num_rounds, 1, own.count, unit if own.drop_last else 1)
+        wanted = replace(ragged if window else own, is_even=now.is_even)
+        if wanted != now:
+            self._collate.split = wanted
+            self.inner = self._build()
 
     def __len__(self) -> int:
-        split = replace(self._collate.split, size=self.round_size, count=1)
+        split = SampleSplit(self.round_size, 1, self._collate.split.drop_last)
         return split.num_rounds(len(self.source.dataset))  # type: ignore[arg-type]
 
     def start(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:

@@ -1,7 +1,7 @@
 """The process that keeps one machine's workers: torch's elastic agent, a store on a free port, a failure report.
 
-Run as `python -m headway.launch agent ORDER`, ORDER being plan.AgentOrder as JSON. This file and none beside it in the
-launcher imports torch: it is a process of its own.
+Run as `python -m headway.launch agent ORDER`, ORDER being plan.AgentOrder as JSON. It is a process of its own: of the
+launcher's files only this one, rank_files.py and rendezvous.py import torch.
 """
 
 import contextlib
@@ -15,32 +15,34 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
-from torch.distributed.elastic.rendezvous import registry as rendezvous
-from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousStoreInfo
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.numa.binding import AffinityMode, NumaOptions
 
-from headway import env
 from headway.config.launch import DEFAULT_PATIENCE
 from headway.config.load import run_setting
+from headway.errors import PREEMPTED
+from headway.launch import preempted
 from headway.launch.exchange import Ended, Exchange
-from headway.launch.failure import Death, MemoryWatch, Record, Report, read_record
+from headway.launch.failure import Death, MemoryWatch, Report, read_record
 from headway.launch.hang import GRACE as HANG_GRACE
 from headway.launch.hang import HangReport, HangWatch, Worker, progress
 from headway.launch.lost import Lost, headline, is_consequence
-from headway.launch.network import interface_of, own_address, wait_for_name
+from headway.launch.network import own_address, wait_for_name
 from headway.launch.peers import Peers
 from headway.launch.plan import AgentOrder
+from headway.launch.preempted import PreemptedRun
+from headway.launch.rank_files import RankFiles
+from headway.launch.rendezvous import LOOPBACK, handler_for, host_of, use_interface
 from headway.runtime import pulse
 
 GRACE = 15
@@ -54,104 +56,6 @@ SETTLE = 0.5
 
 WITHOUT_PEER = 5
 """Seconds that workers get to end in after a machine was lost, and this process twice; then all is killed."""
-
-LOOPBACK = "127.0.0.1"
-
-
-class OwnStore(RendezvousHandler):
-    """The rendezvous of a single machine: a fresh store per attempt, on a port that the system chose and we hold."""
-
-    def __init__(self) -> None:
-        self._store: TCPStore | None = None
-
-    def get_backend(self) -> str:
-        """The name of this way to meet."""
-        return "local"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Yes: workers are handed this store and open none, so no port can be taken by somebody else in between."""
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Open the store of the next attempt; nobody else is waited for."""
-        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10))
-        info = RendezvousStoreInfo(LOOPBACK, self._store.port)
-        return RendezvousInfo(PrefixStore("agent", self._store), 0, 1, info)
-
-    def is_closed(self) -> bool:
-        """No."""
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to do: nobody else takes part."""
-
-    def num_nodes_waiting(self) -> int:
-        """Nobody ever joins."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """The run's name."""
-        return "headway"
-
-    def shutdown(self) -> bool:
-        """Nothing to do: the store ends with this process."""
-        return True
-
-
-class RankFiles(LogsSpecs):
-    """Where each rank's output and its record of an exception go: a folder per attempt, a file per rank."""
-
-    def __init__(self, order: AgentOrder, scratch: Path) -> None:
-        super().__init__(order.log_dir)
-        self._order = order
-        self._scratch = scratch
-        self.records: dict[int, Path] = {}
-        self.pulses: dict[int, Path] = {}
-        self.control = ""
-        self._logs: dict[int, str] = {}
-
-    @property
-    def root_log_dir(self) -> str:
-        """The folder of the log files, or where nothing stays."""
-        return self._order.log_dir or str(self._scratch)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Name the files of one attempt, by local rank."""
-        attempt = envs[0].get("TORCHELASTIC_RESTART_COUNT", "0")
-        folder = Path(self.root_log_dir, "" if self._order.max_restarts == 0 else f"attempt{attempt}")
-        folder.mkdir(parents=True, exist_ok=True)
-        logs: dict[int, str] = {}
-        self.records = {}
-        for local_rank, variables in envs.items():
-            logs[local_rank] = str(folder / f"rank{variables['RANK']}.log")
-            record = self._scratch / f"rank{variables['RANK']}-attempt{attempt}.json"
-            self.records[local_rank] = record
-            variables["TORCHELASTIC_ERROR_FILE"] = str(record)
-            variables.update(self._order.variables)
-            variables[env.CONTROL] = self.control
-            self.pulses[local_rank] = record.with_suffix(".pulse")
-            pulse.create(self.pulses[local_rank])
-            variables[pulse.VARIABLE] = str(self.pulses[local_rank])
-        screen = dict.fromkeys(envs, "")
-        tee = self._order.tee
-        stdouts = logs if tee in "13" and tee != "0" else screen
-        # With "3" a worker sends its stderr where its stdout goes, so that one file holds both in order.
-        stderrs = logs if tee == "2" else screen
-        self._logs = logs if tee != "0" else {}
-        return LogsDest(
-            stdouts=stdouts,
-            stderrs=stderrs,
-            tee_stdouts=logs if stdouts is logs else {},
-            tee_stderrs=logs if stderrs is logs else {},
-            error_files={local_rank: str(path) for local_rank, path in self.records.items()},
-        )
-
-    def append_trace(self, local_rank: int, record: Record | None) -> None:
-        """Let a rank's log file end with its own traceback, which the screen shows once for all ranks."""
-        if record is not None and local_rank in self._logs:
-            with open(self._logs[local_rank], "a") as log:
-                log.write(record.trace)
 
 
 class Agent(LocalElasticAgent):
@@ -170,31 +74,59 @@ class Agent(LocalElasticAgent):
         self._memory = MemoryWatch()
         self._peers: Peers | None = None
         self._has_ended_attempt = False
+        self._attempt = 0
+        self.handed_on: signal.Signals | None = None
         if order.num_machines > 1:
-            address = own_address(_host(order)) or ""
+            address = own_address(host_of(order)) or ""
             self._peers = Peers(order.machine_rank, address, order.machine_patience, self._lost_a_machine, order.unit)
-        host = _host(order) if order.num_machines > 1 else LOOPBACK
+        host = host_of(order) if order.num_machines > 1 else LOOPBACK
         self._exchange = Exchange(order.machine_rank, order.num_machines, host, order.unit)
         self._watch = HangWatch(_patience(), _say, self._peers)
         self._is_watching = False
-        self.report: Report | Lost | HangReport | Ended | None = None
+        self.report: Report | Lost | HangReport | Ended | PreemptedRun | None = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         super()._rendezvous(worker_group)
         self._has_ended_attempt = False
+        self._attempt += 1
         if self._peers is not None:
             ranks = [worker.global_rank for worker in worker_group.workers]
-            trouble = self._peers.meet(cast(Any, self._store), _host(self._order), ranks)
+            trouble = self._peers.meet(cast(Any, self._store), host_of(self._order), ranks)
             if trouble is not None:
                 _say(f"headway: lost machines will be noticed late: {trouble}; let this port through")
         # Only a static meeting is at one store every time; elsewhere attempts need not be counted alike.
         attempt = self._order.max_restarts - self._remaining_restarts if self._order.backend == "static" else 0
         world_size = worker_group.workers[0].world_size
-        self._files.control = self._exchange.begin(cast(Any, self._store), world_size, attempt)
+        num_here = worker_group.group_world_size or 1
+        self._files.control = self._exchange.begin(cast(Any, self._store), world_size, attempt, num_here)
+        if num_here < self._order.num_machines:
+            _say(f"headway: {num_here} of {self._order.num_machines} machines take part: {world_size} processes")
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        for number in (signal.SIGTERM, signal.SIGUSR1):  # in the place of the engine's own handlers
+            signal.signal(number, self._take)
+        return pids
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        """A signal to this process: handed on where the ranks answer it by a checkpoint, else it ends all."""
+        readers = [pulse.Pulse(path, is_writer=False).read() for path in self._files.pulses.values()]
+        if self.handed_on is None and not all(one.saves_on_signal for one in readers):
+            raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
+        self._remaining_restarts = 0
+        if self.handed_on is None:
+            self.handed_on = signal.Signals(number)
+            what = f"headway: {self.handed_on.name}: the ranks save and end, within {self._order.grace:g} s\n"
+            os.write(2, what.encode())  # a handler must not print: it may have interrupted just that
+        for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         ended = self._ended()
         self._let_watch(worker_group, ended)
+        if PREEMPTED in ended.values() and (left := self._preempted()) is not None:
+            return self._end_preempted(worker_group, left)
         if self._exchange.notice and not any(ended.values()):
             return self._end_for(worker_group, self._exchange.notice)
         if self._watch.report is not None and not any(ended.values()):
@@ -215,6 +147,21 @@ class Agent(LocalElasticAgent):
     def _has_lost_one(self) -> bool:
         """Is a machine lost or silent, so that waiting for its word is in vain?"""
         return self._peers is not None and (self._peers.lost is not None or self._peers.silent() is not None)
+
+    def _preempted(self) -> PreemptedRun | None:
+        """What the ranks have left, where all of them have saved; waits for those that are about to end."""
+        found = [one for one in map(preempted.find, self._files.records.values()) if one is not None]
+        self._wait_for_all(GRACE if found else 0)
+        is_failure = any(code not in (0, PREEMPTED) for code in self._ended().values())
+        return None if is_failure or not found else found[0]
+
+    def _end_preempted(self, worker_group: WorkerGroup, left: PreemptedRun) -> RunResult:
+        """End a run that has saved: no failure, and nothing is started anew."""
+        self._remaining_restarts = 0
+        self.report = left
+        self._end_the_rest()
+        result: RunResult = super()._monitor_workers(worker_group)
+        return RunResult(state=WorkerState.FAILED, failures=result.failures)
 
     def _end_for(self, worker_group: WorkerGroup, reason: str) -> RunResult:
         """End all workers of a run that was aborted; it is not started anew."""
@@ -246,7 +193,7 @@ class Agent(LocalElasticAgent):
         self.report = report
         if self._remaining_restarts == 0:
             self.leave(headline(report), report.exit_code)  # now, so that all machines end at the same time
-        self._pcontext.close(timeout=HANG_GRACE)
+        self._close(HANG_GRACE)
         result: RunResult = super()._monitor_workers(worker_group)
         return RunResult(state=WorkerState.FAILED, failures=result.failures)
 
@@ -269,12 +216,14 @@ class Agent(LocalElasticAgent):
 
     def _lost_a_machine(self) -> None:
         """Called on the peers' thread: see that this machine's part ends even where the main thread waits for ever."""
+        attempt = self._attempt
 
         def force() -> None:
             assert self._peers is not None
-            if self._has_ended_attempt and not self._peers.has_lost_hub:
+            has_ended = self._has_ended_attempt or attempt != self._attempt
+            if has_ended and not self._peers.has_lost_hub:
                 return  # the main thread has seen to it, and may be waiting for that machine to come back
-            if not self._has_ended_attempt:
+            if not has_ended:
                 _say(Lost(str(self._peers.lost), self._order.machine_rank, unit=self._order.unit).text())
             self.kill()
             os._exit(self._peers.exit_code)
@@ -311,11 +260,23 @@ class Agent(LocalElasticAgent):
         self._wait_for_all(SETTLE)  # several ranks often fail alike, and each should have its say
         ended = self._ended()
         assert self._pcontext is not None
-        self._pcontext.close(timeout=int(grace))
+        self._close(int(grace))
         return ended
+
+    def _close(self, grace: int) -> None:
+        """End all workers, which are told that this is no request to save."""
+        assert self._pcontext is not None
+        self._tell_to_end()
+        self._pcontext.close(timeout=grace)
+
+    def _tell_to_end(self) -> None:
+        for path in self._files.pulses.values():
+            with contextlib.suppress(OSError):
+                pulse.tell_to_end(path)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE) -> None:
         context = cast(SubprocessContext | None, self._pcontext)
+        self._tell_to_end()
         if death_sig == signal.SIGINT and context is not None:
             # A KeyboardInterrupt lets a program tidy up, but never comes to one that waits in a collective.
             for handler in context.subprocess_handlers.values():
@@ -362,8 +323,8 @@ class Agent(LocalElasticAgent):
         finished = tuple(worker.global_rank for worker in worker_group.workers if ended.get(worker.local_rank) == 0)
         return Report(tuple(deaths), worker_group.workers[0].world_size, self._memory.verdict(), finished)
 
-    def _keep(self, report: Report | Lost | HangReport | Ended) -> None:
-        if self._order.log_dir is not None:
+    def _keep(self, report: Report | Lost | HangReport | Ended | PreemptedRun) -> None:
+        if self._order.log_dir is not None and not isinstance(report, PreemptedRun):
             report.write(Path(self._order.log_dir) / "failure.json")
 
     def finish(self) -> int:
@@ -371,6 +332,10 @@ class Agent(LocalElasticAgent):
         if self.report is None:
             self.leave()
             return 0
+        if isinstance(self.report, PreemptedRun):
+            self.leave()
+            _say(self.report.text())
+            return self.report.exit_code
         self.leave(headline(self.report), self.report.exit_code)
         _say(self.report.text())
         self._keep(self.report)
@@ -389,36 +354,6 @@ def _patience() -> float:
     return float(seconds)
 
 
-def _host(order: AgentOrder) -> str:
-    """Where the machines meet."""
-    return str(parse_rendezvous_endpoint(order.endpoint, default_port=-1)[0])
-
-
-def _use_interface(order: AgentOrder) -> None:
-    """Let gloo use the interface that leads to machine 0, unless the user has named one.
-
-    Left to itself gloo looks the host's own name up, which many machines answer with a loopback address.
-    """
-    address = own_address(_host(order)) if order.num_machines > 1 else None
-    interface = interface_of(address) if address is not None else None
-    if interface is not None:
-        env.set_default("GLOO_SOCKET_IFNAME", interface)
-
-
-def _handler(order: AgentOrder) -> RendezvousHandler:
-    if order.backend == "local":
-        return OwnStore()
-    conf: dict[str, Any] = {"timeout": 900, **order.conf, "rank": order.machine_rank}
-    if order.backend == "c10d":
-        # Left to itself torch compares host names, which says the wrong thing on many clusters.
-        conf = {"is_host": str(order.machine_rank == 0).lower(), "last_call_timeout": 3, **conf}
-    parameters = RendezvousParameters(
-        order.backend, order.endpoint, order.run_id, order.num_machines, order.num_machines,
-        local_addr=own_address(_host(order)), **conf,
-    )  # fmt: skip
-    return rendezvous.get_rendezvous_handler(parameters)
-
-
 def _spec(order: AgentOrder, handler: RendezvousHandler) -> WorkerSpec:
     worker = ["-m", "headway.launch", "worker", str(os.getpid()), order.program.kind]
     worker += ["merge" if order.tee == "3" else "apart", order.program.target, *order.program.args]
@@ -435,25 +370,31 @@ def _spec(order: AgentOrder, handler: RendezvousHandler) -> WorkerSpec:
         monitor_interval=order.monitor_interval,
         master_addr=address[0],
         master_port=address[1],
-        local_addr=None if order.backend == "local" else own_address(_host(order)),
+        local_addr=None if order.backend == "local" else own_address(host_of(order)),
         numa_options=NumaOptions(AffinityMode.NODE) if order.is_bound_to_cores else None,
     )
 
 
-def _kill_when_stuck(agent: Agent) -> None:
+def _kill_when_stuck(agent: Agent, grace: float) -> None:
     """End everything a while after the first signal, even where the main thread waits for a dead machine."""
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
 
     def watch() -> None:
-        deadly = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+        deadly = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
         # The thread holds the sender too, which would be closed with this function's end.
         while sender.fileno() >= 0 and receiver.recv(1)[0] not in deadly:
             pass
-        time.sleep(GRACE + 5)
+        began = time.monotonic()
+        while time.monotonic() - began < (GRACE + 5 if agent.handed_on is None else grace):
+            time.sleep(0.2)
+        if agent.handed_on is not None:
+            _say(
+                f"headway: the ranks have not saved within {grace:g} s of {agent.handed_on.name}; the last checkpoint stands"
+            )
         agent.kill()
-        os._exit(128 + signal.SIGTERM)
+        os._exit(128 + (agent.handed_on or signal.SIGTERM))
 
     threading.Thread(target=watch, name="kill-when-stuck", daemon=True).start()
 
@@ -469,11 +410,11 @@ def run(order: AgentOrder) -> int:
         Path(order.log_dir, "failure.json").unlink(missing_ok=True)  # of an earlier run
     try:
         if order.endpoint:
-            wait_for_name(_host(order), float(order.conf.get("timeout", 900)), _say)
-        _use_interface(order)
-        handler = _handler(order)
+            wait_for_name(host_of(order), float(order.conf.get("timeout", 900)), _say)
+        use_interface(order)
+        handler = handler_for(order)
         agent = Agent(order, _spec(order, handler), RankFiles(order, Path(scratch)))
-        _kill_when_stuck(agent)
+        _kill_when_stuck(agent, order.grace)
         agent.run()
         code = agent.finish()
         handler.shutdown()

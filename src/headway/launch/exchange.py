@@ -88,6 +88,7 @@ class Exchange:
         self._server: Any = None
         self._link: Link | None = None
         self._world_size = 0
+        self._num_here = num_machines
         self._left: tuple[int, ...] = ()
         self._own = ""
         self._others: dict[int, dict[str, Any]] = {}
@@ -95,13 +96,14 @@ class Exchange:
         self.notice = ""
         self.has_failed_elsewhere = False
 
-    def begin(self, meeting: Meeting, world_size: int, attempt: int = 0) -> str:
+    def begin(self, meeting: Meeting, world_size: int, attempt: int = 0, num_here: int | None = None) -> str:
         """Agree on a prefix of the attempt's own, and begin to listen.
 
         Args:
             meeting: where the agents have met.
             world_size: processes over all machines.
             attempt: its number, where all attempts meet at one store and are counted alike by all agents.
+            num_here: how many of the machines take part in it; None: all.
 
         Returns:
             Where this attempt's workers find the control plane, as `Address.decode` reads it.
@@ -116,6 +118,7 @@ class Exchange:
             address = meeting.get(f"{_KEY}/{attempt}").decode()
         self._link = Link(Address.decode(address), timedelta(seconds=30))
         self._world_size, self._left, self._own, self._others = world_size, (), "", {}
+        self._num_here = self._num_machines if num_here is None else num_here
         self.notice, self.has_failed_elsewhere = "", False
         self._thread = threading.Thread(target=self._listen, args=(self._link,), name="control", daemon=True)
         self._thread.start()
@@ -180,10 +183,10 @@ class Exchange:
         Returns:
             One report of all machines, whose first failure is the same on each; None where nothing failed.
         """
-        if self._num_machines == 1:
+        if self._num_here == 1:
             return own
         self._own = _encode(own)
-        _wait_until(lambda: len(self._others) == self._num_machines - 1 or is_over(), GATHER)
+        _wait_until(lambda: len(self._others) == self._num_here - 1 or is_over(), GATHER)
         # Until what failed here is on its way: this process may end next, and with it, on machine 0, the store.
         time.sleep(2 * LOOK)
         reports = [one for one in (own, *map(_decode, self._others.values())) if one is not None]

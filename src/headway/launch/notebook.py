@@ -22,6 +22,7 @@ from headway.errors import ConfigError, LaunchError
 from headway.launch import machine, plan
 from headway.launch.plan import Plan, Program
 from headway.optional import require
+from headway.units import format_bytes
 
 _GRACE = 30.0
 """Seconds that a run gets to end in after an interrupt; the launcher itself needs up to 20 where ranks do not listen."""
@@ -61,6 +62,7 @@ def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), nu
             machine.look(environment),
             environment,
         )
+        _tell_what_is_taken()
         code = _run(planned, environment)
         if code:
             raise LaunchError(
@@ -88,6 +90,20 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     if num_processes < 1:
         raise ConfigError(f"debug_launcher got num_processes={num_processes}; give 1 or more")
     return notebook_launcher(function, args, num_processes, cpu=True)
+
+
+def _tell_what_is_taken() -> None:
+    """Name what this process holds on a GPU, and the cell that began it: the ranks, new processes, have so much less."""
+    origin, torch = sys.modules.get("headway.runtime.origin"), sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    place = getattr(origin, "first_use", lambda: None)() or "before Headway was imported"
+    held = torch.cuda.memory_reserved()
+    print(
+        f"headway: this process uses the GPU itself, since {place}. The ranks are new processes and start all the same; they "
+        f"have {format_bytes(held)} less (del what is there, then torch.cuda.empty_cache())",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
 
 
 def _run(planned: Plan, environment: dict[str, str]) -> int:

@@ -193,14 +193,16 @@ class Peers:
         if self._me.machine:
             return None
         with self._lock:
-            return [view for line in self._lines.values() for view in line.peer.views]
+            present = [line.peer for line in self._lines.values() if not line.peer.is_leaving]
+            return [view for peer in present for view in peer.views]
 
     def silent(self, seconds: float = 3 * BEAT) -> str | None:
         """A sentence about a machine that has said nothing for so long; None where all speak."""
         now = time.monotonic()
         with self._lock:
-            mute = [line.peer for line in self._lines.values() if now - line.peer.heard > seconds]
-        return _silence(mute[0], now) if mute and not mute[0].is_leaving else None
+            present = [line.peer for line in self._lines.values() if not line.peer.is_leaving]
+        mute = [peer for peer in present if now - peer.heard > seconds]
+        return _silence(mute[0], now) if mute else None
 
     def _listen(self) -> None:
         has_both = socket.has_dualstack_ipv6()

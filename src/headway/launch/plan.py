@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from headway import env
-from headway.config.launch import SETTINGS
+from headway.config.launch import DEFAULT_GRACE, SETTINGS
 from headway.config.load import Resolved, payload
 from headway.errors import ConfigError
 from headway.launch.clusters import Cluster, Task, check_agreement
@@ -45,6 +45,8 @@ class AgentOrder:
         machine_patience: seconds of silence after which another machine counts as lost.
         unit: "machine", or "task" where the cluster starts an agent for each process.
         variables: what each worker's environment gets on top of what torch sets.
+        min_machines: with how many of them the run goes on.
+        grace: seconds that ranks get to save in, after a signal to the launcher.
     """
 
     program: Program
@@ -64,6 +66,8 @@ class AgentOrder:
     machine_patience: float = 30.0
     unit: str = "machine"
     variables: Mapping[str, str] = field(default_factory=dict)
+    min_machines: int = 1
+    grace: float = DEFAULT_GRACE
 
     def encode(self) -> str:
         """The JSON text."""
@@ -135,7 +139,8 @@ def make(resolved: Resolved, program: Program, machine: Machine, environment: Ma
     num_machines, num_local = _counts(resolved, machine, task)
     world_size = num_machines * num_local
     threads = _threads(resolved, machine, num_local, environment)
-    additions = {env.PAYLOAD: payload(resolved, world_size)}
+    fewest = num_local * resolved.get("min_machines", num_machines)
+    additions = {env.PAYLOAD: payload(resolved, world_size, min(fewest, world_size))}
     if resolved.config.is_set("gpu_ids") and machine.accelerator:
         additions[_visible_variable(machine)] = ",".join(machine.device_ids)
     if threads.is_set_by_us:
@@ -269,8 +274,23 @@ def _order(resolved: Resolved, program: Program, num_machines: int, num_local: i
         program, num_local, num_machines, resolved.get("machine_rank", 0), backend, endpoint, _conf(resolved),
         resolved.get("rdzv_id", "headway"), max_restarts, resolved.get("monitor_interval", 0.1), log_dir, tee,
         resolved.get("role", "rank"), resolved.get("enable_cpu_affinity", False),
-        resolved.get("machine_patience", 30.0),
+        resolved.get("machine_patience", 30.0), min_machines=_min_machines(resolved, num_machines, backend),
+        grace=resolved.get("grace", DEFAULT_GRACE),
     )  # fmt: skip
+
+
+def _min_machines(resolved: Resolved, num_machines: int, backend: str) -> int:
+    """With how many machines the run goes on after one is lost."""
+    fewest: int = resolved.get("min_machines", num_machines)
+    origin = resolved.origin("min_machines")
+    if fewest > num_machines:
+        raise ConfigError(f"min_machines={fewest} ({origin}) must be at most num_machines={num_machines}")
+    if fewest < num_machines and (backend != "c10d" or not resolved.get("max_restarts", 0)):
+        raise ConfigError(
+            f"min_machines={fewest} ({origin}) starts the processes anew with fewer machines: add --max_restarts N, and leave "
+            "--rdzv_backend static out"
+        )
+    return fewest
 
 
 def _task_order(resolved: Resolved, order: AgentOrder, task: Task, machine: Machine) -> AgentOrder:
@@ -291,9 +311,19 @@ def _task_order(resolved: Resolved, order: AgentOrder, task: Task, machine: Mach
     local = (0, 1) if task.has_own_devices(len(machine.device_ids)) else (task.local_rank, task.local_world_size)
     return replace(
         order, num_local=1, num_machines=task.world_size, machine_rank=task.rank, endpoint=endpoint, unit="task",
+        min_machines=_all_tasks(resolved, task),
         backend=resolved.get("rdzv_backend", "c10d" if order.max_restarts else "static"),
         variables={"LOCAL_RANK": str(local[0]), "LOCAL_WORLD_SIZE": str(local[1])},
     )  # fmt: skip
+
+
+def _all_tasks(resolved: Resolved, task: Task) -> int:
+    if resolved.config.is_set("min_machines"):
+        raise ConfigError(
+            f"min_machines ({resolved.origin('min_machines')}) needs one launcher a machine, and the cluster has started "
+            f"{task.local_world_size} tasks on each; start one task a machine"
+        )
+    return task.world_size
 
 
 _WHERE = (

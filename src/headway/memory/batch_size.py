@@ -15,6 +15,7 @@ from headway.memory.attempt import Attempt, Outcome, is_several
 from headway.memory.oom import clear_device_cache
 from headway.memory.search import LARGEST, FirstThatFits, LargestSize, Reduce, Search, check_size, divisors
 from headway.runtime import control, process
+from headway.runtime.events import notify
 
 log = get_logger(__name__)
 
@@ -237,6 +238,7 @@ class _Run:
                 last = outcome
                 ranks = f" on rank {', '.join(map(str, outcome.ranks))}" if outcome.ranks else ""
                 log.info("batch size %d: out of memory%s; %s", size, ranks, _plans(search))
+                notify("out_of_memory", ranks=list(outcome.ranks), batch_size=size)
         if not search.found:
             raise self._nothing_fits(last) from (None if last is None else last.error)
         # The last attempt was another size's. What fitted may not fit quite again: then downwards.

@@ -181,6 +181,14 @@ class Control:
         """Has some rank set `key`?"""
         return bool(self._store.check([f"user/{key}"]))
 
+    def set_once(self, key: str, value: bytes) -> bytes:
+        """Set `key` unless some rank has; returns what it holds, the same on all ranks."""
+        return self._store.compare_set(f"user/{key}", "", value)  # type: ignore[arg-type, no-any-return, unused-ignore]
+
+    def count(self, key: str) -> int:
+        """Add 1 to the number under `key`; returns the sum of all ranks' calls so far."""
+        return self._store.add(f"user/{key}", 1)
+
     def delete(self, key: str) -> None:
         """Take `key` and its value away, where it is there."""
         self._store.delete_key(f"user/{key}")

@@ -11,6 +11,9 @@ from types import ModuleType
 import torch
 
 from headway.errors import DeviceUnavailable
+from headway.runtime import origin
+
+origin.watch()
 
 _REFUSED = {
     "tpu": "TPUs need torch_xla, which Headway does not drive yet; use a CPU, CUDA, XPU or MPS machine",

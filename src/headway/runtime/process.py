@@ -279,8 +279,9 @@ def _group_store() -> Store:
 
 def _check_contract(world_size: int) -> None:
     asked = asked_num_processes()
-    if asked is not None and asked != world_size:
+    if asked is not None and world_size not in asked:
+        fewest = f"{asked[0]} to " if len(asked) > 1 else ""
         raise LaunchError(
-            f"`headway launch` was asked for {asked} processes, but this one finds itself in a world of {world_size}; "
+            f"`headway launch` was asked for {fewest}{asked[-1]} processes, but this one finds itself in a world of {world_size}; "
             "start it with `headway launch`, and do not change WORLD_SIZE or unset RANK on the way"
         )

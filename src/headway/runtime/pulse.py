@@ -33,6 +33,7 @@ _SECONDS = struct.Struct("=d")
 _LEFT = struct.Struct("=d")
 _SLOT = struct.Struct("=Id")  # length, time
 _PROGRESS_AT, _PATIENCE_AT, _LENIENCE_AT, _COUNT_AT, _RING_AT = 64, 96, 104, 128, 36864
+_IS_TOLD_AT, _SAVES_AT = 112, 113  # the one byte that the agent writes; and: are signals answered by a checkpoint?
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Reading:
         note: what the heartbeat last wrote: "stack" (frames, innermost first) and "torch" (its collectives).
         noted: when that was; 0.0 for never.
         lenience: how much longer than their patience all ranks wait for now, in seconds, because this one asks for it.
+        saves_on_signal: does this rank answer a signal by a checkpoint, and end then?
     """
 
     pid: int = 0
@@ -106,6 +108,7 @@ class Reading:
     note: dict[str, Any] = field(default_factory=dict)
     noted: float = 0.0
     lenience: float = 0.0
+    saves_on_signal: bool = False
 
 
 class Pulse:
@@ -146,6 +149,15 @@ class Pulse:
     def set_lenience(self, seconds: float) -> None:
         """Say how much later than that all may be, while this process waits for what only a timeout ends; 0: no more."""
         _SECONDS.pack_into(self._memory, _LENIENCE_AT, seconds)
+
+    def set_saves_on_signal(self, does_so: bool) -> None:
+        """Say whether signals are answered by a checkpoint, so that the launcher gives this rank the time."""
+        self._memory[_SAVES_AT] = does_so
+
+    @property
+    def is_told_to_end(self) -> bool:
+        """Has the agent said that the run is over, so that its signal is no request to save?"""
+        return bool(self._memory[_IS_TOLD_AT])
 
     def enter(self, operation: str, site: str) -> int:
         """Note that a collective is entered; return its number, for `leave`."""
@@ -191,7 +203,10 @@ class Pulse:
             note = json.loads(text) if text else {}
         except ValueError:
             note = {}  # it was written anew while being read; the next look finds it whole
-        return Reading(pid, beats, beat, update, micro_step, patience, phase, self._calls(), note, noted, lenience)
+        saves = bool(self._memory[_SAVES_AT])
+        return Reading(
+            pid, beats, beat, update, micro_step, patience, phase, self._calls(), note, noted, lenience, saves
+        )
 
     def _calls(self) -> tuple[Call, ...]:
         (count,) = _COUNT.unpack_from(self._memory, _COUNT_AT)
@@ -228,6 +243,13 @@ def create(path: Path) -> None:
     """Make the empty file of a rank."""
     with open(path, "wb") as file:
         file.truncate(SIZE)
+
+
+def tell_to_end(path: Path) -> None:
+    """Tell the rank with this pulse, before it gets a signal, that it is not to save."""
+    with open(path, "r+b") as file:
+        file.seek(_IS_TOLD_AT)
+        file.write(b"\1")
 
 
 def _claim(path: str | None) -> Pulse | None:

@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import threading
+import time
+import weakref
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 from headway.errors import StateError
 
 DEFAULT = (signal.SIGTERM, signal.SIGUSR1)
+
+_listening: "weakref.WeakSet[SignalFlags]" = weakref.WeakSet()
 
 
 class SignalFlags:
@@ -25,9 +29,15 @@ class SignalFlags:
 
     Args:
         signals: those to listen for.
+
+    Attributes:
+        heard: set by each signal that comes, for a thread that waits for one.
+        times: when the first and the last one came, by the monotonic clock; None before.
     """
 
     def __init__(self, signals: Iterable[int] = DEFAULT) -> None:
+        self.heard = threading.Event()
+        self.times: tuple[float, float] | None = None
         self._signals = tuple(signals)
         self._seen: set[int] = set()
         self._former: dict[int, Any] = {}
@@ -54,21 +64,40 @@ class SignalFlags:
             self._former[number] = signal.signal(number, self._chain)
         self._thread = threading.Thread(target=self._listen, args=(receiver,), name="headway-signals", daemon=True)
         self._thread.start()
+        _listening.add(self)
 
-    def stop(self) -> None:
-        """Put back what was there before; in the main thread."""
+    def stop(self, *, then_ignore: bool = False) -> None:
+        """Put back what was there before; in the main thread.
+
+        Args:
+            then_ignore: where nothing was there, later signals do nothing: this process has heard, and is about to end.
+        """
         if self._pipe is None:
             return
-        for number, former in self._former.items():
-            if signal.getsignal(number) == self._chain:  # else somebody has installed a handler since, which stays
-                signal.signal(number, former if former is not None else signal.SIG_DFL)
-        signal.set_wakeup_fd(self._former_fd)
+        _listening.discard(self)
+        self._give_back(signal.SIG_IGN if then_ignore else signal.SIG_DFL)
         receiver, sender = self._pipe
         sender.close()
         assert self._thread is not None
         self._thread.join(5)
         receiver.close()
         self._former, self._pipe, self._thread = {}, None, None
+
+    def _give_back(self, nothing: signal.Handlers) -> None:
+        for number, former in self._former.items():
+            if signal.getsignal(number) == self._chain:  # else somebody has installed a handler since, which stays
+                signal.signal(number, nothing if former in (None, signal.SIG_DFL) else former)
+        signal.set_wakeup_fd(self._former_fd)
+
+    @property
+    def has_former(self) -> bool:
+        """Did somebody else listen before, who hears of the signals too?"""
+        return any(map(callable, self._former.values()))
+
+    @property
+    def first(self) -> int | None:
+        """The lowest of the signals that have come; None where none has."""
+        return min(self._seen, default=None)
 
     def has_seen(self, number: int) -> bool:
         """Has this signal come?"""
@@ -90,6 +119,21 @@ class SignalFlags:
 
     def _listen(self, receiver: socket.socket) -> None:
         while numbers := receiver.recv(64):
-            self._seen.update(number for number in numbers if number in self._signals)
+            if known := [number for number in numbers if number in self._signals]:
+                now = time.monotonic()
+                self.times = (now if self.times is None else self.times[0], now)
+                self._seen.update(known)
+                self.heard.set()
             if self._former_fd >= 0:  # who listened before goes on to hear of everything
                 os.write(self._former_fd, numbers)
+
+
+def _leave_alone() -> None:
+    """A forked child is not the rank: it ends by SIGTERM as ever, and writes nothing into the rank's pipe."""
+    for flags in list(_listening):
+        flags._give_back(signal.SIG_DFL)
+    _listening.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_alone)

@@ -1,6 +1,7 @@
 """The Accelerator's methods about checkpoints: save, load, resume, and the epochs that are left."""
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ from headway.checkpoint.folders import committed
 from headway.checkpoint.manifest import read_manifest
 from headway.checkpoint.saver import Policy
 from headway.checkpoint.state import Collected
+from headway.config.preemption import Preemption
 from headway.config.run import ProjectConfiguration
 from headway.errors import CheckpointError, ConfigError, StateError
 from headway.log import get_logger
+from headway.saving.evaluation import Beginning
+from headway.saving.preemption import Guard
 from headway.saving.run import Restored, RunState
 
 log = get_logger(__name__)
@@ -50,6 +54,8 @@ class Saving:
         self._save_hooks: list[SaveHook] = []
         self._load_hooks: list[LoadHook] = []
         self._owes_epochs = False
+        self._last: tuple[Path, tuple[object, ...]] | None = None
+        self._guard: Guard | None = None
 
     # ---------------------------------------------------------------- save
 
@@ -79,19 +85,24 @@ class Saving:
             CheckpointError: on every rank, where any could not write; former checkpoints are intact.
             ConfigError: no folder was given, and there is no automatic naming.
         """
+        return self._commit(output_dir, blocking, metric)
+
+    def _commit(self, output_dir: str | Path | None, is_blocking: bool, metric: float | None,
+                before: Beginning | None = None) -> Path:  # fmt: skip
         run, project = self._run_state, self.project_configuration
         run.saver.wait()
         folder = self._folder_for(output_dir)
-        collected, about = run.collect()
+        collected, about = run.collect(before)
         about |= {"iteration": self._iteration, "metric": None if metric is None else float(metric)}
         is_automatic = project.automatic_checkpoint_naming
         policy = Policy(
-            project.total_limit if is_automatic else None, self._protected(folder, metric), is_automatic, blocking
+            project.total_limit if is_automatic else None, self._protected(folder, metric), is_automatic, is_blocking
         )
         fill = (lambda staging: self._call_save_hooks(collected, staging)) if self._save_hooks else None
         run.saver.save(folder, collected, about, policy, fill)
         if is_automatic:
             self._iteration += 1
+        self._last = folder, run.place(before)
         return folder
 
     def wait_for_save(self) -> None:
@@ -101,6 +112,51 @@ class Saving:
             CheckpointError: on every rank, where any could not write.
         """
         self._run_state.saver.wait()
+
+    # ---------------------------------------------------------------- preemption
+
+    @property
+    def preempted(self) -> bool:
+        """Have all ranks agreed to stop? Then save and end; only with `Preemption(exits=False)`, else the run has ended."""
+        return self._guard is not None and self._guard.is_preempted
+
+    def check_preemption(self) -> bool:
+        """Stop here where the run is asked to end; for loops without a prepared loader. Every rank calls it alike.
+
+        Returns:
+            `preempted`.
+
+        Raises:
+            Preempted: a checkpoint was committed on all ranks; let it end the process.
+        """
+        if self._guard is not None:
+            self._guard.check()
+        return self.preempted
+
+    def _watch_for_preemption(self, settings: Preemption | None, is_asked_for: bool) -> None:
+        """Begin to listen; where nobody has asked for it, only on the main thread, which alone may."""
+        if settings is None or (not is_asked_for and threading.current_thread() is not threading.main_thread()):
+            return
+        run = self._run_state
+        self._guard = Guard(settings, run, self._save_to_end)
+        run.is_saving, run.at_fetch = True, self._guard.at_fetch
+
+    def _begin_micro_batch(self) -> None:
+        """A check of a loop that has no prepared loader in iteration, and of the save behind the loop."""
+        self._run_state.saver.poll()
+        if self._guard is not None and self._run_state.is_without_loader:
+            self._guard.check()
+
+    def _save_to_end(self, before: Beginning | None) -> Path:
+        """A checkpoint of this place: the one behind the loop where it is of this place, else another."""
+        run = self._run_state
+        try:
+            run.saver.wait()
+            if self._last is not None and self._last[1] == run.place(before) and not run.custom:
+                return self._last[0]
+        except CheckpointError as error:
+            log.warning("%s; another one is saved now", error)
+        return self._commit(None, True, None, before)
 
     def _folder_for(self, output_dir: str | Path | None) -> Path:
         project = self.project_configuration
@@ -125,13 +181,21 @@ class Saving:
             raise ConfigError("automatic checkpoints need a place: pass project_dir= to the Accelerator")
         return Path(project.project_dir).absolute() / FOLDER
 
+    def _has_checkpoints(self) -> bool:
+        """Are there automatically named ones that a resume would find?"""
+        project = self.project_configuration
+        is_named = project.automatic_checkpoint_naming and project.project_dir is not None
+        return is_named and bool(committed(self._parent()))
+
     def _protected(self, folder: Path, metric: float | None) -> tuple[Path, ...]:
-        """The folder of the best checkpoint, by the metrics in the manifests."""
+        """The folder of this run's best checkpoint, by the metrics in the manifests; of equal ones the earliest."""
         wanted = self.project_configuration.keep_best
         if wanted is None:
             return ()
         scores = {} if metric is None else {folder: float(metric)}
         for path in committed(folder.parent):
+            if (_number(path) or 0) < self.project_configuration.iteration:
+                continue  # an earlier run's
             try:
                 known = read_manifest(path).about.get("metric")
             except CheckpointError:
@@ -140,7 +204,8 @@ class Saving:
                 scores[path] = known
         if not scores:
             return ()
-        return ((max if wanted == "max" else min)(scores, key=lambda path: scores[path]),)
+        sign = -1 if wanted == "max" else 1
+        return (min(scores, key=lambda path: (sign * scores[path], _number(path) or 0)),)
 
     def _call_save_hooks(self, collected: Collected, staging: Path) -> None:
         models = self._run_state.models
@@ -226,7 +291,7 @@ class Saving:
         if self.project_configuration.automatic_checkpoint_naming and isinstance(iteration, int):
             # What lies beyond it was not resumed from, and must not be taken for its continuation.
             newest = max((_number(path) or 0 for path in committed(folder.parent)), default=iteration)
-            self._iteration = max(iteration, newest) + 1
+            self._iteration = self._run_state.saver.largest(max(iteration, newest)) + 1
         log.info(str(restored))
         return restored
 
@@ -278,6 +343,8 @@ class Saving:
         while run.epoch < num_epochs:
             run.begin_epoch()
             yield run.epoch
+            if run.is_stopped:  # in its middle: a checkpoint saved now goes on there
+                return
             run.end_epoch()
 
     def _check_epochs(self) -> None:

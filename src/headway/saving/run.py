@@ -18,11 +18,14 @@ from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.ops.collectives import Collectives
 from headway.precision.base import Precision
+from headway.runtime.events import notify
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.streams import derive_streams, read_streams, write_streams
+from headway.saving.batch import GlobalBatch, Plan
+from headway.saving.evaluation import Beginning, Evaluations
 from headway.strategies.base import Strategy
 from headway.training.accumulation import Accumulation
-from headway.training.clock import Clock, PerProcessTicks
+from headway.training.clock import Clock
 from headway.training.prepare import Preparation
 
 log = get_logger(__name__)
@@ -61,6 +64,9 @@ class RunState:
 
     Attributes:
         is_saving: checkpoints are expected, so that marks hold random streams too.
+        notes: what other parts want to find in each manifest again.
+        at_fetch: called with a loader before each of its batches, where the run may be asked to end.
+        evaluations: where a save in an evaluation goes back to.
 
     Args:
         runtime, collectives, strategy, precision, preparation, accumulation, clock: the Accelerator's.
@@ -68,11 +74,17 @@ class RunState:
 
     def __init__(self, runtime: ProcessRuntime, collectives: Collectives, strategy: Strategy, precision: Precision,
                  preparation: Preparation, accumulation: Accumulation, clock: Clock) -> None:  # fmt: skip
-        self.saver = Saver(runtime, collectives)
+        self.saver = Saver(runtime, collectives, clock)
         self.custom: list[Stateful] = []
         self.epoch = 0
         self.is_saving = False
+        self.notes: dict[str, Any] = {}
+        self.at_fetch: Callable[[PreparedLoader], None] | None = None
+        self.evaluations = Evaluations(
+            accumulation, lambda: preparation.loaders, lambda: read_streams(runtime.hardware), self.next_epoch
+        )
         self._began: dict[int, int] | None = None
+        self._batch = GlobalBatch(preparation.loaders, accumulation)
         self._runtime = runtime
         self._collectives = collectives
         self._strategy = strategy
@@ -92,12 +104,49 @@ class RunState:
         """The prepared loaders."""
         return self._preparation.loaders
 
+    @property
+    def is_stopped(self) -> bool:
+        """Has a loader been stopped, so that no further epoch should begin?"""
+        return any(loader.is_stopped for loader in self._preparation.loaders)
+
+    @property
+    def num_windows(self) -> int:
+        """Windows begun so far."""
+        return self._accumulation.num_windows
+
+    @property
+    def clock(self) -> Clock:
+        """Counts the updates that happened."""
+        return self._clock
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Is a window open?"""
+        return self._accumulation.is_unfinished
+
+    @property
+    def is_without_loader(self) -> bool:
+        """Does the loop take its batches from elsewhere, and whole?"""
+        return not self._accumulation.active and self._accumulation.transaction is None
+
+    def place(self, before: Beginning | None = None) -> tuple[object, ...]:
+        """Where the run is; a checkpoint of the same place holds the same (custom objects aside)."""
+        states = [each.state_dict() for each in self.loaders] if before is None else before.states
+        positions = [(each["epoch"], each["consumed"]) for each in states]
+        return self._clock.num_updates, self.num_windows, self._accumulation.is_unfinished, *positions
+
     # ---------------------------------------------------------------- marks
 
     def watch_windows(self) -> None:
         """Note where each window begins, where one may be saved in its middle; called when loaders are prepared."""
         for loader in self._preparation.loaders:
-            loader.before_fetch = self._note_window
+            loader.before_fetch = self._before_fetch
+
+    def _before_fetch(self, loader: PreparedLoader) -> None:
+        self._note_window()
+        if self.at_fetch is not None:
+            self.evaluations.note(loader)
+            self.at_fetch(loader)
 
     def _note_window(self) -> None:
         if self._accumulation.num_steps > 1 and not self._accumulation.is_unfinished:
@@ -116,8 +165,12 @@ class RunState:
         models = [getattr(model, "_orig_mod", model) for model in map(self._strategy.unwrap, preparation.models)]
         return Parts(models, [each.optimizer for each in preparation.optimizers], others, self._strategy.export_state)
 
-    def collect(self) -> tuple[Collected, dict[str, Any]]:
-        """The state of all ranks, and what a reader of the manifest wants to know; every rank calls it."""
+    def collect(self, before: Beginning | None = None) -> tuple[Collected, dict[str, Any]]:
+        """The state of all ranks, and what a reader of the manifest wants to know; every rank calls it.
+
+        Args:
+            before: the beginning of the evaluation in progress, which a resumed run is to go back to.
+        """
         is_unfinished = self._accumulation.is_unfinished
         if is_unfinished:
             log.warning(
@@ -130,12 +183,16 @@ class RunState:
         streams = read_streams(self._runtime.hardware) if marked is None else marked
         self.is_saving = True
         own = {"streams": streams, "loaders": self._loader_states(mark)}
+        if before is not None and not is_unfinished:
+            own = {"streams": before.streams, "loaders": before.states}
         for rank, told in enumerate(self._collectives.gather_objects(own)):
             for name, value in told.items():
                 collected.state.setdefault(name, []).append(encode(value, f"{name}/{rank}", collected.tensors))
-        collected.state["run"] = self._run_state()
-        about = self._collectives.broadcast_object(self._about(is_unfinished))
-        return collected, about
+        run, about = self._run_state(), self._about(is_unfinished)
+        if before is not None and not is_unfinished:
+            run["epoch"] = about["epoch"] = before.epoch
+        collected.state["run"] = run
+        return collected, self._collectives.broadcast_object(about)
 
     def _loader_states(self, mark: Mark | None) -> list[dict[str, Any]]:
         states = [each.state_dict() for each in self._preparation.loaders]
@@ -152,6 +209,8 @@ class RunState:
         return {
             "num_updates": self._clock.num_updates,
             "optimizer_updates": [each.num_updates for each in preparation.optimizers],
+            "batch": self._batch.state(),
+            "ticks": preparation.tick_base,
             "nominal": self._accumulation.nominal_weights(preparation.models),
             "scaler": self._precision.state_dict(),
             "precision": self._precision.name,
@@ -184,16 +243,11 @@ class RunState:
     def _about(self, is_unfinished: bool) -> dict[str, Any]:
         return {
             "num_updates": self._clock.num_updates, "epoch": self.next_epoch(), "world_size": self._runtime.world_size,
-            "accumulation": self._accumulation.num_steps, "global_batch": self._global_batch(),
-            "ticks_per_update": self._strategy.data_shard.count, "was_in_mid_window": is_unfinished,
+            "accumulation": self._accumulation.num_steps, "global_batch": self._batch.size(),
+            "was_in_mid_window": is_unfinished,
             "device": self._runtime.hardware.kind, "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "versions": {"headway": version("headway"), "torch": torch.__version__},
+            "versions": {"headway": version("headway"), "torch": torch.__version__}, "notes": dict(self.notes),
         }  # fmt: skip
-
-    def _global_batch(self) -> int | None:
-        loaders = self._preparation.loaders
-        per_step = loaders[0].total_batch_size if loaders else None
-        return None if per_step is None else per_step * self._accumulation.num_steps
 
     # ---------------------------------------------------------------- back
 
@@ -227,6 +281,10 @@ class RunState:
                 f"{path} differs from this run; nothing was changed:\n  " + "\n  ".join(restored.differences)
             )
         restore(parts, found)
+        run = found.state["run"]
+        # Told before the random streams are set: who listens may draw from them.
+        notify("resumed", step=run["num_updates"], source=self._clock, epoch=run["epoch"], folder=str(path),
+               differences=restored.differences, notes=manifest.about.get("notes"))  # fmt: skip
         self._take_up(manifest, found)
         return restored
 
@@ -235,16 +293,8 @@ class RunState:
         about, run, lines = manifest.about, found.state["run"], []
         before, now = about["world_size"], self._runtime.world_size
         if before != now:
-            steps = self._steps_for(about)
             lines.append(f"world {before} -> {now}; random streams are derived anew from (seed, update, rank)")
-            if steps is None and about["global_batch"] is not None:
-                lines.append(f"global batch {about['global_batch']} -> {self._global_batch()}")
-            elif steps is not None and steps != about["accumulation"]:
-                lines.append(
-                    f"accumulation {about['accumulation']} -> {steps} to keep the global batch of {about['global_batch']}"
-                )
-        elif about["global_batch"] != self._global_batch():
-            lines.append(f"global batch {about['global_batch']} -> {self._global_batch()}")
+        lines += self._plan(about, run).lines
         if run["precision"] != self._precision.name:
             lines.append(f"mixed_precision {run['precision']} -> {self._precision.name}")
         for name, was in about["versions"].items():
@@ -256,12 +306,9 @@ class RunState:
             )
         return lines
 
-    def _steps_for(self, about: Mapping[str, Any]) -> int | None:
-        """The accumulation that keeps the global batch; None where no whole number does."""
-        loaders = self._preparation.loaders
-        per_step = loaders[0].total_batch_size if loaders else None
-        wanted = about["global_batch"]
-        return None if not per_step or wanted is None or wanted % per_step else wanted // per_step
+    def _plan(self, about: Mapping[str, Any], run: Mapping[str, Any]) -> Plan:
+        """How the global batch is kept."""
+        return self._batch.plan(about, run["batch"], about["world_size"] == self._runtime.world_size)
 
     def _take_up(self, manifest: Manifest, found: Collected) -> None:
         about, run, preparation, rank = manifest.about, found.state["run"], self._preparation, self._runtime.rank
@@ -274,14 +321,16 @@ class RunState:
         if run["precision"] == self._precision.name:
             self._precision.load_state_dict(run["scaler"])
         self._accumulation.resume(preparation.models, run["nominal"], run["num_updates"])
-        if not is_same_world and (steps := self._steps_for(about)) is not None:
-            self._accumulation.num_steps = steps
-            preparation.keep_ticks(PerProcessTicks(about["ticks_per_update"]))
+        plan = self._plan(about, run)
+        self._batch.carry_out(plan)
+        if plan.is_kept:
+            preparation.keep_ticks(*run["ticks"])
         states = decode(found.state["loaders"][rank if is_same_world else 0], found.tensors)
         for loader, state, seed in zip(preparation.loaders, states, run["seeds"]):
             loader.seed = seed
             loader.load_state_dict(state)
         self.epoch, self._began, self._mark = run["epoch"], None, None
+        self.evaluations.forget()
         if is_same_world:
             write_streams(decode(found.state["streams"][rank], found.tensors), self._runtime.hardware)
         else:

@@ -33,6 +33,8 @@ from headway.training.loss import WeightedMean as WeightedMean
 from headway.training.loss import check_loss
 
 if TYPE_CHECKING:
+    from headway.training.finite import FiniteGuard
+    from headway.training.throughput import Throughput
     from headway.training.transaction import Transaction
 
 log = get_logger(__name__)
@@ -137,6 +139,8 @@ class Accumulation:
         self.num_resets = 0
         self.transaction: Transaction | None = None
         self.piece: Piece | None = None
+        self.guard: FiniteGuard | None = None
+        self.meter: Throughput | None = None
         self._windows: dict[tuple[int, ...], Window] = {}
         self._is_inside = False
 
@@ -228,6 +232,8 @@ class Accumulation:
     def resume(self, models: Sequence[torch.nn.Module], nominal_weights: Iterable[tuple[Sequence[int], float]],
                num_updates: int) -> None:  # fmt: skip
         """Drop windows in progress; the next ones divide by these weights, as an uninterrupted run would."""
+        if self.guard is not None:
+            self.guard.forget()
         self.num_windows = num_updates
         self._windows.clear()
         self.current, self.is_last, self._is_inside = Window(), True, False
@@ -240,6 +246,8 @@ class Accumulation:
         """Forget all windows and parameters."""
         if self.transaction is not None:
             self.transaction.release()
+        if self.guard is not None:
+            self.guard.forget()
         self.trained_on.clear()
         self.num_resets += 1
         self.parameters.clear()
@@ -353,6 +361,10 @@ class Accumulation:
         )
         # A mean over nothing is 0/0: what weighs zero must not carry its NaN into sums, nor to other ranks.
         hooks = [] if factor else [_silence(p) for p in self._learning()]
+        if self.guard is not None and factor:
+            loss = self.guard.watch(loss, self.current.number, self.current.num_done)
+        if self.meter is not None:
+            self.meter.begin_backward()
         phases.mark("backward")
         try:
             self.strategy.backward(loss, factor, self.precision, **kwargs)
@@ -393,6 +405,11 @@ class Accumulation:
         )
         self._run(loss, local, total or 1.0, reduction, **kwargs)
         self.strategy.reduce_gradients()
+
+    def permits(self, update: int) -> bool:
+        """May the closed window's update be made, as far as the guard against non-finite values goes?"""
+        window = self.current
+        return self.guard is None or self.guard.permits(self._parameters_of(window), window.number, update)
 
     def _parameters_of(self, window: Window) -> Iterable[torch.nn.Parameter]:
         models = [id(model) for model in window.models] or list(self.parameters)

@@ -80,6 +80,29 @@ class MicroBatchTicks:
 
 
 @dataclass(frozen=True)
+class KeptTicks:
+    """As many ticks as an update had before the run was resumed on another world, with windows of another length.
+
+    Attributes:
+        num_ticks: of an update of a full window.
+        num_steps: micro-batches of a full window now; a shorter one ticks in proportion, rounded up.
+    """
+
+    num_ticks: int
+    num_steps: int
+    name: str = "micro-batches"
+
+    @property
+    def reason(self) -> str:
+        """Why it ticks so, for the log."""
+        return f"counted in the micro-batches of the run that was resumed: {self.num_ticks} ticks a full update"
+
+    def ticks(self, window_length: int) -> int:
+        """In proportion to the window."""
+        return -(-self.num_ticks * window_length // self.num_steps)
+
+
+@dataclass(frozen=True)
 class UpdateTicks:
     """One tick per update: the schedule was counted in real updates."""
 

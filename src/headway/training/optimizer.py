@@ -125,17 +125,23 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self.num_updates += 1
             self.last_window_length = window.num_done or 1
             self._clock.count(window.number)
+        if accumulation.guard is not None and not window.is_empty:
+            accumulation.guard.after_step(did_step, window.number, self._clock.num_updates + 1)
 
     def _make_step(self, closure: Callable[[], Any] | None) -> bool:
         transaction = self._accumulation.transaction
+        is_permitted = self._accumulation.permits(self._clock.num_updates + 1)
         if transaction is None:
-            return self._strategy.step(self.optimizer, self._precision, closure)
+            return is_permitted and self._strategy.step(self.optimizer, self._precision, closure)
         if closure is not None:
             raise UnsupportedError(
                 "optimizer.step(closure) computes gradients of its own, which microbatching='auto' cannot take back; leave the "
                 "closure out, or microbatching off"
             )
-        return transaction.step(self.optimizer, lambda: self._strategy.step(self.optimizer, self._precision, None))
+        # What is not permitted is voted on all the same: the batch is over.
+        return transaction.step(
+            self.optimizer, lambda: is_permitted and self._strategy.step(self.optimizer, self._precision, None)
+        )
 
     def _check_parameters(self) -> None:
         self._checked = self._accumulation.num_resets

@@ -19,7 +19,7 @@ from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
 from headway.training import model as prepared_model
 from headway.training.accumulation import Accumulation
-from headway.training.clock import Clock, MicroBatchTicks, PerProcessTicks, TickRule, UpdateTicks
+from headway.training.clock import Clock, KeptTicks, MicroBatchTicks, PerProcessTicks, TickRule, UpdateTicks
 from headway.training.optimizer import PreparedOptimizer, check_owned
 from headway.training.scheduler import PreparedScheduler, is_scheduler, schedule_length
 
@@ -51,6 +51,7 @@ class Preparation:
         self._runtime = runtime
         self._places = device_placement
         self._rule = rule
+        self._tick_base: tuple[int, int] | None = None
         self._follows_optimizer = follows_optimizer
         self._rng_types = rng_types
         self._global_batch_size = global_batch_size
@@ -155,6 +156,7 @@ class Preparation:
             collectives=self._strategy.data_group, active=self._accumulation.active, seed=self._seed(), rng_types=self._rng_types,
         )  # fmt: skip
         self._synchronise()
+        made.meter = self._accumulation.meter
         self.loaders.append(made)
         if self._global_batch_size is not None and len(self.loaders) == 1:
             self._derive_steps(made, self._global_batch_size)
@@ -240,12 +242,27 @@ class Preparation:
         ]
         return [(rule, remedy) for rule, remedy in rules if rule.name != self._rule.name]
 
-    def keep_ticks(self, rule: PerProcessTicks) -> None:
-        """Tick as the run that is resumed did, where schedules count the updates of the single-process loop."""
+    @property
+    def tick_base(self) -> tuple[int, int]:
+        """(processes, micro-batches per update) that schedules are counted by: this run's, or that of the one resumed."""
+        return self._tick_base or (self._strategy.data_shard.count, self._accumulation.num_steps)
+
+    def keep_ticks(self, num_processes: int, accumulation: int) -> None:
+        """Tick as the run that is resumed did, where schedules count what a single process would do.
+
+        Args:
+            num_processes: of that run's data.
+            accumulation: its micro-batches per update.
+        """
+        if self.tick_base == (num_processes, accumulation):
+            return
+        self._tick_base = (num_processes, accumulation)
         if isinstance(self._rule, PerProcessTicks):
-            self._rule = rule
-            for scheduler in self.schedulers:
-                scheduler.rule = rule
+            self._rule = PerProcessTicks(num_processes)
+        elif isinstance(self._rule, MicroBatchTicks | KeptTicks):
+            self._rule = KeptTicks(num_processes * accumulation, self._accumulation.num_steps)
+        for scheduler in self.schedulers:
+            scheduler.rule = self._rule
 
     # ---------------------------------------------------------------- gradients of prepared parameters
 
@@ -268,6 +285,8 @@ class Preparation:
         """Clip at the end of a window; inside one only the norm so far is returned."""
         if self._accumulation.is_final:
             chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            if self._accumulation.guard is not None:
+                self._accumulation.guard.before_clip(chosen)
             return self.act(lambda: self._strategy.clip(self.unscaled(chosen), max_norm, norm_type))  # type: ignore[no-any-return]
         those: Iterable[torch.Tensor] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         grads = [parameter.grad for parameter in those if parameter.grad is not None]

@@ -1,4 +1,4 @@
-"""torch's profiler around a block, with a trace file per rank."""
+"""torch's profiler around a block, with a trace and a table per rank."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +17,8 @@ _ACTIVITIES = {
     "cuda": torch.profiler.ProfilerActivity.CUDA,
     "xpu": torch.profiler.ProfilerActivity.XPU,
 }
+
+_NUM_ROWS = 50
 
 
 @contextmanager
@@ -48,6 +50,10 @@ def profiling(options: ProfileKwargs, rank: int) -> Iterator[torch.profiler.prof
 def _export(profiler: torch.profiler.profile, path: Path) -> None:
     try:
         profiler.export_chrome_trace(str(path))
+        averages = profiler.key_averages()
+        on_device = any(average.self_device_time_total for average in averages)
+        order = "self_cuda_time_total" if on_device else "self_cpu_time_total"  # "cuda" stands for any device
+        path.with_suffix(".txt").write_text(averages.table(sort_by=order, row_limit=_NUM_ROWS))
     except (AssertionError, RuntimeError) as error:
         # The block ended before the schedule recorded anything; its own error, if any, must stay the one seen.
         log.warning("no profile in %s: nothing was recorded (%s)", path, error, main_process_only=False)

@@ -22,6 +22,7 @@ from headway.log import get_logger
 from headway.memory.oom import free_after, is_out_of_memory
 from headway.ops.collectives import Collectives
 from headway.ops.tree import Tree, tensors
+from headway.runtime.events import notify
 from headway.strategies.base import Strategy
 from headway.training.headroom import Headroom
 from headway.training.piece_size import PieceSize
@@ -197,6 +198,7 @@ class Transaction:
         self.size.shrink(limit, num_rows)
         log.warning("memory ran out on rank %s with pieces of %d rows: the batch is run again in pieces of at most %d",
                     ", ".join(map(str, failed)), num_rows, limit)  # fmt: skip
+        notify("out_of_memory", ranks=failed, rows=num_rows, pieces=limit)
 
     def takes(self, error: BaseException) -> bool:
         """Is the block that raised this to be run again? Then what the error held is free."""

@@ -138,10 +138,12 @@ def test_the_reader_ends_with_its_model(tmp_path):
     assert reader not in threads
     changed = stream._changed
     del model, stream, _
-    gc.collect()
-    with changed:
-        changed.notify_all()
-    reader.join(timeout=60)
+    deadline = time.monotonic() + 60
+    while reader.is_alive() and time.monotonic() < deadline:
+        gc.collect()  # again where the reader was at work and held the stream
+        with changed:
+            changed.notify_all()
+        reader.join(timeout=0.5)
     assert not reader.is_alive()
 
 

@@ -85,7 +85,7 @@ def test_the_payload_carries_what_workers_read():
         "settings": {"mixed_precision": {"value": "bf16", "origin": "command line: --mixed_precision"}},
     }  # fmt: skip
     with _launched(layer, num_processes=4):
-        assert asked_num_processes() == 4
+        assert asked_num_processes() == range(4, 5)
 
 
 def test_without_a_launcher_nothing_was_asked():

@@ -102,6 +102,11 @@ class TestSlurm:
         with pytest.raises(ConfigError, match=r"4 processes .*the cluster has started 8 tasks, 4 on each machine"):
             planned(environment, GPUS, num_processes=4)
 
+    def test_tasks_do_not_become_fewer(self):
+        environment = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6", "SLURM_LOCALID": "2"}
+        with pytest.raises(ConfigError, match=r"min_machines .* needs one launcher a machine"):
+            planned(environment, GPUS, min_machines=1, max_restarts=1)
+
     def test_garbage_is_named(self):
         with pytest.raises(ConfigError, match="SLURM says SLURM_NODEID='one'"):
             detect({**SLURM, "SLURM_NODEID": "one"})

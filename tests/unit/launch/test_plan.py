@@ -166,6 +166,26 @@ class TestMachines:
             plan(num_machines=2, machine_rank=0)
 
 
+def test_a_run_that_goes_on_with_fewer_machines():
+    where = {"num_machines": 3, "main_process_ip": "10.0.0.1", "main_process_port": 29400, "num_processes": 6}
+    made = plan(**where, min_machines=2, max_restarts=1)
+    assert (order(made).min_machines, order(made).num_machines, order(made).backend) == (2, 3, "c10d")
+    told = json.loads(made.additions["HEADWAY_RUN"])
+    assert (told["min_processes"], told["num_processes"]) == (4, 6)
+    made = plan(**where, max_restarts=1)
+    assert order(made).min_machines == 3
+    assert "min_processes" not in json.loads(made.additions["HEADWAY_RUN"])
+    with pytest.raises(ConfigError, match="add --max_restarts N"):
+        plan(**where, min_machines=2)
+    with pytest.raises(ConfigError, match="must be at most num_machines=3"):
+        plan(**where, min_machines=4, max_restarts=1)
+
+
+def test_the_grace_travels():
+    assert order(plan(num_processes=2)).grace == 300
+    assert order(plan(num_processes=2, grace=30.0)).grace == 30
+
+
 def test_a_launch_inside_a_launch_is_refused():
     inside = {"RANK": "1", "WORLD_SIZE": "4"}
     with pytest.raises(ConfigError, match=r"RANK=1, WORLD_SIZE=4 .*python train.py"):

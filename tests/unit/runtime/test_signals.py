@@ -94,3 +94,31 @@ def test_only_the_main_thread_may_ask():
     thread.start()
     thread.join()
     assert found == ["signals can be listened for from the main thread only; call this where the program begins"]
+
+
+def test_a_forked_child_is_ended_by_the_signal_and_the_parent_hears_nothing(flags):
+    flags.start()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:  # what a pool's worker is
+        os.write(writer, b"!")
+        signal.pause()
+        os._exit(0)
+    assert os.read(reader, 1) == b"!"
+    os.close(reader)
+    os.close(writer)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+    assert not flags.has_seen(signal.SIGTERM)
+
+
+def test_who_is_about_to_end_hears_no_more_signals():
+    flags = SignalFlags((signal.SIGUSR1,))
+    flags.start()
+    flags.stop(then_ignore=True)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)  # would end this process
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -6,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration
+from headway.checkpoint.layout import verify
 from headway.errors import CheckpointError, ConfigError, StateError
 
 
@@ -239,3 +242,19 @@ def test_a_folder_is_needed_without_automatic_naming():
         ProjectConfiguration(total_limit=0)
     with pytest.raises(ConfigError, match="keep_best"):
         ProjectConfiguration(keep_best="best")
+
+
+LEAVES = """
+import sys, torch
+from headway import Accelerator, ProjectConfiguration
+project = ProjectConfiguration(sys.argv[1], automatic_checkpoint_naming=True)
+accelerator = Accelerator(cpu=True, project_config=project)
+model = accelerator.prepare(torch.nn.Linear(2000, 2000))
+accelerator.save_state(blocking=False)
+"""
+
+
+def test_a_save_behind_a_loop_that_ends_is_finished(tmp_path):
+    ran = subprocess.run([sys.executable, "-c", LEAVES, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    verify(tmp_path / "checkpoints" / "checkpoint_0")

@@ -29,6 +29,7 @@ def test_a_trace_is_written(tmp_path, raises):
     else:
         block()
     assert "aten::mm" in traces(tmp_path / "new")
+    assert "aten::mm" in (tmp_path / "new" / "profile_0.txt").read_text()
 
 
 def test_a_schedule_and_a_handler_of_its_own(tmp_path):

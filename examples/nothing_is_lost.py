@@ -1,0 +1,74 @@
+"""Rank 1 runs out of memory and rank 0 is killed, and the run ends with the loss of an undisturbed one.
+
+headway launch -n 2 examples/nothing_is_lost.py
+headway launch -n 2 --max_restarts 1 examples/nothing_is_lost.py --trouble
+"""
+
+import argparse
+import os
+import resource
+import shutil
+import signal
+
+import psutil
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator, ProjectConfiguration, set_seed
+
+NUM_EPOCHS, WIDTH, FOLDER = 6, 49_152, "runs/nothing_is_lost"
+
+
+def take_memory_away() -> None:
+    """Leave this process less than the next batch needs: several times its hidden layer, which takes 50 MB."""
+    limit = psutil.Process().memory_info().vms + 220_000_000
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def main() -> float:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trouble", action="store_true", help="too little memory on rank 1, then a SIGKILL to rank 0")
+    is_troubled = parser.parse_args().trouble and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+
+    set_seed(0)
+    project = ProjectConfiguration(FOLDER, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(microbatching="auto", project_config=project)
+    pixels, classes = load_digits(return_X_y=True)
+    digits = TensorDataset(torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(classes))
+    loader = DataLoader(digits, batch_size=256, shuffle=True, drop_last=True)
+    model = nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    accelerator.print(accelerator.resume("latest") or "begins anew")
+    total = torch.zeros(())
+    for _ in accelerator.epochs(NUM_EPOCHS):
+        for batch in loader:
+            if is_troubled and accelerator.num_updates == 3 and accelerator.process_index == 1:
+                take_memory_away()
+            if is_troubled and accelerator.num_updates == 13 and accelerator.process_index == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            total.zero_()
+            for inputs, targets in accelerator.microbatches(batch):
+                with accelerator.accumulate(model):
+                    loss = nn.functional.cross_entropy(model(inputs), targets)
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                total += loss.detach() * len(targets) / len(batch[1])
+            if accelerator.num_updates % 5 == 0:
+                accelerator.save_state(blocking=False)
+    final = accelerator.reduce(total, "mean").item()
+    accelerator.print(f"loss after {accelerator.num_updates} updates: {final:.5f}")
+
+    accelerator.wait_for_save()
+    if accelerator.is_main_process:
+        shutil.rmtree(FOLDER)
+    accelerator.end_training()
+    return final
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""`headway report`: one HTML page, and pictures, of a run or of several side by side."""
+
+from pathlib import Path
+
+import click
+
+from headway.cli.options import GroupedCommand, GroupedOption, examples
+from headway.units import format_bytes
+
+_ABOUT = """Draw the runs RUN (folders, or their `log.jsonl`) on one page.
+
+The page is a single HTML file that needs no network: loss, learning rate, gradient norm, speed and memory, with out-of-memory
+errors, restarts and checkpoints marked. Several runs are laid over each other, and their settings compared.
+"""
+
+_EPILOG = examples([
+    "headway report runs/digits                       writes runs/digits/report.html",
+    "headway report runs/a runs/b --out compare.html  two runs on one page",
+    "headway report runs/digits --png pictures        and each chart as a PNG",
+])  # fmt: skip
+
+
+@click.command(
+    "report",
+    cls=GroupedCommand,
+    params=[
+        click.Argument(["run"], type=click.Path(path_type=Path), nargs=-1, required=True),
+        GroupedOption(["--out"], group="Output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+                      help="The page.  [default: report.html beside the first run's log]"),
+        GroupedOption(["--png"], group="Output", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
+                      help="Write each chart as a PNG, too; needs headway[plots]."),
+    ],
+    help=_ABOUT,
+    epilog=_EPILOG,
+)  # fmt: skip
+def command(run: tuple[Path, ...], out: Path | None, png: Path | None) -> None:
+    """Read the runs, then write the page and the pictures."""
+    # Imported here so that the help does not wait for it.
+    from headway.report.data import load
+    from headway.report.page import html_page
+
+    if png is not None:
+        from headway.report.png import require_matplotlib
+
+        require_matplotlib()
+    runs = load(run)
+    target = out or runs[0].path.parent / "report.html"
+    text = html_page(runs).encode("utf-8", "backslashreplace")
+    _write(target, text)
+    click.echo(f"{target} ({format_bytes(len(text))})")
+    if png is not None:
+        from headway.report.png import draw
+
+        for path in draw(runs, png):
+            click.echo(str(path))
+
+
+def _write(target: Path, text: bytes) -> None:
+    from headway.errors import ConfigError
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(text)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the page to {target} ({error.strerror}); name another file with --out"
+        ) from error

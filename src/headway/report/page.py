@@ -1,0 +1,218 @@
+"""Puts the page together: one HTML file that holds its style, script and data, and asks nothing of any network."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from html import escape
+from importlib.resources import files
+from itertools import groupby
+from typing import Any
+
+from headway.report import chart, events, facts, palette
+from headway.report.data import RunData
+from headway.report.panels import Line, Panel, cut_off, domain, has_finite, panels
+from headway.report.tables import event_table, overview, settings, sign, swatch
+
+_HEADINGS = ("Training", "Evaluation", "Speed", "Memory", "More")
+
+
+def html_page(runs: Sequence[RunData]) -> str:
+    """The whole page.
+
+    Everything that comes from a log is escaped; besides, the page's content security policy lets only its own script run and
+    nothing be fetched.
+    """
+    drawn = [panel for panel in panels(runs) if panel.lines]
+    ends = chart.across(drawn)
+    script = files("headway.report").joinpath("script.js").read_text(encoding="utf-8")
+    style = files("headway.report").joinpath("style.css").read_text(encoding="utf-8") + palette.css()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
+    body = [_head(runs), overview(runs), _toolbar(runs)]
+    body += [_charts(drawn, runs, ends), event_table(runs), settings(runs), _foot()]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)} · Headway report</title>\n<style>\n{style}\n</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(part for part in body if part)
+        + f'\n</main>\n<script type="application/json" id="data">{_data(drawn, runs, ends)}</script>\n'
+        f"<script>{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def _head(runs: Sequence[RunData]) -> str:
+    if len(runs) == 1:
+        run = runs[0]
+        found = facts.state(run)
+        where = _where(run)
+        about = [run.project if run.project != run.label else "", facts.moment(run.began), where]
+        note = f'<p class="note {found.tone}">{escape(found.note)}</p>' if found.note else ""
+        return (
+            f'<header><h1>{escape(run.label)} <span class="pill {found.tone}">{found.word}</span></h1>'
+            f'<p class="about">{escape(" · ".join(part for part in about if part))}</p>{note}</header>'
+        )
+    num_finished = sum(run.is_finished for run in runs)
+    projects = list(dict.fromkeys(run.project for run in runs if run.project))
+    about = [*projects[:3], f"{num_finished} of {len(runs)} finished"]
+    return f'<header><h1>{len(runs)} runs</h1><p class="about">{escape(" · ".join(about))}</p></header>'
+
+
+def _where(run: RunData) -> str:
+    if not run.starts:
+        return ""
+    count = run.starts[-1].world_size
+    return f"{count} process{'es' if count != 1 else ''} on {run.starts[-1].device}"
+
+
+def _toolbar(runs: Sequence[RunData]) -> str:
+    """The legend of runs and events, which the script makes into switches, and the controls that need the script."""
+    chips, legend = "", ""
+    if len(runs) > 1:
+        legend = "".join(
+            f'<button type="button" class="chip" data-run="{index}" aria-pressed="true" title="{escape(run.label, quote=True)}">'
+            f"{swatch(index)}<span>{escape(run.label)}</span></button>"
+            for index, run in enumerate(runs)
+        )
+        legend = f'<div class="chips">{legend}</div>'
+    for name, count in events.kinds(runs).items():
+        kind = events.kind_of(name)
+        tone = kind.tone if len(runs) == 1 else "calm"
+        chips += (
+            f'<button type="button" class="chip" data-kind="{escape(name, quote=True)}" aria-pressed="true">'
+            f'<span class="event {tone}">{sign(kind)}</span><span>{escape(kind.words)}</span> <b>{count}</b></button>'
+        )
+    axes = ""
+    if all(run.has_steps for run in runs):
+        axes = (
+            '<span class="switch" role="group" aria-label="horizontal axis">'
+            '<button type="button" data-axis="step" aria-pressed="true">step</button>'
+            '<button type="button" data-axis="time" aria-pressed="false">time</button></span>'
+        )
+    percent = f"{chart.SMOOTHING * 100:g}"
+    return (
+        f'<nav class="bar">{legend}<div class="chips">{chips}</div><div class="controls">'
+        '<button type="button" class="chip" id="unzoom" hidden>reset zoom</button>'
+        f'<label>smoothing <input type="range" id="smoothing" min="0" max="10" step="0.5" value="{percent}">'
+        f'<output id="share">{percent} %</output></label>{axes}</div></nav>'
+    )
+
+
+def _charts(drawn: Sequence[Panel], runs: Sequence[RunData], ends: tuple[float, float]) -> str:
+    if not drawn:
+        return '<p class="empty">This run has logged no values yet.</p>'
+    order = sorted(range(len(drawn)), key=lambda index: _HEADINGS.index(drawn[index].section))
+    parts = []
+    for section, numbers in groupby(order, key=lambda index: drawn[index].section):
+        cards = "".join(_card(drawn[number], runs, ends, number) for number in numbers)
+        parts.append(f'<section><h2>{section}</h2><div class="grid">{cards}</div></section>')
+    return "\n".join(parts)
+
+
+def _card(panel: Panel, runs: Sequence[RunData], ends: tuple[float, float], number: int) -> str:
+    low, high = domain(panel)
+    notes = []
+    if not has_finite(panel):
+        notes.append("no finite value")
+    elif beyond := cut_off(panel, low, high):
+        notes.append(f"{beyond} beyond the axis")
+    if num_marks := sum(mark.count for line in panel.lines for mark in line.series.marks):
+        notes.append(f"{num_marks:,} not finite")
+    note = f'<span class="cut">{" · ".join(notes)}</span>' if notes else ""
+    classes = "card wide" if panel.is_wide else "card"
+    return (
+        f'<figure class="{classes}" data-panel="{number}"><figcaption><h3>{escape(panel.title)}</h3>{_keys(panel, runs)}'
+        f'<span class="tools">{note}</span></figcaption><div class="plot">{chart.chart(panel, runs, ends, number)}</div></figure>'
+    )
+
+
+def _keys(panel: Panel, runs: Sequence[RunData]) -> str:
+    """The legend of one chart: its lines' labels; for several runs, once for each label, in no run's colour."""
+    labels: dict[str, Line] = {}
+    for line in panel.lines:
+        labels.setdefault(line.label, line)
+    if len(labels) < 2:
+        return ""
+    return '<span class="keys">' + "".join(
+        f'<span class="key {f"c{palette.colour(line.colour)}" if len(runs) == 1 else "grey"}">'
+        f'<i class="{"dotted" if line.is_dotted else "dashed" if line.is_dashed else "solid"}"></i>{escape(label)}</span>'
+        for label, line in labels.items()
+    ) + "</span>"  # fmt: skip
+
+
+def _foot() -> str:
+    from headway import __version__
+
+    made = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    return (
+        f"<footer>Made by Headway {__version__} on {made}. Bands show minimum and maximum where there are more values than "
+        "points to draw; smoothed lines are fitted around each point and pass spikes by."
+        '<span class="scripted"> Drag to zoom, double-click to go back.</span></footer>'
+    )
+
+
+def _data(drawn: Sequence[Panel], runs: Sequence[RunData], ends: tuple[float, float]) -> str:
+    """What the script draws from, as JSON that cannot end its element."""
+    kinds = {name: events.kind_of(name) for name in events.kinds(runs)}
+    content = {
+        "runs": [
+            {"label": run.label, "restarts": run.restarts, "events": list(_signs(run))}
+            for run in runs
+        ],
+        "kinds": {name: {"sign": kind.sign, "tone": kind.tone, "line": kind.has_line} for name, kind in kinds.items()},
+        "steps": all(run.has_steps for run in runs),
+        "ends": ends,
+        "crowd": chart.CROWD,
+        "panels": [
+            {
+                "title": panel.title, "unit": panel.unit, "zero": panel.from_zero, "tall": panel.is_tall,
+                "smooth": panel.is_smoothed, "lines": [_line(line) for line in panel.lines],
+            }
+            for panel in drawn
+        ],
+        "dashes": [palette.dash(index) for index in range(4 * len(palette.LINES))],
+        "marks": chart.MARKS,
+    }  # fmt: skip
+    written = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    for character, code in (
+        ("<", "\\u003c"),
+        (">", "\\u003e"),
+        ("&", "\\u0026"),
+        ("\u2028", "\\u2028"),
+        ("\u2029", "\\u2029"),
+    ):
+        written = written.replace(character, code)
+    return written
+
+
+def _signs(run: RunData) -> Iterator[list[Any]]:
+    for event in events.drawn(run):
+        yield [event.kind, _brief(event.step), _brief(event.seconds), events.sentence(event)]
+
+
+def _line(line: Line) -> dict[str, Any]:
+    series = line.series
+    found: dict[str, Any] = {
+        "run": line.run, "label": line.label, "colour": line.colour, "dotted": line.is_dotted, "dashed": line.is_dashed,
+        "s": _briefly(series.steps, 12), "t": _briefly(series.times, 7), "v": _briefly(series.means, 6),
+    }  # fmt: skip
+    if series.lows:
+        found |= {"lo": _briefly(series.lows, 4), "hi": _briefly(series.highs, 4)}
+    if series.marks:
+        found["m"] = [
+            [mark.kind, *map(_brief, mark.steps), *map(_brief, mark.times), mark.count] for mark in series.marks
+        ]
+    return found
+
+
+def _briefly(values: Sequence[float | None], digits: int) -> list[float | None]:
+    return [None if value is None else _brief(value, digits) for value in values]
+
+
+def _brief(value: float, digits: int = 12) -> float:
+    """With as many digits as a chart can show, and without a point where it is whole."""
+    rounded = float(f"{value:.{digits}g}")
+    return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e15 else rounded

@@ -1,0 +1,226 @@
+"""Decides which series share a chart, in which section, colour and unit."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from headway.report.data import RunData
+from headway.report.reduce import Reduced, reduce
+
+MAX_BUCKETS = 1200
+"""Buckets of one series; fewer where there are many series."""
+ALL_BUCKETS = 60_000
+"""Buckets of all series together: what keeps the page at a few megabytes."""
+MIN_BUCKETS = 200
+
+
+@dataclass(frozen=True)
+class Line:
+    """One series on a chart.
+
+    Attributes:
+        run: which run it is of.
+        name: what it is called in the log.
+        label: what it is called on its chart.
+        colour: the index into the palette.
+        is_dotted: drawn with a dot at each value, as few and exact ones are.
+        is_dashed: drawn dashed, since it often lies on another one.
+        series: its buckets.
+    """
+
+    run: int
+    name: str
+    label: str
+    colour: int
+    is_dotted: bool
+    is_dashed: bool
+    series: Reduced
+
+
+@dataclass
+class Panel:
+    """A chart.
+
+    Attributes:
+        section: the heading under which it stands.
+        title: what it shows.
+        unit: "number", "bytes", "share" or "rate".
+        from_zero: its axis begins at zero.
+        is_wide: it takes the width of the page.
+        is_smoothed: its values scatter, so that a smoothed line is drawn over them.
+        is_tall: it is higher than the others.
+        lines: what is drawn.
+    """
+
+    section: str
+    title: str
+    unit: str = "number"
+    from_zero: bool = False
+    is_wide: bool = False
+    is_smoothed: bool = False
+    is_tall: bool = False
+    lines: list[Line] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A series that has a place of its own: `names` share the chart, drawn by the labels given."""
+
+    section: str
+    title: str
+    names: dict[str, str]
+    unit: str = "number"
+    from_zero: bool = False
+    is_smoothed: bool = False
+    is_tall: bool = False
+
+
+_KNOWN = (
+    _Known("Training", "Loss", {"loss": "training", "eval_loss": "evaluation"}, is_smoothed=True, is_tall=True),
+    _Known("Training", "Learning rate", {"learning_rate": ""}, from_zero=True),
+    _Known("Training", "Gradient norm", {"grad_norm": ""}, is_smoothed=True, from_zero=True),
+    _Known("Speed", "Samples per second", {"samples_per_second": ""}, "rate", True, is_smoothed=True),
+    _Known("Speed", "Tokens per second", {"tokens_per_second": ""}, "rate", True, is_smoothed=True),
+    _Known("Speed", "Model FLOPs utilisation", {"mfu": ""}, "share", True, is_smoothed=True),
+    _Known("Speed", "Time spent waiting for data", {"data_wait": ""}, "share", True, is_smoothed=True),
+)
+_MEMORY = {"memory": "in use", "memory_peak": "peak"}
+_PHASES = ("forward", "backward", "optimizer", "evaluation")
+
+
+def panels(runs: Sequence[RunData]) -> list[Panel]:
+    """The charts in the order of the page."""
+    names = list(dict.fromkeys(name for run in runs for name in run.series))
+    limit = max(MIN_BUCKETS, min(MAX_BUCKETS, ALL_BUCKETS // max(1, sum(len(run.series) for run in runs))))
+    drawn = _Drawing(runs, limit)
+    found = [
+        Panel(known.section, known.title, known.unit, known.from_zero, known.is_tall, known.is_smoothed, known.is_tall, lines)
+        for known in _KNOWN if (lines := drawn.lines(known.names))
+    ]  # fmt: skip
+    found += _memory(drawn, names)
+    taken = {name for known in _KNOWN for name in known.names} | {"epoch"}
+    left = [name for name in names if name not in taken and name not in _MEMORY and not name.startswith("memory/")]
+    evaluations = [name for name in left if name.startswith("eval_")]
+    found += [Panel("Evaluation", _titled(name[len("eval_") :]), lines=drawn.lines({name: ""})) for name in evaluations]
+    others = [name for name in left if name not in evaluations]
+    found += [Panel("More", name, _unit(name), lines=drawn.lines({name: ""}), is_smoothed=True) for name in others]
+    for section in {panel.section for panel in found}:
+        narrow = [panel for panel in found if panel.section == section and not panel.is_wide]
+        if len(narrow) % 2:
+            narrow[-1].is_wide = True  # it would leave a hole beside it
+    return found
+
+
+def _memory(drawn: "_Drawing", names: Sequence[str]) -> Iterator[Panel]:
+    """By phase on one chart for one run; one chart a phase where each run has its colour."""
+    phases = [name.partition("/")[2] for name in names if name.startswith("memory/")]
+    ordered = sorted(phases, key=lambda phase: (_PHASES.index(phase) if phase in _PHASES else len(_PHASES), phase))
+    # The peak comes last, so that it is drawn over the phase that it was reached in.
+    known = {
+        "memory": _MEMORY["memory"],
+        **{f"memory/{phase}": phase for phase in ordered},
+        "memory_peak": _MEMORY["memory_peak"],
+    }
+    present = {name: label for name, label in known.items() if name in names}
+    if len(drawn.runs) == 1:
+        if present:
+            title = "Memory by phase" if ordered else "Memory"
+            yield Panel(
+                "Memory", title, "bytes", True, is_wide=bool(ordered), is_tall=bool(ordered), lines=drawn.lines(present)
+            )
+        return
+    for name, label in present.items():
+        title = f"Memory, {label}" if name in _MEMORY else f"Memory in {label}"
+        yield Panel("Memory", title, "bytes", True, lines=drawn.lines({name: ""}))
+
+
+class _Drawing:
+    """Turns names into lines: a colour for each run, or for each line where there is one run."""
+
+    def __init__(self, runs: Sequence[RunData], limit: int) -> None:
+        self.runs = runs
+        self._limit = limit
+
+    def lines(self, names: dict[str, str]) -> list[Line]:
+        found = []
+        for index, run in enumerate(self.runs):
+            for place, (name, label) in enumerate((name, label) for name, label in names.items() if name in run.series):
+                series = reduce(run.series[name], self._limit)
+                colour = index if len(self.runs) > 1 else place
+                is_dotted = name.startswith("eval_") or series.count == 1
+                is_dotted = is_dotted and len(series.means) <= 120
+                is_dashed = name == "memory_peak" and len(self.runs) == 1
+                found.append(Line(index, name, label, colour, is_dotted, is_dashed, series))
+        return found
+
+
+def _titled(name: str) -> str:
+    return name.replace("_", " ").capitalize()
+
+
+def _unit(name: str) -> str:
+    if name.endswith("_per_second"):
+        return "rate"
+    return "bytes" if name.endswith("_bytes") else "number"
+
+
+def domain(panel: Panel, is_calm: bool = True) -> tuple[float, float]:
+    """The ends of the value axis.
+
+    Args:
+        panel: the chart.
+        is_calm: cut off spikes that would press the rest flat.
+    """
+    tops = [value for line in panel.lines for value in (line.series.highs or line.series.means) if value is not None]
+    lows = [value for line in panel.lines for value in (line.series.lows or line.series.means) if value is not None]
+    if not tops:
+        return 0.0, 1.0
+    low, high = min(lows), max(tops)
+    if is_calm:
+        lowest, highest = calm(lows, tops)
+        # The edge is the furthest value that is kept, not the limit itself.
+        high = max(value for value in tops if value <= highest)
+        low = min(value for value in lows if value >= lowest)
+    return _widened(low, high, panel.from_zero)
+
+
+def calm(lows: Sequence[float | None], highs: Sequence[float | None]) -> tuple[float, float]:
+    """Between which limits values are no spikes: six times the width of the middle eight tenths beyond these."""
+    bottom, top = (sorted(value for value in values if value is not None) for values in (lows, highs))
+    if len(bottom) < 20:
+        return -math.inf, math.inf
+    first, last = _quantile(bottom, 0.1), _quantile(top, 0.9)
+    spread = max(last - first, 1e-12 * max(abs(first), abs(last)))
+    return first - 6 * spread, last + 6 * spread
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[round(share * (len(ordered) - 1))]
+
+
+def _widened(low: float, high: float, from_zero: bool) -> tuple[float, float]:
+    """A little room above and below; never so narrow or wide that floats cannot divide it."""
+    low, high = max(low, -1e300), min(high, 1e300)
+    if from_zero and low >= 0:
+        low = 0.0
+    size = max(abs(low), abs(high))
+    if high - low <= max(1e-9 * size, 1e-300):
+        room = 0.1 * size or 1.0
+        return (low if from_zero and low == 0 else low - room), high + room
+    room = 0.06 * (high - low)
+    return (low if low == 0 else low - room), high + room
+
+
+def cut_off(panel: Panel, low: float, high: float) -> int:
+    """How many buckets reach beyond the axis."""
+    return sum(
+        1
+        for line in panel.lines
+        for bottom, top in zip(line.series.lows or line.series.means, line.series.highs or line.series.means)
+        if bottom is not None and top is not None and (bottom < low or top > high)
+    )
+
+
+def has_finite(panel: Panel) -> bool:
+    """Does the chart show anything but marks?"""
+    return any(value is not None and math.isfinite(value) for line in panel.lines for value in line.series.means)

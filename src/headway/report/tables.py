@@ -1,0 +1,126 @@
+"""The tables of the page: figures at a glance, events, differences of settings, and each run's own lists."""
+
+from collections.abc import Sequence
+from html import escape
+
+from headway.report import events, facts, palette
+from headway.report.axis import duration, text
+from headway.report.data import Event, RunData
+
+_MANY_SETTINGS = 24
+"""Longer lists are closed at first."""
+
+
+def overview(runs: Sequence[RunData]) -> str:
+    """Tiles for one run, a table for several."""
+    if len(runs) == 1:
+        tiles = "".join(
+            f"<div><dt>{escape(fact.name)}</dt><dd>{escape(fact.value)}<small>{escape(fact.note)}</small></dd></div>"
+            for fact in facts.headline(runs[0])
+        )
+        count = tiles.count("<dt>")
+        columns = -(-count // -(-count // 6)) if count else 1
+        return f'<dl class="tiles" style="--columns:{columns}">{tiles}</dl>'
+    found = [{fact.name: fact for fact in facts.headline(run)} for run in runs]
+    names = list(dict.fromkeys(name for table in found for name in table))
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    rows = []
+    for index, (run, table) in enumerate(zip(runs, found, strict=True)):
+        state = facts.state(run)
+        cells = "".join(_cell(table.get(name)) for name in names)
+        pill = f'<span class="pill {state.tone}" title="{escape(state.note)}">{state.word}</span>'
+        rows.append(f"<tr><th>{swatch(index)}{escape(run.label)}</th><td>{pill}</td>{cells}</tr>")
+    return (
+        f'<div class="card scroll figures"><table><thead><tr><th>Run</th><th>State</th>{head}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _cell(fact: facts.Fact | None) -> str:
+    if fact is None:
+        return '<td class="none">-</td>'
+    note = f"<small>{escape(fact.note)}</small>" if fact.note else ""
+    return f"<td>{escape(fact.value)}{note}</td>"
+
+
+def event_table(runs: Sequence[RunData]) -> str:
+    """All events, run by run in the order of time."""
+    rows = [(index, event) for index, run in enumerate(runs) for event in run.events]
+    if not rows:
+        return ""
+    shown = rows if len(rows) <= events.MAX_ROWS else _most_telling(rows)
+    lines = []
+    for index, event in shown:
+        kind = events.kind_of(event.kind)
+        name = f"<td>{swatch(index)}{escape(runs[index].label)}</td>" if len(runs) > 1 else ""
+        step = text(event.step) if event.has_step else "-"
+        lines.append(
+            f'<tr>{name}<td class="number">{step}</td><td class="number">{duration(event.seconds)}</td>'
+            f'<td><span class="event {kind.tone}">{sign(kind)}{escape(kind.words)}</span></td>'
+            f'<td class="details">{escape(events.details(event.details))}</td></tr>'
+        )
+    head = "<th>Run</th>" if len(runs) > 1 else ""
+    head += '<th class="number">Step</th><th class="number">After</th><th>Event</th><th>Details</th>'
+    left = f'<p class="about">{len(rows) - len(shown):,} more are not listed.</p>' if len(shown) < len(rows) else ""
+    is_open = " open" if len(shown) <= 30 else ""
+    count = f"{len(rows):,} event{'s' if len(rows) > 1 else ''}"
+    return (
+        f'<section><h2>Events</h2><details class="card scroll"{is_open}><summary>{count}</summary>'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>{left}</details></section>"
+    )
+
+
+def _most_telling(rows: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
+    """Trouble first, then what is usual, in the order of the runs."""
+    ranks = {"bad": 0, "warn": 1, "good": 2, "calm": 3}
+    chosen = sorted(range(len(rows)), key=lambda number: ranks[events.kind_of(rows[number][1].kind).tone])
+    return [rows[number] for number in sorted(chosen[: events.MAX_ROWS])]
+
+
+def settings(runs: Sequence[RunData]) -> str:
+    """In what several runs differ; then each run's configuration, summary and environment."""
+    parts = []
+    if len(runs) > 1:
+        rows = facts.differences(runs)
+        head = "".join(f"<th>{swatch(index)}{escape(run.label)}</th>" for index, run in enumerate(runs))
+        body = "".join(
+            f"<tr><th>{escape(name)}</th>"
+            + "".join('<td class="none">-</td>' if value is None else f"<td>{escape(value)}</td>" for value in values)
+            + "</tr>"
+            for name, values in rows
+        )
+        table = f"<table><thead><tr><th>Setting</th>{head}</tr></thead><tbody>{body}</tbody></table>"
+        shown = (
+            f'<div class="card scroll">{table}</div>'
+            if rows
+            else '<p class="about">The runs were configured alike.</p>'
+        )
+        parts.append(f"<section><h2>Differences</h2>{shown}</section>")
+    for index, run in enumerate(runs):
+        name = f"{swatch(index)}{escape(run.label)}" if len(runs) > 1 else "Run"
+        lists = [
+            _list("Configuration", [(key, facts.written(value)) for key, value in run.config.items()], len(runs) == 1),
+            _list("Summary", [(key, facts.figure(key, value)) for key, value in run.summary.items()], len(runs) == 1),
+            _list("Environment", [(fact.name, fact.value) for fact in facts.environment(run)], len(runs) == 1),
+            _list("Texts", list(run.texts.items()), False),
+        ]
+        parts.append(f'<section><h2>{name}</h2><div class="grid lists">{"".join(lists)}</div></section>')
+    return "\n".join(parts)
+
+
+def _list(title: str, rows: Sequence[tuple[str, str]], is_open: bool) -> str:
+    if not rows:
+        return ""
+    inner = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in rows)
+    opened = " open" if is_open and len(rows) <= _MANY_SETTINGS else ""
+    return f'<details class="card"{opened}><summary>{title} <b>{len(rows)}</b></summary><dl class="rows">{inner}</dl></details>'
+
+
+def sign(kind: events.Kind) -> str:
+    """A kind's sign, in its colour."""
+    return f'<svg viewBox="-6 -6 12 12" aria-hidden="true"><path class="sign" d="{kind.sign}"/></svg>'
+
+
+def swatch(index: int) -> str:
+    """A small square in a run's colour."""
+    return f'<i class="swatch c{palette.colour(index)} round{index // len(palette.LINES) % 4}"></i>'

@@ -1,0 +1,1 @@
+"""A run's log, and the trackers that are fed from it."""

@@ -1,0 +1,315 @@
+"""One run on one rank: its log, and the trackers that are fed with what stands in it.
+
+Nothing that a tracker does wrong reaches the loop: a failure is warned about once and noted in the log, three in a row
+end its part in the run. What it missed stands in the log.
+
+Which run is it? A process cannot know when it starts: it may resume or begin anew. The trackers go on with the run that
+the log knows where a resume is to be expected, and are opened again where the guess was wrong::
+
+    resumed, or a checkpoint waits to be resumed from       the same tracker runs
+    the last start was killed, and nothing else is known    the same, until the first value says otherwise
+    the last start ended                                    new ones, unless a resume follows
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headway import env
+from headway.errors import StateError, TrackingError
+from headway.log import get_logger
+from headway.runtime.streams import untouched_streams
+from headway.tracking.base import TrackedRun, Tracker
+from headway.tracking.pictures import Picture, file_name, write_png
+from headway.tracking.runlog import Run, RunLog, Value, read_run
+from headway.tracking.select import Choice
+
+log = get_logger(__name__)
+
+NUM_FAILURES = 3
+SLOW_CALL = 1.0
+SLOW_FINISH = 15.0
+
+
+class Guarded:
+    """A tracker whose failures stay here.
+
+    Args:
+        name: the tracker's.
+        report: a method that is told of failures: the name of an event, the step (None) and details.
+    """
+
+    def __init__(self, name: str, report: Callable[[str, int | None, Mapping[str, Any]], None]) -> None:
+        self.name = name
+        self.tracker: Tracker | None = None
+        self.is_dropped = False
+        self._report = weakref.WeakMethod(report)
+        self._num_failures = 0
+        self._is_warned = False
+
+    def build(self, choice: Choice, init_kwargs: Mapping[str, Any]) -> None:
+        """Make the tracker, or take the user's; where that fails it is dropped at once."""
+
+        def make() -> None:
+            self.tracker = choice if isinstance(choice, Tracker) else choice[1](**init_kwargs)
+
+        self._try("__init__", make, is_fatal=True)
+
+    def call(self, method: str, *args: Any, is_fatal: bool = False, **kwargs: Any) -> None:
+        """Call one of its methods; a loop that has to wait for it is told once."""
+        if self.tracker is None or self.is_dropped:
+            return
+        begun = time.monotonic()
+        self._try(method, partial(getattr(self.tracker, method), *args, **kwargs), is_fatal)
+        took = time.monotonic() - begun
+        if took > SLOW_CALL and method.startswith("log"):
+            log.warning_once("the tracker %s is slow, and training waits for it in %s()", self.name, method)
+
+    def _try(self, method: str, act: Callable[[], Any], is_fatal: bool) -> None:
+        # Beginnings and ends draw run names and the like; with each log() this would cost more than the log does.
+        is_rare = not method.startswith("log") and method != "flush"
+        try:
+            with untouched_streams() if is_rare else nullcontext():
+                act()
+        except Exception as error:
+            self._fail(method, error, is_fatal)
+        else:
+            self._num_failures = 0
+
+    def _fail(self, method: str, error: Exception, is_fatal: bool) -> None:
+        text = f"{type(error).__name__}: {error}"
+        self._num_failures += 1
+        self.is_dropped = is_fatal or self._num_failures >= NUM_FAILURES
+        if not self._is_warned or self.is_dropped:
+            fate = "is used no more" if self.is_dropped else "failed"
+            log.warning("the tracker %s %s: %s in %s(); training goes on", self.name, fate, text[:1000], method,
+                        main_process_only=False)  # fmt: skip
+            self._is_warned = True
+            what = "tracker_dropped" if self.is_dropped else "tracker_failed"
+            report = self._report()
+            if report is not None:
+                report(what, None, {"tracker": self.name, "call": method, "error": text[:1000]})
+
+
+class Feed:
+    """Everything of one run that is kept on this rank.
+
+    Args:
+        project: the run's name.
+        folder: the run's; None: there is no log.
+        choices: the trackers of this rank.
+        is_main: rank 0 writes the log.
+        position: the update that the loop is at.
+    """
+
+    def __init__(self, project: str, folder: Path | None, choices: Sequence[Choice], is_main: bool,
+                 position: Callable[[], int]) -> None:  # fmt: skip
+        self.project = project
+        self.folder = folder
+        self._choices = choices
+        self._position = position
+        self._is_log_warned = False
+        self.runlog: RunLog | None = None
+        self.before: Run | None = None
+        self.guarded: list[Guarded] = []
+        self._identities: dict[str, dict[str, Any]] = {}
+        self._config: dict[str, Any] = {}
+        self._is_continuing = False
+        self._is_settled = False
+        self._num_at_start = 0
+        self._begun = time.time()
+        if folder is not None and is_main:
+            self._open(folder)
+
+    def _open(self, folder: Path) -> None:
+        try:
+            self.runlog = RunLog(folder)
+        except OSError as error:
+            log.warning("there is no log of this run: %s cannot be written (%s); training goes on", folder, error)
+            return
+        try:
+            self.before = read_run(folder)
+        except TrackingError:
+            self.before = None  # no process has begun a line yet
+        for event in self.before.events if self.before is not None else ():
+            if event.name == "tracker":
+                self._identities[str(event.details.get("tracker"))] = dict(event.details.get("identity") or {})
+
+    # ---------------------------------------------------------------- begin
+
+    def start(self, config: dict[str, Any], init_kwargs: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any],
+              is_continuing: bool) -> None:  # fmt: skip
+        """Write the first line and begin the trackers.
+
+        Args:
+            config: JSON values.
+            init_kwargs: for each tracker's class, by its name.
+            about: world_size, device and versions.
+            is_continuing: is it the run that the log knows, as far as one can tell now?
+        """
+        self._config, self._num_at_start = config, self._position()
+        self._write("run", self.project, config, **about)
+        restarts = env.get_int("TORCHELASTIC_RESTART_COUNT") or 0
+        if restarts or (self.before is not None and not self.before.is_ended):
+            self.event("restart", None, {"restart_count": restarts})
+        self._is_continuing = is_continuing and bool(self._identities)
+        for choice in self._choices:
+            name = choice.name if isinstance(choice, Tracker) else choice[0]
+            guarded = Guarded(name, self.event)
+            guarded.build(choice, init_kwargs.get(name, {}))
+            self.guarded.append(guarded)
+            self._begin(guarded, self._is_continuing)
+
+    def _begin(self, guarded: Guarded, is_continuing: bool) -> None:
+        identity = self._identities.get(guarded.name) if is_continuing else None
+        guarded.call("begin", TrackedRun(self.project, self.folder, identity), is_fatal=True)
+        guarded.call("store_init_configuration", self._config)
+        if guarded.tracker is not None and not guarded.is_dropped and guarded.tracker.identity != identity:
+            self.event("tracker", None, {"tracker": guarded.name, "identity": guarded.tracker.identity})
+
+    def _begin_again(self, is_continuing: bool) -> None:
+        """The guess was wrong: those to whom it matters begin once more."""
+        self._is_continuing = is_continuing
+        for guarded in self.guarded:
+            if guarded.name in self._identities:
+                guarded.call("finish")
+                self._begin(guarded, is_continuing)
+
+    def resumed(self, step: int, details: Mapping[str, Any]) -> None:
+        """A checkpoint was taken up: what was logged for later steps is superseded."""
+        self.event("resumed", step, details)
+        if not self._is_settled and not self._is_continuing:
+            self._begin_again(True)
+        self._is_settled = True
+        self._each("rewind", step)
+        self._feed_again(step)
+
+    def _feed_again(self, step: int) -> None:
+        """Give trackers that hold values back what may have died with the process before this one, up to `step`."""
+        before = self.before
+        if before is None or before.is_ended or not self._is_continuing:
+            return
+        rows: dict[tuple[float, int | None], dict[str, Value]] = {}
+        for name, points in before.values.items():
+            for at, moment, value in points:
+                if at is None or at <= step:
+                    rows.setdefault((moment, at), {})[name] = value
+        for guarded in self.guarded:
+            since = before.last_time - (0.0 if guarded.tracker is None else guarded.tracker.holds_back)
+            for (moment, at), values in sorted(rows.items(), key=lambda row: row[0][0]):
+                if moment > since:
+                    guarded.call("log", values, step=at)
+
+    def _settle(self, step: int | None) -> None:
+        """The first value comes, and no checkpoint was taken up."""
+        if self._is_settled:
+            return
+        self._is_settled = True
+        before = self.before
+        if before is None:
+            return
+        first = min(
+            (point[0] for points in before.values.values() for point in points if point[0] is not None), default=None
+        )
+        if self._num_at_start:
+            last = self._num_at_start
+        elif step is not None and first is not None and step > first:
+            last = step - 1  # resumed by the script's own means: a run from the start repeats the first step
+        else:
+            last = -1
+            if self._is_continuing:
+                self._begin_again(False)
+        self.event("started_over" if last < 0 else "resumed", last, {})
+        self._each("rewind", last)
+        if last >= 0:
+            self._feed_again(last)
+
+    # ---------------------------------------------------------------- what is logged
+
+    def log(self, values: dict[str, Value], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
+        """Values of one step, to the log and to every tracker."""
+        self._settle(step)
+        self._write("values", step, values)
+        self._each("log", values, step=step, by_name=log_kwargs)
+
+    def log_images(self, images: Mapping[str, Sequence[Picture]], step: int | None,
+                   log_kwargs: Mapping[str, Mapping[str, Any]]) -> None:  # fmt: skip
+        """Images of one step; their files stand in the run's folder."""
+        self._settle(step)
+        if self.runlog is not None:
+            for name, several in images.items():
+                for index, image in enumerate(several):
+                    path = self.runlog.folder / "images" / file_name(name, step, index, several)
+                    if self._keep(partial(write_png, path, image)):
+                        self._write("image", name if len(several) == 1 else f"{name}/{index}", step, path)
+        self._each("log_images", images, step=step, by_name=log_kwargs)
+
+    def log_artifact(
+        self, path: Path, name: str, step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """A file or folder that belongs to the run; it stays where it is."""
+        self._settle(step)
+        self._write("artifact", name, step, path)
+        self._each("log_artifact", path, name, step=step, by_name=log_kwargs)
+
+    def event(self, name: str, step: int | None, details: Mapping[str, Any]) -> None:
+        """Something happened; the log alone has it."""
+        self._write("event", name, self._position() if step is None else step, **details)
+        if name in ("checkpoint", "preempted"):  # what comes before it must not be lost with the process
+            self._each("flush")
+
+    def _each(
+        self, method: str, *args: Any, by_name: Mapping[str, Mapping[str, Any]] | None = None, **kwargs: Any
+    ) -> None:
+        for guarded in self.guarded:
+            guarded.call(method, *args, **kwargs, **(by_name or {}).get(guarded.name, {}))
+
+    def _write(self, line: str, *args: Any, **kwargs: Any) -> None:
+        if self.runlog is not None:
+            self._keep(partial(getattr(self.runlog, line), *args, **kwargs))
+
+    def _keep(self, act: Callable[[], Any]) -> bool:
+        try:
+            act()
+        except (OSError, StateError) as error:
+            if not self._is_log_warned:
+                log.warning("the log of this run is not complete (%s); training goes on", error)
+                self._is_log_warned = True
+            return False
+        return True
+
+    # ---------------------------------------------------------------- end
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """Write the last line, and end the trackers, one after the other; who takes long is named."""
+        told = {"num_updates": self._position(), "seconds": round(time.time() - self._begun, 3)} | dict(summary or {})
+        self._write("end", told)
+        if self.runlog is not None:
+            self.runlog.close()
+        for guarded in self.guarded:
+            timer = threading.Timer(SLOW_FINISH, _tell_slow, (guarded.name,))
+            timer.daemon = True
+            timer.start()
+            try:
+                guarded.call("finish")
+            finally:
+                timer.cancel()
+
+
+def flush_at_exit(feed: Feed) -> "weakref.finalize[[list[Guarded]], Feed]":
+    """Let trackers write what they hold where the process ends without `finish`; detach it after that."""
+    return weakref.finalize(feed, _flush, feed.guarded)
+
+
+def _flush(several: list[Guarded]) -> None:
+    for guarded in several:
+        guarded.call("flush")
+
+
+def _tell_slow(name: str) -> None:
+    log.warning("training is over; the tracker %s is still finishing, and this process waits for it", name)

@@ -1,0 +1,263 @@
+"""The Accelerator's methods about trackers: begin a run, log values, images, files and events, end it."""
+
+import platform
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+import torch
+
+from headway.config.run import ProjectConfiguration
+from headway.errors import ConfigError, StateError, TrackingError
+from headway.log import get_logger
+from headway.runtime import events
+from headway.runtime.process import ProcessRuntime
+from headway.tracking.base import BlankTracker, Tracker
+from headway.tracking.feed import Feed, flush_at_exit
+from headway.tracking.pictures import pictures
+from headway.tracking.runlog import plain
+from headway.tracking.select import select_trackers
+from headway.tracking.values import flatten, to_python
+
+log = get_logger(__name__)
+
+_Kwargs = Mapping[str, Mapping[str, Any]]
+STEP = "tracker_step"
+
+
+class Progress(Protocol):
+    """What counts updates."""
+
+    num_updates: int
+
+
+class Tracking:
+    """The part of the Accelerator that keeps a record of the run.
+
+    Args:
+        log_with: see `headway.tracking.select`.
+        clock: counts updates.
+        notes: goes into each checkpoint's manifest: the last step that the script gave itself stands there.
+        has_checkpoints: are there automatically named ones that a resume would find?
+    """
+
+    runtime: ProcessRuntime
+    project_configuration: ProjectConfiguration
+
+    def __init__(
+        self, log_with: Any, clock: Progress, notes: dict[str, Any], has_checkpoints: Callable[[], bool]
+    ) -> None:
+        self._progress, self._notes = clock, notes
+        self._has_trackers = log_with is not None
+        self._has_checkpoints = has_checkpoints
+        is_main = self.runtime.is_main_process
+        has_folder = self.project_configuration.logging_dir is not None
+        self._choices = select_trackers(log_with, has_folder=has_folder, is_main=is_main)
+        self._feed: Feed | None = None
+        self._resumed: events.Happening | None = None
+        events.subscribe(self._hear)
+
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: _Kwargs | None = None) -> None:
+        """Begin a run: its log in `<logging_dir>/<project_name>/log.jsonl`, and the trackers of `log_with`.
+
+        A folder that has a log is continued: a run that was killed and is resumed goes on in the same log and in the same
+        runs of the trackers. A run that is under way ends first.
+
+        Args:
+            project_name: names the folder, the project or experiment of the trackers.
+            config: the run's configuration: a mapping, a dataclass or an argparse.Namespace.
+            init_kwargs: for each tracker's own beginning, by its name, as in
+                `{"wandb": {"tags": ["first"]}, "mlflow": {"run_name": "a"}}`.
+
+        Raises:
+            ConfigError: a name that is no relative path, or a config that is no mapping.
+            TrackingError: the folder holds a `log.jsonl` of something else.
+        """
+        path = PurePosixPath(project_name)
+        if not str(project_name).strip() or path.is_absolute() or ".." in path.parts:
+            raise ConfigError(f"project_name={project_name!r}; give a name, or a relative path without '..'")
+        values = plain(_as_mapping(config))
+        self.end_trackers()
+        is_main, place = self.runtime.is_main_process, self.project_configuration.logging_dir
+        choices = [each for each in self._choices if is_main or not getattr(each, "main_process_only", True)]
+        folder = None if place is None else Path(place).absolute() / project_name
+        if not choices and not (is_main and folder is not None):
+            self._feed = None
+            return
+        feed = Feed(project_name, folder, choices, is_main, lambda: self._progress.num_updates)
+        about = {"world_size": self.runtime.world_size, "device": self.runtime.hardware.kind, "versions": _versions()}
+        feed.start(values, init_kwargs or {}, about, self._is_continuing(feed))
+        self._feed, self._at_exit = feed, flush_at_exit(feed)
+        if self._resumed is not None:
+            self._hear(self._resumed)
+
+    def _is_continuing(self, feed: Feed) -> bool:
+        """Is it the run that the log knows, as far as one can tell before the first value?"""
+        if self._resumed is not None:
+            return True
+        if self.project_configuration.automatic_checkpoint_naming:
+            return self._has_checkpoints()  # a save beside them without a resume is refused
+        return feed.before is not None and not feed.before.is_ended
+
+    # ---------------------------------------------------------------- log
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: _Kwargs | None = None) -> None:
+        """Log values of one step; any rank may call it, rank 0 writes.
+
+        Args:
+            values: names to numbers, texts, 0-d tensors, numpy scalars, or mappings of them (names are joined with '/').
+            step: None: the number of updates so far.
+            log_kwargs: for each tracker's own `log`, by its name.
+
+        Raises:
+            TrackingError: on every rank that called: a value of another kind, with its name.
+            StateError: `log_with` was given, but no run was begun.
+        """
+        flat = flatten(values)
+        feed = self._ready()
+        if feed is not None:
+            feed.log({name: to_python(value) for name, value in flat.items()}, self._step(step), log_kwargs or {})
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: _Kwargs | None = None) -> None:
+        """Log images of one step, as PNG files in the run's folder and to the trackers that have a place for them.
+
+        Args:
+            values: names to images: arrays, tensors or PIL images [H, W], [H, W, C] or [C, H, W] (bytes, or floats 0..1);
+                [N, H, W, C] or [N, C, H, W] and lists are several.
+            step: as for `log`.
+            log_kwargs: for each tracker's own `log_images`, by its name.
+
+        Raises:
+            TrackingError: another shape or type, with its name.
+            StateError: `log_with` was given, but no run was begun.
+        """
+        feed = self._ready()
+        if feed is not None:
+            images = {name: pictures(value, name) for name, value in values.items()}
+            feed.log_images(images, self._step(step), log_kwargs or {})
+
+    def log_artifact(self, path: str | Path, name: str | None = None, step: int | None = None,
+                     log_kwargs: _Kwargs | None = None) -> None:  # fmt: skip
+        """Log a file or folder that belongs to the run; it stays where it is, and trackers with a store copy it.
+
+        Args:
+            path: of what rank 0 sees.
+            name: what it is called; None: its file name.
+            step: as for `log`.
+            log_kwargs: for each tracker's own `log_artifact`, by its name.
+
+        Raises:
+            TrackingError: on rank 0: there is nothing.
+            StateError: `log_with` was given, but no run was begun.
+        """
+        feed = self._ready()
+        if feed is not None:
+            where = Path(path).absolute()
+            if not where.exists():
+                raise TrackingError(f"log_artifact({str(path)!r}): there is no such file or folder; write it first")
+            feed.log_artifact(where, name or where.name, self._step(step), log_kwargs or {})
+
+    def log_event(self, name: str, step: int | None = None, **details: Any) -> None:
+        """Note in the run's log that something happened; any rank may call it, rank 0 writes.
+
+        Args:
+            name: what, as in "evaluation".
+            step: None: the number of updates so far.
+            details: what else is to be known.
+        """
+        if self._feed is not None:
+            self._feed.event(name, step, details)
+
+    def _ready(self) -> Feed | None:
+        if self._feed is None and self.runtime.is_main_process:
+            if self._has_trackers:
+                raise StateError(
+                    "log() came before a run was begun: call accelerator.init_trackers(project_name) first"
+                )
+            if self.project_configuration.logging_dir is not None:
+                log.warning_once("log() keeps nothing: call accelerator.init_trackers(project_name) first")
+        return self._feed
+
+    def _step(self, step: int | None) -> int:
+        if step is None:
+            return self._progress.num_updates
+        self._notes[STEP] = int(step)
+        return int(step)
+
+    def _hear(self, happening: events.Happening) -> None:
+        """Something happened to this process; on any thread."""
+        if happening.source not in (None, self._progress):
+            return
+        details = dict(happening.details)
+        if happening.name != "resumed":
+            if self._feed is not None:
+                self._feed.event(happening.name, happening.step, details)
+            return
+        notes = details.pop("notes", None)
+        given = notes.get(STEP) if isinstance(notes, Mapping) else None
+        if self._feed is None:
+            self._resumed = happening
+            return
+        self._resumed = None
+        if isinstance(given, int):
+            self._notes[STEP] = given
+        self._feed.resumed(max(happening.step or 0, given if isinstance(given, int) else 0), details)
+
+    # ---------------------------------------------------------------- trackers
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """This rank's trackers that are in use: on rank 0 those of `log_with`."""
+        several = [] if self._feed is None else self._feed.guarded
+        return [each.tracker for each in several if each.tracker is not None and not each.is_dropped]
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by its name.
+
+        Args:
+            name: as in `log_with`.
+            unwrap: the object underneath: a SummaryWriter, W&B's run, MLflow's run.
+
+        Returns:
+            The tracker; where this rank has none (or it failed), an object that takes every call, does nothing and is false.
+
+        Raises:
+            ConfigError: `log_with` names no such tracker.
+        """
+        for tracker in self.trackers:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        known = [each.name if isinstance(each, Tracker) else each[0] for each in self._choices]
+        if str(name) not in known:
+            raise ConfigError(f"get_tracker({name!r}): log_with has {', '.join(known) if known else 'no trackers'}")
+        return BlankTracker()
+
+    def end_trackers(self, summary: Mapping[str, Any] | None = None) -> None:
+        """End the run, where one is under way, with its log and its trackers; the process goes on.
+
+        Args:
+            summary: what its last line says beside the number of updates and the seconds it took.
+        """
+        feed, self._feed = self._feed, None
+        if feed is not None:
+            self._at_exit.detach()
+            feed.finish(_plain_summary(summary))
+
+
+def _plain_summary(summary: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {name: to_python(value) for name, value in flatten(summary or {}).items()}
+
+
+def _as_mapping(config: Any) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return dict(config)
+    if hasattr(config, "__dict__") and not isinstance(config, type):
+        return dict(vars(config))
+    raise ConfigError(f"config={config!r} is no configuration; give a mapping, a dataclass or an argparse.Namespace")
+
+
+def _versions() -> dict[str, str]:
+    return {"headway": version("headway"), "torch": torch.__version__, "python": platform.python_version()}

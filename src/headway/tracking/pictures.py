@@ -1,0 +1,88 @@
+"""Images for trackers: arrays and tensors of any usual layout as bytes, and PNG files without another package."""
+
+import struct
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from headway.errors import TrackingError
+
+_CHANNELS = (1, 3, 4)
+_COLOUR_TYPES = {1: 0, 3: 2, 4: 6}
+_LAYOUTS = "[H, W], [H, W, C], [C, H, W], [N, H, W, C] or [N, C, H, W] with C 1, 3 or 4"
+
+Picture = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
+"""[H, W, C] with C 1, 3 or 4."""
+
+
+def pictures(value: Any, name: str) -> list[Picture]:
+    """One image or several as arrays [H, W, C] of bytes.
+
+    Args:
+        value: a tensor or array [H, W], [H, W, C], [C, H, W], [N, H, W, C] or [N, C, H, W]; a PIL image; or a list of
+            them. Bytes 0..255, floats 0..1 or truth values; where both ends could be channels, the last one is.
+        name: for the error.
+
+    Raises:
+        TrackingError: another shape or type.
+    """
+    if isinstance(value, list | tuple):
+        return [picture for item in value for picture in pictures(item, name)]
+    array = _to_array(value, name)
+    if array.ndim == 4:
+        return [_picture(each, name) for each in array]
+    return [_picture(array, name)]
+
+
+def _to_array(value: Any, name: str) -> numpy.ndarray[Any, Any]:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        array: numpy.ndarray[Any, Any] = (value.float() if value.is_floating_point() else value).numpy()
+        return array
+    if isinstance(value, numpy.ndarray) or hasattr(value, "__array_interface__"):
+        return numpy.asarray(value)
+    raise TrackingError(
+        f"log_images() got {type(value).__name__} for {name!r}; allowed: arrays and tensors of {_LAYOUTS}"
+    )
+
+
+def _picture(array: numpy.ndarray[Any, Any], name: str) -> Picture:
+    shape = array.shape
+    if array.ndim == 2:
+        array = array[:, :, None]
+    elif array.ndim == 3 and shape[-1] not in _CHANNELS and shape[0] in _CHANNELS:
+        array = numpy.moveaxis(array, 0, -1)
+    if array.ndim != 3 or array.shape[-1] not in _CHANNELS or 0 in array.shape:
+        raise TrackingError(f"log_images() got shape {shape} for {name!r}; allowed: {_LAYOUTS}")
+    if array.dtype == numpy.bool_:
+        array = array.astype(numpy.uint8) * 255
+    elif numpy.issubdtype(array.dtype, numpy.floating):
+        array = numpy.nan_to_num(numpy.clip(array, 0.0, 1.0)) * 255.0 + 0.5
+    elif not numpy.issubdtype(array.dtype, numpy.integer):
+        raise TrackingError(f"log_images() got type {array.dtype} for {name!r}; allowed: bytes 0..255 or floats 0..1")
+    return numpy.ascontiguousarray(numpy.clip(array, 0, 255).astype(numpy.uint8))
+
+
+def write_png(path: Path, picture: Picture) -> None:
+    """Write a PNG file (https://www.w3.org/TR/png: one IDAT, no row filters); folders are made where missing."""
+    height, width, channels = picture.shape
+    rows = numpy.concatenate([numpy.zeros((height, 1), numpy.uint8), picture.reshape(height, -1)], axis=1)
+    header = struct.pack(">IIBBBBB", width, height, 8, _COLOUR_TYPES[channels], 0, 0, 0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    chunks = [_chunk(b"IHDR", header), _chunk(b"IDAT", zlib.compress(rows.tobytes())), _chunk(b"IEND", b"")]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def file_name(name: str, step: int | None, index: int, images: Sequence[Picture]) -> str:
+    """A file's name for the image `name`: what file systems do not have becomes '_'."""
+    plain = "".join(each if each.isalnum() or each in "-_.@" else "_" for each in name).strip(".") or "image"
+    place = "" if step is None else f"-{step:08d}"
+    return f"{plain}{place}{f'-{index}' if len(images) > 1 else ''}.png"

@@ -1,0 +1,408 @@
+"""A run's log: one JSON object a line, appended as things happen, and the reader that understands killed runs.
+
+The folder is `<logging_dir>/<project_name>/`, the file `log.jsonl`; rank 0 alone writes. Every line has "kind" and "time"
+(seconds since 1970):
+
+=========  =====================================================================================================
+run        a process start: format, project, config, world_size, device, versions, attempt (1, 2, ...)
+values     step (or null) and values: name to number or text; not-a-number and the infinities are the texts "nan",
+           "inf" and "-inf", so that each line is strict JSON, and are read back as floats
+event      event, step (or null) and details: "resumed", "checkpoint", "out_of_memory", ...
+image      name, step, file (relative to the folder)
+artifact   the same
+end        summary
+=========  =====================================================================================================
+
+A line is one write, so that a kill tears the last one at most; the next start takes a torn line off before it appends.
+After "resumed" (or "started_over") with a step N, values of later steps that stand before it are superseded: the reader
+drops them. Where two starts logged one name for one step, the later counts.
+"""
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headway.errors import StateError, TrackingError
+
+FILE = "log.jsonl"
+FORMAT = 1
+SUPERSEDING = frozenset({"resumed", "started_over"})
+_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_MAX_DEPTH = 50
+
+Value = float | int | bool | str
+Point = tuple[int | None, float, Value]
+"""Step (None where none was given), time, value."""
+
+
+class RunLog:
+    """Writes one process's part of a run's log; threads may share it.
+
+    Args:
+        folder: the run's folder, made where missing. A log that is there is continued.
+
+    Raises:
+        TrackingError: the folder holds a `log.jsonl` of something else.
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path = self.folder / FILE
+        self._lock = threading.Lock()
+        self._is_torn = False
+        self._attempt = 0
+        self._num_before = _mend(self.path)
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
+
+    @property
+    def attempt(self) -> int:
+        """The number of this process start in the log: 1 for the first; 0 before `run`."""
+        return self._attempt
+
+    def run(self, project: str, config: Mapping[str, Any] | None = None, *, world_size: int = 1, device: str = "cpu",
+            versions: Mapping[str, str] | None = None) -> int:  # fmt: skip
+        """Begin: must be the first line that this process writes.
+
+        Args:
+            project: its name.
+            config: what the run was configured with; what JSON has no form for is written as its repr.
+            world_size: processes.
+            device: its kind.
+            versions: of packages.
+
+        Returns:
+            The attempt: how many process starts the log has, this one included.
+        """
+        self._attempt = self._num_before + 1
+        self._write(
+            "run", format=FORMAT, project=project, config=plain(dict(config or {})), world_size=world_size, device=device,
+            versions=dict(versions or {}), attempt=self._attempt,
+        )  # fmt: skip
+        return self._attempt
+
+    def values(self, step: int | None, values: Mapping[str, Value]) -> None:
+        """Append values of one step."""
+        self._write("values", step=step, values=plain(dict(values)))
+
+    def event(self, name: str, step: int | None = None, **details: Any) -> None:
+        """Append something that happened."""
+        self._write("event", step=step, event=name, details=plain(details))
+
+    def image(self, name: str, step: int | None, file: str | Path) -> None:
+        """Append where an image lies."""
+        self._write("image", step=step, name=name, file=self._relative(file))
+
+    def artifact(self, name: str, step: int | None, file: str | Path) -> None:
+        """Append where a file or folder lies."""
+        self._write("artifact", step=step, name=name, file=self._relative(file))
+
+    def end(self, summary: Mapping[str, Any] | None = None) -> None:
+        """Append that the run is over."""
+        self._write("end", summary=plain(dict(summary or {})))
+
+    def close(self) -> None:
+        """Close the file; a second time does nothing."""
+        with self._lock:
+            self._file.close()
+
+    def _relative(self, file: str | Path) -> str:
+        return Path(os.path.relpath(file, self.folder)).as_posix()
+
+    def _write(self, kind: str, **content: Any) -> None:
+        if not self._attempt:
+            raise StateError(f"a {kind!r} line came before the 'run' line of {self.path}; call run() first")
+        text = json.dumps({"kind": kind, "time": time.time()} | content, ensure_ascii=False, separators=(",", ":"))
+        # A lone surrogate (from a file name, say) has no UTF-8; its escape is JSON's own.
+        line = text.encode("utf-8", "backslashreplace") + b"\n"
+        with self._lock:
+            if self._file.closed:
+                raise StateError(f"{self.path} is closed: its run has ended")
+            if self._is_torn:
+                line = b"\n" + line
+            rest = memoryview(line)
+            while rest:
+                self._is_torn = True
+                rest = rest[self._file.write(rest) :]
+            self._is_torn = False
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """`value` as strict JSON has it: mappings, lists, numbers, texts; not-a-number as text, anything else as its repr."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        if math.isnan(value):
+            return "nan"
+        return float(value) if math.isfinite(value) else "inf" if value > 0 else "-inf"
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # numpy's and torch's single numbers
+        return plain(value.item(), _MAX_DEPTH)
+    if depth < _MAX_DEPTH:
+        if isinstance(value, Mapping):
+            return {str(key): plain(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item, depth + 1) for item in value]
+    return str(value) if isinstance(value, Path) else repr(value)
+
+
+def _mend(path: Path) -> int:
+    """Take a torn last line off, and count the process starts."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return 0
+    head, newline, tail = data.rpartition(b"\n")
+    lines = head.split(b"\n") if newline else []
+    opening = b'{"kind":"run"'
+    first = next((line for line in lines if line.strip()), tail)
+    if first and not (_is_line(first) or (first is tail and opening.startswith(tail[: len(opening)]))):
+        raise TrackingError(_foreign(path))
+    if tail:
+        if _is_line(tail):
+            with open(path, "ab", buffering=0) as file:
+                file.write(b"\n")
+            lines.append(tail)
+        else:
+            os.truncate(path, len(data) - len(tail))
+    return sum(line.startswith(opening) for line in lines)
+
+
+def _is_line(line: bytes) -> bool:
+    return _parse(line) is not None
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The object that a line holds; None where it is torn or no line of a run's log."""
+    try:
+        entry = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
+        return None
+    moment, step = entry.get("time"), entry.get("step")
+    is_timed = isinstance(moment, int | float) and not isinstance(moment, bool)
+    return entry if is_timed and (step is None or type(step) is int) else None
+
+
+def _foreign(path: Path) -> str:
+    return (
+        f"{path} is no run log of Headway's: its first line is no JSON object with 'kind' and 'time'; give another file"
+    )
+
+
+# -------------------------------------------------------------------- read
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened.
+
+    Attributes:
+        name: "out_of_memory", "restart", "resumed", "checkpoint", ...
+        step: the update it belongs to, or None.
+        time: seconds since 1970.
+        details: what else is known.
+    """
+
+    name: str
+    step: int | None
+    time: float
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Medium:
+    """An image or another file that belongs to a run.
+
+    Attributes:
+        kind: "image" or "artifact".
+        name: what it is called.
+        step: the update it belongs to, or None.
+        time: seconds since 1970.
+        path: where it lies; nobody has looked whether it still does.
+    """
+
+    kind: str
+    name: str
+    step: int | None
+    time: float
+    path: Path
+
+
+@dataclass(frozen=True)
+class Start:
+    """One process start of the run.
+
+    Attributes:
+        time: seconds since 1970.
+        attempt: 1 for the first.
+        project: the run's name.
+        config: what it was configured with.
+        world_size: processes.
+        device: its kind.
+        versions: of packages.
+    """
+
+    time: float
+    attempt: int
+    project: str
+    config: dict[str, Any]
+    world_size: int
+    device: str
+    versions: dict[str, str]
+
+
+@dataclass
+class Run:
+    """What a run's log says.
+
+    Attributes:
+        path: the file.
+        starts: one for each process start, in order.
+        values: name to points (step, time, value) in the order logged, without those that are superseded.
+        events: all of them, in order.
+        media: images and artefacts, without those that are superseded.
+        summary: of the last end; None where the run has not ended: it goes on, or was killed.
+        last_time: of the last line.
+        damaged: numbers of the lines that could not be read; a torn last one is not among them.
+    """
+
+    path: Path
+    starts: list[Start] = field(default_factory=list)
+    values: dict[str, list[Point]] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    media: list[Medium] = field(default_factory=list)
+    summary: dict[str, Any] | None = None
+    last_time: float = 0.0
+    damaged: list[int] = field(default_factory=list)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration of the last start."""
+        return self.starts[-1].config if self.starts else {}
+
+    @property
+    def project(self) -> str:
+        """The run's name."""
+        return self.starts[-1].project if self.starts else self.path.parent.name
+
+    @property
+    def is_ended(self) -> bool:
+        """Did the last start end properly?"""
+        return self.summary is not None
+
+
+def read_run(path: str | Path) -> Run:
+    """Read a run's log, also that of a run that is going on or was killed.
+
+    Args:
+        path: `log.jsonl` or the folder that holds it.
+
+    Raises:
+        TrackingError: there is none, it is something else, or a later version of Headway wrote it.
+    """
+    file = _locate(Path(path))
+    lines = file.read_bytes().split(b"\n")
+    run, reader = Run(file), None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        entry = _parse(line)
+        if entry is None and reader is None and number < len(lines):
+            raise TrackingError(_foreign(file))
+        if entry is None:
+            if number < len(lines):
+                run.damaged.append(number)
+            continue
+        reader = reader or _Reader(run)
+        try:
+            reader.take(entry)
+        except TrackingError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError):
+            run.damaged.append(number)
+    if reader is None:
+        if lines[0].strip() and not lines[0].startswith(b'{"kind":"run"'[: len(lines[0])]):
+            raise TrackingError(_foreign(file))
+        raise TrackingError(f"{file} has no complete line yet; has the run begun?")
+    reader.finish()
+    return run
+
+
+def _locate(path: Path) -> Path:
+    file = path / FILE if path.is_dir() else path
+    if file.is_file():
+        return file
+    if path.is_dir():
+        others = sorted(each.parent.name for each in path.glob(f"*/{FILE}"))
+        hint = f"give one of its folders: {', '.join(others)}" if others else "runs log where init_trackers was called"
+        raise TrackingError(f"{path} holds no {FILE}; {hint}")
+    raise TrackingError(f"{path} does not exist; give a run's folder or its {FILE}")
+
+
+class _Reader:
+    """Takes lines in order; keeps with each point the attempt it came from."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.points: dict[str, list[tuple[int, Point]]] = {}
+        self.attempt = 0
+
+    def take(self, entry: Mapping[str, Any]) -> None:
+        moment, kind = float(entry["time"]), entry["kind"]
+        self.run.last_time = moment
+        if kind == "run":
+            self._start(moment, entry)
+        elif kind == "values":
+            step = entry.get("step")
+            for name, value in dict(entry["values"]).items():
+                known = _WORDS.get(value, value) if isinstance(value, str) else value
+                if isinstance(known, int | float | str):
+                    self.points.setdefault(name, []).append((self.attempt, (step, moment, known)))
+        elif kind == "event":
+            event = Event(str(entry["event"]), entry.get("step"), moment, dict(entry.get("details") or {}))
+            self.run.events.append(event)
+            if event.name in SUPERSEDING and event.step is not None:
+                self._supersede(event.step)
+        elif kind in ("image", "artifact"):
+            where = self.run.path.parent / str(entry["file"])
+            self.run.media.append(Medium(kind, str(entry["name"]), entry.get("step"), moment, where))
+        elif kind == "end":
+            self.run.summary = dict(entry.get("summary") or {})
+
+    def _start(self, moment: float, entry: Mapping[str, Any]) -> None:
+        version = entry.get("format")
+        if not isinstance(version, int) or version > FORMAT:
+            raise TrackingError(
+                f"{self.run.path} is of format {version!r}, and this version of Headway reads up to {FORMAT}; upgrade it"
+            )
+        self.attempt += 1
+        self.run.summary = None
+        self.run.starts.append(
+            Start(moment, self.attempt, str(entry.get("project", "")), dict(entry.get("config") or {}),
+                  int(entry.get("world_size", 1)), str(entry.get("device", "")), dict(entry.get("versions") or {}))
+        )  # fmt: skip
+
+    def _supersede(self, step: int) -> None:
+        for points in self.points.values():
+            points[:] = [each for each in points if each[1][0] is None or each[1][0] <= step]
+        self.run.media[:] = [each for each in self.run.media if each.step is None or each.step <= step]
+
+    def finish(self) -> None:
+        for name, points in self.points.items():
+            newest: dict[int, int] = {}
+            for attempt, (step, _, _) in points:
+                if step is not None:
+                    newest[step] = max(attempt, newest.get(step, 0))
+            kept = [point for attempt, point in points if point[0] is None or attempt == newest[point[0]]]
+            if kept:
+                self.run.values[name] = kept

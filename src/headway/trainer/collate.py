@@ -1,0 +1,223 @@
+"""From rows to a batch: columns that forward takes, padding, and the count of labels that a loss is a mean over."""
+
+import inspect
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import default_collate
+
+from headway.errors import DataError
+
+NUM_ITEMS = "_num_items"
+"""The batch's key for the number of its labels that count; taken out before the model sees the batch."""
+
+IGNORED = -100
+_LABELS = ("label", "label_ids", "labels")
+_PADDING = {"attention_mask": 0, "token_type_ids": 0, "special_tokens_mask": 1, "labels": IGNORED, "label": IGNORED,
+            "label_ids": IGNORED, "decoder_input_ids": 0, "decoder_attention_mask": 0, "position_ids": 0}  # fmt: skip
+
+
+# ---------------------------------------------------------------- what forward takes
+
+
+def forward_parameters(model: torch.nn.Module) -> list[str] | None:
+    """The names that the model's forward takes; None where it takes any."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return None if takes_any and not named else named
+
+
+def find_label_names(model: torch.nn.Module) -> list[str]:
+    """Which of a batch's keys are labels, by what forward calls its parameters."""
+    names = forward_parameters(model) or []
+    found = [name for name in names if "label" in name]
+    if "start_positions" in names and "end_positions" in names:
+        found += ["start_positions", "end_positions"]
+    return found or ["labels"]
+
+
+def kept_columns(model: torch.nn.Module, label_names: Sequence[str]) -> set[str] | None:
+    """The columns that go into a batch; None: all of them."""
+    names = forward_parameters(model)
+    return None if names is None else {*names, *label_names, *_LABELS}
+
+
+def drop_columns(dataset: Any, kept: set[str] | None) -> Any:
+    """A dataset of the `datasets` library without the columns that are not kept; anything else is given back as it is.
+
+    Raises:
+        DataError: nothing would be left.
+    """
+    columns = getattr(dataset, "column_names", None)
+    if kept is None or not isinstance(columns, list) or not hasattr(dataset, "remove_columns"):
+        return dataset
+    unused = [name for name in columns if name not in kept]
+    if len(unused) == len(columns):
+        raise DataError(_nothing_left(columns, kept))
+    return dataset.remove_columns(unused) if unused else dataset
+
+
+def _nothing_left(columns: Sequence[str], kept: set[str]) -> str:
+    return (
+        f"none of the dataset's columns ({', '.join(columns)}) is one that the model's forward takes ({', '.join(sorted(kept))}); "
+        "rename the columns, or pass remove_unused_columns=False and a data_collator"
+    )
+
+
+# ---------------------------------------------------------------- rows to tensors
+
+
+class Collator:
+    """Makes a batch of rows: dicts to a dict of tensors, anything else as torch's default_collate does.
+
+    `label` and `label_ids` become `labels`. Sequences of different lengths are padded at the end: by the processing class
+    (a tokenizer) where there is one, else by known values for known names.
+
+    Args:
+        processing_class: something with `pad(rows, return_tensors=...)`; None: there is none.
+        pad_token_id: for `input_ids`; None: they cannot be padded.
+    """
+
+    def __init__(self, processing_class: Any = None, pad_token_id: int | None = None) -> None:
+        self.processing_class = processing_class if callable(getattr(processing_class, "pad", None)) else None
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """The batch.
+
+        Raises:
+            DataError: rows that do not fit together.
+        """
+        if not isinstance(rows[0], Mapping):
+            return default_collate(rows)
+        columns = {name: [row[name] for row in rows] for name in rows[0] if rows[0][name] is not None}
+        for name in _LABELS[:2]:
+            if name in columns and "labels" not in columns:
+                columns["labels"] = columns.pop(name)
+        texts = [name for name, values in columns.items() if isinstance(values[0], str | bytes)]
+        for name in texts:
+            del columns[name]
+        lengths = {name: {len(v) for v in values} for name, values in columns.items() if _is_sequence(values[0])}
+        ragged = [name for name, found in lengths.items() if len(found) > 1]
+        if ragged and self.processing_class is not None:
+            return self._pad_by_class(columns, ragged)
+        return {
+            name: self._pad(name, values) if name in ragged else _stack(name, values)
+            for name, values in {**self._mask(columns, ragged), **columns}.items()
+        }
+
+    def _pad_by_class(self, columns: dict[str, list[Any]], ragged: list[str]) -> dict[str, Any]:
+        apart = [name for name in columns if name in ("labels", "label") and name in ragged]
+        rows = [
+            {name: values[i] for name, values in columns.items() if name not in apart}
+            for i in range(len(next(iter(columns.values()))))
+        ]
+        batch = dict(self.processing_class.pad(rows, return_tensors="pt"))  # type: ignore[union-attr]
+        length = batch["input_ids"].shape[1] if "input_ids" in batch else None
+        for name in apart:
+            batch[name] = self._pad(name, columns[name], max([length or 0, *map(len, columns[name])]))
+        return batch
+
+    def _mask(self, columns: dict[str, list[Any]], ragged: list[str]) -> dict[str, list[Any]]:
+        """The attention mask that rows of different lengths need and do not have."""
+        if "input_ids" in ragged and "attention_mask" not in columns:
+            ragged.append("attention_mask")
+            return {"attention_mask": [[1] * len(values) for values in columns["input_ids"]]}
+        return {}
+
+    def _pad(self, name: str, values: list[Any], length: int | None = None) -> torch.Tensor:
+        filler = self.pad_token_id if name == "input_ids" else _PADDING.get(name)
+        if filler is None:
+            raise DataError(
+                f"the rows' {name!r} have different lengths, and nothing says how to pad them; give the Trainer a processing_class "
+                "(a tokenizer) or a data_collator, or rows of one length"
+            )
+        rows = [torch.as_tensor(value) for value in values]
+        made = rows[0].new_full((len(rows), length or max(map(len, rows)), *rows[0].shape[1:]), filler)
+        for row, value in zip(made, rows):
+            row[: len(value)] = value
+        return made
+
+
+def _is_sequence(value: Any) -> bool:
+    if isinstance(value, torch.Tensor | numpy.ndarray):
+        return value.ndim > 0
+    return isinstance(value, list | tuple)
+
+
+def _stack(name: str, values: list[Any]) -> torch.Tensor:
+    first = values[0]
+    try:
+        if isinstance(first, torch.Tensor):
+            return torch.stack(values)
+        if isinstance(first, numpy.ndarray | numpy.generic):
+            return torch.as_tensor(numpy.stack(values))
+        return torch.tensor(values)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the rows' {name!r} do not make one tensor: {error}; give the Trainer a data_collator"
+        ) from error
+
+
+class Collating:
+    """What the Trainer's loaders call: drops columns, collates, and counts labels while they are on the host.
+
+    Args:
+        collate: the user's collator, or a `Collator`.
+        kept: the columns that stay; None: all.
+        count: from a batch to the number of its labels that count; None: a mean over samples.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], kept: set[str] | None,
+                 count: Callable[[Any], int | None] | None) -> None:  # fmt: skip
+        self.collate = collate
+        self.kept = kept
+        self.count = count
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """The batch, with `NUM_ITEMS` where labels are counted."""
+        kept = self.kept
+        if kept is not None and isinstance(rows[0], Mapping):
+            unused = [name for name in rows[0] if name not in kept]
+            if unused:
+                if len(unused) == len(rows[0]):
+                    raise DataError(_nothing_left(list(rows[0]), kept))
+                rows = [{name: value for name, value in row.items() if name in kept} for row in rows]
+        batch = self.collate(rows)
+        if self.count is not None and isinstance(batch, MutableMapping):
+            number = self.count(batch)
+            if number is not None:
+                batch[NUM_ITEMS] = number
+        return batch
+
+
+class LabelCount:
+    """Counts the labels of a batch that its loss is a mean over: integers that are not -100.
+
+    Args:
+        is_shifted: the model predicts each label from what stands before it, so a row's first one does not count.
+    """
+
+    def __init__(self, is_shifted: bool) -> None:
+        self.is_shifted = is_shifted
+
+    def __call__(self, batch: Any) -> int | None:
+        """The number; None where the batch has no integer labels."""
+        labels = batch.get("shift_labels") if isinstance(batch, Mapping) else None
+        if labels is None:
+            labels = batch.get("labels") if isinstance(batch, Mapping) else None
+            if self.is_shifted and isinstance(labels, torch.Tensor) and labels.ndim > 1:
+                labels = labels[..., 1:]
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
+            return None
+        return int((labels != IGNORED).sum())
+
+
+def is_shifted(model: torch.nn.Module) -> bool:
+    """Does the model's own loss shift labels, as those of transformers that predict the next token do?"""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    return getattr(model, "loss_type", None) in ("ForCausalLM", "ForConditionalGeneration")

@@ -1,0 +1,123 @@
+"""The Trainer's loaders, and the sampler that puts rows of like length into one batch."""
+
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+
+from headway.errors import DataError
+
+if TYPE_CHECKING:
+    from headway.trainer.arguments import TrainingArguments
+
+_BATCHES_AT_ONCE = 50
+
+
+class LengthGroupedSampler(Sampler[int]):
+    """A random order in which neighbours have about the same length, so that batches need little padding.
+
+    The shuffled order is cut into pieces of 50 global batches, each sorted by length, longest first; the longest row of all
+    comes first, so that memory runs out at once or never. It draws from torch's global stream.
+
+    Args:
+        lengths: of each row.
+        batch_size: rows of an update, over all processes.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int) -> None:
+        self.lengths = list(lengths)
+        self.piece = batch_size * _BATCHES_AT_ONCE
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(len(self.lengths)).tolist()
+        pieces = [order[start : start + self.piece] for start in range(0, len(order), self.piece)]
+        pieces = [sorted(piece, key=lambda index: -self.lengths[index]) for piece in pieces]
+        if pieces:
+            tallest = max(range(len(pieces)), key=lambda number: self.lengths[pieces[number][0]])
+            first, other = pieces[0], pieces[tallest]
+            first[0], other[0] = other[0], first[0]
+        return iter([index for piece in pieces for index in piece])
+
+
+def find_lengths(dataset: Any, column: str) -> list[int]:
+    """The length of each row.
+
+    Raises:
+        DataError: rows have neither that column nor `input_ids`.
+    """
+    columns = getattr(dataset, "column_names", None)
+    if isinstance(columns, list):
+        if column in columns:
+            return [int(length) for length in dataset[column]]
+        rows: Any = dataset.select_columns(["input_ids"]) if "input_ids" in columns else dataset
+    else:
+        rows = dataset
+    found: list[int] = []
+    for index in range(len(rows)):
+        row = rows[index]
+        if not isinstance(row, dict) and not hasattr(row, "keys"):
+            break
+        if column in row:
+            found.append(int(row[column]))
+        elif "input_ids" in row:
+            found.append(len(row["input_ids"]))
+        else:
+            break
+    if len(found) != len(rows):
+        raise DataError(
+            f"grouping by length needs the rows' length: a column {column!r} (length_column_name), or 'input_ids'; neither is in "
+            f"row {len(found)}"
+        )
+    return found
+
+
+def train_sampler(dataset: Any, args: "TrainingArguments", batch_size: int) -> Sampler[int] | None:
+    """The order of the training data, by `train_sampling_strategy`; None for a stream.
+
+    Args:
+        dataset: the training data, with all of its columns.
+        args: the strategy.
+        batch_size: rows of an update, over all processes.
+    """
+    if isinstance(dataset, IterableDataset):
+        return None
+    if args.train_sampling_strategy == "group_by_length":
+        return LengthGroupedSampler(find_lengths(dataset, args.length_column_name), batch_size)
+    return (SequentialSampler if args.train_sampling_strategy == "sequential" else RandomSampler)(dataset)
+
+
+def make_loader(dataset: Any, args: "TrainingArguments", batch_size: int, collate: Callable[[list[Any]], Any],
+                sampler: Sampler[int] | None, drop_last: bool, is_pinned: bool) -> DataLoader[Any]:  # fmt: skip
+    """A DataLoader by the arguments."""
+    return DataLoader(
+        dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate, drop_last=drop_last,
+        num_workers=args.dataloader_num_workers, pin_memory=args.dataloader_pin_memory and is_pinned,
+        persistent_workers=args.dataloader_persistent_workers, prefetch_factor=args.dataloader_prefetch_factor,
+    )  # fmt: skip
+
+
+def length_of(data: Any) -> int | None:
+    """How many rows a dataset, or batches a loader has; None for a stream."""
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+def check_dataset(dataset: Any) -> None:
+    """Refuse what cannot be read as rows.
+
+    Raises:
+        DataError: this is no dataset.
+    """
+    if not isinstance(dataset, IterableDataset) and not (
+        isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")
+    ):
+        raise DataError(
+            f"a {type(dataset).__name__} is no dataset: give one of the datasets library, a torch Dataset or IterableDataset, or a "
+            "list of rows"
+        )

@@ -1,0 +1,114 @@
+"""What a training shows: a bar and lines on a terminal or in a log file, and the table at its end; on rank 0 only."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from headway.progress import track
+from headway.trainer.callbacks import TrainerCallback, TrainerControl, TrainerState
+from headway.trainer.results import format_line, format_value
+
+_OF_THE_END = ("train_runtime", "train_loss", "train_samples_per_second", "train_steps_per_second", "train_memory_peak")
+
+_OF_SPEED = ("_runtime", "_per_second", "train_loss", "_memory_peak")
+
+
+class PrinterCallback(TrainerCallback):
+    """Prints what is logged, one line each time."""
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Print."""
+        if state.is_world_process_zero:
+            print(f"update {state.global_step}: {format_line(kwargs['logs'])}", flush=True)
+
+
+class ProgressCallback(TrainerCallback):
+    """A bar over updates with one over evaluations below it, the values last logged, and a table at the end."""
+
+    def __init__(self) -> None:
+        self._bar: track[int] | None = None
+        self._steps: Iterator[int] | None = None
+        self._evaluation: Iterator[int] | None = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Show the bar; a resumed run's is over the updates that are left."""
+        if state.is_world_process_zero:
+            left = range(state.global_step, state.max_steps)
+            self._bar = track(left, description="training" if not state.global_step else f"training from {left.start}")
+            self._steps = iter(self._bar)
+            next(self._steps, None)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Move it."""
+        if self._steps is not None:
+            next(self._steps, None)
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Put the values behind the bar."""
+        if self._bar is not None:
+            shown = {name: value for name, value in kwargs["logs"].items() if not name.endswith(_OF_SPEED)}
+            self._bar.show(**{name: value for name, value in shown.items() if isinstance(value, int | float | str)})
+
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Move the bar of the evaluation."""
+        if state.is_world_process_zero:
+            if self._evaluation is None:
+                loader = kwargs["eval_dataloader"]
+                total = range(len(loader)) if hasattr(loader, "__len__") else range(sys.maxsize)
+                self._evaluation = iter(track(total, description="evaluation"))
+                next(self._evaluation, None)
+            next(self._evaluation, None)
+
+    def _end_evaluation(self) -> None:
+        _close(self._evaluation)
+        self._evaluation = None
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """It is over."""
+        self._end_evaluation()
+
+    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """It is over."""
+        self._end_evaluation()
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Take the bar off and show the table."""
+        self.close()
+        if state.is_world_process_zero and args.log_level not in ("error", "critical"):
+            show_summary(state)
+
+    def close(self) -> None:
+        """Take all bars off; also where the training broke off."""
+        self._end_evaluation()
+        _close(self._steps)
+        self._steps = self._bar = None
+
+
+def _close(steps: Iterator[int] | None) -> None:
+    close = getattr(steps, "close", None)
+    if close is not None:
+        close()
+
+
+def show_summary(state: TrainerState) -> None:
+    """Print how the training went, and its evaluations, to standard error."""
+    last = state.log_history[-1] if state.log_history else {}
+    table = Table(title="training", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row("updates", f"{state.global_step:,}")
+    table.add_row("epochs", f"{state.epoch:.4g}")
+    for name in _OF_THE_END:
+        if name in last:
+            table.add_row(name.removeprefix("train_").replace("_", " "), format_value(name, last[name]))
+    evaluations = [entry for entry in state.log_history if any(name.startswith("eval_") for name in entry)]
+    if evaluations:
+        for name, value in evaluations[-1].items():
+            if name.startswith("eval_") and not name.endswith(_OF_SPEED):
+                table.add_row(f"last {name}", format_value(name, value))
+    if state.best_metric is not None:
+        table.add_row("best metric", f"{state.best_metric:.4g} at update {state.best_global_step}")
+    Console(file=sys.stderr).print(table)

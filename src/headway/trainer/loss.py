@@ -1,0 +1,167 @@
+"""How a batch becomes a loss: how the model is called, where its loss is, and what it is a mean over."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from headway.errors import ConfigError, LossError
+from headway.trainer.collate import IGNORED, NUM_ITEMS, LabelCount, forward_parameters, is_shifted
+
+LossFunction = Callable[..., torch.Tensor]
+
+
+class LossOf:
+    """Computes the loss of batches with one model.
+
+    A batch that is a dict goes to the model by name, a tuple or list by position. Where there is a loss function, the labels are
+    taken out of the batch first (a tuple's last item), and it is called with the model's outputs and them; else
+    the model's own loss is used: `outputs["loss"]`, `outputs.loss`, a tuple's first item, or a scalar.
+
+    Args:
+        model: the model.
+        function: `function(outputs, labels)`, a mean; it may also take `num_items_in_batch`. None: the model's own loss.
+        smoothing: share of the target that is spread over all classes; computed from `outputs.logits` and `labels`.
+        label_names: the batch's keys that are labels.
+    """
+
+    def __init__(self, model: torch.nn.Module, function: LossFunction | None, smoothing: float,
+                 label_names: list[str]) -> None:  # fmt: skip
+        if function is not None and smoothing:
+            raise ConfigError(
+                "label_smoothing_factor changes the model's own loss, but there is a loss function; smooth in that, and leave the "
+                "factor at 0"
+            )
+        self.function = function
+        self.smoothing = smoothing
+        self.label_names = label_names
+        self.count = LabelCount(is_shifted(model))
+        self._takes_count = function is not None and "num_items_in_batch" in _parameters(function)
+        self._forward_names = forward_parameters(model)
+
+    def __call__(self, model: torch.nn.Module, inputs: Any, num_items: int | None = None) -> tuple[torch.Tensor, Any]:
+        """(loss, outputs): the loss is a mean.
+
+        Raises:
+            LossError: the model gives none.
+        """
+        if self.function is None and not self.smoothing:
+            outputs = call(model, inputs)
+            return find_loss(outputs, model), outputs
+        inputs, labels = self.split(inputs)
+        if self.smoothing:
+            return self._smoothed(model, inputs, labels)
+        outputs = call(model, inputs)
+        more = {"num_items_in_batch": num_items} if self._takes_count else {}
+        assert self.function is not None
+        return self.function(outputs, labels, **more), outputs
+
+    def split(self, inputs: Any) -> tuple[Any, Any]:
+        """(what the model is called with, labels): labels that are not there are None."""
+        if isinstance(inputs, Mapping):
+            names = [name for name in self.label_names if name in inputs] or [
+                n for n in ("labels", "label") if n in inputs
+            ]
+            found = [inputs[name] for name in names]
+            labels = None if not found else found[0] if len(found) == 1 else tuple(found)
+            # Under smoothing the model may need the labels to make its decoder's inputs.
+            keeps = self.smoothing and "labels" in (self._forward_names or ())
+            return (inputs if keeps else {k: v for k, v in inputs.items() if k not in names}), labels
+        if isinstance(inputs, tuple | list) and len(inputs) > 1:
+            return (inputs[0] if len(inputs) == 2 else tuple(inputs[:-1])), inputs[-1]
+        return inputs, None
+
+    def _smoothed(self, model: torch.nn.Module, inputs: Any, labels: Any) -> tuple[torch.Tensor, Any]:
+        outputs = call(model, inputs)
+        logits = outputs["logits"] if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
+        if not isinstance(logits, torch.Tensor) or not isinstance(labels, torch.Tensor):
+            raise LossError(
+                "label_smoothing_factor needs outputs with `logits` and a batch with `labels`; give a loss function that smooths"
+            )
+        if self.count.is_shifted:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        loss = F.cross_entropy(
+            logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, label_smoothing=self.smoothing
+        )
+        return loss, outputs
+
+    def weight(self, piece: Any, num_items: int | None, is_whole: bool) -> int | None:
+        """Over how many items the piece's loss is a mean; None: over its samples.
+
+        Args:
+            piece: the batch, or a part of it.
+            num_items: what was counted for the batch; None: nothing is to be counted.
+            is_whole: the piece is the whole batch.
+        """
+        return num_items if num_items is None or is_whole else self.count(piece)
+
+
+def take_count(batch: Any) -> tuple[Any, int | None]:
+    """(the batch, the number that `Collating` put into it)."""
+    if isinstance(batch, Mapping) and NUM_ITEMS in batch:
+        number = batch.pop(NUM_ITEMS)  # type: ignore[attr-defined]
+        return batch, int(number)
+    return batch, None
+
+
+def call(model: torch.nn.Module, inputs: Any) -> Any:
+    """The model's outputs: a dict goes in by name, a tuple or list by position."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
+
+
+def loss_among(outputs: Any) -> torch.Tensor | None:
+    """The loss among a model's outputs: `outputs["loss"]`, `outputs.loss`, a tuple's first item, or a scalar."""
+    if isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    elif isinstance(outputs, tuple | list):
+        loss = outputs[0] if outputs else None
+    else:
+        loss = getattr(outputs, "loss", outputs)
+    is_loss = isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point()
+    return loss.reshape(()) if is_loss else None  # type: ignore[union-attr]
+
+
+def find_loss(outputs: Any, model: torch.nn.Module) -> torch.Tensor:
+    """The same, where there must be one.
+
+    Raises:
+        LossError: there is none.
+    """
+    loss = loss_among(outputs)
+    if loss is None:
+        got = f"keys {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else f"a {type(outputs).__name__}"
+        raise LossError(
+            f"{type(model).__name__} returned no loss ({got}); let its forward return a dict with 'loss' (a transformers model does "
+            "where the batch has 'labels'), or give the Trainer a loss_function(outputs, labels)"
+        )
+    return loss
+
+
+def without_loss(outputs: Any, has_loss: bool, ignored: list[str]) -> Any:
+    """The model's outputs as predictions: one value alone, several as a tuple; None where only the loss is left.
+
+    Args:
+        outputs: what the model returned.
+        has_loss: a tuple's first item is the loss.
+        ignored: names of outputs to leave out.
+    """
+    if isinstance(outputs, Mapping):
+        values = tuple(value for name, value in outputs.items() if name not in (*ignored, "loss") and value is not None)
+    elif isinstance(outputs, tuple | list):
+        values = tuple(outputs[1:] if has_loss else outputs)
+    else:
+        values = () if has_loss else (outputs,)
+    return None if not values else values[0] if len(values) == 1 else values
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # written in C
+        return []

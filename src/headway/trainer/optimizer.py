@@ -1,0 +1,206 @@
+"""Optimizers and schedules by name, and which parameters decay."""
+
+import ast
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.trainer.arguments import TrainingArguments
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw_torch_fused": (torch.optim.AdamW, {"fused": True}),
+    "adamw_torch": (torch.optim.AdamW, {}),
+    "adam": (torch.optim.Adam, {}),
+    "nadamw": (torch.optim.NAdam, {"decoupled_weight_decay": True}),
+    "radam": (torch.optim.RAdam, {"decoupled_weight_decay": True}),
+    "adafactor": (torch.optim.Adafactor, {}),
+    "sgd": (torch.optim.SGD, {}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "rmsprop": (torch.optim.RMSprop, {}),
+}
+"""By name: torch's class, and what sets it apart."""
+
+_OF_ADAMS_KIND = (torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam)
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The parameters that learn, in two groups: those that decay, and biases and parameters of norms, which do not."""
+    spared = {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if "bias" in name.lower() or "norm" in type(module).__name__.lower()
+    }
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in learning if id(p) not in spared], "weight_decay": weight_decay},
+        {"params": [p for p in learning if id(p) in spared], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def create_optimizer(model: torch.nn.Module, args: "TrainingArguments",
+                     given: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None) -> torch.optim.Optimizer:  # fmt: skip
+    """The optimizer that the arguments name.
+
+    Args:
+        model: whose parameters it updates.
+        args: name, rate, decay and further settings.
+        given: a class and its settings, in place of the name.
+
+    Raises:
+        ConfigError: nothing to learn, or settings that the optimizer does not take.
+    """
+    groups = parameter_groups(model, args.weight_decay)
+    if not groups:
+        raise ConfigError(f"{type(model).__name__} has no parameters with requires_grad=True: nothing would be trained")
+    if given is not None:
+        kind, settings = given
+        return kind(groups, **settings)
+    kind, settings = OPTIMIZERS[args.optim]
+    settings = {"lr": args.learning_rate, **settings}
+    if kind in _OF_ADAMS_KIND:
+        settings |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    settings |= read_settings(args.optim_args)
+    try:
+        return kind(groups, **settings)
+    except TypeError as error:
+        raise ConfigError(f"optim_args={args.optim_args!r} does not fit {kind.__name__}: {error}") from error
+
+
+def read_settings(text: str | None) -> dict[str, Any]:
+    """ "name=value, name=value" as a dict; values are Python's numbers, truth values and tuples, else text.
+
+    Raises:
+        ConfigError: a part without "=".
+    """
+    found: dict[str, Any] = {}
+    for part in (text or "").replace(" ", "").split(","):
+        if not part:
+            continue
+        name, sign, value = part.partition("=")
+        if not sign or not name:
+            raise ConfigError(f"optim_args={text!r}; give name=value, name=value")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
+
+
+# ---------------------------------------------------------------- schedules
+
+# Each factor is a function of the number of updates made. `num_training_steps` is a keyword by that name because a
+# prepared schedule is asked for its length by it.
+
+
+def _warm(update: int, num_warmup_steps: int) -> float | None:
+    return update / max(1, num_warmup_steps) if update < num_warmup_steps else None
+
+
+def _progress(update: int, num_warmup_steps: int, num_training_steps: int) -> float:
+    return min(1.0, (update - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps))
+
+
+def _linear(update: int, *, num_warmup_steps: int, num_training_steps: int) -> float:
+    warm = _warm(update, num_warmup_steps)
+    return 1.0 - _progress(update, num_warmup_steps, num_training_steps) if warm is None else warm
+
+
+def _cosine(update: int, *, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5,
+            min_lr_rate: float = 0.0) -> float:  # fmt: skip
+    warm = _warm(update, num_warmup_steps)
+    if warm is not None:
+        return warm
+    done = (update - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
+    wave = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * done))
+    return max(0.0, wave * (1 - min_lr_rate) + min_lr_rate)
+
+
+def _cosine_with_restarts(update: int, *, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1) -> float:
+    warm = _warm(update, num_warmup_steps)
+    if warm is not None:
+        return warm
+    done = _progress(update, num_warmup_steps, num_training_steps)
+    return 0.0 if done >= 1 else max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * done) % 1.0))))
+
+
+def _polynomial(update: int, *, num_warmup_steps: int, num_training_steps: int, power: float = 1.0,
+                end_share: float = 0.0) -> float:  # fmt: skip
+    warm = _warm(update, num_warmup_steps)
+    if warm is not None:
+        return warm
+    left = 1.0 - _progress(update, num_warmup_steps, num_training_steps)
+    return float((1.0 - end_share) * left**power + end_share)
+
+
+def _constant(update: int, *, num_warmup_steps: int) -> float:
+    warm = _warm(update, num_warmup_steps)
+    return 1.0 if warm is None else warm
+
+
+def _inverse_sqrt(update: int, *, num_warmup_steps: int, timescale: int | None = None) -> float:
+    warm = _warm(update, num_warmup_steps)
+    if warm is not None:
+        return warm
+    scale = timescale or num_warmup_steps or 10_000
+    return 1.0 / math.sqrt((update + scale - num_warmup_steps) / scale)
+
+
+def _warmup_stable_decay(update: int, *, num_warmup_steps: int, num_training_steps: int, num_decay_steps: int,
+                         min_lr_ratio: float = 0.0) -> float:  # fmt: skip
+    """Hu et al., MiniCPM, 2024: warm-up from the lowest rate, a plateau, and half a cosine at its end."""
+    warm = _warm(update, num_warmup_steps)
+    if warm is None:
+        done = (update - (num_training_steps - num_decay_steps)) / max(1, num_decay_steps)
+        warm = 0.5 * (1.0 + math.cos(math.pi * min(1.0, max(0.0, done))))
+    return warm * (1 - min_lr_ratio) + min_lr_ratio
+
+
+SCHEDULES: dict[str, Callable[..., float] | None] = {
+    "linear": _linear,
+    "cosine": _cosine,
+    "cosine_with_restarts": _cosine_with_restarts,
+    "cosine_with_min_lr": _cosine,
+    "polynomial": _polynomial,
+    "constant": _constant,
+    "constant_with_warmup": _constant,
+    "inverse_sqrt": _inverse_sqrt,
+    "warmup_stable_decay": _warmup_stable_decay,
+    "reduce_lr_on_plateau": None,
+}
+"""By name: the factor on the learning rate as a function of updates; None: it follows a metric instead."""
+
+_WITHOUT_END = ("constant", "constant_with_warmup", "inverse_sqrt")
+
+
+def create_schedule(optimizer: torch.optim.Optimizer, args: "TrainingArguments", num_updates: int) -> Any:
+    """The schedule that the arguments name, counted in updates.
+
+    Raises:
+        ConfigError: settings that it does not take, or lacks.
+    """
+    name, settings = args.lr_scheduler_type, dict(args.lr_scheduler_kwargs or {})
+    factor = SCHEDULES[name]
+    try:
+        if factor is None:
+            return ReduceLROnPlateau(optimizer, **{"mode": "max" if args.greater_is_better else "min", **settings})
+        if name == "polynomial":
+            settings["end_share"] = settings.pop("lr_end", 1e-7) / (args.learning_rate or 1.0)
+        if name == "cosine_with_min_lr" and "min_lr" in settings:
+            settings["min_lr_rate"] = settings.pop("min_lr") / (args.learning_rate or 1.0)
+        lengths: dict[str, Any] = {
+            "num_warmup_steps": 0 if name == "constant" else args.num_warmup_updates(num_updates)
+        }
+        if name not in _WITHOUT_END:
+            lengths["num_training_steps"] = num_updates
+        return LambdaLR(optimizer, partial(factor, **lengths, **settings))
+    except TypeError as error:
+        raise ConfigError(f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} does not fit {name}: {error}") from error

@@ -1,0 +1,297 @@
+"""The non-finite guard: a loss or gradient that is nan or infinite is noticed before the update, by all ranks alike.
+
+Final gradients are the same on every rank, so each rank comes to the same verdict on its own and nothing is exchanged.
+A loss need not show in its gradient (the cross entropy of a logit of -inf is inf, its gradient is not), and may be bad on
+one rank alone; so the gradient of a bad loss is made nan, and travels with the others. Only a window that is bad costs
+an exchange, for the message.
+
+What is read is the 2-norm of every gradient, one pass in one kernel; a finite norm proves finite entries, and one that is
+not (it may only have overflowed) is looked into entry by entry. On an accelerator the verdict is one wait of the host for
+the device at each update; without the guard there is none.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from headway.errors import ConfigError, NonFiniteError
+from headway.log import get_logger
+from headway.ops.collectives import Collectives
+from headway.runtime.events import notify
+from headway.training.accumulation import Accumulation
+from headway.training.clock import Clock
+from headway.training.prepare import Preparation
+
+log = get_logger(__name__)
+
+ACTIONS = ("skip", "stop", "raise")
+_NUM_NAMES = 5
+
+
+@dataclass(frozen=True)
+class NonFinitePolicy:
+    """What happens to an update whose loss or gradients are not finite.
+
+    Attributes:
+        action: "skip": it is left out on all ranks and training goes on. "stop": it is left out, and the loaders that are
+            trained on end after their batch on all ranks. "raise": NonFiniteError on all ranks, before the update.
+        max_in_row: so many updates in a row are skipped; one more raises.
+    """
+
+    action: str = "skip"
+    max_in_row: int = 10
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            raise ConfigError(f"on_non_finite={self.action!r} is unknown; allowed: 'skip', 'stop', 'raise' or None")
+        if isinstance(self.max_in_row, bool) or not isinstance(self.max_in_row, int) or self.max_in_row < 1:
+            raise ConfigError(f"max_in_row={self.max_in_row!r} must be a whole number, 1 or more")
+
+
+@dataclass
+class _Seen:
+    """The losses since the last verdict.
+
+    Attributes:
+        is_judged: a verdict was reached; losses of another window start over.
+        losses: (micro-batch, loss) without graphs: of all on an accelerator, of the bad ones on a CPU.
+        num_backwards: gradients have changed so often.
+        norms: (parameters, norms of their gradients) from before a clipping, which spreads a nan to all of them.
+    """
+
+    is_judged: bool = False
+    losses: deque[tuple[int, torch.Tensor]] = field(default_factory=lambda: deque(maxlen=4096))
+    num_backwards: int = 0
+    norms: list[tuple[list[torch.Tensor], torch.Tensor]] = field(default_factory=list)
+
+
+class FiniteGuard:
+    """Watches losses and gradients, and refuses updates.
+
+    Args:
+        policy: what to do.
+        group: the ranks whose gradients are summed.
+        clock: the run's, for those who hear of the event.
+        names: {id of a parameter: its name}, asked for only where something is wrong.
+        buffers: (name, buffer) of the models, likewise.
+        stop: ends the loaders that are trained on.
+        has_scaler: fp16's scaler looks at gradients itself; what is left to the guard is whether a loss was the reason.
+
+    Attributes:
+        num_skipped: updates that were left out.
+        num_in_row: of these, since the last update that was made.
+        has_stopped: the action "stop" was taken.
+        report: the latest message; empty while all is well.
+    """
+
+    def __init__(self, policy: NonFinitePolicy, group: Collectives, clock: Clock, names: Callable[[], dict[int, str]],
+                 buffers: Callable[[], Iterable[tuple[str, torch.Tensor]]], stop: Callable[[], None],
+                 has_scaler: bool) -> None:  # fmt: skip
+        self.policy = policy
+        self.num_skipped = self.num_in_row = 0
+        self.has_stopped = False
+        self.report = ""
+        self._group = group
+        self._clock = clock
+        self._names = names
+        self._buffers = buffers
+        self._stop = stop
+        self._has_scaler = has_scaler
+        self._seen = _Seen()
+        self._window = -1
+        self._verdict: tuple[tuple[int, int], bool] | None = None
+        self._counted = -1
+
+    def forget(self) -> None:
+        """The run goes on from another place: windows are numbered anew. What was counted in all stays."""
+        self._seen, self._window, self._verdict, self._counted = _Seen(), -1, None, -1
+        self.num_in_row, self.has_stopped = 0, False
+
+    # ---------------------------------------------------------------- during the window
+
+    def watch(self, loss: torch.Tensor, window: int, micro_batch: int) -> torch.Tensor:
+        """The loss; one that is not finite comes back so that its gradients are nan."""
+        if self._window != window and self._seen.is_judged:
+            self._seen = _Seen()
+        self._window = window
+        seen, plain = self._seen, loss.detach()
+        seen.num_backwards += 1
+        if plain.device.type == "cpu":
+            if math.isfinite(plain.item()):
+                return loss
+            seen.losses.append((micro_batch, plain))
+            return loss * math.nan
+        seen.losses.append((micro_batch, plain))
+        return loss * (plain - plain + 1)  # inf - inf and nan - nan are nan, all else 0: no value is read here
+
+    def before_clip(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note the norms of gradients that are about to be clipped; nothing is read from the device."""
+        if not self._has_scaler:
+            self._seen.norms += _norms(parameters)
+
+    # ---------------------------------------------------------------- the verdict
+
+    def permits(self, parameters: Iterable[torch.Tensor], window: int, update: int) -> bool:
+        """May the update be made? The same answer on every rank; asked by each optimizer before its step.
+
+        Args:
+            parameters: those of the window.
+            window: its number.
+            update: the number that the update would get.
+
+        Raises:
+            NonFiniteError: it may not, and the policy says so.
+        """
+        if self._has_scaler:
+            return True
+        key = (window, self._seen.num_backwards)
+        if self._verdict is None or self._verdict[0] != key:
+            chosen = list(parameters)
+            self._verdict = key, _are_finite(chosen)
+            if not self._verdict[1]:
+                self._refuse(self._bad_losses(), window, update, chosen)
+            self._seen.is_judged = True
+        return self._verdict[1]
+
+    def after_step(self, did_step: bool, window: int, update: int) -> None:
+        """An optimizer has made its step, or not: because of the scaler's scale, or was it a loss that is not finite?
+
+        Raises:
+            NonFiniteError: as for `permits`.
+        """
+        if did_step:
+            self.num_in_row = 0
+        elif self._has_scaler and self._counted != window:
+            ranks = self._bad_losses()
+            if ranks:
+                self._refuse(ranks, window, update, [])
+        self._seen.is_judged = True
+
+    def _bad_losses(self) -> dict[int, list[float]]:
+        """{rank: [how many of its losses are not finite, the first one's micro-batch, its value]}; an exchange."""
+        bad = [(micro, float(loss)) for micro, loss in self._seen.losses if not math.isfinite(float(loss))]
+        rows = self._group.gather_numbers([float(len(bad)), *(bad[0] if bad else (0.0, 0.0))])
+        return {rank: row for rank, row in enumerate(rows) if row[0]}
+
+    def _refuse(self, ranks: dict[int, list[float]], window: int, update: int, parameters: list[torch.Tensor]) -> None:
+        # A bad loss makes all gradients nan: their names say nothing then.
+        culprits = [] if ranks else self._culprits(parameters)
+        if self._counted != window:
+            self._counted = window
+            self.num_skipped += 1
+            self.num_in_row += 1
+        action = "raise" if self.num_in_row > self.policy.max_in_row else self.policy.action
+        self.report = self._words(update, ranks, culprits, len(parameters), action)
+        notify(
+            "non_finite", source=self._clock, update=update, action=action, parameters=culprits[:_NUM_NAMES],
+            losses={str(rank): f"{row[2]} in micro-batch {row[1]:.0f}" for rank, row in ranks.items()},
+        )  # fmt: skip
+        if action == "raise":
+            raise NonFiniteError(self.report)
+        log.warning("%s", self.report)
+        if action == "stop" and not self.has_stopped:
+            self.has_stopped = True
+            self._stop()
+
+    def _culprits(self, parameters: list[torch.Tensor]) -> list[str]:
+        """Names of the parameters whose gradients are not finite, in the models' order."""
+        names = self._names()
+        bad = {
+            id(p) for chosen, norms in self._seen.norms for p, ok in zip(chosen, norms.isfinite().tolist()) if not ok
+        }
+        if not bad:
+            bad = {id(p) for p in parameters if p.grad is not None and not _is_finite(p.grad)}
+        return [names[key] for key in names if key in bad]
+
+    def _words(self, update: int, ranks: dict[int, list[float]], culprits: list[str], total: int, action: str) -> str:
+        told = [
+            f"the loss of micro-batch {row[1]:.0f} was {row[2]} on rank {rank}"
+            + (f" (and {row[0] - 1:.0f} more there)" if row[0] > 1 else "")
+            for rank, row in ranks.items()
+        ]
+        if culprits:
+            more = ", ..." if len(culprits) > _NUM_NAMES else ""
+            told.append(
+                f"the losses were finite, but gradients of {len(culprits)} of {total} parameters are not "
+                f"({', '.join(culprits[:_NUM_NAMES])}{more})"
+            )
+        everywhere = " on all ranks" if self._group.world_size > 1 else ""
+        done = {
+            "skip": f"the update is skipped{everywhere} ({self.num_in_row} in a row, {self.num_skipped} in all)",
+            "stop": f"the update is skipped, and training stops{everywhere}",
+            "raise": "no update was made"
+            if self.policy.action == "raise"
+            else f"{self.num_in_row} in a row are more than max_in_row={self.policy.max_in_row}",
+        }[action]
+        spoilt = [name for name, buffer in self._buffers() if not _is_finite(buffer)]
+        after = (
+            f". Buffers are not finite either ({', '.join(spoilt[:_NUM_NAMES])}), and no skipped update takes that back: go back to "
+            "a checkpoint"
+            if spoilt
+            else ""
+        )
+        return f"update {update}: {'; '.join(told)}: {done}{after}"
+
+
+def build_guard(chosen: str | NonFinitePolicy | None, accumulation: Accumulation, preparation: Preparation,
+                clock: Clock) -> None:  # fmt: skip
+    """Put a guard into the accumulation where one is asked for.
+
+    Raises:
+        ConfigError: an unknown action.
+    """
+    if chosen is None:
+        return
+    policy = chosen if isinstance(chosen, NonFinitePolicy) else NonFinitePolicy(chosen)
+
+    def named(attribute: str) -> Iterable[tuple[str, torch.Tensor]]:
+        several = len(preparation.models) > 1
+        for number, model in enumerate(preparation.models):
+            for name, tensor in getattr(model, attribute)():
+                yield f"{type(model).__name__} {number}: {name}" if several else name, tensor
+
+    def stop() -> None:
+        for loader in accumulation.trained_on:
+            loader.stop()
+
+    scaler = getattr(accumulation.precision, "scaler", None)
+    accumulation.guard = FiniteGuard(
+        policy, accumulation.strategy.data_group, clock, names=lambda: {id(p): name for name, p in named("named_parameters")},
+        buffers=lambda: named("named_buffers"), stop=stop, has_scaler=scaler is not None and scaler.is_enabled(),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- finiteness
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
+
+
+def _norms(parameters: Iterable[torch.Tensor]) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
+    """The 2-norm of each gradient, by device and dtype; half-precision ones are summed up in float32."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.numel():
+            kinds.setdefault((parameter.grad.device, parameter.grad.dtype), []).append(parameter)
+    found = []
+    for (_, dtype), chosen in kinds.items():
+        working = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+        grads = [_values(parameter.grad.detach()) for parameter in chosen]  # type: ignore[union-attr]
+        found.append((chosen, torch.stack(torch._foreach_norm(grads, 2.0, dtype=working))))
+    return found
+
+
+def _are_finite(parameters: Iterable[torch.Tensor]) -> bool:
+    """Are all gradients? One value is read from each device."""
+    # Norms are not negative: their sum is finite only where all are, and is one operation instead of four.
+    suspects = [chosen for chosen, norms in _norms(parameters) if not math.isfinite(norms.sum().item())]
+    return all(_is_finite(parameter.grad) for chosen in suspects for parameter in chosen)  # type: ignore[arg-type]
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    values = _values(tensor.detach())
+    return not (values.is_floating_point() or values.is_complex()) or bool(torch.isfinite(values).all())

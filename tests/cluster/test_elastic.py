@@ -1,0 +1,138 @@
+"""A machine dies and the run goes on with the other, from the last commit, at the same global batch; a replacement joins."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Host, network, why_not
+from tests.distributed.ranks import free_port
+
+SLACK = 120
+"""What a loaded machine may take; a bound for a hang, not a measure."""
+
+NUM_UPDATES = 24
+
+PROGRAM = """
+import json, sys, time
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from headway import Accelerator, ProjectConfiguration, set_seed
+
+def tell(**what):
+    sys.stdout.write(json.dumps(what) + "\\n")
+    sys.stdout.flush()
+
+set_seed(0)
+project = ProjectConfiguration("run", automatic_checkpoint_naming=True, total_limit=2)
+accelerator = Accelerator(cpu=True, project_config=project, gradient_accumulation_steps=int(sys.argv[1]))
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+x = torch.randn(48, 4)
+data = TensorDataset(torch.arange(48), x, x.sum(1, keepdim=True))
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=3, shuffle=True))
+accelerator.resume("latest")
+tell(begun=accelerator.num_updates, world=accelerator.num_processes, steps=accelerator.gradient_accumulation_steps)
+for epoch in accelerator.epochs(3):
+    seen, losses = [], []
+    for index, inputs, targets in loader:
+        with accelerator.accumulate(model):
+            loss = (model(inputs) - targets).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        seen += accelerator.gather_for_metrics(index).tolist()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if accelerator.sync_gradients:
+            if accelerator.is_main_process:
+                tell(update=accelerator.num_updates, seen=seen, loss=sum(losses) / len(losses))
+            seen, losses = [], []
+            if accelerator.num_updates % 3 == 0:
+                accelerator.save_state()
+            # Holds still at update 7 until machine 1 is killed, and at update 16 until another has come in its place.
+            mark = {7: "killed", 16: "joined"}.get(accelerator.num_updates)
+            while mark and len(sys.argv) > 2 and not Path(mark).exists():
+                time.sleep(0.05)
+weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+if accelerator.is_main_process:
+    tell(weights=weights)
+accelerator.end_training()
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Sequence[Host]]:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with network(2) as made:
+        yield made
+
+
+def told(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def reference(folder: Path) -> list[dict]:
+    """The undisturbed run, on one process with the same global batch."""
+    folder.mkdir()
+    (folder / "train.py").write_text(PROGRAM)
+    ran = subprocess.run([sys.executable, "train.py", "2"], cwd=folder, capture_output=True, text=True, timeout=SLACK)
+    assert ran.returncode == 0, ran.stderr
+    return told(ran.stdout)
+
+
+def wait_for(is_so, said) -> None:
+    deadline = time.monotonic() + SLACK
+    while not is_so():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.05)
+
+
+def test_a_machine_dies_and_another_takes_its_place(hosts: Sequence[Host], tmp_path: Path) -> None:
+    whole = reference(tmp_path / "whole")
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    (folder / "train.py").write_text(PROGRAM)
+    words = "headway launch -n 2 --cpu --num_machines 2 --min_machines 1 --max_restarts 1 --machine_patience 5"
+    where = f"--main_process_ip {hosts[0].address} --main_process_port {free_port()}"
+    commands = [f"exec {words} {where} --machine_rank {rank} train.py 1 waits" for rank in range(2)]
+
+    def said() -> list[str]:
+        return [(folder / f"{host.name}.txt").read_text() for host in hosts]
+
+    def entries() -> list[dict]:
+        return [entry for text in said() for entry in told(text)]
+
+    launchers = [host.start(command, folder) for host, command in zip(hosts, commands)]
+    wait_for(lambda: any(entry.get("update") == 7 for entry in entries()), said)
+    before = entries()
+    hosts[1].send(signal.SIGKILL)
+    (folder / "killed").touch()
+    # The other goes on alone, with the whole global batch.
+    wait_for(lambda: {"begun": 6, "world": 1, "steps": 2} in entries(), said)
+    alone = hosts[0]
+    assert "; rank " in said()[0]
+    assert "was on it" in said()[0]
+    assert "headway: 1 of 2 machines take part: 1 processes" in said()[0]
+    wait_for(lambda: [entry.get("update") for entry in told(said()[0])].count(16), said)
+    launchers[1] = hosts[1].start(commands[1], folder)
+    (folder / "joined").touch() if False else None
+    wait_for(lambda: {"begun": 15, "world": 2, "steps": 1} in told(said()[1]), said)
+    (folder / "joined").touch()
+    assert [launcher.wait(SLACK) for launcher in launchers] == [0, 0], said()
+    assert alone.orphans() == []
+    updates = {entry["update"]: entry for entry in [*before, *entries()] if "update" in entry}
+    expected = {entry["update"]: entry for entry in whole if "update" in entry}
+    assert sorted(updates) == sorted(expected) == list(range(1, NUM_UPDATES + 1))
+    for number, entry in expected.items():
+        assert sorted(updates[number]["seen"]) == sorted(entry["seen"]), number
+        assert updates[number]["loss"] == pytest.approx(entry["loss"], rel=1e-4), number
+    weights = next(entry["weights"] for entry in entries() if "weights" in entry)
+    assert weights == pytest.approx(next(entry["weights"] for entry in whole if "weights" in entry), rel=1e-4, abs=1e-6)

@@ -1,0 +1,207 @@
+"""On two processes: all ranks skip a bad update or none does, whoever saw it; and the slow rank is named."""
+
+import traceback
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator, NonFinitePolicy
+from headway.errors import NonFiniteError
+from headway.runtime import events
+from headway.training import finite, throughput
+from headway.training.throughput import Throughput
+from tests.distributed.ranks import run_ranks
+
+NAN, INF = float("nan"), float("inf")
+
+
+def build(action: Any = "skip", **options: Any) -> tuple[Accelerator, nn.Module, Any]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, on_non_finite=action, **options)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def alike(accelerator: Accelerator, model: nn.Module) -> bool:
+    first, second = accelerator.gather(weights(model)[None])
+    return torch.equal(first, second)
+
+
+def a_loss_that_only_one_rank_has() -> None:
+    """Its own gradient is finite, on every rank."""
+    accelerator, model, optimizer = build()
+    before = weights(model)
+    loss = model(torch.ones(1, 3)).mean() + (INF if accelerator.process_index == 1 else 0.0)
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert torch.equal(before, weights(model))
+    assert accelerator.non_finite.report.startswith("update 1: the loss of micro-batch 1 was inf on rank 1: ")
+    accelerator.backward(model(torch.ones(1, 3)).mean())
+    optimizer.step()
+    assert accelerator.num_updates == 1
+    assert not torch.equal(before, weights(model))
+    assert alike(accelerator, model)
+
+
+def an_early_micro_batch_of_one_rank() -> None:
+    """Its backward reduces nothing; the gradient is bad only where it is."""
+    accelerator, model, optimizer = build(gradient_accumulation_steps=3)
+    before = weights(model)
+    for number in range(6):
+        x = torch.ones(2, 3)
+        if number == 1 and accelerator.process_index == 0:
+            x[0, 0] = NAN
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).mean())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == 2:
+            assert torch.equal(before, weights(model))
+    assert (
+        "the loss of micro-batch 2 was nan on rank 0: the update is skipped on all ranks"
+        in accelerator.non_finite.report
+    )
+    assert accelerator.num_updates == 1
+    assert alike(accelerator, model)
+
+
+def a_gradient_of_one_rank() -> None:
+    """All losses are finite; the slope of sqrt at 0 is not."""
+    accelerator, model, optimizer = build()
+    x = torch.zeros(1, 4) if accelerator.process_index == 1 else torch.ones(1, 4)
+    hidden = model[0](torch.ones(1, 3))
+    with torch.no_grad():
+        model[1].bias.zero_()
+    at = model[1].bias if accelerator.process_index == 1 else model[1].bias + 1
+    before = weights(model)
+    # Through the model's call, so that DDP reduces.
+    accelerator.backward(model(torch.ones(1, 3)).mean() + at.sqrt().sum() * 0.5 + (hidden * x).sum() * 0)
+    optimizer.step()
+    assert torch.equal(before, weights(model))
+    assert "gradients of 1 of 4 parameters are not (1.bias)" in accelerator.non_finite.report
+
+
+def all_raise() -> None:
+    accelerator, model, optimizer = build(NonFinitePolicy("skip", max_in_row=1))
+    for number in range(2):
+        x = torch.full((1, 3), NAN if accelerator.process_index == number else 1.0)
+        accelerator.backward(model(x).mean())
+        if number == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(NonFiniteError, match=r"on rank 1: 2 in a row are more than max_in_row=1"):
+        optimizer.step()
+
+
+def all_stop_at_the_same_batch() -> None:
+    accelerator, model, optimizer = build("stop")
+    rows = torch.ones(16, 3)
+    rows[5] = NAN
+    loader = accelerator.prepare(DataLoader(TensorDataset(rows), batch_size=2))
+    num_batches = 0
+    for _ in accelerator.epochs(3):
+        for (x,) in loader:
+            num_batches += 1
+            accelerator.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert accelerator.reduce(torch.tensor(num_batches)).item() == 4  # two on each: row 5 is in the second round
+    assert accelerator.non_finite.has_stopped
+    assert accelerator.num_updates == 1
+
+
+def in_pieces() -> None:
+    accelerator, model, optimizer = build(microbatching="auto")
+    before = weights(model)
+    for number in range(2):
+        x = torch.ones(4, 3)
+        if number == 0 and accelerator.process_index == 1:
+            x[3] = NAN
+        accelerator.forward_backward(x, lambda piece: model(piece).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 0:
+            assert torch.equal(before, weights(model))
+    assert accelerator.num_updates == 1
+    assert alike(accelerator, model)
+
+
+def the_slow_rank_is_named() -> None:
+    """By a clock of the test's own: rank 1 takes three seconds for a forward, the other one."""
+    accelerator, model, optimizer = build(None)
+    is_slow = accelerator.process_index == 1
+    now = [0.0]
+    lines: list[str] = []
+    heard: list[events.Happening] = []
+
+    class Ear:
+        def hear(self, happening: events.Happening) -> None:
+            heard.append(happening)
+
+    ear = Ear()
+    events.subscribe(ear.hear)
+    throughput.log.warning = lambda text, *values: lines.append(text % values)  # type: ignore[method-assign]
+    meter = accelerator._accumulation.meter = Throughput(
+        accelerator._accumulation, accelerator.clock, accelerator.runtime, lambda: now[0]
+    )
+    meter.every, meter.peak = 1, 100.0
+    meter.count_flops()
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.ones(24, 3)), batch_size=2))
+    for (x,) in loader:
+        now[0] += 3.0 if is_slow else 1.0
+        accelerator.backward(model(x).mean())
+        now[0] += 1.0 if is_slow else 3.0  # waiting for the slow one
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.wait_for_everyone()
+    assert [(pace.forward, pace.data_wait) for pace in meter.paces()] == [(1.0, 0.0), (3.0, 0.0)]
+    assert list(meter.stragglers()) == [1]
+    # 24 samples in 6 rounds of 4 s; a sample costs 2 * (3 * 4 + 4) forward and for the weights, 2 * 4 for the input of the second.
+    flops = 2 * 2 * (3 * 4 + 4) + 2 * 4
+    assert meter.flops_per_sample == flops
+    assert meter.total() == {"samples_per_second": 1.0, "mfu": flops / (100.0 * 2), "data_wait": 0.0}
+    is_main = accelerator.is_main_process
+    assert len(lines) == is_main  # once, although it stays slow
+    assert [happening.name for happening in heard if happening.name == "straggler"] == ["straggler"] * is_main
+    assert (
+        not is_main or "rank 1 holds up the others: it takes 3,000 ms for a forward, 3.0 times the median" in lines[0]
+    )
+
+
+SCENARIOS = [
+    a_loss_that_only_one_rank_has, an_early_micro_batch_of_one_rank, a_gradient_of_one_rank, all_raise,
+    all_stop_at_the_same_batch, in_pieces, the_slow_rank_is_named,
+]  # fmt: skip
+
+
+def play() -> dict[str, str]:
+    """What went wrong in each scenario."""
+    finite.log.warning = lambda *_: None  # type: ignore[method-assign]
+    found = {}
+    for scenario in SCENARIOS:
+        try:
+            scenario()
+        except Exception:
+            found[scenario.__name__] = traceback.format_exc()
+    return found
+
+
+@pytest.fixture(scope="module")
+def failures() -> list[dict[str, str]]:
+    return run_ranks(play, 2)
+
+
+@pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
+def test_on_two_processes(name: str, failures: list[dict[str, str]]) -> None:
+    told = [f"rank {rank}: {found[name]}" for rank, found in enumerate(failures) if name in found]
+    assert not told, "\n".join(told)

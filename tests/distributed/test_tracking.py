@@ -1,0 +1,137 @@
+"""Trackers of real processes: rank 0 alone writes, and a run that was killed and restarted is one run in every tracker."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from headway import Accelerator, ProjectConfiguration, Tracker
+from headway.errors import TrackingError
+from headway.tracking.runlog import read_run
+from tests.distributed.ranks import run_ranks
+from tests.unit.tracking.test_trackers import events_of
+from tests.unit.tracking.wandb_file import offline_run
+
+
+class Noted(Tracker):
+    name = "noted"
+
+    def __init__(self):
+        self.calls = []
+
+    def store_init_configuration(self, values):
+        self.calls.append("config")
+
+    def log(self, values, step=None, **kwargs):
+        self.calls.append(values)
+
+    def finish(self):
+        self.calls.append("finish")
+
+
+class Everywhere(Noted):
+    name = "everywhere"
+    main_process_only = False
+
+
+def log_on_every_rank(folder):
+    os.chdir(folder)
+    main, everywhere = Noted(), Everywhere()
+    accelerator = Accelerator(
+        cpu=True, log_with=["tensorboard", main, everywhere], project_config=ProjectConfiguration(folder)
+    )
+    accelerator.init_trackers("p", {"lr": 0.1})
+    rank = accelerator.process_index
+    accelerator.log({"loss": 1.0 + rank}, step=1)
+    accelerator.log_images({"one": torch.zeros(4, 4)}, step=1)
+    accelerator.log_event("evaluation", rank=rank)
+    with pytest.raises(TrackingError, match="'loss'"):
+        accelerator.log({"loss": None})
+    writer = accelerator.get_tracker("tensorboard", unwrap=True)
+    writer.add_scalar("by hand", 3.0, 1)  # the scripts that do so on every rank are many
+    found = [tracker.name for tracker in accelerator.trackers], bool(writer)
+    accelerator.end_training()
+    return found, main.calls, everywhere.calls
+
+
+def test_rank_0_alone_writes(tmp_path):
+    first, second = run_ranks(log_on_every_rank, 2, str(tmp_path))
+    assert first == (
+        (["tensorboard", "noted", "everywhere"], True), ["config", {"loss": 1.0}, "finish"], ["config", {"loss": 1.0}, "finish"]
+    )  # fmt: skip
+    assert second == ((["everywhere"], False), [], ["config", {"loss": 2.0}, "finish"])
+    run = read_run(tmp_path / "p")
+    assert [point[::2] for point in run.values["loss"]] == [(1, 1.0)]
+    assert run.starts[0].world_size == 2
+    assert [each.details for each in run.events] == [{"rank": 0}]
+    assert run.is_ended
+    assert set(events_of(tmp_path / "p").Tags()["scalars"]) == {"loss", "by hand"}
+
+
+KILLED = """
+import os, random, signal
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from headway import Accelerator, ProjectConfiguration, set_seed
+
+set_seed(0)
+project = ProjectConfiguration("run", automatic_checkpoint_naming=True)
+accelerator = Accelerator(cpu=True, log_with=["tensorboard", "wandb", "mlflow"], project_config=project)
+accelerator.init_trackers("p", {"lr": 0.1}, {"mlflow": {"tracking_uri": "file:store"}})
+model = torch.nn.Linear(3, 1)
+loader = DataLoader(TensorDataset(torch.randn(12, 3)), batch_size=2, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+accelerator.trackers[0].is_first = accelerator.resume("latest") is None
+for epoch in accelerator.epochs(2):
+    for (x,) in loader:
+        loss = model(x).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.log({"loss": loss.detach(), "drawn": random.random()})
+        if accelerator.num_updates % 4 == 0:
+            accelerator.save_state()
+        if accelerator.num_updates == 10 and accelerator.trackers[0].is_first:
+            os.killpg(0, signal.SIGKILL)  # and what the trackers have started
+accelerator.end_training()
+"""
+
+
+def test_a_run_that_was_killed_and_restarted_is_one_run_in_every_tracker(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # no database that takes seconds to make
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for code in (-signal.SIGKILL, 0):
+        ran = subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, start_new_session=True, capture_output=True,
+                             text=True, timeout=250)  # fmt: skip
+        assert ran.returncode == code, ran.stdout + ran.stderr
+    run = read_run(tmp_path / "run" / "p")
+    assert [start.attempt for start in run.starts] == [1, 2]
+    assert [point[0] for point in run.values["loss"]] == list(range(1, 13))
+    told = [(each.name, each.step) for each in run.events if each.name in ("restart", "resumed", "checkpoint")]
+    assert told == [("checkpoint", 4), ("checkpoint", 8), ("restart", 0), ("resumed", 8), ("checkpoint", 12)]
+    assert run.summary["num_updates"] == 12
+    losses = [pytest.approx(point[2]) for point in run.values["loss"]]
+
+    assert [(each.step, each.value) for each in events_of(tmp_path / "run" / "p").Scalars("loss")] == list(
+        enumerate(losses, 1)
+    )
+
+    first, second = sorted((tmp_path / "run" / "p" / "wandb").glob("offline-run-*"))
+    before, after = offline_run(first, is_finished=False), offline_run(second)
+    assert first.name.rpartition("-")[2] == second.name.rpartition("-")[2] == after["id"]
+    assert after["exit"] == 0
+    rows = {row["global_step"]: row["loss"] for row in before["rows"] + after["rows"]}
+    assert [rows.get(step) for step in range(1, 13)] == losses  # what was not yet written at the kill was fed again
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"file:{tmp_path}/store")
+    (found,) = client.search_runs([client.get_experiment_by_name("p").experiment_id])
+    assert found.info.status == "FINISHED"
+    history = client.get_metric_history(found.info.run_id, "loss")
+    assert sorted({each.step for each in history}) == list(range(1, 13))
+    assert [each.value for each in history if each.step > 10] == losses[10:]

@@ -1,0 +1,151 @@
+"""The Trainer on several ranks is the Trainer on one; and a training that is killed goes on as if nothing had happened."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from headway import Trainer, TrainerCallback, TrainingArguments
+from tests.distributed.ranks import RankFailed, run_ranks
+from tests.unit.trainer.models import Net, Points, Speaker, cross_entropy, texts
+
+
+def arguments(folder, **given):
+    base = {"output_dir": folder, "use_cpu": True, "disable_tqdm": True, "learning_rate": 0.01, "logging_steps": 1,
+            "save_strategy": "no", "log_level": "error", "report_to": "none"}  # fmt: skip
+    return TrainingArguments(**{**base, **given})
+
+
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def curve(trainer):
+    keys = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy")
+    return [{key: entry[key] for key in keys if key in entry} for entry in trainer.state.log_history]
+
+
+class Accuracy:
+    """Takes batches as they come."""
+
+    def reset(self):
+        self.right = self.seen = 0
+
+    def update(self, predictions, labels):
+        self.right += int((predictions.argmax(-1) == labels).sum())
+        self.seen += len(labels)
+
+    def compute(self):
+        return {"accuracy": self.right / self.seen, "seen": self.seen}
+
+
+class StopOnOneRank(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2 and not state.is_world_process_zero:
+            control.should_training_stop = True
+
+
+class Tight(Net):
+    """Rank 1 runs out of memory with more than two rows."""
+
+    def forward(self, x):
+        if self.training and len(x) > 2 and os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(x)
+
+
+def everything(folder, num_rows):
+    """`num_rows`: of a micro-batch on each rank."""
+    out = {}
+    # 27 rows in windows of 12: the last window of an epoch has 3, which two ranks of 3 cannot share evenly.
+    given = {"per_device_train_batch_size": num_rows, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
+    both = {**given, "eval_strategy": "epoch", "per_device_eval_batch_size": num_rows}
+    points = Trainer(Net(), arguments(folder / "points", **both), train_dataset=Points(27), eval_dataset=Points(13),
+                     loss_function=cross_entropy, compute_metrics=Accuracy())  # fmt: skip
+    points.train()
+    found = points.predict(Points(13))
+    out["points"] = curve(points), weights(points.model)
+    out["predictions"] = (
+        torch.as_tensor(found.predictions),
+        torch.as_tensor(found.label_ids),
+        found.metrics["test_seen"],
+    )
+    tokens = Trainer(Speaker(), arguments(folder / "tokens", **both), train_dataset=texts(27), eval_dataset=texts(7))
+    tokens.train()
+    out["tokens"] = curve(tokens), weights(tokens.model)
+    out["logits"] = tokens.predict(texts(7)).predictions.shape
+    tight = Trainer(Tight(), arguments(folder / "tight", **given, auto_find_batch_size=True), train_dataset=Points(27),
+                    loss_function=cross_entropy)  # fmt: skip
+    tight.train()
+    out["tight"] = curve(tight), weights(tight.model)
+    stopped = Trainer(Net(), arguments(folder / "stopped", **given), train_dataset=Points(27), loss_function=cross_entropy,
+                      callbacks=[StopOnOneRank])  # fmt: skip
+    out["stopped"] = stopped.train().global_step
+    return out
+
+
+def alike(a, b):
+    assert len(a[0]) == len(b[0]) > 4
+    for one, other in zip(a[0], b[0]):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+    assert torch.allclose(a[1], b[1], atol=1e-5)
+
+
+def test_two_ranks_train_and_evaluate_like_one_with_the_same_global_batch(tmp_path):
+    (one,) = run_ranks(everything, 1, tmp_path / "one", 6)
+    ranks = run_ranks(everything, 2, tmp_path / "two", 3)
+    for rank in ranks:
+        for name in ("points", "tokens", "tight"):
+            alike(rank[name], one[name])
+        for a, b in zip(rank["predictions"][:2], one["predictions"][:2]):
+            assert torch.allclose(a, b, atol=1e-5)
+        assert rank["predictions"][2] == one["predictions"][2] == 13
+        assert rank["logits"] == one["logits"]
+        assert rank["stopped"] == 2
+    assert torch.allclose(one["tight"][1], one["points"][1], atol=1e-6)
+    assert one["stopped"] == 6
+    assert torch.equal(ranks[0]["tokens"][1], ranks[1]["tokens"][1])
+
+
+class Kill(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Terminate(TrainerCallback):
+    """Asks the run to end, on one rank, in the middle of an evaluation."""
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if state.global_step == 6 and state.is_world_process_zero:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train(folder, kill_at=None, resume=None):
+    args = arguments(folder, num_train_epochs=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, save_strategy="steps",
+                     save_steps=2, eval_strategy="steps", eval_steps=3,
+                     per_device_eval_batch_size=1, logging_steps=2, lr_scheduler_type="cosine")  # fmt: skip
+    trainer = Trainer(Net(0.3), args, train_dataset=Points(18), eval_dataset=Points(5), loss_function=cross_entropy,
+                      callbacks=[Terminate if kill_at == "evaluation" else Kill(kill_at)] if kill_at else None)  # fmt: skip
+    output = trainer.train(resume_from_checkpoint=resume)
+    return curve(trainer), weights(trainer.model), output.training_loss, output.global_step
+
+
+def test_a_killed_training_goes_on_bit_for_bit(tmp_path):
+    """Killed after an update; and asked to end in an evaluation, which the resumed run then still makes."""
+    whole = run_ranks(train, 2, tmp_path / "whole")
+    assert whole[0][3] == 9
+    for name, when, told in (("killed", 7, "did not finish"), ("ended", "evaluation", "Preempted")):
+        with pytest.raises(RankFailed, match=told):
+            run_ranks(train, 2, tmp_path / name, when, timeout=100)
+        assert list(Path(tmp_path, name, "checkpoints").glob("checkpoint_*"))
+        resumed = run_ranks(train, 2, tmp_path / name, None, True)
+        for rank in (0, 1):
+            assert resumed[rank][0] == whole[rank][0]
+            assert torch.equal(resumed[rank][1], whole[rank][1])
+            assert resumed[rank][2:] == whole[rank][2:]

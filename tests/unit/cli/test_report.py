@@ -1,0 +1,68 @@
+import math
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from headway.cli.main import group
+from headway.errors import ConfigError, OptionalDependencyMissing
+from tests.unit.report.logs import Log, lively
+
+
+def run(*words):
+    return CliRunner().invoke(group, [str(word) for word in words], catch_exceptions=True)
+
+
+def test_the_page_lies_beside_the_first_log(tmp_path):
+    lively(tmp_path / "a", steps=20)
+    lively(tmp_path / "b", seed=1, steps=20)
+    told = run("report", tmp_path / "a", tmp_path / "b" / "log.jsonl")
+    assert told.exit_code == 0, told.exception
+    page = tmp_path / "a" / "report.html"
+    assert told.output.startswith(f"{page} (")
+    assert "<h1>2 runs</h1>" in page.read_text(encoding="utf-8")
+
+
+def test_out_names_the_page(tmp_path):
+    lively(tmp_path / "a", steps=20)
+    target = tmp_path / "new" / "page.html"
+    assert run("report", tmp_path / "a", "--out", target).exit_code == 0
+    assert target.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert not (tmp_path / "a" / "report.html").exists()
+
+
+def test_what_cannot_be(tmp_path):
+    lively(tmp_path / "a", steps=20)
+    with pytest.raises(ConfigError, match="no run at"):
+        raise run("report", tmp_path / "missing").exception
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="name another file with --out"):
+        raise run("report", tmp_path / "a", "--out", tmp_path / "file" / "page.html").exception
+    assert run("report").exit_code == 2
+
+
+def test_pictures(tmp_path):
+    pytest.importorskip("matplotlib", reason="PNGs need the plots extra")
+    for name in ("a", "$b_{"):
+        log = Log(tmp_path / name)
+        log.run()
+        for step in range(30):
+            log.values(step, **{"loss": 1.0 / (step + 1) if step != 7 else math.nan, "_odd$_{ name": 1.0})
+            log.values(step, eval_loss=0.5)
+        log.event("out_of_memory", 5)
+        log.event("resumed", 6)
+        log.write()
+    told = run("report", tmp_path / "a", tmp_path / "$b_{", "--png", tmp_path / "pictures")
+    assert told.exit_code == 0, told.exception
+    written = sorted((tmp_path / "pictures").iterdir())
+    assert [path.name for path in written] == ["01-loss.png", "02-odd-name.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000 for path in written)
+    assert [line for line in told.output.splitlines() if line.endswith(".png")] == [str(path) for path in written]
+
+
+def test_without_matplotlib_the_install_line_comes_before_any_work(tmp_path, monkeypatch):
+    lively(tmp_path / "a", steps=20)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(OptionalDependencyMissing, match=r"headway\[plots\]"):
+        raise run("report", tmp_path / "a", "--png", tmp_path / "pictures").exception
+    assert not (tmp_path / "a" / "report.html").exists()

@@ -1,0 +1,48 @@
+"""Where CUDA was first used. No GPU here: torch's queue of calls at that moment is run by hand (tests/gpu has the real one)."""
+
+import linecache
+import subprocess
+import sys
+
+from headway.launch import notebook
+from headway.runtime import origin
+
+CELL = "import torch\n\nmodel = start()\n"
+
+
+def test_the_cell_is_named(monkeypatch):
+    monkeypatch.setattr(origin, "_place", None)
+    path = "/tmp/ipykernel_1/123.py"
+    linecache.cache[path] = (len(CELL), None, CELL.splitlines(keepends=True), path)
+    exec(compile(CELL, path, "exec"), {"start": origin._note, "In": ["", "1 + 1", CELL]})
+    assert origin.first_use() == "line 3 of the cell In [2]: model = start()"
+    del linecache.cache[path]
+
+
+def test_a_line_of_a_script_is_named(monkeypatch):
+    monkeypatch.setattr(origin, "_place", None)
+    origin._note()
+    assert origin.first_use().startswith(f"{__file__}:")
+    assert origin.first_use().endswith("origin._note()")
+
+
+def test_torch_calls_it_at_its_first_use():
+    # torch's own queue, emptied as its initialisation does it.
+    code = (
+        "import torch, headway.runtime.device as d\nfrom headway.runtime import origin\nassert origin.first_use() is None\n"
+        "queued = [call for call, _ in torch.cuda._queued_calls]\nassert origin._note in queued\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_launch_says_what_is_taken(monkeypatch, capsys):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 << 30)
+    monkeypatch.setattr(origin, "_place", "line 3 of the cell In [2]: model.cuda()")
+    notebook._tell_what_is_taken()
+    told = capsys.readouterr().err
+    assert "since line 3 of the cell In [2]: model.cuda()" in told
+    assert "3.0 GiB less" in told

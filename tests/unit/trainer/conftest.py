@@ -1,0 +1,24 @@
+"""Fixtures of the Trainer's tests."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny operations wait for each other's threads on a machine that does other things too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collections() -> Iterator[None]:
+    """Each replay collects garbage; what is there already need not be looked through."""
+    gc.freeze()
+    yield
+    gc.unfreeze()

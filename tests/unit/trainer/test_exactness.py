@@ -1,0 +1,137 @@
+"""The Trainer's curve is that of a loop by hand and of transformers' Trainer, from the same weights, data and arguments."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from headway import Trainer, TrainingArguments
+from headway.trainer.collate import Collator
+from tests.unit.trainer.models import Net, Points, bert, classes, cross_entropy, llama, texts
+
+SAME = {
+    "per_device_train_batch_size": 4, "num_train_epochs": 2, "learning_rate": 0.01, "weight_decay": 0.1, "warmup_steps": 3,
+    "logging_steps": 1, "train_sampling_strategy": "sequential", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
+}  # fmt: skip
+
+
+def curve(trainer):
+    keys = ("loss", "grad_norm", "learning_rate", "epoch")
+    return [[entry[key] for key in keys] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def close(ours, theirs, tolerance=2e-4):
+    assert len(ours) == len(theirs) > 4
+    for a, b in zip(ours, theirs):
+        assert a == pytest.approx(b, rel=tolerance, abs=1e-6)
+
+
+def pair(tmp_path, make, data, collator=None, **more):
+    """Both Trainers, trained."""
+    ours = Trainer(make(), TrainingArguments(output_dir=tmp_path / "a", **SAME, **more), collator, data)
+    ours.train()
+    args = transformers.TrainingArguments(output_dir=tmp_path / "b", log_level="error", **SAME, **more)
+    theirs = transformers.Trainer(make(), args, collator or transformers.default_data_collator, data)
+    theirs.train()
+    return ours, theirs
+
+
+def test_a_classifier_is_that_of_transformers(tmp_path):
+    ours, theirs = pair(tmp_path, bert, classes())
+    close(curve(ours), curve(theirs))
+    for a, b in zip(ours.model.parameters(), theirs.model.parameters()):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_a_language_model_with_ragged_rows_and_windows_is_that_of_transformers(tmp_path):
+    """Rows of different lengths and ignored labels: each window is one mean over all of its labels."""
+    more = {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5, "lr_scheduler_type": "cosine"}
+    ours, theirs = pair(tmp_path, llama, texts(), Collator(pad_token_id=0), **more)
+    close(curve(ours), curve(theirs))
+
+
+def test_smoothed_labels_are_those_of_transformers(tmp_path):
+    ours, theirs = pair(tmp_path, bert, classes(), label_smoothing_factor=0.2)
+    close(curve(ours), curve(theirs))
+
+
+def by_hand(steps=2, batch=4):
+    model, data = Net(), Points(42)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    num_updates = 2 * 6
+
+    def factor(update):
+        return update / 3 if update < 3 else (num_updates - update) / (num_updates - 3)
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    found = []
+    for _ in range(2):
+        for start in range(0, 42, batch * steps):
+            x, y = data.x[start : start + batch * steps], data.y[start : start + batch * steps]
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            found.append([loss.item(), norm.item(), scheduler.get_last_lr()[0]])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return model, found
+
+
+def test_a_plain_module_is_the_loop_by_hand_in_any_windows(tmp_path):
+    """42 rows in batches of 4, two to a window: the last window of an epoch is a batch of 2 rows."""
+    wanted, found = by_hand()
+    same = {**SAME, "weight_decay": 0.0, "gradient_accumulation_steps": 2}
+    args = TrainingArguments(output_dir=tmp_path, **same)
+    trainer = Trainer(Net(), args, train_dataset=Points(42), loss_function=cross_entropy)
+    output = trainer.train()
+    close([entry[:3] for entry in curve(trainer)], found, 1e-5)
+    for a, b in zip(trainer.model.parameters(), wanted.parameters()):
+        assert torch.allclose(a, b, atol=1e-6)
+    assert output.global_step == len(found)
+    assert output.training_loss == pytest.approx(sum(loss for loss, *_ in found) / len(found))
+
+
+def test_the_curves_can_differ(tmp_path):
+    _, found = by_hand()
+    _, other = by_hand(steps=3)
+    with pytest.raises(AssertionError):
+        close(found[:14], other[:14], 1e-5)
+
+
+def test_evaluation_is_that_of_transformers(tmp_path):
+    def accuracy(prediction):
+        logits, labels = prediction
+        return {"accuracy": float((logits.argmax(-1) == labels).mean())}
+
+    data = classes(37)
+    ours = Trainer(bert(), TrainingArguments(output_dir=tmp_path, use_cpu=True, disable_tqdm=True), eval_dataset=data,
+                   compute_metrics=accuracy)  # fmt: skip
+    args = transformers.TrainingArguments(output_dir=tmp_path / "b", use_cpu=True, disable_tqdm=True, log_level="error")
+    theirs = transformers.Trainer(
+        bert(), args, transformers.default_data_collator, eval_dataset=data, compute_metrics=accuracy
+    )
+    a, b = ours.evaluate(), theirs.evaluate()
+    assert a["eval_loss"] == pytest.approx(b["eval_loss"], abs=1e-5)
+    assert a["eval_accuracy"] == b["eval_accuracy"]
+    assert set(a) <= set(b) | {"epoch"}
+    a, b = ours.predict(data), theirs.predict(data)
+    assert a.predictions == pytest.approx(b.predictions, abs=1e-5)
+    assert (a.label_ids == b.label_ids).all()
+    assert a.metrics["test_accuracy"] == b.metrics["test_accuracy"]
+
+
+def test_the_loss_of_an_evaluation_is_the_mean_over_all_labels(tmp_path):
+    model, data = llama(), texts(11)
+    trainer = Trainer(
+        model, TrainingArguments(output_dir=tmp_path, use_cpu=True, per_device_eval_batch_size=3), eval_dataset=data
+    )
+    total = count = 0
+    with torch.no_grad():
+        for row in data:
+            labels = torch.tensor([row["labels"]])
+            number = int((labels[:, 1:] != -100).sum())
+            if number:
+                total += model(input_ids=torch.tensor([row["input_ids"]]), labels=labels).loss.item() * number
+                count += number
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(total / count, rel=1e-5)

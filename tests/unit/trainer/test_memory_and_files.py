@@ -1,0 +1,140 @@
+"""The Trainer where memory runs out, what it writes and what it shows."""
+
+import json
+
+import pytest
+import torch
+
+from headway import Trainer, TrainerCallback
+from headway.errors import BatchSizeError, ConfigError, MemoryExhausted
+from headway.trainer.display import PrinterCallback, ProgressCallback
+from tests.unit.trainer.models import Net, Points, arguments, losses, make, texts, weights
+
+# ---------------------------------------------------------------- memory
+
+
+class Small(Net):
+    """Runs out of memory above some rows, in training."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most, self.seen = most, []
+
+    def forward(self, x):
+        if self.training:
+            self.seen.append(len(x))
+            if len(x) > self.most:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(x)
+
+
+def test_where_memory_runs_out_the_run_goes_on_in_pieces(tmp_path):
+    given = {"per_device_train_batch_size": 16, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
+    whole = make(tmp_path, data=Points(40), **given)
+    whole.train()
+    cut = make(tmp_path, Small(5), data=Points(40), auto_find_batch_size=True, **given)
+    cut.train()
+    assert losses(cut) == pytest.approx(losses(whole), abs=1e-6)
+    assert torch.allclose(weights(cut.model), weights(whole.model), atol=1e-6)
+    assert cut.model.seen[:6] == [16, 8, 4, 4, 4, 4]
+    assert cut.model.seen.count(16) == 1, "the run did not start again"
+    with pytest.raises(MemoryExhausted):
+        make(tmp_path, Small(0), auto_find_batch_size=True).train()
+
+
+def test_pieces_of_texts_are_weighed_by_their_labels(tmp_path):
+    from tests.unit.trainer.models import llama
+
+    class Tight(type(llama())):
+        def forward(self, input_ids=None, **kwargs):
+            if self.training and len(input_ids) > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return super().forward(input_ids=input_ids, **kwargs)
+
+    given = {"per_device_train_batch_size": 8, "train_sampling_strategy": "sequential", "remove_unused_columns": False}
+    whole = Trainer(llama(), arguments(tmp_path, **given), train_dataset=texts(16))
+    whole.train()
+    tight = llama()
+    tight.__class__ = Tight
+    cut = Trainer(tight, arguments(tmp_path, auto_find_batch_size=True, **given), train_dataset=texts(16))
+    cut.train()
+    assert losses(cut) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_the_largest_batch_is_searched_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path / "home"))
+    model = Small(13)
+    before = weights(model)
+    trainer = make(tmp_path, model, data=Points(64), per_device_train_batch_size="largest", save_strategy="epoch")
+    trainer.train()
+    assert trainer.state.train_batch_size == 13
+    assert trainer.state.global_step == 5
+    reference = make(tmp_path / "b", data=Points(64), per_device_train_batch_size=13)
+    assert torch.equal(before, weights(reference.model)), "both begin alike"
+    reference.train()
+    assert losses(trainer) == losses(reference), "trials leave no trace"
+    with pytest.raises(BatchSizeError):
+        make(tmp_path, Small(0), per_device_train_batch_size="largest").train()
+    with pytest.raises(ConfigError, match="on trial"):
+        Trainer(model, arguments(tmp_path, per_device_train_batch_size="largest"),
+                optimizers=(torch.optim.SGD(model.parameters()), None))  # fmt: skip
+
+
+# ---------------------------------------------------------------- files and what is shown
+
+
+def test_a_saved_model_is_read_by_transformers(tmp_path):
+    import transformers
+
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=60
+    )
+    model = transformers.BertForMaskedLM(config)
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=[{"input_ids": [1, 2], "labels": [3, -100]}] * 4)
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    again = transformers.BertForMaskedLM.from_pretrained(tmp_path / "saved")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    assert json.loads((tmp_path / "saved" / "training_args.json").read_text())["learning_rate"] == 0.01
+    trainer.save_metrics("train", {"a": 1.0})
+    assert json.loads((tmp_path / "run" / "train_results.json").read_text()) == {"a": 1.0}
+
+
+def test_a_bar_lines_and_a_table(tmp_path, capsys):
+    trainer = make(tmp_path, disable_tqdm=False, evaluation=Points(4), eval_strategy="epoch")
+    trainer.train()
+    shown = capsys.readouterr().err
+    assert "training: 5/5 | loss" in shown
+    assert "evaluation: 1/1" in shown
+    assert "samples per second" in shown
+    assert "last eval_loss" in shown
+    quiet = make(tmp_path, log_level="error", disable_tqdm=False)
+    quiet.train()
+    assert "samples per second" not in capsys.readouterr().err
+    assert isinstance(trainer.pop_callback(ProgressCallback), ProgressCallback)
+    assert trainer.pop_callback(ProgressCallback) is None
+    trainer.add_callback(PrinterCallback)
+    trainer.train()
+    assert "update 5: loss" in capsys.readouterr().out
+
+
+def test_rows_of_like_length_share_a_batch(tmp_path):
+    from tests.unit.trainer.models import llama
+
+    widths = []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args, state, control, train_dataloader, **kwargs):
+            for batch in train_dataloader:
+                widths.append([int((row != 0).sum()) for row in batch["input_ids"]])
+
+    rows = texts(64, 2, 40)
+    for grouped in (False, True):
+        Trainer(
+            llama(), arguments(tmp_path, group_by_length=grouped, max_steps=1), train_dataset=rows, callbacks=[Look]
+        ).train()
+    padding = [sum(max(batch) * len(batch) - sum(batch) for batch in half) for half in (widths[:16], widths[16:])]
+    assert padding[1] * 4 < padding[0]
+    assert sorted(width for batch in widths[16:] for width in batch) == sorted(len(row["input_ids"]) for row in rows)
+    assert max(widths[16]) == max(len(row["input_ids"]) for row in rows), "the longest comes first"

@@ -1,0 +1,468 @@
+"""The Trainer on one process: events, strategies, the best model, resuming, memory running out, one model after another."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from headway import EarlyStoppingCallback, Trainer, TrainerCallback
+from headway.errors import ConfigError, DataError, LossError
+from headway.tracking.runlog import read_run
+from headway.trainer.callbacks import EVENTS
+from tests.unit.trainer.models import (
+    Net,
+    Points,
+    WithLoss,
+    arguments,
+    bert,
+    classes,
+    cross_entropy,
+    losses,
+    make,
+    texts,
+    weights,
+)
+
+
+class Listener:
+    """Notes every event, with what is known at it."""
+
+    def __init__(self):
+        self.told = []
+
+    def __getattr__(self, name):
+        if name not in EVENTS:
+            raise AttributeError(name)
+
+        def note(args, state, control, **kwargs):
+            assert {"model", "optimizer", "lr_scheduler", "train_dataloader", "processing_class"} <= set(kwargs)
+            self.told.append((name.removeprefix("on_"), state.global_step))
+
+        return note
+
+
+# ---------------------------------------------------------------- the loop
+
+
+def test_events_come_as_the_docstring_draws_them(tmp_path):
+    listener = Listener()
+    given = {"gradient_accumulation_steps": 2, "eval_strategy": "epoch", "save_strategy": "epoch", "logging_steps": 2}
+    trainer = make(tmp_path, callbacks=[listener], data=Points(16), evaluation=Points(4), **given)
+    trainer.train()
+    update = ["step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end"]
+    names = [name for name, _ in listener.told]
+    assert names == [
+        "init_end", "train_begin", "epoch_begin", *update, *update, "log", "epoch_end", "prediction_step", "log", "evaluate", "save",
+        "log", "train_end",
+    ]  # fmt: skip
+    steps = dict(listener.told)
+    assert (steps["pre_optimizer_step"], steps["step_end"]) == (1, 2)
+    drawn = Trainer.__doc__
+    looped = [
+        "train_begin",
+        "epoch_begin",
+        "step_begin",
+        "pre_optimizer_step",
+        "optimizer_step",
+        "step_end",
+        "epoch_end",
+        "train_end",
+    ]
+    assert [name for name in dict.fromkeys(names) if name in looped] == looped
+    places = [drawn.index(f"on_{name}") for name in looped]
+    assert places == sorted(places)
+    assert all(event in drawn for event in EVENTS if event != "on_predict")
+
+
+def test_results_carry_what_notebooks_print(tmp_path):
+    from headway import print_summary
+
+    output = make(tmp_path).train()
+    wanted = {
+        "train_runtime",
+        "train_samples_per_second",
+        "train_steps_per_second",
+        "train_loss",
+        "epoch",
+        "train_memory_peak",
+    }
+    assert set(output.metrics) == wanted
+    assert output.metrics["train_memory_peak"] > 1 << 20
+    assert output.metrics["epoch"] == 1.0
+    step, loss, metrics = output
+    assert (step, loss) == (5, output.training_loss)
+    seconds = metrics["train_runtime"]
+    assert metrics["train_samples_per_second"] * seconds == pytest.approx(20, rel=0.01)
+    print_summary(output)
+
+
+def test_phases_of_memory_are_told_when_asked_for(tmp_path):
+    output = make(tmp_path, skip_memory_metrics=False, eval_strategy="epoch", evaluation=Points(4)).train()
+    assert {"train_memory_peak_forward", "train_memory_peak_backward", "train_memory_peak_evaluation"} <= set(
+        output.metrics
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "num_updates", "epoch"),
+    [({"num_train_epochs": 2}, 10, 2.0), ({"num_train_epochs": 0.5}, 3, 0.6), ({"max_steps": 7}, 7, 1.4),
+     ({"max_steps": 12, "gradient_accumulation_steps": 2}, 12, 4.0), ({"num_train_epochs": 0}, 0, 0.0)],
+    ids=["epochs", "half an epoch", "updates", "windows", "nothing"],
+)  # fmt: skip
+def test_how_long_it_trains(tmp_path, given, num_updates, epoch):
+    trainer = make(tmp_path, **given)
+    assert trainer.train().global_step == num_updates
+    assert trainer.state.epoch == pytest.approx(epoch)
+
+
+def test_a_batch_of_dicts_tuples_or_one_tensor(tmp_path):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(5))
+
+        def forward(self, x):
+            return (x - self.weight).square().mean()
+
+    x = Points(20).x
+    curves = []
+    for data, model, function in [
+        ([{"x": row, "labels": int(row.sum() > 0)} for row in x], WithLoss(), None),
+        ([{"x": row.tolist(), "label": int(row.sum() > 0), "name": "unused"} for row in x], WithLoss(), None),
+        ([{"x": row, "label": int(row.sum() > 0)} for row in x], Net(), cross_entropy),
+        (Points(20), Net(), cross_entropy), (TensorDataset(x, (x.sum(1) > 0).long()), WithLoss(), None),
+    ]:  # fmt: skip
+        trainer = Trainer(model, arguments(tmp_path), train_dataset=data, eval_dataset=data, loss_function=function)
+        trainer.train()
+        curves.append(losses(trainer))
+        assert trainer.evaluate()["eval_loss"] < 0.9
+    assert all(curve == pytest.approx(curves[0], abs=1e-6) for curve in curves[1:])
+    trainer = Trainer(Own(), arguments(tmp_path), train_dataset=list(x), eval_dataset=list(x))
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < x.square().mean()
+
+
+def test_datasets_of_hugging_face_lose_the_columns_that_forward_does_not_take(tmp_path):
+    from datasets import Dataset
+
+    rows = {"x": Points(20).x.tolist(), "label": Points(20).y.tolist(), "text": ["a"] * 20}
+    trainer = Trainer(WithLoss(), arguments(tmp_path), train_dataset=Dataset.from_dict(rows))
+    trainer.train()
+    plain = Trainer(WithLoss(), arguments(tmp_path), train_dataset=Points(20))
+    plain.train()
+    assert losses(trainer) == pytest.approx(losses(plain), abs=1e-6)
+    with pytest.raises(DataError, match="none of the dataset's columns"):
+        Trainer(WithLoss(), arguments(tmp_path), train_dataset=Dataset.from_dict({"text": ["a"]})).train()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from (Points(20)[index] for index in range(20))
+
+
+def test_a_stream_needs_a_number_of_updates(tmp_path):
+    trainer = make(tmp_path, data=Stream(), max_steps=8)
+    assert trainer.train().global_step == 8
+    with pytest.raises(ConfigError, match="set max_steps"):
+        make(tmp_path, data=Stream()).train()
+
+
+def test_what_is_missing_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="needs a model"):
+        Trainer(args=arguments(tmp_path))
+    with pytest.raises(ConfigError, match="two names"):
+        Trainer(Net(), arguments(tmp_path), compute_loss_func=cross_entropy, loss_function=cross_entropy)
+    with pytest.raises(DataError, match="no train_dataset"):
+        Trainer(Net(), arguments(tmp_path)).train()
+    with pytest.raises(DataError, match="no eval_dataset"):
+        make(tmp_path).evaluate()
+    with pytest.raises(LossError, match="returned no loss"):
+        Trainer(Net(), arguments(tmp_path), train_dataset=list(Points(8).x)).train()
+    with pytest.raises(DataError, match="is no dataset"):
+        Trainer(Net(), arguments(tmp_path), train_dataset=3.5).train()
+    with pytest.raises(ConfigError, match="is no callback"):
+        make(tmp_path, callbacks=[object()])
+
+
+def test_compute_loss_can_be_overridden_as_elsewhere(tmp_path):
+    class Doubled(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False):
+            outputs = model(inputs[0])
+            loss = 2 * cross_entropy(outputs, inputs[1])
+            return (loss, outputs) if return_outputs else loss
+
+    doubled = Doubled(Net(), arguments(tmp_path), train_dataset=Points(20), eval_dataset=Points(20))
+    doubled.train()
+    plain = make(tmp_path)
+    plain.train()
+    assert losses(doubled)[0] == pytest.approx(2 * losses(plain)[0])
+    assert doubled.evaluate()["eval_loss"] > plain.evaluate(Points(20))["eval_loss"]
+
+
+def test_a_loss_function_may_take_the_number_of_items(tmp_path):
+    seen = []
+
+    def function(outputs, labels, num_items_in_batch=None):
+        seen.append(num_items_in_batch)
+        return (
+            nn.functional.cross_entropy(outputs.logits.flatten(0, -2), labels.flatten(), reduction="sum")
+            / num_items_in_batch
+        )
+
+    from tests.unit.trainer.models import llama
+
+    rows = texts(8)
+    Trainer(llama(), arguments(tmp_path), train_dataset=rows, compute_loss_func=function).train()
+    assert sum(seen) == sum(label != -100 for row in rows for label in row["labels"][1:])
+
+
+def test_fp16_and_bf16_reach_the_accelerator(tmp_path):
+    trainer = make(tmp_path, bf16=True)
+    trainer.train()
+    assert trainer.accelerator.mixed_precision == "bf16"
+    assert losses(trainer)[-1] < losses(trainer)[0] * 1.2
+
+
+# ---------------------------------------------------------------- one model after another
+
+
+def test_consecutive_trainers_leave_the_model_as_it_was(tmp_path):
+    model = bert()
+    kind, layer = type(model), type(model.bert.encoder.layer[0])
+    for checkpointing in (True, False, True):
+        trainer = Trainer(
+            model, arguments(tmp_path, gradient_checkpointing=checkpointing, bf16=True), train_dataset=classes(8)
+        )
+        seen = []
+        trainer.add_callback(Peek(seen))
+        trainer.train()
+        assert seen == [checkpointing]
+        assert (type(model), type(model.bert.encoder.layer[0])) == (kind, layer)
+        assert not model.is_gradient_checkpointing
+        assert "forward" not in vars(model)
+        assert not model._forward_pre_hooks
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Peek(TrainerCallback):
+    def __init__(self, seen):
+        self.seen = seen
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        self.seen.append(model.is_gradient_checkpointing)
+
+
+def test_the_optimizers_memory_is_free_when_the_training_is_over(tmp_path):
+    held = []
+
+    class Hold(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer, **kwargs):
+            held[:] = [
+                weakref.ref(optimizer.optimizer),
+                *map(weakref.ref, optimizer.state[next(iter(optimizer.state))].values()),
+            ]
+
+    trainer = make(tmp_path, callbacks=[Hold])
+    trainer.train()
+    gc.collect()
+    assert len(held) > 2
+    assert [reference() for reference in held] == [None] * len(held)
+    assert trainer.optimizer is None
+
+
+def test_a_training_that_broke_off_leaves_the_model_as_it_was(tmp_path):
+    class Broken(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            raise KeyboardInterrupt
+
+    model = bert()
+    kind = type(model)
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(
+            model,
+            arguments(tmp_path, bf16=True, gradient_checkpointing=True),
+            train_dataset=classes(8),
+            callbacks=[Broken],
+        ).train()
+    assert type(model) is kind
+    assert not model.is_gradient_checkpointing
+    assert Trainer(model, arguments(tmp_path), train_dataset=classes(8)).train().global_step == 2
+
+
+def test_a_second_training_begins_anew(tmp_path):
+    def again():
+        return Net(0.5)
+
+    trainer = Trainer(
+        None, arguments(tmp_path), train_dataset=Points(20), model_init=again, loss_function=cross_entropy
+    )
+    first, second = trainer.train(), None
+    curve = losses(trainer)
+    second = trainer.train()
+    assert (first.global_step, second.global_step) == (5, 5)
+    assert losses(trainer) == curve
+
+
+def test_an_optimizer_of_ones_own_stays(tmp_path):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    trainer = Trainer(
+        model,
+        arguments(tmp_path),
+        train_dataset=Points(20),
+        loss_function=cross_entropy,
+        optimizers=(optimizer, scheduler),
+    )
+    trainer.train()
+    assert trainer.optimizer is optimizer
+    assert optimizer.param_groups[0]["lr"] == 0.5**6
+
+
+# ---------------------------------------------------------------- the best model, early stopping, plateaus
+
+
+class Scripted:
+    """Metrics that come as they were written down."""
+
+    def __init__(self, values):
+        self.values = iter(values)
+
+    def __call__(self, prediction):
+        return {"score": next(self.values)}
+
+
+BEST = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "score"}
+
+
+def test_the_best_weights_come_back_at_the_end(tmp_path):
+    noted = {}
+
+    class Note(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            noted[state.global_step] = weights(model)
+
+    values = [0.1, 0.9, float("nan"), 0.9, 0.3]
+    trainer = make(tmp_path, callbacks=[Note], evaluation=Points(4), metrics=Scripted(values), save_strategy="steps", save_steps=1,
+                   save_total_limit=1, load_best_model_at_end=True, **BEST)  # fmt: skip
+    trainer.train()
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.9, 2)
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint_1")
+    assert torch.equal(weights(trainer.model), noted[2])
+    assert not torch.equal(noted[2], noted[5])
+    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("checkpoint_*"))
+    assert left == ["checkpoint_1", "checkpoint_4"]
+
+
+def test_a_later_run_does_not_take_an_earlier_runs_best_for_its_own(tmp_path):
+    given = {"save_strategy": "best", "save_total_limit": 1, "load_best_model_at_end": True, **BEST}
+    make(tmp_path, evaluation=Points(4), metrics=Scripted([0.9, 0.95, 0.99, 0.1, 0.1]), **given).train()
+    trainer = make(tmp_path, evaluation=Points(4), metrics=Scripted([0.2, 0.6, 0.5, 0.4, 0.3]), **given)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint_4")
+    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("checkpoint_*"))
+    assert left == ["checkpoint_4"]
+
+
+def test_training_stops_when_nothing_gets_better(tmp_path):
+    stop = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=0.05)
+    trainer = make(
+        tmp_path, callbacks=[stop], evaluation=Points(4), metrics=Scripted([0.1, 0.5, 0.52, 0.54, 0.9]), **BEST
+    )
+    assert trainer.train().global_step == 4
+    with pytest.raises(ConfigError, match="metric of evaluations"):
+        make(tmp_path, callbacks=[EarlyStoppingCallback()]).train()
+    with pytest.raises(ConfigError, match="is not among the evaluation's metrics: eval_loss"):
+        make(tmp_path, evaluation=Points(4), **BEST).train()
+
+
+def test_a_plateau_lowers_the_rate(tmp_path):
+    trainer = make(tmp_path, evaluation=Points(4), metrics=Scripted([0.5, 0.4, 0.3, 0.2, 0.1]),
+                   lr_scheduler_type="reduce_lr_on_plateau",
+                   lr_scheduler_kwargs={"patience": 0, "factor": 0.5}, **BEST)  # fmt: skip
+    trainer.train()
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    assert rates == pytest.approx([0.01, 0.01, 0.005, 0.0025, 0.00125])
+
+
+# ---------------------------------------------------------------- resuming
+
+
+RESUMED = {"num_train_epochs": 3, "gradient_accumulation_steps": 2, "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 4,
+           "save_strategy": "steps", "save_steps": 2}  # fmt: skip
+
+
+class Stop(TrainerCallback):
+    """Ends the training like an error would, after an update."""
+
+    def __init__(self, step, event="on_step_end"):
+        self.step = step
+        setattr(self, event, self.fail)
+
+    def fail(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("stop", [3, 5, 7])
+def test_a_resumed_training_is_the_uninterrupted_one(tmp_path, stop):
+    """18 rows in batches of 4: the last window of an epoch is short, and dropout draws numbers."""
+
+    def build(name, callbacks=None):
+        return make(tmp_path / name, Net(0.3), callbacks, Points(18), Points(6), **RESUMED)
+
+    whole = build("a")
+    output = whole.train()
+    with pytest.raises(ZeroDivisionError):
+        build("b", [Stop(stop)]).train()
+    resumed = build("b")
+    again = resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    measured = ("runtime", "per_second", "memory")
+
+    def kept(trainer):
+        return [
+            {k: v for k, v in e.items() if not any(word in k for word in measured)} for e in trainer.state.log_history
+        ]
+
+    assert kept(resumed) == kept(whole)
+    assert (again.global_step, again.training_loss) == (output.global_step, output.training_loss)
+    log = read_run(tmp_path / "b" / "run")
+    curve = [(step, value) for step, _, value in log.values["loss"]]
+    assert curve == [(e["step"], e["loss"]) for e in whole.state.log_history if "loss" in e]
+
+
+def test_resuming_where_there_is_nothing_begins(tmp_path):
+    assert make(tmp_path).train(resume_from_checkpoint=True).global_step == 5
+    finished = make(tmp_path / "x", save_strategy="steps", save_steps=5)
+    finished.train()
+    again = make(tmp_path / "x", save_strategy="steps", save_steps=5)
+    assert again.train(resume_from_checkpoint=True).global_step == 5
+    folder = tmp_path / "x" / "run" / "checkpoints" / "checkpoint_0"
+    assert make(tmp_path / "x", num_train_epochs=2).train(resume_from_checkpoint=folder).global_step == 10
+
+
+def test_the_runs_log_has_everything(tmp_path):
+    trainer = make(tmp_path, evaluation=Points(4), eval_strategy="epoch", save_strategy="epoch")
+    trainer.train()
+    trainer.evaluate(metric_key_prefix="final")
+    run = read_run(tmp_path / "run")
+    names = {"loss", "learning_rate", "grad_norm", "epoch", "eval_loss", "memory", "memory_peak", "samples_per_second", "data_wait",
+             "train_loss", "final_loss"}  # fmt: skip
+    assert names <= set(run.values)
+    assert [value for _, _, value in run.values["loss"]] == losses(trainer)
+    assert [step for step, _, _ in run.values["loss"]] == [1, 2, 3, 4, 5]
+    assert any(event.name == "checkpoint" for event in run.events)
+    assert run.config["learning_rate"] == 0.01
+    again = make(tmp_path, logging_steps=4)
+    again.train()
+    assert [step for step, _, _ in read_run(tmp_path / "run").values["loss"]] == [4], "the earlier run is superseded"
+
+
+def test_trackers_are_fed(tmp_path):
+    pytest.importorskip("tensorboard")
+    make(tmp_path, report_to="tensorboard", num_train_epochs=0.2).train()
+    assert list(tmp_path.rglob("events.out.tfevents.*"))
