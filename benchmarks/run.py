@@ -24,6 +24,8 @@ QUESTIONS = {
     "device_map": "How long does placing a model on devices take?",
     "skeleton": "How long does building a model without memory take?",
     "big_model_load": "How long does a checkpoint of 1.6 GB take to load and place?",
+    "checkpoint": "What does a checkpoint of 400 MB cost, and a resume late in an epoch?",
+    "preemption_cost": "What does it cost a rank to be ready to stop?",
     "offload": "How fast is a forward with 23 of 24 blocks on disk?",
 }
 # what is told, question, our row, the peer's row, column
@@ -71,7 +73,8 @@ def table(question: str) -> str:
         lines.append(f"| {name} | {' | '.join(cells)} | {row['cpu']['repeats']} |")
     about = found["machine"]
     told = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in about.items())
-    return "\n".join([*lines, "", f"{found['date']}; {told}."])
+    note = [found["note"].rstrip(".") + ".", ""] if found.get("note") else []
+    return "\n".join([*lines, "", *note, f"{found['date']}; {told}."])
 
 
 def highlights() -> str:

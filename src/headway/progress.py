@@ -1,4 +1,4 @@
-"""Progress of a loop: a live bar on a terminal, one plain line per interval elsewhere, on one rank only."""
+"""Progress of a loop: a live bar on a terminal or in a notebook, one plain line per interval elsewhere; on one rank only."""
 
 import sys
 import time
@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from headway.notebook_bar import NotebookBar, in_notebook
 from headway.runtime.process import current
 from headway.units import format_bytes, format_seconds
 
@@ -23,6 +24,9 @@ class _Facts(ProgressColumn):
     def render(self, task: Task) -> Text:
         return Text(task.fields["facts"], style="dim")
 
+
+_BAR = 24
+_SEPARATOR = " | "
 
 # The bars that are live on this process's terminal; an inner loop adds a line to the outer one's.
 _live: list[Progress] = []
@@ -74,23 +78,40 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         for name, count in counts.items():
             self._counts[name] = self._counts.get(name, 0.0) + count
 
-    def facts(self) -> str:
-        """What stands behind the bar: count, values, rates, memory, time left."""
+    def facts(self, width: int | None = None) -> str:
+        """What stands behind the bar: count, values, rates, memory, time left.
+
+        Args:
+            width: characters there is room for; what matters least is left out until the rest fits. None: all of it.
+        """
+        parts = self._parts()
+        for least in sorted({rank for rank, _ in parts}, reverse=True):
+            text = _SEPARATOR.join(part for _, part in parts)
+            if width is None or len(text) <= width or not least:
+                return text
+            parts = [(rank, part) for rank, part in parts if rank < least]
+        return _SEPARATOR.join(part for _, part in parts)
+
+    def _parts(self) -> list[tuple[int, str]]:
+        """Each fact with its rank: 0 stays whatever happens, the highest goes first."""
         elapsed = max(time.monotonic() - self._start, 1e-9)
-        parts = [f"{self._num_done}/{self._total}" if self._total is not None else str(self._num_done)]
-        parts += [f"{name} {_number(value)}" for name, value in self._values.items()]
-        parts += [f"{count / elapsed:,.0f} {name}/s" for name, count in self._counts.items()]
+        parts = [(0, f"{self._num_done}/{self._total}" if self._total is not None else str(self._num_done))]
+        # The values shown first are those that are looked at.
+        parts += [(min(number, 1) * (3 + number), f"{name} {_number(value)}")
+                  for number, (name, value) in enumerate(self._values.items())]  # fmt: skip
+        parts += [(1, f"{count / elapsed:,.0f} {name}/s") for name, count in self._counts.items()]
         if not self._counts:
-            parts.append(f"{self._num_done / elapsed:,.1f}/s")
-        parts.append(format_bytes(_memory()))
-        parts += [source() for source in sources]
+            parts.append((1, f"{self._num_done / elapsed:,.1f}/s"))
+        parts.append((2, format_bytes(_memory())))
+        parts += [(3, source()) for source in sources]
         if self._total is not None and self._num_done >= self._total:
-            parts.append(f"in {format_seconds(elapsed)}")
+            parts.append((0, f"in {format_seconds(elapsed)}"))
         elif self._total is not None and self._num_done:
-            parts.append(f"{format_seconds(elapsed / self._num_done * max(0, self._total - self._num_done))} left")
+            left = elapsed / self._num_done * max(0, self._total - self._num_done)
+            parts.append((0, f"{format_seconds(left)} left"))
         else:
-            parts.append(format_seconds(elapsed))
-        return " | ".join(parts)
+            parts.append((0, format_seconds(elapsed)))
+        return parts
 
     def __len__(self) -> int:
         if self._total is None:
@@ -102,6 +123,9 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         self._counts.clear()
         if not self._is_shown:
             yield from self._iterable
+            return
+        if self._file is sys.stderr and in_notebook():
+            yield from self._in_cell()
             return
         console = Console(file=self._file)
         yield from self._on_terminal(console) if _is_live_possible(console) else self._in_lines()
@@ -118,14 +142,29 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
                 yield item
                 self._num_done += 1
                 if self._is_due(0.2):
-                    bars.update(task, completed=self._num_done, facts=self.facts())
+                    bars.update(task, completed=self._num_done, facts=self.facts(self._room(console)))
         finally:  # also where the loop broke off
-            bars.update(task, completed=self._num_done, facts=self.facts())
+            bars.update(task, completed=self._num_done, facts=self.facts(self._room(console)))
             if is_outermost:
                 bars.stop()
                 _live.remove(bars)
             else:
                 bars.remove_task(task)
+
+    def _in_cell(self) -> Iterator[Item]:
+        bar = NotebookBar()
+        try:
+            for item in self._iterable:
+                yield item
+                self._num_done += 1
+                if self._is_due(0.2):
+                    bar.show(self._description, self._num_done, self._total, self.facts())
+        finally:
+            bar.show(self._description, self._num_done, self._total, self.facts())
+
+    def _room(self, console: Console) -> int:
+        """Characters behind the description and the bar."""
+        return console.width - len(self._description) - _BAR - 3
 
     def _in_lines(self) -> Iterator[Item]:
         last, num_told = self._start, -1
@@ -158,7 +197,8 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
 def _new_bars(console: Console) -> Progress:
     facts = _Facts(table_column=Column(no_wrap=True, overflow="ellipsis"))
     return Progress(
-        TextColumn("{task.description}"), BarColumn(bar_width=24), facts, console=console, refresh_per_second=4,
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)), BarColumn(bar_width=_BAR), facts,
+        console=console, refresh_per_second=4,
         # Lines printed in the loop go above the bar, but not where standard output is a file of its own.
         redirect_stdout=sys.stdout.isatty(), redirect_stderr=sys.stderr.isatty(),
     )  # fmt: skip

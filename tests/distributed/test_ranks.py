@@ -258,7 +258,7 @@ def test_a_model_under_ddp_is_still_the_users(tmp_path):
         before, after = out["compiled"]
         assert before == after
         assert first["compiled"] == out["compiled"]
-    assert sorted(path.name for path in tmp_path.glob("profile_*")) == ["profile_0.json", "profile_1.json"]
+    assert sorted(path.name for path in tmp_path.glob("profile_*.json")) == ["profile_0.json", "profile_1.json"]
     saved = load_file(tmp_path / "weights" / "model.safetensors")
     assert saved["layer.weight"].tolist() == first["state"]["layer.weight"]
 

@@ -67,3 +67,21 @@ def test_which_ranks_show(monkeypatch, rank, local_rank, main_only, is_heard):
     out = io.StringIO()
     assert list(track(range(2), main_process_only=main_only, file=out)) == [0, 1]
     assert bool(out.getvalue()) is is_heard
+
+
+def test_what_matters_least_is_left_out_where_there_is_no_room():
+    bar = track(range(4), description="training", file=io.StringIO())
+    bar.show(loss=0.5, learning_rate=0.001, grad_norm=2.0)
+    for _ in bar:
+        pass
+    parts = bar._parts()
+    bar._parts = lambda: parts  # rates change while we look
+    whole = bar.facts()
+    assert [bar.facts(len(whole)), bar.facts(10_000)] == [whole, whole]
+    assert whole.startswith("4/4 | loss 0.5 | learning_rate 0.001 | grad_norm 2 | ")
+    shorter = bar.facts(len(whole) - 1)
+    assert "grad_norm" not in shorter
+    assert "learning_rate" in shorter
+    assert bar.facts(5).startswith("4/4 | loss 0.5 | in ")
+    lengths = [len(bar.facts(width)) for width in range(30, len(whole) + 1)]
+    assert all(length <= width for length, width in zip(lengths, range(30, len(whole) + 1)))

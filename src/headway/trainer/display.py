@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from headway.notebook_bar import NotebookTable, in_notebook
 from headway.progress import track
 from headway.trainer.callbacks import TrainerCallback, TrainerControl, TrainerState
 from headway.trainer.results import format_line, format_value
@@ -32,6 +33,7 @@ class ProgressCallback(TrainerCallback):
         self._bar: track[int] | None = None
         self._steps: Iterator[int] | None = None
         self._evaluation: Iterator[int] | None = None
+        self._table: NotebookTable | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Show the bar; a resumed run's is over the updates that are left."""
@@ -40,6 +42,7 @@ class ProgressCallback(TrainerCallback):
             self._bar = track(left, description="training" if not state.global_step else f"training from {left.start}")
             self._steps = iter(self._bar)
             next(self._steps, None)
+            self._table = NotebookTable() if in_notebook() else None
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Move it."""
@@ -48,6 +51,8 @@ class ProgressCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Put the values behind the bar."""
+        if self._table is not None:
+            self._table.show(_history(state))
         if self._bar is not None:
             shown = {name: value for name, value in kwargs["logs"].items() if not name.endswith(_OF_SPEED)}
             self._bar.show(**{name: value for name, value in shown.items() if isinstance(value, int | float | str)})
@@ -85,6 +90,19 @@ class ProgressCallback(TrainerCallback):
         self._end_evaluation()
         _close(self._steps)
         self._steps = self._bar = None
+
+
+def _history(state: TrainerState) -> list[dict[str, str]]:
+    """What was logged, a row for each update: losses, and what evaluations found."""
+    rows: dict[int, dict[str, str]] = {}
+    for entry in state.log_history:
+        step = int(entry["step"])
+        kept = {name: value for name, value in entry.items()
+                if name == "loss" or (name.startswith("eval_") and not name.endswith(_OF_SPEED))}  # fmt: skip
+        if kept:
+            row = rows.setdefault(step, {"update": str(step)})
+            row |= {name: format_value(name, value) for name, value in kept.items()}
+    return list(rows.values())
 
 
 def _close(steps: Iterator[int] | None) -> None:

@@ -97,6 +97,7 @@ def test_only_the_main_thread_may_ask():
 
 
 def test_a_forked_child_is_ended_by_the_signal_and_the_parent_hears_nothing(flags):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     flags.start()
     reader, writer = os.pipe()
     child = os.fork()

@@ -1,0 +1,44 @@
+"""Progress in a real Jupyter kernel: a bar and the Trainer's table, each drawn anew in its own place."""
+
+import re
+
+import pytest
+
+nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel (pip install headway[dev])")
+nbformat = pytest.importorskip("nbformat", reason="needs nbformat, which comes with nbclient")
+
+CELLS = ["""
+from headway import track
+bar = track(["a", "b"], description="a <loop>")
+for item in bar:
+    bar.show(loss=0.5)
+""", """
+import torch
+from headway import Trainer, TrainingArguments
+rows = [{"x": torch.ones(4), "labels": torch.ones(1)} for _ in range(8)]
+args = TrainingArguments("run", per_device_train_batch_size=2, num_train_epochs=2, eval_strategy="epoch", logging_steps=2,
+                         save_strategy="no", report_to="none", use_cpu=True)
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x)
+Trainer(Model(4, 1), args, train_dataset=rows, eval_dataset=rows, loss_function=torch.nn.functional.mse_loss).train()
+"""]  # fmt: skip
+
+
+def drawn(cell):
+    return ["".join(output["data"].get("text/html", "")) for output in cell.outputs if output.output_type == "display_data"]
+
+
+def test_a_bar_and_a_table_in_their_place(tmp_path):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS])
+    client = nbclient.NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}})
+    done = client.execute()
+    (bar,) = drawn(done.cells[0])  # drawn twice and more, in one place
+    assert 'value="2" max="2"' in bar
+    assert "a &lt;loop&gt;" in bar
+    assert "2/2 | loss 0.5" in bar
+    shown = drawn(done.cells[1])
+    assert any('value="8" max="8"' in one and "training" in one for one in shown)
+    (table,) = [one for one in shown if "<table>" in one and "eval_loss" in one]
+    assert re.findall(r"<tr><td>(\d+)</td>", table) == ["2", "4", "6", "8"]
+    assert "<th>loss</th>" in table
