@@ -26,7 +26,9 @@ Trainer(Model(4, 1), args, train_dataset=rows, eval_dataset=rows, loss_function=
 
 
 def drawn(cell):
-    return ["".join(output["data"].get("text/html", "")) for output in cell.outputs if output.output_type == "display_data"]
+    return [
+        "".join(output["data"].get("text/html", "")) for output in cell.outputs if output.output_type == "display_data"
+    ]
 
 
 def test_a_bar_and_a_table_in_their_place(tmp_path):
