@@ -39,8 +39,11 @@ except KeyboardInterrupt:
 )
 def test_no_rank_outlives_the_cell(tmp_path: Path, end: Callable[[int], None]) -> None:
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
+    # A shell's background jobs ignore SIGINT, and what they start inherits that; a kernel does not.
+    heard = signal.signal(signal.SIGINT, signal.default_int_handler)
     notebook = subprocess.Popen([sys.executable, "notebook.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
                                 start_new_session=True)  # fmt: skip
+    signal.signal(signal.SIGINT, heard)
     assert notebook.stdout is not None
     started: list[psutil.Process] = []
     try:
