@@ -2,7 +2,7 @@
 
 Every variant runs in processes of its own. Memory is the highest sum of all live tensors, counted from the allocator's events, so
 neither the program nor freed heap pages are in it. Time is CPU time, on one thread, of the second update of the same global
-batch of 8 x 64 tokens.
+batch of 8 x 256 tokens.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.run import fill
 from benchmarks.timing import FOLDER, machine, num_repeats, save
 
-BATCH, LENGTH, VOCABULARY = 8, 64, 8000
+BATCH, LENGTH, VOCABULARY = 8, 256, 8000
 TOKENS = f"an update sees {BATCH} sequences of {LENGTH} tokens"
 
 

@@ -145,12 +145,12 @@ def test_another_world_sees_the_same_samples_in_the_same_order(tmp_path):
         assert told[1:] == (["accumulation 1 -> 2 to keep the global batch of 6"] if world_size == 1 else [])
 
 
-SIZE = 7  # 2 ranks x 7 samples x 2 micro-batches: no whole number of steps of 3 ranks makes 28
+SIZE = 5  # 2 ranks x 5 samples x 4 micro-batches: no whole number of steps of 3 ranks makes 40
 
 
 class Plain(Dataset):
     def __len__(self):
-        return 100
+        return 106
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
@@ -160,7 +160,7 @@ class Plain(Dataset):
 
 class Streamed(IterableDataset):
     def __iter__(self):
-        return (Plain()[index] for index in range(100))
+        return (Plain()[index] for index in range(106))
 
 
 def ragged(root, stop_after, kind):
@@ -176,7 +176,7 @@ def ragged(root, stop_after, kind):
     loading = DataLoaderConfiguration(dispatch_batches=kind == "dispatch", even_batches=False)
     project = ProjectConfiguration(root, automatic_checkpoint_naming=True)
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=2, dataloader_config=loading, project_config=project
+        cpu=True, gradient_accumulation_steps=4, dataloader_config=loading, project_config=project
     )
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     restored = accelerator.resume("latest")
@@ -204,7 +204,7 @@ KINDS = ("map", "drop", "stream", "dispatch")
 
 def both_ragged(root):
     """The whole run, and the beginning of one."""
-    return {kind: (ragged(f"{root}/{kind}/whole", None, kind), ragged(f"{root}/{kind}/cut", 3, kind)) for kind in KINDS}
+    return {kind: (ragged(f"{root}/{kind}/whole", None, kind), ragged(f"{root}/{kind}/cut", 2, kind)) for kind in KINDS}
 
 
 def rest_ragged(root, stop_after):
@@ -222,16 +222,16 @@ def check_same(kind, whole, parts):
 def test_a_global_batch_that_does_not_divide_is_split_raggedly(tmp_path):
     begun = run_ranks(both_ragged, 2, str(tmp_path))[0]
     # On three ranks, three again as after a kill, and one.
-    rest = [run_ranks(rest_ragged, world, str(tmp_path), stop)[0] for world, stop in [(3, 6), (3, 8), (1, None)]]
+    rest = [run_ranks(rest_ragged, world, str(tmp_path), stop)[0] for world, stop in [(3, 4), (3, 5), (1, None)]]
     for kind in KINDS:
         (whole, _), first = begun[kind]
         parts = [first, *(each[kind] for each in rest)]
         check_same(kind, whole, [updates for updates, _ in parts])
         told = [differences for _, differences in parts]
-        assert told[1][-1] == "the global batch of 28 samples is split unevenly among the ranks"
-        assert told[2] == told[1][1:]
+        assert told[1][-1] == "the global batch of 40 samples is split unevenly among the ranks"
+        assert told[2] == told[1][-1:]
         assert told[3][0].startswith("world 3 -> 1")
-        assert any("to keep the global batch of 28" in line for line in told[3])
+        assert any("to keep the global batch of 40" in line for line in told[3])
 
 
 def test_a_killed_run_that_is_restarted_ends_as_if_nothing_had_happened(tmp_path):

@@ -7,6 +7,7 @@ import psutil
 import torch
 
 from headway.errors import DeviceMapError, HeadwayError
+from headway.launch.control_group import control_groups
 from headway.log import get_logger
 from headway.runtime.device import Hardware, detect
 from headway.units import parse_bytes
@@ -107,40 +108,11 @@ def _free_on(hardware: Hardware, index: int) -> int:
     return free + max(0, cached)
 
 
-def available_memory() -> int:
-    """Bytes of main memory that this process may still take, within the machine's and its container's limits."""
-    rooms = [int(psutil.virtual_memory().available)]
-    for limit, used, reclaimable in _GROUPS:
-        limited, taken = _number(limit), _number(used)
-        if limited is not None and taken is not None and limited < UNLIMITED // 2:
-            rooms.append(max(0, limited - taken + _inactive_file(reclaimable)))
-    return min(rooms)
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes of main memory that this process may still take, within the machine's and its container's limits.
 
-
-# Limit, use and statistics of this process's control group: version 2 and version 1, as a container sees its own.
-_GROUPS = tuple(
-    (Path("/sys/fs/cgroup") / folder / limit, Path("/sys/fs/cgroup") / folder / used, Path("/sys/fs/cgroup") / folder / "memory.stat")
-    for folder, limit, used in (
-        ("", "memory.max", "memory.current"),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    )
-)  # fmt: skip
-
-
-def _number(path: Path) -> int | None:
-    """The number in a control file; None where there is none, or it says "max"."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
-
-
-def _inactive_file(path: Path) -> int:
-    """Page cache that the kernel gives back when asked: it does not count as taken."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    found = dict(line.split(maxsplit=1) for line in lines if " " in line)
-    return int(found.get("inactive_file", 0))
+    Args:
+        root: where `proc` and `sys` lie, for the limits.
+    """
+    rooms = [room for group in control_groups(root) if (room := group.room) is not None]
+    return min([int(psutil.virtual_memory().available), *rooms])

@@ -53,8 +53,8 @@ class WindowSplit:
 
     def num_rounds(self, length: int) -> int:
         """Rounds of an order of `length` samples."""
-        full, rest = divmod(length - length % self.unit, self.window)
-        return full * self.num_rounds_each + self._num_in(rest)
+        full, rest = divmod(length, self.window)
+        return full * self.num_rounds_each + self._num_in(rest - rest % self.unit)
 
     def start(self, order: Sequence[Any] | Iterator[Any], consumed: int = 0, num_skipped: int = 0) -> Start:
         """The epoch after `consumed` samples, which begins a window there, or after `num_skipped` rounds."""
@@ -72,7 +72,10 @@ class WindowSplit:
         else:
             windows = (order[begin : begin + self.window] for begin in range(consumed, len(order), self.window))
         for window in windows:
-            if length := len(window) - len(window) % self.unit:
+            length = len(window)
+            if length < self.window:
+                length -= length % self.unit
+            if length:
                 yield window[:length]
 
     def _rounds(self, window: Sequence[Any]) -> Iterator[Sequence[Any]]:

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import sys
 import sysconfig
 import time
 import traceback
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from headway.launch.control_group import control_groups
 from headway.units import format_bytes
 
 # What a rank says when another one has left it alone in a collective: a consequence, not a cause.
@@ -278,7 +278,7 @@ class MemoryWatch:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
-        self._folder = _memory_cgroup(root)
+        self._group = next((group for group in control_groups(root) if group.num_kills is not None), None)
         self._before = self._num_kills()
 
     def verdict(self) -> str:
@@ -287,51 +287,18 @@ class MemoryWatch:
         if kills <= 0:
             return ""
         text = "the kernel's out-of-memory killer sent it, as the host's memory ran out"
-        peak = self._number("memory.peak", "memory.max_usage_in_bytes")
-        limit = self._number("memory.max", "memory.limit_in_bytes")
-        if peak is not None and limit is not None and limit < 2**60:
+        peak, limit = (None, None) if self._group is None else (self._group.peak, self._group.limit)
+        if peak is not None and limit is not None:
             text += f" (this container's peak: {format_bytes(peak)} of {format_bytes(limit)})"
         elif peak is not None:
             text += f" (peak: {format_bytes(peak)})"
         return text + "; use fewer processes or data-loading workers, or a smaller batch"
 
     def _num_kills(self) -> int:
-        texts = [_text(self._folder / name) for name in ("memory.events", "memory.oom_control")] if self._folder else []
-        texts.append(_text(self._root / "proc/vmstat"))
-        counts = [
-            int(match[1]) for text in texts for match in [re.search(r"^oom_kill (\d+)", text, re.MULTILINE)] if match
-        ]
-        return max(counts, default=0)
-
-    def _number(self, *names: str) -> int | None:
-        for name in names:
-            text = _text(self._folder / name).strip() if self._folder else ""
-            if text.isdecimal():
-                return int(text)
-        return None
-
-
-def _memory_cgroup(root: Path) -> Path | None:
-    """The folder of this process's memory cgroup, of version 2 or 1."""
-    mounted = root / "sys/fs/cgroup"
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = (line.split(":", 2) + ["", ""])[:3]
-        base = (
-            mounted if (number, controllers) == ("0", "") else mounted / "memory" if controllers == "memory" else None
-        )
-        if base is None:
-            continue
-        # Inside a container the path is the host's, and the container's own group is what is mounted.
-        for folder in (base / path.lstrip("/"), base):
-            if (folder / "memory.events").exists() or (folder / "memory.oom_control").exists():
-                return folder
-    return None
-
-
-def _text(path: Path) -> str:
-    if sys.platform != "linux" and str(path).startswith("/proc"):
-        return ""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+        try:
+            counters = (self._root / "proc/vmstat").read_text()
+        except OSError:
+            counters = ""
+        on_the_host = re.search(r"^oom_kill (\d+)", counters, re.MULTILINE)
+        in_the_group = None if self._group is None else self._group.num_kills
+        return max(int(on_the_host[1]) if on_the_host else 0, in_the_group or 0)

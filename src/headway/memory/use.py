@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from headway import optional
+from headway.launch.control_group import control_groups
 from headway.runtime import process
 from headway.runtime.device import HARDWARE, Hardware
 
@@ -121,43 +122,8 @@ def control_group(root: Path = Path("/")) -> tuple[int | None, int]:
     Returns:
         (limit in bytes or None, bytes held under that limit).
     """
-    lowest, held = None, 0
-    for folder, names in _memory_groups(root):
-        limit, use = (_number(folder / name) for name in names)
-        # Version 1 writes a huge number where there is no limit.
-        if limit is not None and limit < 1 << 60 and (lowest is None or limit < lowest):
-            lowest, held = limit, use or 0
-    return lowest, held
-
-
-def _memory_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str]]]:
-    mounted = root / "sys/fs/cgroup"
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:
-            base, names = mounted, ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            base, names = mounted / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        # Inside a container the path may be the host's, which is not mounted; the base is then the group itself.
-        folder = base / path.lstrip("/")
-        while folder != base.parent:
-            yield folder, names
-            folder = folder.parent
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
+    limited = [(limit, group.held or 0) for group in control_groups(root) if (limit := group.limit) is not None]
+    return min(limited, key=lambda found: found[0], default=(None, 0))
 
 
 # ---------------------------------------------------------------- devices

@@ -69,7 +69,12 @@ class GlobalBatch:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
-        return {"asked": self.asked(), "sizes": self.sizes(), "trained": self._trained()}
+        return {"asked": self.asked(), "sizes": self.sizes(), "units": self._units(), "trained": self._trained()}
+
+    def _units(self) -> list[int | None]:
+        """For each loader, what an incomplete end of an epoch is dropped by where it has drop_last."""
+        windows = {} if self._plan is None else self._plan.windows
+        return [windows[index][1] if index in windows else each.step_size for index, each in enumerate(self._loaders)]
 
     def size(self) -> int | None:
         """Samples of one update; None where they vary."""
@@ -95,7 +100,7 @@ class GlobalBatch:
             is_same_world and [saved["asked"][index] for index in trained] != [asked[index] for index in trained]
         )
         if is_kept and wanted and all(wanted.values()) and all(asked[index] for index in trained):
-            found = self._find(wanted, about["accumulation"])
+            found = self._find(wanted, saved["units"])
             if found is not None:
                 if found.num_steps != about["accumulation"]:
                     found.lines.insert(
@@ -106,19 +111,26 @@ class GlobalBatch:
         now = next((asked[index] for index in trained), None)
         return Plan(steps, lines=[] if before == now else [f"global batch {before} -> {now}"], is_kept=False)
 
-    def _find(self, wanted: Mapping[int, int], accumulation: int) -> Plan | None:
+    def _find(self, wanted: Mapping[int, int], units: Sequence[int]) -> Plan | None:
+        """The plan with the fewest steps that gives each loader's updates `wanted` samples; None where none does."""
         full = {index: self._loaders[index].step_size or 1 for index in wanted}
         fewest = max(-(-size // full[index]) for index, size in wanted.items())
-        if all(size == fewest * full[index] for index, size in wanted.items()):
-            return Plan(fewest)
-        if not self._accumulation.sync_with_loader:
-            return None  # a window that goes on in the next epoch has no samples of its own
+        is_even = all(size == fewest * full[index] for index, size in wanted.items())
+        plain = Plan(fewest) if is_even else None
+        is_exact = is_even and not any(self._drops(index) and units[index] != full[index] for index in wanted)
+        # Windows that go on in the next epoch have no samples of their own.
+        if is_exact or not self._accumulation.sync_with_loader:
+            return plain
+        sizes = " and ".join(map(str, wanted.values()))
+        told = [] if is_even else [f"the global batch of {sizes} samples is split unevenly among the ranks"]
         for steps in range(fewest, _REACH * fewest + 1):
             if all(self._loaders[index].fits_window(size, steps) for index, size in wanted.items()):
-                windows = {index: (size, size // accumulation) for index, size in wanted.items()}
-                sizes = " and ".join(map(str, wanted.values()))
-                return Plan(steps, windows, [f"the global batch of {sizes} samples is split unevenly among the ranks"])
-        return None
+                return Plan(steps, {index: (size, units[index]) for index, size in wanted.items()}, told)
+        return plain
+
+    def _drops(self, index: int) -> bool:
+        loader = self._loaders[index]
+        return bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
 
     def carry_out(self, plan: Plan) -> None:
         """Go on by the plan; before the loaders take up their positions."""

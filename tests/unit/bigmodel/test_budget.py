@@ -30,15 +30,15 @@ def test_the_machine_is_measured():
     assert len(found) == 1 + torch.cuda.device_count()
 
 
-def test_a_containers_limit_counts(tmp_path, monkeypatch):
+def test_a_containers_limit_counts(tmp_path):
+    folder = tmp_path / "sys/fs/cgroup"
     files = {"memory.max": "1000000", "memory.current": "700000", "memory.stat": "anon 5\ninactive_file 200000\n"}
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    group = tuple(tmp_path / name for name in files)
-    monkeypatch.setattr(budget, "_GROUPS", (group,))
-    assert budget.available_memory() == 500_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert budget.available_memory() > 500_000
+    for path, text in [(tmp_path / "proc/self/cgroup", "0::/\n"), *((folder / name, files[name]) for name in files)]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert budget.available_memory(tmp_path) == 500_000
+    (folder / "memory.max").write_text("max\n")
+    assert budget.available_memory(tmp_path) > 500_000
 
 
 def test_devices():

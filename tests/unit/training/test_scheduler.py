@@ -91,6 +91,31 @@ def test_ticks_of_an_update(rule: Any, one: int, window_of_3: int) -> None:
     assert (rule.ticks(1), rule.ticks(3)) == (one, window_of_3)
 
 
+@pytest.mark.parametrize(
+    ("options", "saved", "wanted"),
+    [
+        # 2 processes with windows of 3 ticked 6 times for a full window; the last window here is half of one.
+        ({"adjust_scheduler_to_accumulation": True}, (2, 3), [100, 100, 100, 94, 94, 94, 94, 88, 88, 85]),
+        ({"adjust_scheduler_to_accumulation": True}, (1, 4), [100, 100, 100, 96, 96, 96, 96, 92, 92, 90]),
+        ({}, (2, 3), [100, 100, 100, 98, 98, 98, 98, 96, 96, 94]),
+        ({"scheduler_ticks": "updates"}, (2, 3), [100, 100, 100, 99, 99, 99, 99, 98, 98, 97]),
+    ],
+)
+def test_a_resumed_run_ticks_as_before(options: dict[str, Any], saved: tuple[int, int], wanted: list[float]) -> None:
+    parts = build(gradient_accumulation_steps=4, **options)
+    parts[0]._preparation.keep_ticks(*saved)
+    assert parts[0]._preparation.tick_base == saved
+    assert curve(*parts) == wanted
+
+
+def test_ticks_kept_twice_are_those_of_the_first_run() -> None:
+    """A checkpoint of a resumed run names the base of the run it resumed."""
+    accelerator, *parts = build(gradient_accumulation_steps=4, adjust_scheduler_to_accumulation=True)
+    accelerator._preparation.keep_ticks(3, 1)
+    accelerator._preparation.keep_ticks(2, 3)
+    assert curve(accelerator, *parts)[3] == 94
+
+
 def test_which_rule_the_settings_mean() -> None:
     assert choose_rule(None, False, 3) == PerProcessTicks(3)
     assert choose_rule(None, True, 3) == MicroBatchTicks(3)
