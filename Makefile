@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Without bytecode on disk every process of the suite would compile the library anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test again check unit docs bench cluster clean
 
 setup: $(STAMP)
@@ -24,7 +27,7 @@ check: setup
 	$(BIN)/lint-imports --no-cache
 
 unit: setup
-	$(BIN)/pytest -q tests/unit tests/house
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" tests/unit tests/house
 
 test: check
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slurm" tests || $(MAKE) --no-print-directory again

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TextIO, TypeVar
 
 import psutil
@@ -12,6 +12,7 @@ from rich.table import Column
 from rich.text import Text
 
 from headway.notebook_bar import NotebookBar, in_notebook
+from headway.runtime import facts
 from headway.runtime.process import current
 from headway.units import format_bytes, format_seconds
 
@@ -30,9 +31,6 @@ _SEPARATOR = " | "
 
 # The bars that are live on this process's terminal; an inner loop adds a line to the outer one's.
 _live: list[Progress] = []
-
-# What else stands behind every bar, such as the peak that a MemoryMonitor measures.
-sources: list[Callable[[], str]] = []
 
 
 class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
@@ -103,7 +101,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         if not self._counts:
             parts.append((1, f"{self._num_done / elapsed:,.1f}/s"))
         parts.append((2, format_bytes(_memory())))
-        parts += [(3, source()) for source in sources]
+        parts += [(3, source()) for source in facts.sources]
         if self._total is not None and self._num_done >= self._total:
             parts.append((0, f"in {format_seconds(elapsed)}"))
         elif self._total is not None and self._num_done:

@@ -1,5 +1,6 @@
 """The command line never imports torch or numpy, and what it imports stays small."""
 
+import ast
 import subprocess
 import sys
 
@@ -67,3 +68,30 @@ def test_the_package_itself(tmp_path):
     code = "import headway, sys; print(sorted(set(sys.modules) & {'torch', 'numpy', 'click', 'rich'}))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_python_path(), timeout=60)
     assert ran.stdout == "[]\n", ran.stderr
+
+
+def test_the_accelerator_imports_little_beyond_torch(tmp_path):
+    """torch's compiler and what trackers, models and data sets need take longer to import than torch itself."""
+    code = (
+        "import sys, torch; before = set(sys.modules); from headway import Accelerator; Accelerator(cpu=True); "
+        "print(sorted({'.'.join(name.split('.')[:2]) for name in set(sys.modules) - before}))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_python_path(), timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    allowed = {"torch.distributed", "torch.utils"}
+    others = {
+        "transformers",
+        "accelerate",
+        "datasets",
+        "pandas",
+        "sympy",
+        "click",
+        "huggingface_hub",
+        "matplotlib",
+        "wandb",
+        "mlflow",
+    }
+    found = set(ast.literal_eval(ran.stdout))
+    assert "headway.accelerator" in found
+    assert {name for name in found if name.startswith("torch.")} <= allowed
+    assert not {name.partition(".")[0] for name in found} & others

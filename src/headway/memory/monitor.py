@@ -9,12 +9,11 @@ from typing import Any, Protocol
 import psutil
 import torch
 
-from headway import progress
 from headway.errors import StateError
 from headway.memory.oom import is_out_of_memory
 from headway.memory.report import explain
 from headway.memory.use import host_peak, memory_use
-from headway.runtime import phases, process
+from headway.runtime import facts, phases, process
 from headway.runtime.device import HARDWARE, Hardware
 from headway.units import format_bytes
 
@@ -171,8 +170,8 @@ class MemoryMonitor:
         self._stack.callback(self._end, meter)
         if self._by_phase:
             self._stack.enter_context(phases.listening(self._begin))
-        progress.sources.append(self._fact)
-        self._stack.callback(progress.sources.remove, self._fact)
+        facts.sources.append(self._fact)
+        self._stack.callback(facts.sources.remove, self._fact)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:

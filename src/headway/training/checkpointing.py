@@ -8,7 +8,7 @@ Source of the idea: Chen et al., Training Deep Nets with Sublinear Memory Cost, 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -171,7 +171,7 @@ def _outermost(
 def _function(plan: ActivationCheckpointing, offload: bool) -> Callable[..., Any] | None:
     """What calls a block's forward; None where nothing is left to do."""
     if plan.policy == "keep_all":
-        return partial(_offloaded, _call) if offload else None
+        return partial(_offload(), _call) if offload else None
     options: dict[str, Any] = {"use_reentrant": False}
     policy = _keeper(_MATMUL + _ATTENTION) if plan.policy == "keep_matmul" else plan.policy
     policy = _keeper(_ATTENTION) if policy == "keep_attention" else policy
@@ -179,7 +179,7 @@ def _function(plan: ActivationCheckpointing, offload: bool) -> Callable[..., Any
         # Under torch.compile only this form is understood.
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     function = partial(checkpoint, **options)
-    return partial(_offloaded, function) if offload else function
+    return partial(_offload(), function) if offload else function
 
 
 def _keeper(names: tuple[str, ...]) -> Callable[..., CheckpointPolicy]:
@@ -196,8 +196,14 @@ def _call(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return run(*args, **kwargs)
 
 
-# The copies have a stream of their own, which a compiled graph cannot hold.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@cache
+def _offload() -> Callable[..., Any]:
+    """`_offloaded`, which no compiled graph can hold: the copies have a stream of their own."""
+    # Not a decorator: it imports torch's compiler, which takes as long as importing torch.
+    disabled: Callable[..., Any] = torch.compiler.disable(_offloaded)  # type: ignore[no-untyped-call]
+    return disabled
+
+
 def _offloaded(function: Callable[..., Any], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call with everything that autograd saves moved to host memory; under `checkpoint` those are the block's inputs."""
     with offloading():

@@ -10,10 +10,9 @@ Passes without a backward (evaluation) belong to no lap. On an accelerator the h
 right over many steps, and waiting for data counts also where the device still has work: an upper bound.
 """
 
-import statistics
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,13 +21,11 @@ from typing import Any
 import torch
 from torch.distributed import DistError
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils.flop_counter import FlopCounterMode
 
-from headway import progress
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, ControlPlaneError, LaunchError
 from headway.log import get_logger
-from headway.runtime import control, process
+from headway.runtime import control, facts, process
 from headway.runtime.events import notify
 from headway.runtime.process import ProcessRuntime
 from headway.training.accumulation import Accumulation
@@ -116,7 +113,7 @@ class Throughput:
         # FLOPs
         self._is_armed = False
         self._is_spoilt = False
-        self._counter: FlopCounterMode | None = None
+        self._counter: Any = None
         # paces
         self._forwards: list[Any] = []
         self._event: Any = None
@@ -140,9 +137,11 @@ class Throughput:
         """It has come."""
         self._came, self._is_there = self._now(), True
         if self._is_armed:
+            from torch.utils.flop_counter import FlopCounterMode
+
             self._is_armed = False
             self._counter = FlopCounterMode(display=False)
-            self._counter.__enter__()  # type: ignore[no-untyped-call]
+            self._counter.__enter__()
         if self._runtime.device.type != "cpu":
             self._event = self._timed_event()
 
@@ -245,13 +244,13 @@ class Throughput:
 
     def show_in_bars(self) -> None:
         """Let every bar of `headway.track` tell the figures of the last seconds, in this process."""
-        if self.fact not in progress.sources:
-            progress.sources.append(self.fact)
+        if self.fact not in facts.sources:
+            facts.sources.append(self.fact)
             process.at_end(self._leave_bars)
 
     def _leave_bars(self) -> None:
-        if self.fact in progress.sources:
-            progress.sources.remove(self.fact)
+        if self.fact in facts.sources:
+            facts.sources.remove(self.fact)
 
     def fact(self) -> str:
         """One line: samples and tokens a second, the share of waiting for data, of the last five seconds or more."""
@@ -284,7 +283,7 @@ class Throughput:
             )
             return
         self._counter = None
-        counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        counter.__exit__(None, None, None)
         rows = None if self._reader is None else self._reader.num_rows
         if self._is_spoilt or not self._is_open or not rows:  # an evaluation's batch, say: the next one
             self._is_armed, self._is_spoilt = True, False
@@ -346,7 +345,7 @@ class Throughput:
         wait = (reading.waited - self._told_reading.waited) / seconds
         self._told_reading = reading
         try:
-            word = _PACE.pack(self._told, statistics.median(forwards), wait)
+            word = _PACE.pack(self._told, _median(forwards), wait)
             control.current().set(f"pace/{self._runtime.rank}", word)
             slow = self.stragglers() if self._runtime.is_main_process else {}
         except (DistError, ControlPlaneError, LaunchError) as error:
@@ -369,6 +368,12 @@ def _seconds_of(forward: Any) -> float | None:
     return float(begin.elapsed_time(end)) / 1000 if end.query() else None
 
 
+def _median(values: Iterable[float]) -> float:
+    """The lower of two middles: of two ranks, the faster one is the measure."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]
+
+
 def find_stragglers(paces: list[Pace], factor: float) -> dict[int, str]:
     """Ranks whose forward takes `factor` times the median, or who wait for data much longer than the median.
 
@@ -378,9 +383,8 @@ def find_stragglers(paces: list[Pace], factor: float) -> dict[int, str]:
     """
     if len(paces) < 2:
         return {}
-    # The lower of two middles: of two ranks, the faster one is the measure.
-    usual = statistics.median_low(pace.forward for pace in paces)
-    waited = statistics.median_low(pace.data_wait for pace in paces)
+    usual = _median(pace.forward for pace in paces)
+    waited = _median(pace.data_wait for pace in paces)
     found = {}
     for pace in paces:
         told = []

@@ -50,6 +50,7 @@ def texts(unit: str, machines: tuple[int, ...], *, is_over: bool = False) -> dic
 BRIEF = "headway: rank 1 on host host-1 failed first, at train.py:3; its report is with rank 0's output"
 
 
+@pytest.mark.slow
 def test_tasks_that_share_a_screen_show_one_trace():
     told = texts("task", (0, 1, 2))
     assert told[0].startswith("headway: rank 1 of 3 failed first, at train.py:3 (host host-1, pid 101)\nTraceback")
@@ -62,6 +63,7 @@ def test_machines_show_it_each():
     assert told[0].count("Traceback") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_over", [True, False])
 def test_without_task_0_each_shows_it(monkeypatch, is_over):
     monkeypatch.setattr("headway.launch.exchange.GATHER", 1.5)

@@ -69,6 +69,7 @@ def test_one_that_comes_is_not_missing(tmp_path, said):
     assert ranks.look() is None
 
 
+@pytest.mark.slow
 def test_a_debugger_is_told_once_and_gives_time(tmp_path, said):
     ranks = Ranks(tmp_path, said, patience=1.5)
     ranks.beat(1, f"{STDLIB}/pdb.py", 3)

@@ -213,6 +213,7 @@ print((max(resident[1:]) - resident[0]) // 2**20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_AS"), reason="needs RLIMIT_AS")
 def test_resident_memory_is_flat_over_twenty_real_failures():
     done = subprocess.run([sys.executable, "-c", FLAT], capture_output=True, text=True, timeout=120)

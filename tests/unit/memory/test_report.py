@@ -223,6 +223,7 @@ hidden = model(torch.ones(8192, 512))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space by RLIMIT_AS")
 def test_a_script_that_nobody_watches_ends_with_the_report(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -34,6 +34,7 @@ assert 0 <= after.utilisation <= 1, after
 """
 
 
+@pytest.mark.slow
 def test_the_hosts_use_is_this_process_and_its_children():
     # A process of its own: what earlier tests leave is given back at any moment.
     ran = subprocess.run([sys.executable, "-c", HOST], capture_output=True, text=True, timeout=120)

@@ -47,6 +47,7 @@ def test_another_runtime_has_another_plane():
     assert control.current() is not first
 
 
+@pytest.mark.slow
 def test_an_abort_ends_the_process_with_its_reason():
     code = "from headway.runtime import control; control.current().abort('the disk is full')"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)

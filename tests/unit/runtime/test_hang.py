@@ -164,6 +164,7 @@ TABLES = st.lists(VIEWS, max_size=6).map(
 )
 
 
+@pytest.mark.slow
 @given(TABLES, st.floats(0, 50))
 @settings(max_examples=500, deadline=None)
 def test_every_verdict_is_sound(views, patience):
@@ -184,6 +185,7 @@ def test_every_verdict_is_sound(views, patience):
     json.dumps(hang.encode(verdict))
 
 
+@pytest.mark.slow
 @given(TABLES, st.floats(1, 50))
 @settings(max_examples=200, deadline=None)
 def test_more_patience_never_finds_more(views, patience):
@@ -191,6 +193,7 @@ def test_more_patience_never_finds_more(views, patience):
         assert judge(views, 2 * patience) is None
 
 
+@pytest.mark.slow
 @given(TABLES)
 @settings(max_examples=200, deadline=None)
 def test_a_view_travels_between_machines(views):

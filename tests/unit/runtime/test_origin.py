@@ -4,6 +4,8 @@ import linecache
 import subprocess
 import sys
 
+import pytest
+
 from headway.launch import notebook
 from headway.runtime import origin
 
@@ -26,6 +28,7 @@ def test_a_line_of_a_script_is_named(monkeypatch):
     assert origin.first_use().endswith("origin._note()")
 
 
+@pytest.mark.slow
 def test_torch_calls_it_at_its_first_use():
     # torch's own queue, emptied as its initialisation does it.
     code = (

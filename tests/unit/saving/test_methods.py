@@ -254,6 +254,7 @@ accelerator.save_state(blocking=False)
 """
 
 
+@pytest.mark.slow
 def test_a_save_behind_a_loop_that_ends_is_finished(tmp_path):
     ran = subprocess.run([sys.executable, "-c", LEAVES, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr

@@ -81,6 +81,7 @@ def test_tensorboard_passes_over_what_a_resume_supersedes():
     assert [(each.step, each.value) for each in events_of("run/p").Scalars("loss")] == [(1, 1.0), (2, 20.0)]
 
 
+@pytest.mark.slow
 def test_wandb_writes_offline_where_nobody_is_logged_in(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -103,6 +104,7 @@ def test_wandb_writes_offline_where_nobody_is_logged_in(monkeypatch, tmp_path, c
     assert told["artifacts"] == [("file", "weights.bin"), ("file", "words")]
 
 
+@pytest.mark.slow
 def test_wandb_writes_offline_where_the_server_is_out_of_reach(monkeypatch, caplog):
     import wandb
 
@@ -119,6 +121,7 @@ def test_wandb_writes_offline_where_the_server_is_out_of_reach(monkeypatch, capl
     assert [row["loss"] for row in offline_run(folder)["rows"]] == [1.0]
 
 
+@pytest.mark.slow
 def test_mlflow(tmp_path):
     from mlflow import MlflowClient
 

@@ -180,6 +180,7 @@ for metric in (Mean(), lambda p: {"seen": len(p.label_ids)}):
 """
 
 
+@pytest.mark.slow
 def test_memory_is_flat_in_the_number_of_samples(tmp_path):
     """3200 rows of 20000 logits are 244 MiB, a batch of 32 is 2.4; the form that keeps everything shows that this can fail."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY_")}

@@ -197,6 +197,7 @@ def uncounted():
     return net
 
 
+@pytest.mark.slow
 def test_compiled_whole_with_dropout_equal_bit_for_bit():
     torch._dynamo.reset()
     grads, weights, _ = train(compiled=True, make=uncounted)

@@ -2,9 +2,7 @@
 
 import copy
 import dataclasses
-import gc
 from collections import UserDict, namedtuple
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -35,14 +33,6 @@ Pair = namedtuple("Pair", "x y")
 class Record:
     x: torch.Tensor
     name: str
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections() -> Iterator[None]:
-    """Each replay collects garbage; what is there already need not be looked through."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 # ---------------------------------------------------------------- pieces

@@ -104,6 +104,7 @@ def test_a_class_that_cannot_be_extended_is_refused():
         prepared(net=Closed())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_torch_compile(order, precision):

@@ -9,7 +9,7 @@ from torch import nn
 
 from headway import Accelerator
 from headway.errors import PrepareError
-from headway.training.optimizer import PreparedOptimizer, log
+from headway.training.optimizer import PreparedOptimizer
 
 
 def build(**options: object) -> tuple[Accelerator, nn.Module, PreparedOptimizer]:
@@ -113,7 +113,6 @@ def test_parameters_of_another_model_are_refused() -> None:
 
 
 def test_a_step_without_accelerator_backward_says_why_nothing_happened(caplog: pytest.LogCaptureFixture) -> None:
-    log._seen.clear()  # said once per process
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))

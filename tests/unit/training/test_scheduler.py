@@ -12,17 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator
 from headway.config.run import GradientAccumulationPlugin
 from headway.errors import ConfigError, PrepareError
-from headway.training import prepare, scheduler
 from headway.training.clock import MicroBatchTicks, PerProcessTicks, UpdateTicks
 from headway.training.prepare import choose_rule
 from headway.training.scheduler import schedule_length, ticks_left
-
-
-@pytest.fixture(autouse=True)
-def forget_what_was_said() -> None:
-    """What is logged once per process is logged once per test here."""
-    for module in (prepare, scheduler):
-        module.log._seen.clear()
 
 
 def build(length: int = 100, **options: Any) -> tuple[Accelerator, Any, Any, Any, Any]:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, track
 from headway.errors import ConfigError
+from headway.runtime import facts
 from headway.training.peak import Peak, measured, peak_of, stated
 from headway.training.throughput import Pace, Throughput, find_stragglers
 
@@ -220,7 +221,7 @@ def test_bars_tell_it(capsys):
         pass
     assert capsys.readouterr().err.count("0 samples/s, 25% waiting for data") == 1
     accelerator.end_training()
-    assert meter.fact not in __import__("headway.progress").progress.sources
+    assert meter.fact not in facts.sources
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
-"""Fixtures of the Trainer's tests."""
+"""Fixtures of the tests that run in this one process."""
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -14,11 +13,3 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
-    """Each replay collects garbage; what is there already need not be looked through."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
