@@ -22,6 +22,8 @@ log = get_logger(__name__)
 STEPS = "gradient_accumulation_steps"
 """The parameter through which `keep_global_batch=True` tells the function its accumulation."""
 
+_LATE = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
 _Function = Callable[..., Any]
 
 
@@ -66,10 +68,10 @@ def find_executable_batch_size(
 ) -> Any:  # fmt: skip
     """Call a function with a batch size that fits into memory, the same on all ranks.
 
-    Decorate a function whose first parameter is the batch size, and call it without that. Where it runs out of memory on
-    any rank, the attempt ends on all of them, what it held is freed, random streams are put back, and the function
-    is called again, from its beginning, with a smaller size. A later call begins with the size that fitted last,
-    which is the attribute `batch_size` of what the decorator returns.
+    Decorate a function whose first parameter is the batch size (of a method: the first after `self`), and call it without
+    that. Where it runs out of memory on any rank, the attempt ends on all of them, what it held is freed, random streams
+    are put back, and the function is called again, from its beginning, with a smaller size. A later call begins with the
+    size that fitted last, which is the attribute `batch_size` of what the decorator returns.
 
     Args:
         function: what to call; None where the decorator is used with arguments.
@@ -122,6 +124,9 @@ def _decorate(plan: _Plan, function: _Function) -> _Function:
         raise ConfigError(
             f"find_executable_batch_size got {function!r} to decorate; sizes go by name: starting_batch_size=..."
         )
+    written = inspect.signature(function)
+    if next(iter(written.parameters), "") in ("self", "cls"):
+        function = _size_first(function)
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
     _check_parameters(plan, function, parameters)
@@ -131,7 +136,7 @@ def _decorate(plan: _Plan, function: _Function) -> _Function:
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal next_start
         extra = {STEPS: 1} if plan.keeps_global_batch else {}
-        _check_call(function, signature, args, {**kwargs, **extra})
+        _check_call(_name(function), signature, written, args, {**kwargs, **extra})
         clear_device_cache(garbage_collection=True)
         outcome, next_start = _Run(plan, function, args, kwargs).search(next_start)
         run.batch_size = next_start  # type: ignore[attr-defined]
@@ -144,6 +149,19 @@ def _decorate(plan: _Plan, function: _Function) -> _Function:
     return run
 
 
+def _size_first(method: _Function) -> _Function:
+    """A method as a function of the batch size and then its object, as all others take the size first."""
+
+    @functools.wraps(method)
+    def call(size: int, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(owner, size, *args, **kwargs)
+
+    signature = inspect.signature(method)
+    owner, *rest = signature.parameters.values()
+    call.__signature__ = signature.replace(parameters=[*rest[:1], owner, *rest[1:]] if rest else [])  # type: ignore[attr-defined]
+    return call
+
+
 def _check_parameters(plan: _Plan, function: _Function, parameters: list[inspect.Parameter]) -> None:
     positional = (
         inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
@@ -151,6 +169,11 @@ def _check_parameters(plan: _Plan, function: _Function, parameters: list[inspect
     if not parameters or parameters[0].kind not in positional:
         raise ConfigError(
             f"{_name(function)} has no first parameter for the batch size; write `def {_name(function)}(batch_size, ...)`"
+        )
+    if any(is_late(function) for is_late in _LATE):
+        raise ConfigError(
+            f"{_name(function)} is a generator or a coroutine: its body runs after the call has returned, where nobody can call it "
+            "again with a smaller size; decorate a plain function that runs to its end"
         )
     takes_steps = any(each.name == STEPS or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
     if plan.keeps_global_batch and not takes_steps:
@@ -161,9 +184,16 @@ def _check_parameters(plan: _Plan, function: _Function, parameters: list[inspect
 
 
 def _check_call(
-    function: _Function, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: str, signature: inspect.Signature, written: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Raise where the caller's arguments do not fit beside a batch size.
+
+    Args:
+        name: the function's.
+        signature: with the batch size first.
+        written: as the function was written: of a method with its object first.
+        args: without the batch size, as they should be.
+        kwargs: the same.
 
     Raises:
         CallError: they do not.
@@ -173,16 +203,17 @@ def _check_call(
         return
     except TypeError as error:
         try:
-            signature.bind(*args, **kwargs)
+            written.bind(*args, **kwargs)
         except TypeError:
-            raise CallError(f"{_name(function)}(batch_size, ...) cannot be called so: {error}") from None
+            raise CallError(f"{name}(batch_size, ...) cannot be called so: {error}") from None
     first = next(iter(signature.parameters))
-    rest = {name: value for name, value in kwargs.items() if name not in (first, STEPS)}
-    left = [repr(each) for each in (args[1:] if first not in kwargs else args)]
-    call = ", ".join([*left, *(f"{name}={value!r}" for name, value in rest.items())])
+    num_owners = int(first != next(iter(written.parameters)))
+    rest = {key: value for key, value in kwargs.items() if key not in (first, STEPS)}
+    left = [repr(each) for each in args[num_owners + (first not in kwargs) :]]
+    call = ", ".join([*left, *(f"{key}={value!r}" for key, value in rest.items())])
     raise CallError(
-        f"a batch size was passed to {_name(function)}, whose first parameter {first!r} is filled in by "
-        f"find_executable_batch_size; call it without: {_name(function)}({call})"
+        f"a batch size was passed to {name}, whose parameter {first!r} is filled in by find_executable_batch_size; call it "
+        f"without: {name}({call})"
     )
 
 

@@ -12,8 +12,8 @@ import torch
 from headway.errors import StateError
 from headway.memory.oom import is_out_of_memory
 from headway.memory.report import explain
-from headway.memory.use import host_peak, memory_use
-from headway.runtime import facts, phases, process
+from headway.memory.use import device_of, host_peak, memory_use
+from headway.runtime import facts, phases
 from headway.runtime.device import HARDWARE, Hardware
 from headway.units import format_bytes
 
@@ -157,10 +157,12 @@ class MemoryMonitor:
 
         Raises:
             StateError: it measures already.
+            ConfigError: the device is none whose memory is measured.
+            DeviceUnavailable: this machine does not have it.
         """
         if self._meter is not None:
             raise StateError("this MemoryMonitor measures already; make another one for an inner block")
-        self.device = process.current().device if self._wanted is None else torch.device(self._wanted)
+        self.device = device_of(self._wanted)
         for other in _running:
             other._read()
         self._meter = meter = choose_meter(self.device)

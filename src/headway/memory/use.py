@@ -6,7 +6,7 @@ from NVML (package nvidia-ml-py, optional); the host's from psutil and the limit
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from headway import optional
+from headway.errors import ConfigError, DeviceUnavailable
 from headway.launch.control_group import control_groups
 from headway.runtime import process
 from headway.runtime.device import HARDWARE, Hardware
@@ -59,12 +60,40 @@ def memory_use(device: torch.device | str | None = None) -> MemoryUse:
     """The use of one device.
 
     Args:
-        device: None: the one that this process computes on.
+        device: "cuda:0", "cpu", ...; None: the one that this process computes on.
+
+    Raises:
+        ConfigError: it is no device, or holds no values.
+        DeviceUnavailable: this machine does not have it.
     """
-    chosen = process.current().device if device is None else torch.device(device)
+    chosen = device_of(device)
     if chosen.type == "cpu":
         return _host()
     return _device(HARDWARE[chosen.type], chosen)
+
+
+def device_of(device: torch.device | str | None) -> torch.device:
+    """The device that is meant, which this machine has; None: the one that this process computes on.
+
+    Raises:
+        ConfigError: it is no device, or holds no values.
+        DeviceUnavailable: this machine does not have it.
+    """
+    if device is None:
+        return process.current().device
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"device={device!r} is no device; give 'cpu', 'cuda:0' or another of torch's names"
+        ) from error
+    if chosen.type not in HARDWARE:
+        raise ConfigError(f"the memory of device={device!r} is not measured; allowed: {', '.join(HARDWARE)}")
+    hardware = HARDWARE[chosen.type]
+    if not hardware.is_available() or (chosen.index or 0) >= hardware.num_devices():
+        here = ", ".join(found.kind for found in HARDWARE.values() if found.is_available())
+        raise DeviceUnavailable(f"this machine has no {chosen}; it has {here}. Leave the device out for the one in use")
+    return chosen
 
 
 def all_memory_use() -> list[MemoryUse]:
@@ -240,8 +269,15 @@ def print_summary(result: Any) -> None:
     Args:
         result: an object with `metrics` (as a trainer's train() returns), or those metrics: a dict that holds
             `train_runtime` in seconds and `train_samples_per_second`.
+
+    Raises:
+        ConfigError: these metrics are not there.
     """
     metrics = getattr(result, "metrics", result)
+    needed = ("train_runtime", "train_samples_per_second")
+    if not isinstance(metrics, Mapping) or not all(name in metrics for name in needed):
+        found = sorted(metrics) if isinstance(metrics, Mapping) else type(metrics).__name__
+        raise ConfigError(f"print_summary needs {' and '.join(needed)}; it got {found}. Give what train() returned")
     if process.current().is_main_process:
         print(f"Time: {metrics['train_runtime']:.2f}")
         print(f"Samples/second: {metrics['train_samples_per_second']:.2f}")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 import torch
 
+from headway.errors import LossError, StateError
 from headway.ops.tree import Tree, find_batch_size, tensors
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
@@ -44,6 +45,7 @@ class Microbatching:
         if transaction is None:
             yield batch
             return
+        self._check_not_inside("microbatches")
         transaction.begin()
         self._num_batches += 1
         try:
@@ -54,6 +56,17 @@ class Microbatching:
                 transaction.rollback()
         finally:
             self._leave(transaction)
+
+    def _check_not_inside(self, name: str) -> None:
+        """
+        Raises:
+            StateError: a piece is in hand already.
+        """
+        if self._accumulation.piece is not None:
+            raise StateError(
+                f"{name} inside a piece of accelerator.microbatches (or of forward_backward): pieces are not cut again by hand, "
+                "smaller ones come by themselves where memory runs out. Call accelerator.backward on the piece"
+            )
 
     @staticmethod
     def _stands(transaction: Transaction) -> bool:
@@ -97,6 +110,12 @@ class Microbatching:
         self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str
     ) -> torch.Tensor:
         """Run `fn` and backward on the batch, in pieces where it must be; returns the loss over all ranks."""
+        if weight is not None and not callable(weight):
+            raise LossError(
+                f"forward_backward got weight={weight!r}; give a function from a piece to the number of items that its loss was "
+                "taken over, weight=lambda piece: ... (a number is for accelerator.backward)"
+            )
+        self._check_not_inside("forward_backward")
         transaction = self._accumulation.transaction
         task = _Task(batch, fn, weight, reduction)
         if transaction is None:

@@ -97,7 +97,7 @@ def test_passing_a_batch_size_is_a_clear_error():
         return batch_size, rate
 
     assert inner(0.1) == inner(rate=0.1) == (4, 0.1)
-    with pytest.raises(TypeError, match=r"first parameter 'batch_size' is filled in .* call it without: inner\(0.1\)"):
+    with pytest.raises(TypeError, match=r"parameter 'batch_size' is filled in .* call it without: inner\(0.1\)"):
         inner(16, 0.1)
     with pytest.raises(TypeError, match=r"call it without: inner\(rate=0.1\)"):
         inner(batch_size=16, rate=0.1)
@@ -105,6 +105,55 @@ def test_passing_a_batch_size_is_a_clear_error():
         inner()
     with pytest.raises(TypeError, match="cannot be called so"):
         inner(1, 2, 3)
+
+
+class Job:
+    """Methods get the size after their object."""
+
+    rate = 3
+
+    @find_executable_batch_size(starting_batch_size=16)
+    def run(self, batch_size, times=1):
+        if batch_size > 4:
+            raise MemoryError
+        return batch_size * self.rate * times
+
+    @classmethod
+    @find_executable_batch_size
+    def of_class(cls, batch_size):
+        return cls, batch_size
+
+    @find_executable_batch_size(starting_batch_size=6, keep_global_batch=True)
+    def keep(self, batch_size, gradient_accumulation_steps):
+        if batch_size > 3:
+            raise MemoryError
+        return batch_size, gradient_accumulation_steps
+
+
+def test_a_method():
+    job = Job()
+    assert (job.run(), job.run(2), job.run(times=3), Job.run.batch_size) == (12, 24, 36, 4)
+    assert Job.of_class() == (Job, 128)
+    assert job.keep() == (3, 2)
+    assert list(inspect.signature(Job.run).parameters) == ["self", "times"]
+    with pytest.raises(TypeError, match=r"parameter 'batch_size' is filled in .* call it without: run\(2\)"):
+        job.run(8, 2)
+    with pytest.raises(TypeError, match=r"call it without: run\(times=2\)"):
+        job.run(batch_size=8, times=2)
+    with pytest.raises(ConfigError, match="no first parameter for the batch size"):
+        find_executable_batch_size(lambda self: self)
+
+
+def test_bodies_that_run_later_are_refused():
+    async def coroutine(batch_size):
+        return batch_size
+
+    def generator(batch_size):
+        yield batch_size
+
+    for late in (coroutine, generator):
+        with pytest.raises(ConfigError, match=f"{late.__name__} is a generator or a coroutine"):
+            find_executable_batch_size(late)
 
 
 @pytest.mark.parametrize(

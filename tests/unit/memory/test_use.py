@@ -7,7 +7,8 @@ import types
 import pytest
 import torch
 
-from headway import all_memory_use, memory_use, optional, print_gpu_utilization, print_summary
+from headway import MemoryMonitor, all_memory_use, memory_use, optional, print_gpu_utilization, print_summary
+from headway.errors import ConfigError, DeviceUnavailable
 from headway.memory import use
 from headway.runtime.device import HARDWARE
 
@@ -136,6 +137,23 @@ def test_without_a_gpu_it_says_so(nvml, monkeypatch, capsys, driver):
     assert lines[:2] == ["Time: 1.00", "Samples/second: 2.00"]
     assert lines[2].startswith("GPU memory occupied: none, there is no GPU here. Host memory of this process: ")
     assert lines[2].endswith(" MB.")
+
+
+@NO_GPU
+def test_devices_that_are_not_here():
+    for ask in (memory_use, lambda device: MemoryMonitor(device).__enter__()):
+        with pytest.raises(DeviceUnavailable, match="this machine has no cuda:0; it has cpu"):
+            ask("cuda:0")
+        with pytest.raises(ConfigError, match="device='gpu' is no device"):
+            ask("gpu")
+        with pytest.raises(ConfigError, match=r"device='meta' is not measured; allowed: .*cpu"):
+            ask("meta")
+
+
+@pytest.mark.parametrize("result", [{"train_runtime": 1.0}, None, types.SimpleNamespace(metrics=[1])])
+def test_a_summary_of_something_else(result):
+    with pytest.raises(ConfigError, match="needs train_runtime and train_samples_per_second; it got "):
+        print_summary(result)
 
 
 def device(monkeypatch):

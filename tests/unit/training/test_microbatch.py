@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, GradientAccumulationPlugin
-from headway.errors import ConfigError, MemoryExhausted, StateError, UnsupportedError
+from headway.errors import ConfigError, LossError, MemoryExhausted, StateError, UnsupportedError
 from headway.strategies.base import Capabilities
 from headway.strategies.single import SingleStrategy
 from headway.training.accumulation import ConstantDivision
@@ -413,6 +413,29 @@ def test_what_cannot_be_is_refused() -> None:
     plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
     with pytest.raises(ConfigError, match="sync_each_batch"):
         Accelerator(cpu=True, microbatching="auto", gradient_accumulation_plugin=plugin)
+
+
+def test_what_is_typed_by_mistake_is_named() -> None:
+    accelerator = Accelerator(cpu=True, microbatching="auto")
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.ones(4, 3)
+
+    def run(piece: torch.Tensor) -> torch.Tensor:
+        return model(piece).mean()
+
+    with pytest.raises(LossError, match=r"forward_backward got weight=3; give a function from a piece"):
+        accelerator.forward_backward(batch, run, weight=3)  # type: ignore[arg-type]
+    for piece in accelerator.microbatches(batch):
+        with pytest.raises(StateError, match="microbatches inside a piece"):
+            next(iter(accelerator.microbatches(piece)))
+        with pytest.raises(StateError, match="forward_backward inside a piece"):
+            accelerator.forward_backward(piece, run)
+        with accelerator.accumulate(model):  # which is unharmed
+            accelerator.backward(run(piece))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.num_updates == 1
 
 
 def test_a_layout_that_cannot_go_back_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
