@@ -193,6 +193,8 @@ def play() -> dict[str, str]:
             scenario()
         except Exception:
             found[scenario.__name__] = traceback.format_exc()
+    # The other rank may still read what rank 0 keeps.
+    Accelerator(cpu=True).wait_for_everyone()
     return found
 
 
