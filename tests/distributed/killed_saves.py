@@ -64,7 +64,7 @@ def found_value(root: Path) -> int:
     return int(value)
 
 
-def child(root: Path, variant: dict, rank: int, port: int, gate: int) -> None:
+def child(root: Path, variant: dict, rank: int, port: int, gate: int, go: int) -> None:
     """Never returns: what follows in the caller is the parent's."""
     world = variant["world_size"]
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
@@ -76,7 +76,7 @@ def child(root: Path, variant: dict, rank: int, port: int, gate: int) -> None:
         process.reset()
         process.start(cpu=True)
         os.write(gate, b"r")
-        os.kill(os.getpid(), signal.SIGSTOP)  # until strace is attached
+        os.read(go, 1)  # until strace is attached
         save(root, 2, variant)
         code = 0
     except BaseException:
@@ -90,25 +90,24 @@ def attempt(root: Path, variant: dict, victim: int, call: str, when: int) -> boo
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    # A rank waits in a read, not stopped: the other one's group may still want an answer from its threads.
     gate_out, gate_in = os.pipe()
+    go_out, go_in = os.pipe()
     pids = []
     for rank in range(variant["world_size"]):
         pid = os.fork()
         if pid == 0:
-            child(root, variant, rank, port, gate_in)
+            child(root, variant, rank, port, gate_in, go_out)
         pids.append(pid)
     for _ in pids:
         os.read(gate_out, 1)
-    os.close(gate_out)
-    os.close(gate_in)
-    for pid in pids:
-        os.waitid(os.P_PID, pid, os.WSTOPPED)
     tracer = subprocess.Popen(
         ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"trace={call}", "-e", f"inject={call}:signal=SIGKILL:when={when}",
          "-p", str(pids[victim])], stderr=subprocess.PIPE, text=True)  # fmt: skip
     wait_traced(pids[victim])
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
+    os.write(go_in, b"g" * len(pids))
+    for end in (gate_out, gate_in, go_out, go_in):
+        os.close(end)
     codes = [os.waitpid(pids.pop(victim), 0)[1]]
     if codes[0] != 0:  # the launcher's agent ends the others; here a moment later, so that they may go on a little
         time.sleep(0.05)

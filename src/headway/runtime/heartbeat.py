@@ -125,7 +125,10 @@ def _latest(entries: list[dict[str, Any]], status: dict[str, Any], members: dict
     found = []
     for group, entry in latest.items():
         counts = status.get(str(entry.get("pg_id")), {})
-        is_open = counts.get("last_enqueued_collective") != counts.get("last_completed_collective")
+        # gloo's threads count out of order: of two collectives, the earlier one may be noted as the last that completed.
+        is_open = not entry.get("retired") and (
+            counts.get("last_enqueued_collective") != counts.get("last_completed_collective")
+        )
         entered = now - (time.time() - entry["time_created_ns"] / 1e9)
         found.append({
             "group": group, "number": entry["collective_seq_id"], "operation": entry["profiling_name"].split(":")[-1],

@@ -117,3 +117,13 @@ def test_the_latest_collective_of_each_group():
     assert 4 < now - first["since"] < 10
     assert (second["number"], second["since"], second["members"]) == (4, None, None)
     assert _latest([], {}, {}, now) == []
+
+
+def test_counters_that_came_out_of_order_open_nothing():
+    """Seen with gloo: the thread of the collective before notes its number after the last one has."""
+    now = time.monotonic()
+    entry = {"process_group": ["0", "default_pg"], "pg_id": 0, "collective_seq_id": 3, "profiling_name": "gloo:all_reduce",
+             "time_created_ns": time.time_ns(), "retired": True}  # fmt: skip
+    status = {"0": {"last_enqueued_collective": "3", "last_completed_collective": "2"}}
+    assert _latest([entry], status, {}, now)[0]["since"] is None
+    assert _latest([{**entry, "retired": False}], status, {}, now)[0]["since"] is not None
