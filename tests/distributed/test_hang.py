@@ -15,7 +15,7 @@ import pytest
 from tests.distributed.ranks import free_port
 from tests.distributed.test_launch import begin, wait_until_gone
 
-PATIENCE = 4
+PATIENCE = 6  # also for ranks to come together, of which eight import torch at once
 
 PLAIN = """
 import os, time, torch, torch.distributed as dist
@@ -203,7 +203,7 @@ dist.all_reduce(value)
 """,
     "no hang": OURS + """
 import sys, threading
-end = time.monotonic() + 1.5 * 4
+end = time.monotonic() + 1.5 * 6
 while time.monotonic() < end:  # a long computation everywhere
     torch.ones(64, 64) @ torch.ones(64, 64)
 if rank == 0:
@@ -220,12 +220,12 @@ class Slow:
     def flush(self):
         pass
 if rank == 1:
-    torch.save([torch.ones(100) for _ in range(15)], Slow())
+    torch.save([torch.ones(100) for _ in range(20)], Slow())
 accelerator.wait_for_everyone()
 if rank == 1:
     keyboard, keys = os.pipe()
     sys.stdin = os.fdopen(keyboard)
-    threading.Timer(1.8 * 4, os.write, (keys, b"c\\n")).start()
+    threading.Timer(1.8 * 6, os.write, (keys, b"c\\n")).start()
     breakpoint()
     time.sleep(1)  # BUG
 accelerator.wait_for_everyone()
