@@ -58,10 +58,7 @@ class Microbatching:
             self._leave(transaction)
 
     def _check_not_inside(self, name: str) -> None:
-        """
-        Raises:
-            StateError: a piece is in hand already.
-        """
+        """Refuse to begin a batch while a piece of another one is in hand."""
         if self._accumulation.piece is not None:
             raise StateError(
                 f"{name} inside a piece of accelerator.microbatches (or of forward_backward): pieces are not cut again by hand, "
