@@ -78,9 +78,14 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """One pass; `break` closes it, and the next pass is another epoch."""
+        if self._position.is_stopped:
+            return iter(())
+        # Now, not with the first batch: in `zip(one, other)` torch's loaders draw in this order too.
+        self._feed.open()
+        return self._pass()
+
+    def _pass(self) -> Iterator[Any]:
         position = self._position
-        if position.is_stopped:
-            return
         if self.before_pass is not None:
             self.before_pass()
         position.begin()
@@ -211,7 +216,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be this epoch; the user's sampler, batch sampler and dataset are told where they can be."""
-        self._position.pin(epoch)
+        if not self._position.pin(epoch):
+            self._feed.load_state({})  # what was loaded belongs to another epoch
         self._tell_epoch(epoch)
 
     def _tell_epoch(self, epoch: int) -> None:
@@ -225,6 +231,11 @@ class PreparedLoader(DataLoader[Any]):
         """
         source = self._feed.state(self._position.is_running)
         return {**self._position.state_dict(), **({"source": source} if source else {})}
+
+    def mark(self) -> dict[str, Any]:
+        """Where this loader stands, for a state that goes back here later: as `state_dict`, and cheap."""
+        is_running = self._position.is_running
+        return {**self._position.state_dict(), "source": self._feed.mark() if is_running else self._feed.state(False)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass go on from there, on any number of ranks; samples consumed before are not fetched.

@@ -45,12 +45,19 @@ class Position:
         self.epoch = self.epoch + 1 if self._pinned is None else self._pinned
         self.consumed, self.is_running, self._pinned = 0, False, None
 
-    def pin(self, epoch: int) -> None:
-        """The next pass is this epoch; one that is to be resumed stays where it is if it is the same."""
+    def pin(self, epoch: int) -> bool:
+        """The next pass is this epoch; one that is to be resumed stays where it is if it is the same.
+
+        Returns:
+            Does a loaded state still hold?
+        """
         if self.is_running:
             self._pinned = epoch
         elif not (self._is_resuming and epoch == self.epoch):
-            self.epoch, self.consumed, self._is_resuming = epoch, 0, False
+            is_resuming, self._is_resuming = self._is_resuming, False
+            self.epoch, self.consumed = epoch, 0
+            return not is_resuming
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """`{"epoch", "consumed"}`."""

@@ -36,8 +36,7 @@ class Mark:
     """Where a window began: what a save in its middle goes back to; the streams only in a run that is known to save."""
 
     streams: dict[str, Any] | None
-    consumed: list[int]
-    epochs: list[int]
+    loaders: list[dict[str, Any]]
 
 
 @dataclass
@@ -80,9 +79,7 @@ class RunState:
         self.is_saving = False
         self.notes: dict[str, Any] = {}
         self.at_fetch: Callable[[PreparedLoader], None] | None = None
-        self.evaluations = Evaluations(
-            accumulation, lambda: preparation.loaders, lambda: read_streams(runtime.hardware), self.next_epoch
-        )
+        self.evaluations = Evaluations(accumulation, lambda: preparation.loaders, self._read_streams, self.next_epoch)
         self._began: dict[int, int] | None = None
         self._batch = GlobalBatch(preparation.loaders, accumulation)
         self._runtime = runtime
@@ -152,8 +149,11 @@ class RunState:
         if self._accumulation.num_steps > 1 and not self._accumulation.is_unfinished:
             loaders = self._preparation.loaders
             # Reading all streams costs about 90 us.
-            streams = read_streams(self._runtime.hardware) if self.is_saving else None
-            self._mark = Mark(streams, [each.num_consumed for each in loaders], [each.epoch for each in loaders])
+            streams = self._read_streams() if self.is_saving else None
+            self._mark = Mark(streams, [each.mark() for each in loaders])
+
+    def _read_streams(self) -> dict[str, Any]:
+        return {**read_streams(self._runtime.hardware), "loaders": self._preparation.loader_stream.state()}
 
     # ---------------------------------------------------------------- out
 
@@ -180,7 +180,7 @@ class RunState:
         collected = collect(self._parts())
         mark = self._mark if is_unfinished else None
         marked = None if mark is None else mark.streams
-        streams = read_streams(self._runtime.hardware) if marked is None else marked
+        streams = self._read_streams() if marked is None else marked
         self.is_saving = True
         own = {"streams": streams, "loaders": self._loader_states(mark)}
         if before is not None and not is_unfinished:
@@ -196,13 +196,13 @@ class RunState:
 
     def _loader_states(self, mark: Mark | None) -> list[dict[str, Any]]:
         states = [each.state_dict() for each in self._preparation.loaders]
-        for index, state in enumerate(states if mark is not None else ()):
-            assert mark is not None
-            if (state["epoch"], state["consumed"]) != (mark.epochs[index], mark.consumed[index]):
-                # A reader's own state is that of the batch last read; the samples are sought by their number instead.
-                kept = {k: v for k, v in state.get("source", {}).items() if k not in ("num_rounds", "inner")}
-                states[index] = {"epoch": mark.epochs[index], "consumed": mark.consumed[index], "source": kept}
-        return states
+        if mark is None:
+            return states
+        # A loader that has not moved keeps its whole state; another goes back to where the window began.
+        return [
+            state if (state["epoch"], state["consumed"]) == (began["epoch"], began["consumed"]) else began
+            for state, began in zip(states, mark.loaders)
+        ]
 
     def _run_state(self) -> dict[str, Any]:
         preparation = self._preparation
@@ -331,7 +331,11 @@ class RunState:
             loader.load_state_dict(state)
         self.epoch, self._began, self._mark = run["epoch"], None, None
         self.evaluations.forget()
+        streams = decode(found.state["streams"][rank if is_same_world else 0], found.tensors)
+        loaders = streams.pop("loaders", None)
         if is_same_world:
-            write_streams(decode(found.state["streams"][rank], found.tensors), self._runtime.hardware)
+            write_streams(streams, self._runtime.hardware)
         else:
             derive_streams(run["seed"], run["num_updates"], rank)
+            loaders = streams["torch"] if loaders is None else loaders
+        preparation.loader_stream.load_state(loaders)
