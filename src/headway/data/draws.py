@@ -85,6 +85,7 @@ class BaseSeed:
         self._has_workers = loader.num_workers > 0
         self._is_once = loader.persistent_workers
         self._has_begun = False
+        self._is_open = False
         self._origin = ""
         self._loaded: str | None = None
 
@@ -98,26 +99,27 @@ class BaseSeed:
                 self._stream.draw()
             else:
                 _draw(self._generator)
-        self._has_begun = True
+        self._has_begun = self._is_open = True
 
     def _encoded(self) -> str:
         return self._stream.encoded() if self._generator is None else encode(self._generator.get_state())
 
-    def give(self, inner: DataLoader[object]) -> None:
-        """Let `inner`, which draws from a generator of its own, draw the same."""
+    def begin(self, inner: DataLoader[object], is_given: bool) -> None:
+        """The pass begins; with `is_given`, let `inner`, which draws from a generator of its own, draw the same."""
+        self._is_open = False
         generator = inner.generator
-        if self._origin and generator is not None:
+        if is_given and self._origin and generator is not None:
             generator.set_state(decode(self._origin))
 
     def state(self, is_running: bool) -> dict[str, str]:
-        """A pass in progress has drawn, and so have persistent workers; from this state, where there are workers."""
-        is_drawn = is_running or (self._is_once and self._has_begun)
+        """What was drawn for the pass in progress, for one whose iterator is made, or for persistent workers."""
+        is_drawn = is_running or self._is_open or (self._is_once and self._has_begun)
         origin = self._origin if is_drawn else self._loaded
         return {} if origin is None or not self._is_due else {"base_seed": origin}
 
     def load_state(self, state: dict[str, str]) -> None:
         """The next pass is the one that this state was taken in."""
-        self._loaded = state.get("base_seed")
+        self._loaded, self._is_open = state.get("base_seed"), False
 
 
 def _draw(generator: torch.Generator) -> int:

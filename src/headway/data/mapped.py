@@ -160,8 +160,7 @@ class MappedFeed:
         begun = self.split.start(self.order.draw(epoch), 0 if num_repeated else consumed, num_skipped)
         handed_out = self._sampler.begin(self._shares(begun, seed))
         seed_generator(self.inner, mix(seed, 1))
-        if self.split.count == 1:
-            self._base_seed.give(self.inner)
+        self._base_seed.begin(self.inner, is_given=self.split.count == 1)
         deliveries = self._deliveries(iter(self.inner), handed_out)
         for _ in islice(deliveries, num_repeated):
             pass

@@ -139,8 +139,8 @@ class DrawnOrder:
         return len(self.items)
 
     def state(self, is_running: bool) -> dict[str, Any]:
-        """The number that the pass in progress has drawn."""
-        number = self._drawn if is_running else self._loaded
+        """The number drawn for the pass in progress, or for one whose iterator is made."""
+        number = self._drawn if is_running else self._loaded if self._opened is None else self._opened
         return {} if number is None else {"drawn": number}
 
     def load_state(self, state: dict[str, Any]) -> None:

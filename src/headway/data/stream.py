@@ -224,8 +224,7 @@ class StreamFeed:
         """Begin a pass; what lies before it is read, not collated - unless the inner loader can resume by its state."""
         # Who reads the same stream needs the same randomness in its workers; who reads other shards, another.
         seed_generator(self.inner, mix(self.seed, epoch, 0 if self._own is None else 1 + self._own.index))
-        if self._own is None and self._own_split.count == 1:
-            self._base_seed.give(self.inner)
+        self._base_seed.begin(self.inner, is_given=self._own is None and self._own_split.count == 1)
         self._generators.begin()
         loaded, self._loaded = self._loaded, {}
         if num_skipped or not consumed:

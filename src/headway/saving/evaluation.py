@@ -52,7 +52,7 @@ class Evaluations:
         """The loader is about to be asked for a batch."""
         accumulation = self._accumulation
         if loader.is_fresh:
-            self._begun[loader.seed] = accumulation.num_windows, loader.mark()
+            self._begun[loader.seed] = accumulation.num_windows, loader.run_state(is_brief=True)
             if len(accumulation.active) > 1:
                 self._take()
         elif loader.is_last and not self.is_one(loader) and not accumulation.is_unfinished:
@@ -86,5 +86,5 @@ class Evaluations:
     def _rewound(self, loader: PreparedLoader) -> dict[str, Any]:
         """The loader's state; that of an evaluation in progress as it was when it began."""
         if not loader.is_running or loader.is_fresh or not self.is_one(loader):
-            return loader.state_dict()
+            return loader.run_state()
         return self._begun[loader.seed][1]

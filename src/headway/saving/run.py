@@ -128,7 +128,7 @@ class RunState:
 
     def place(self, before: Beginning | None = None) -> tuple[object, ...]:
         """Where the run is; a checkpoint of the same place holds the same (custom objects aside)."""
-        states = [each.state_dict() for each in self.loaders] if before is None else before.states
+        states = [each.run_state() for each in self.loaders] if before is None else before.states
         positions = [(each["epoch"], each["consumed"]) for each in states]
         return self._clock.num_updates, self.num_windows, self._accumulation.is_unfinished, *positions
 
@@ -150,7 +150,7 @@ class RunState:
             loaders = self._preparation.loaders
             # Reading all streams costs about 90 us.
             streams = self._read_streams() if self.is_saving else None
-            self._mark = Mark(streams, [each.mark() for each in loaders])
+            self._mark = Mark(streams, [each.run_state(is_brief=True) for each in loaders])
 
     def _read_streams(self) -> dict[str, Any]:
         return {**read_streams(self._runtime.hardware), "loaders": self._preparation.loader_stream.state()}
@@ -195,7 +195,7 @@ class RunState:
         return collected, self._collectives.broadcast_object(about)
 
     def _loader_states(self, mark: Mark | None) -> list[dict[str, Any]]:
-        states = [each.state_dict() for each in self._preparation.loaders]
+        states = [each.run_state() for each in self._preparation.loaders]
         if mark is None:
             return states
         # A loader that has not moved keeps its whole state; another goes back to where the window began.
@@ -217,7 +217,13 @@ class RunState:
             "seeds": [each.seed for each in preparation.loaders],
             "seed": torch.initial_seed() & ((1 << 63) - 1),
             "epoch": self.next_epoch(),
+            "counts_epochs": self._began is not None,
+            "trained_on": [self._number(each) for each in self._accumulation.trained_on],
         }
+
+    def _number(self, loader: PreparedLoader) -> int:
+        # A view that skips batches is another object with the same seed.
+        return [each.seed for each in self.loaders].index(loader.seed)
 
     def next_epoch(self) -> int:
         """The epoch that a run resumed from now begins with."""
@@ -225,20 +231,22 @@ class RunState:
         if not trained_on:
             return self.epoch
         if self._began is None:  # a loop that does not go by epochs(): the first loader counts them
-            return trained_on[0].epoch
-        is_over = not any(each.is_running for each in trained_on) and any(
-            each.epoch != self._began.get(each.seed, 0) for each in trained_on
+            return trained_on[0].next_epoch
+        is_over = not any(each.is_unfinished for each in trained_on) and any(
+            each.next_epoch != self._began.get(each.seed, 0) for each in trained_on
         )
         return self.epoch + 1 if is_over else self.epoch
 
     def begin_epoch(self) -> None:
         """An epoch of the loop begins."""
-        self._began = {each.seed: each.epoch for each in self.loaders}
+        self._began = {each.seed: each.next_epoch for each in self.loaders}
 
     def end_epoch(self) -> None:
         """It is over."""
+        for loader in self.loaders:
+            loader.end_epoch()
         self.epoch += 1
-        self._began = {each.seed: each.epoch for each in self.loaders}
+        self._began = {each.seed: each.next_epoch for each in self.loaders}
 
     def _about(self, is_unfinished: bool) -> dict[str, Any]:
         return {
@@ -329,7 +337,10 @@ class RunState:
         for loader, state, seed in zip(preparation.loaders, states, run["seeds"]):
             loader.seed = seed
             loader.load_state_dict(state)
-        self.epoch, self._began, self._mark = run["epoch"], None, None
+        known = preparation.loaders
+        self._accumulation.trained_on += [known[number] for number in run["trained_on"] if number < len(known)]
+        self.epoch, self._mark = run["epoch"], None
+        self._began = {each.seed: each.next_epoch for each in preparation.loaders} if run["counts_epochs"] else None
         self.evaluations.forget()
         streams = decode(found.state["streams"][rank if is_same_world else 0], found.tensors)
         loaders = streams.pop("loaders", None)

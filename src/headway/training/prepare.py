@@ -249,7 +249,9 @@ class Preparation:
     @property
     def tick_base(self) -> tuple[int, int]:
         """(processes, micro-batches per update) that schedules are counted by: this run's, or that of the one resumed."""
-        return self._tick_base or (self._strategy.data_shard.count, self._accumulation.num_steps)
+        # With split batches a single process makes as many updates as many do.
+        num_processes = 1 if self.loading.split_batches else self._strategy.data_shard.count
+        return self._tick_base or (num_processes, self._accumulation.num_steps)
 
     def keep_ticks(self, num_processes: int, accumulation: int) -> None:
         """Tick as the run that is resumed did, where schedules count what a single process would do.
