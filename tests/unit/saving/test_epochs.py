@@ -119,7 +119,7 @@ def test_killed_once_it_is_the_undisturbed_run(kind, tmp_path):
 def test_an_exception_that_leaves_the_loop_does_not_end_the_pass(tmp_path):
     def process(raises):
         accelerator = Accelerator(cpu=True)
-        model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(list(range(12)), batch_size=4))
+        _model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(list(range(12)), batch_size=4))
         if not raises:
             accelerator.load_state(tmp_path / "c")
             return [batch.tolist() for batch in loader]
@@ -135,7 +135,7 @@ def test_an_exception_that_leaves_the_loop_does_not_end_the_pass(tmp_path):
 
 def test_a_pass_that_was_left_is_over_for_the_run_and_not_for_the_loader():
     accelerator = Accelerator(cpu=True)
-    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(list(range(12)), batch_size=4))
+    _model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(list(range(12)), batch_size=4))
     for _ in loader:
         assert loader.run_state() == loader.state_dict()
         assert loader.is_unfinished
