@@ -426,7 +426,7 @@ class Accelerator(RankAware, Saving, Tracking, Measuring):
     @property
     def use_seedable_sampler(self) -> bool:
         """Is shuffling a pure function of (seed, epoch)?"""
-        return self._preparation.loading.use_seedable_sampler
+        return self._preparation.loading.is_seedable
 
     # ---------------------------------------------------------------- weights, memory, profile, end
 

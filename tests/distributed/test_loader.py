@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler, get_worker_info
 
+from headway import Accelerator
 from headway.ops.collectives import Collectives
 from headway.runtime import process
 from tests.distributed.ranks import run_ranks
@@ -39,6 +40,33 @@ def test_every_sample_comes_once(world_size):
     ranks = run_ranks(read_every_length, world_size)
     for key in ranks[0]:
         assert joined([each[key] for each in ranks]) == list(range(key[0]))
+
+
+def read_as_by_default():
+    """What this rank reads in three epochs, with an evaluation that rank 0 alone makes in between."""
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(3)
+    loader, evaluated = accelerator.prepare(
+        DataLoader(range(24), batch_size=3, shuffle=True), DataLoader(range(9), batch_size=3)
+    )
+    epochs = []
+    for _ in range(3):
+        torch.nn.functional.dropout(torch.ones(5 + accelerator.process_index))  # each rank draws for itself
+        epochs.append([batch.tolist() for batch in loader])
+        if accelerator.is_main_process:
+            list(evaluated)
+    return epochs
+
+
+def test_ranks_share_out_the_order_that_rank_zero_draws():
+    ranks = run_ranks(read_as_by_default, 2)
+    orders = [[row for pair in zip(*rounds) for batch in pair for row in batch] for rounds in zip(*ranks)]
+    assert all(sorted(order) == list(range(24)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+    torch.manual_seed(3)
+    torch.nn.functional.dropout(torch.ones(5))  # rank 0's, before its first pass
+    plain = [row.item() for row in DataLoader(range(24), shuffle=True)]
+    assert orders[0] == plain
 
 
 class Drawing(Sampler):

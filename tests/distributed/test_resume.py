@@ -258,3 +258,36 @@ def test_a_killed_run_that_is_restarted_ends_as_if_nothing_had_happened(tmp_path
     assert len(whole) == 3
     assert killed[-1] == whole[-1]
     assert set(killed) == set(whole)
+
+
+def split(folder, stop_after=None):
+    """The learning rate of each update, of a schedule that is counted in updates because batches are split."""
+    set_seed(7)
+    model = torch.nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+    loader = DataLoader(torch.randn(24, 6), batch_size=6)
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, split_batches=True, project_config=project)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    accelerator.resume("latest")
+    rates = []
+    for _ in accelerator.epochs(3):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                rates.append(optimizer.param_groups[0]["lr"])
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.num_updates == stop_after:
+                accelerator.save_state()
+                return rates
+    return rates
+
+
+def test_a_schedule_under_split_batches_does_not_count_processes(tmp_path):
+    whole = [1.0] * 4 + [0.5] * 4 + [0.25] * 4
+    assert run_ranks(split, 2, str(tmp_path), 2)[0] == whole[:2]
+    assert run_ranks(split, 3, str(tmp_path), 6)[0] == whole[2:6]
+    assert run_ranks(split, 1, str(tmp_path))[0] == whole[6:]

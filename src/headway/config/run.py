@@ -17,9 +17,11 @@ class DataLoaderConfiguration:
             process reads its own part.
         even_batches: True: the last round is completed with samples from the start, which the validity mask marks.
             False: nothing is repeated; a rank without a batch of its own gets one of weight zero.
-        use_seedable_sampler: True: shuffling is a pure function of (seed, epoch). False: the loader's own sampler draws from
-            its generator, or from torch's global one, synchronised over the ranks at the start of each epoch.
-        data_seed: the seed of the data order; None: derived from torch's initial seed, agreed over the ranks.
+        use_seedable_sampler: False: each pass draws its order as torch's own loader would, from the loader's generator or from
+            torch's global one (on several ranks: rank 0's draw), so that a prepared loop sees what the plain one sees. True:
+            shuffling is a pure function of (seed, epoch), and no global random stream is touched. None: True where
+            `data_seed` is given.
+        data_seed: the seed of a seedable order; None: derived from torch's initial seed, agreed over the ranks.
         non_blocking: copy batches to the device without waiting (needs pin_memory=True on the loader).
         use_stateful_dataloader: load with torchdata's StatefulDataLoader, which can resume iterable datasets.
     """
@@ -27,10 +29,15 @@ class DataLoaderConfiguration:
     split_batches: bool = False
     dispatch_batches: bool | None = None
     even_batches: bool = True
-    use_seedable_sampler: bool = True
+    use_seedable_sampler: bool | None = None
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+
+    @property
+    def is_seedable(self) -> bool:
+        """Is the order a pure function of (seed, epoch)?"""
+        return self.data_seed is not None if self.use_seedable_sampler is None else self.use_seedable_sampler
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from headway.config.run import DataLoaderConfiguration
 from headway.data.dispatch import DispatchFeed
+from headway.data.draws import BaseSeed, LoaderStream
 from headway.data.feed import Feed
 from headway.data.loader import PreparedLoader
 from headway.data.mapped import MappedFeed
-from headway.data.order import Order, PureOrder, SamplerOrder
+from headway.data.order import DrawnOrder, Order, PureOrder, SamplerOrder, is_plain_shuffling
 from headway.data.randomness import Agree
 from headway.data.shard import BatchSplit, SampleSplit, Shard
 from headway.data.sharded import Agreement, is_shardable
@@ -32,6 +33,7 @@ def prepare_loader(
     active: list[PreparedLoader],
     seed: int,
     rng_types: Sequence[str] | None = ("generator",),
+    stream: LoaderStream | None = None,
 ) -> PreparedLoader:
     """Share a loader's data out over the ranks.
 
@@ -44,6 +46,7 @@ def prepare_loader(
         active: the list that a loader in iteration enters.
         seed: of the order, the same on all ranks.
         rng_types: with "generator", samplers' own generators get rank 0's state at the start of each epoch.
+        stream: what the run's loaders draw from; None: torch's global stream.
 
     Raises:
         DataError: the loader's settings and the configuration do not fit together.
@@ -52,8 +55,9 @@ def prepare_loader(
         return loader
     _check(loader, shard, config)
     recipe = _Recipe(
-        loader, shard, config, collectives if shard.count > 1 else None, seed, "generator" in (rng_types or ())
-    )
+        loader, shard, config, collectives if shard.count > 1 else None, seed, "generator" in (rng_types or ()),
+        stream or LoaderStream(),
+    )  # fmt: skip
     feed = recipe.feed()
     return PreparedLoader(loader, feed, shard, device, config.non_blocking, active, _listeners(loader, feed))
 
@@ -62,13 +66,16 @@ class _Recipe:
     """The choices that lead from a loader and a configuration to a feed."""
 
     def __init__(self, loader: DataLoader[Any], shard: Shard, config: DataLoaderConfiguration,
-                 collectives: Collectives | None, seed: int, is_synchronised: bool) -> None:  # fmt: skip
+                 collectives: Collectives | None, seed: int, is_synchronised: bool,
+                 stream: LoaderStream) -> None:  # fmt: skip
         self.loader = loader
         self.shard = shard
         self.config = config
         self.collectives = collectives
         self.seed = seed
         self.is_synchronised = is_synchronised
+        self.stream = stream
+        self.base_seed = BaseSeed(loader, config.is_seedable, stream)
         self.is_batched = loader.batch_sampler is not None
         self.is_even = config.even_batches and shard.count > 1
         self.is_dispatched = bool(config.dispatch_batches) and shard.count > 1
@@ -103,14 +110,17 @@ class _Recipe:
             drops_last = getattr(batch_sampler, "drop_last", False) is True
             order = self._order(batch_sampler)
             split = BatchSplit(self.shard.count, self.config.split_batches, drops_last, self.is_even, full)
-        return MappedFeed(self.loader, order, split, self.ranks, self.seed, self.collectives)
+        return MappedFeed(self.loader, order, split, self.ranks, self.seed, self.collectives, self.base_seed,
+                          self.config.is_seedable)  # fmt: skip
 
     def _order(self, sampler: Any) -> Order:
-        pure = PureOrder.of(sampler, self.seed, self.config.use_seedable_sampler)
+        is_seedable = self.config.is_seedable
+        pure = PureOrder.of(sampler, self.seed, is_seedable)
         if pure is not None:
             return pure
-        return SamplerOrder(sampler, self.seed, self.config.use_seedable_sampler, self.loader.generator, self._agree,
-                            self.is_synchronised, self.loader.persistent_workers)  # fmt: skip
+        if is_plain_shuffling(sampler):
+            return DrawnOrder(sampler, self.seed, self.stream, self._agree)
+        return SamplerOrder(sampler, self.seed, is_seedable, self.stream, self._agree, self.is_synchronised)
 
     @property
     def _agree(self) -> Agree | None:
@@ -131,14 +141,14 @@ class _Recipe:
     def _stream(self, kind: type[DataLoader[Any]]) -> StreamFeed:
         split = SampleSplit(self._size(self.loader.batch_size), self.shard.count, self.loader.drop_last, self.is_even)
         agree = self._agree if self.is_synchronised else None
-        return StreamFeed(self.loader, split, self.ranks, self.seed, kind, agree=agree)
+        return StreamFeed(self.loader, split, self.ranks, self.seed, self.base_seed, kind, agree=agree)
 
     def _own_stream(self, kind: type[DataLoader[Any]], collectives: Collectives) -> StreamFeed:
         index, count = self.shard.index, self.shard.count
         dataset = self.loader.dataset.shard(num_shards=count, index=index)  # type: ignore[attr-defined]
         own = OwnShards(dataset, index, count, Agreement(collectives, self.loader.drop_last))
         split = SampleSplit(self._size(self.loader.batch_size), 1, self.loader.drop_last, self.is_even)
-        return StreamFeed(self.loader, split, (0,), self.seed, kind, own)
+        return StreamFeed(self.loader, split, (0,), self.seed, self.base_seed, kind, own)
 
     def _size(self, batch_size: int | None) -> int:
         """Samples (unbatched: items) of one rank in one step."""

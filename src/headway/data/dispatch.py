@@ -79,6 +79,10 @@ class DispatchFeed:
     def __len__(self) -> int:
         return len(self._feed) if self._length is None else self._length
 
+    def open(self) -> None:
+        """Every rank draws, so that their streams move on alike."""
+        self._feed.open()
+
     def start(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
         """Begin a pass."""
         if self._collectives.rank != 0:
@@ -135,6 +139,10 @@ class DispatchFeed:
     def state(self, is_running: bool) -> dict[str, Any]:
         """What the main process needs to resume."""
         return self._feed.state(is_running)
+
+    def mark(self) -> dict[str, Any]:
+        """The same, as of a batch that the pass may go back to."""
+        return self._feed.mark()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Let the main process go on from that."""

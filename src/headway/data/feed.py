@@ -29,6 +29,9 @@ class Feed(Protocol):
     is_even: bool
     seed: int
 
+    def open(self) -> None:
+        """An iterator is made: draw from the global streams what a plain loader would draw now; `start` follows."""
+
     def start(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
         """Begin a pass.
 
@@ -70,6 +73,9 @@ class Feed(Protocol):
 
     def state(self, is_running: bool) -> dict[str, Any]:
         """What a position alone does not say."""
+
+    def mark(self) -> dict[str, Any]:
+        """The same of a pass in progress, cheap, for one that may have to go back here: samples are sought by their number."""
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Let the next pass go on from that."""

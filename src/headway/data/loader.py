@@ -5,6 +5,7 @@ without that, and random numbers drawn while fetching in this process are then e
 batch ahead.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -78,12 +79,25 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """One pass; `break` closes it, and the next pass is another epoch."""
+        if self._position.is_stopped:
+            return iter(())
+        # Now, not with the first batch: in `zip(one, other)` torch's loaders draw in this order too.
+        self._feed.open()
+        iterator = self._pass()
+        if self._position.is_waiting:
+            # `zip` may end with another loader's pass before it has asked this one for anything.
+            weakref.finalize(iterator, self._end_unbegun, self._position.num_passes).atexit = False
+        return iterator
+
+    def _end_unbegun(self, num_passes: int) -> None:
+        if self._position.num_passes == num_passes:
+            self.end_epoch()
+
+    def _pass(self) -> Iterator[Any]:
         position = self._position
-        if position.is_stopped:
-            return
         if self.before_pass is not None:
             self.before_pass()
-        position.begin()
+        number = position.begin()
         self._tell_epoch(position.epoch)
         position.consumed, deliveries = self._feed.start(position.epoch, position.consumed, self._num_skipped)
         self._active.append(self)
@@ -102,6 +116,9 @@ class PreparedLoader(DataLoader[Any]):
                     return
                 self._note_fetch()
             position.finish()
+        except GeneratorExit as left:
+            position.leave(number, left.__context__)
+            raise
         finally:
             self._num_skipped = 0
             _leave(self._active, self)
@@ -196,6 +213,23 @@ class PreparedLoader(DataLoader[Any]):
         return self._position.is_running
 
     @property
+    def is_unfinished(self) -> bool:
+        """Does this process, or a run resumed now, go on in the middle of an epoch? Not in one that was broken off."""
+        position = self._position
+        return position.is_waiting or (position.is_running and not position.is_left)
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that this process, or a run resumed now, goes on in."""
+        return self._position.following if self._position.is_left else self._position.epoch
+
+    def end_epoch(self) -> None:
+        """The loop's epoch is over; a pass that was to go on in it, and has not begun, is over too."""
+        if self._position.is_waiting:
+            self._position.finish()
+            self._feed.load_state({})
+
+    @property
     def is_fresh(self) -> bool:
         """Is no batch of this pass yielded yet?"""
         return self._position.share is NOTHING
@@ -211,7 +245,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be this epoch; the user's sampler, batch sampler and dataset are told where they can be."""
-        self._position.pin(epoch)
+        if not self._position.pin(epoch):
+            self._feed.load_state({})  # what was loaded belongs to another epoch
         self._tell_epoch(epoch)
 
     def _tell_epoch(self, epoch: int) -> None:
@@ -225,6 +260,22 @@ class PreparedLoader(DataLoader[Any]):
         """
         source = self._feed.state(self._position.is_running)
         return {**self._position.state_dict(), **({"source": source} if source else {})}
+
+    def run_state(self, is_brief: bool = False) -> dict[str, Any]:
+        """What the state of a run holds of this loader: as `state_dict`, but for a pass that was broken off, which is over.
+
+        Args:
+            is_brief: cheap, without what only serves the very batch last read: for a state that goes back here later.
+        """
+        position = self._position
+        if position.is_left:
+            return {"epoch": position.following, "consumed": 0}
+        if not is_brief:
+            return self.state_dict()
+        return {
+            **position.state_dict(),
+            "source": self._feed.mark() if position.is_running else self._feed.state(False),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass go on from there, on any number of ranks; samples consumed before are not fetched.

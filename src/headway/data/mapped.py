@@ -3,10 +3,13 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
+from headway.data.carried import CarryingCollate, Continued, WorkerStreams
+from headway.data.draws import BaseSeed
 from headway.data.feed import UNCOUNTABLE, Delivery, seed_generator
 from headway.data.order import Order
 from headway.data.rebuild import rebuild
@@ -62,17 +65,23 @@ class MappedFeed:
         ranks: whose batches to read: this rank's, or all for one process that reads for them.
         seed: of the workers' streams.
         collectives: the ranks that have to agree on the rows of unbatched items; None: this process reads alone.
+        base_seed: draws that of the workers.
+        is_seedable: order and workers' streams are functions of (seed, epoch); False: on one process, they are torch's own.
     """
 
     def __init__(self, loader: DataLoader[Any], order: Order, split: SampleSplit | BatchSplit, ranks: Sequence[int],
-                 seed: int, collectives: Collectives | None) -> None:  # fmt: skip
+                 seed: int, collectives: Collectives | None, base_seed: BaseSeed,
+                 is_seedable: bool) -> None:  # fmt: skip
         self.order = order
         self.split: SampleSplit | BatchSplit | WindowSplit = split
         self._own_split = split
         self.ranks = ranks
         self._seed = seed
         self.is_batched = loader.batch_sampler is not None
-        self._is_seeded = loader.num_workers > 0
+        self._base_seed = base_seed
+        has_workers, is_alone = loader.num_workers > 0, split.count == 1 and not is_seedable
+        self._is_seeded = has_workers and not is_alone
+        self._draws_at_once = has_workers or len(ranks) > 1
         self._is_one_by_one = is_read_one_by_one(loader.dataset)
         self._is_in_order = getattr(loader, "in_order", True) or loader.num_workers == 0
         if not self._is_in_order:
@@ -82,8 +91,15 @@ class MappedFeed:
             )
         self._sampler = ShareSampler(self.is_batched)
         self._recount = self._choose_recount(collectives)
-        source = {"batch_sampler": self._sampler} if self.is_batched else {"batch_size": None, "sampler": self._sampler}
-        self.inner = rebuild(loader, **source)
+        self._streams: WorkerStreams | None = None
+        if has_workers and is_alone and self._is_in_order:
+            self._streams = WorkerStreams(loader.num_workers, loader.persistent_workers)
+        changes: dict[str, Any] = {"batch_sampler": self._sampler}
+        if not self.is_batched:
+            changes = {"batch_size": None, "sampler": self._sampler}
+        if self._streams is not None:
+            changes["collate_fn"] = CarryingCollate(loader.collate_fn)
+        self.inner = rebuild(loader, **changes)
 
     @property
     def seed(self) -> int:
@@ -128,18 +144,31 @@ class MappedFeed:
     def __len__(self) -> int:
         return self.split.num_rounds(len(self.order))
 
+    def open(self) -> None:
+        """Draw what torch's loader draws when it is iterated, and what its sampler then draws for waiting workers."""
+        self._base_seed.open()
+        if self._draws_at_once:
+            self.order.open()
+
     def start(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
-        """Begin a pass; what lies before it is never fetched."""
+        """Begin a pass; what lies before it is never fetched, but for a batch of each worker at most."""
         if not self._is_in_order and self.split.count > 1:
             self._check_uniform()
         seed = mix(self.seed, epoch)
-        begun = self.split.start(self.order.draw(epoch), consumed, num_skipped)
+        streams = self._streams
+        num_repeated = 0 if streams is None else streams.begin(consumed > 0 and not num_skipped)
+        begun = self.split.start(self.order.draw(epoch), 0 if num_repeated else consumed, num_skipped)
         handed_out = self._sampler.begin(self._shares(begun, seed))
         seed_generator(self.inner, mix(seed, 1))
-        return begun.consumed, self._deliveries(iter(self.inner), handed_out)
+        self._base_seed.begin(self.inner, is_given=self.split.count == 1)
+        deliveries = self._deliveries(iter(self.inner), handed_out)
+        for _ in islice(deliveries, num_repeated):
+            pass
+        return consumed if num_repeated else begun.consumed, deliveries
 
     def _shares(self, begun: Start, seed: int) -> Iterator[Share]:
         split, position = self.split, begun.consumed
+        goes_on = iter(() if self._streams is None else self._streams.to_send())
         for chunk, is_last in mark_last(begun.rounds):
             num_samples = split.count_samples(chunk)
             for rank in self.ranks:
@@ -147,8 +176,13 @@ class MappedFeed:
                 num_rows = len(indices)
                 if self._is_seeded:
                     indices = self._seeded(indices, seed, position + split.offset(chunk, rank))
-                yield Share(indices, num_rows, counts, num_samples, is_last)
+                yield Share(self._continued(indices, next(goes_on, None)), num_rows, counts, num_samples, is_last)
             position += num_samples
+
+    def _continued(self, indices: Any, streams: str | None) -> Any:
+        if streams is None:
+            return indices
+        return Continued(indices, streams) if self.is_batched else [Continued(indices[0], streams)]
 
     def _seeded(self, indices: list[Any], seed: int, position: int) -> Any:
         if not self.is_batched:
@@ -156,9 +190,11 @@ class MappedFeed:
         return SeededIndices(indices, seed, position) if self._is_one_by_one else Seeded(indices, seed, position)
 
     def _deliveries(self, batches: Iterator[Any], handed_out: deque[Share]) -> Iterator[Delivery]:
-        recount = self._recount
+        recount, streams = self._recount, self._streams
         for batch in batches:
             share = handed_out.popleft()
+            if streams is not None:
+                batch = streams.note(batch)
             yield batch, share if recount is None else recount(batch, share)
 
     def _choose_recount(self, collectives: Collectives | None) -> Recount | None:
@@ -178,12 +214,20 @@ class MappedFeed:
             )
 
     def state(self, is_running: bool) -> dict[str, Any]:
-        """What the order needs to be drawn again."""
-        return self.order.state(is_running)
+        """What the order needs to be drawn again, and the workers' streams."""
+        state = {**self._base_seed.state(is_running), **self.order.state(is_running)}
+        return state if self._streams is None else state | self._streams.state(is_running)
+
+    def mark(self) -> dict[str, Any]:
+        """The same: it is cheap."""
+        return self.state(True)
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Draw the next epoch from that."""
+        self._base_seed.load_state(state)
         self.order.load_state(state)
+        if self._streams is not None:
+            self._streams.load_state(state)
 
 
 def measure_rows(batch: Any, share: Share) -> Share:

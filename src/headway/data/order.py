@@ -1,9 +1,9 @@
-"""In which order an epoch's samples come: a pure function of (seed, epoch), or the user's own sampler, reproducibly.
+"""In which order an epoch's samples come: drawn as torch's own samplers draw it, and reproducible from what is kept.
 
-torch's plain shuffling and sequential reading become `PureOrder`: any position of any epoch can be computed. Every
-other sampler is kept as the user gave it (`SamplerOrder`): it draws from its own generators or, where it has none,
-from global random streams that are seeded for the epoch and swapped in only while it draws. So all ranks see one order,
-the training's own random numbers stay untouched, and an epoch can be drawn again.
+By default torch's plain shuffling is a `DrawnOrder`: at the start of a pass the number is drawn that torch's sampler would
+draw, and the order is a pure function of it, so that any position can be sought. A seedable order and sequential reading
+are a `PureOrder`, a function of (seed, epoch). Every other sampler is kept as the user gave it (`SamplerOrder`): it
+draws from its own generators or, where it has none, from global random streams, whose state at the epoch's start is kept.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
@@ -14,7 +14,8 @@ import numpy
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from headway.data.randomness import Agree, GlobalStreams, OwnGenerators, decode, encode
+from headway.data.draws import LoaderStream
+from headway.data.randomness import Agree, GlobalStreams, OwnGenerators
 from headway.runtime.seed import mix
 
 _CHUNK = 64
@@ -30,6 +31,9 @@ class Order(Protocol):
 
     seed: int
 
+    def open(self) -> None:
+        """An iterator is made; torch's would draw now if workers wait for indices."""
+
     def draw(self, epoch: int) -> Sequence[Any] | Iterator[Any]:
         """The whole order of `epoch`: a sequence where any position can be reached, an iterator elsewhere."""
 
@@ -43,10 +47,10 @@ class Order(Protocol):
         """Draw the next epoch from this state."""
 
 
-def permutation(length: int, seed: int, epoch: int) -> numpy.ndarray[Any, Any]:
-    """The shuffled order of `length` samples: torch.randperm, seeded by seed and epoch."""
+def permutation(length: int, seed: int) -> numpy.ndarray[Any, Any]:
+    """The shuffled order of `length` samples: torch.randperm, seeded by `seed`."""
     generator = torch.Generator()
-    generator.manual_seed(mix(seed, epoch))
+    generator.manual_seed(seed)
     # As an array, because slicing one costs a tenth of slicing a tensor.
     return torch.randperm(length, generator=generator).numpy()
 
@@ -70,15 +74,15 @@ class PureOrder:
         """The pure order that stands for one of torch's samplers; None where there is none."""
         if type(sampler) is SequentialSampler:
             return cls(sampler, False, seed)
-        is_plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None
-        if is_seedable and is_plain and sampler.num_samples == len(sampler.data_source):
-            return cls(sampler, True, seed)
-        return None
+        return cls(sampler, True, seed) if is_seedable and is_plain_shuffling(sampler) else None
+
+    def open(self) -> None:
+        """Nothing is drawn."""
 
     def draw(self, epoch: int) -> Sequence[int]:
         """The epoch's order, sliceable."""
         length = len(self.items)
-        return permutation(length, self.seed, epoch) if self.is_shuffled else range(length)  # type: ignore[return-value]
+        return permutation(length, mix(self.seed, epoch)) if self.is_shuffled else range(length)  # type: ignore[return-value]
 
     def __len__(self) -> int:
         return len(self.items)
@@ -91,69 +95,123 @@ class PureOrder:
         """Nothing to restore."""
 
 
+def is_plain_shuffling(sampler: Any) -> bool:
+    """Is this torch's shuffling without replacement of a whole dataset, by the global generator?"""
+    is_plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None
+    return is_plain and sampler.num_samples == len(sampler.data_source)
+
+
+class DrawnOrder:
+    """Shuffled without replacement by a number that each pass draws as torch's sampler does.
+
+    Args:
+        items: what has a length (which may change between epochs).
+        seed: of nothing here.
+        stream: what it is drawn from.
+        agree: turns this rank's number into that of rank 0; None: this process draws alone.
+    """
+
+    def __init__(self, items: Sized, seed: int, stream: LoaderStream, agree: Agree | None) -> None:
+        self.items = items
+        self.seed = seed
+        self._stream = stream
+        self._agree = agree
+        self._drawn: int | None = None
+        self._opened: int | None = None
+        self._loaded: int | None = None
+
+    def open(self) -> None:
+        """Draw now, where a resumed pass has not drawn before."""
+        if self._loaded is None:
+            self._opened = self._stream.draw()
+
+    def draw(self, epoch: int) -> Sequence[int]:
+        """The epoch's order, sliceable."""
+        number, self._loaded = self._loaded, None
+        if number is None:
+            number = self._stream.draw() if self._opened is None else self._opened
+        self._opened = None
+        # A resumed pass asks as well: ranks that do not resume alike must not wait for each other.
+        self._drawn = number if self._agree is None else self._agree(number)
+        return permutation(len(self.items), self._drawn)  # type: ignore[return-value]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def state(self, is_running: bool) -> dict[str, Any]:
+        """The number drawn for the pass in progress, or for one whose iterator is made."""
+        number = self._drawn if is_running else self._loaded if self._opened is None else self._opened
+        return {} if number is None else {"drawn": number}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Let the next pass be in that order."""
+        self._loaded, self._opened = state.get("drawn"), None
+
+
 class SamplerOrder:
     """The order of a user's sampler or batch sampler.
 
     Args:
         sampler: anything that yields indices, or lists of them.
-        seed: of the global streams as the sampler sees them.
-        is_seedable: seed those by (seed, epoch); False: go on from torch's global stream, as a plain loader does.
-        loader_generator: the generator that the user gave to the loader itself.
+        seed: of the global streams as a seedable sampler sees them.
+        is_seedable: seed those by (seed, epoch); False: let them begin where `stream` is, as a plain loader does.
+        stream: what the run's loaders draw from.
         agree: turns this rank's state into that of rank 0; None: this process draws alone.
         is_synchronised: let the sampler's own generators begin each epoch with rank 0's state.
-        is_persistent: workers live on after an epoch (then torch seeds them once only).
     """
 
-    def __init__(self, sampler: Iterable[Any], seed: int, is_seedable: bool, loader_generator: torch.Generator | None,
-                 agree: Agree | None, is_synchronised: bool, is_persistent: bool) -> None:  # fmt: skip
+    def __init__(self, sampler: Iterable[Any], seed: int, is_seedable: bool, stream: LoaderStream, agree: Agree | None,
+                 is_synchronised: bool) -> None:  # fmt: skip
         self.sampler = sampler
         self.seed = seed
+        self._stream = stream
         self._own = OwnGenerators(sampler, agree if is_synchronised else None)
         self._continues_global = not is_seedable and not self._own.generators
-        self._loader_generator = loader_generator
         self._agree = agree
-        self._draws_base_seed_once = is_persistent
-        self._has_begun = False
         self._global: str | None = None
         self._loaded_global: str | None = None
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
 
+    def open(self) -> None:
+        """Nothing yet: the sampler is the user's."""
+
     def draw(self, epoch: int) -> Iterator[Any]:
         """Begin the epoch's draw; its items come as they are asked for."""
-        if not self._own.is_resuming and self._loaded_global is None:
-            self._draw_base_seed()
         self._own.begin()
-        if self._continues_global:
-            return self._items(GlobalStreams(decode(self._take_global())))
-        return self._items(GlobalStreams.seeded(mix(self.seed, epoch)))
+        if not self._continues_global:
+            return self._items(GlobalStreams.seeded(mix(self.seed, epoch)))
+        text, self._loaded_global = self._loaded_global, None
+        draws_here = text is None and self._stream.is_global and self._agree is None
+        text = self._stream.for_sampler() if text is None else text
+        self._global = text if self._agree is None else self._agree(text)
+        return self._own_draw() if draws_here else self._items(GlobalStreams.of(self._global))
+
+    def _own_draw(self) -> Iterator[Any]:
+        """As plain torch would: what the sampler draws for its first item, it draws from this process's streams.
+
+        Most samplers draw all they need then. Of what one draws later a copy of the streams is used, because between
+        training's own draws it could not be drawn again after a resume.
+        """
+        iterator = iter(self.sampler)
+        first = list(islice(iterator, 1))
+        streams = GlobalStreams.here()  # before training draws
+        yield from first
+        yield from self._chunks(iterator, streams)
 
     def _items(self, streams: GlobalStreams) -> Iterator[Any]:
         with streams:
             iterator = iter(self.sampler)
+        yield from self._chunks(iterator, streams)
+
+    def _chunks(self, iterator: Iterator[Any], streams: GlobalStreams) -> Iterator[Any]:
         while True:
             with streams:
                 chunk = list(islice(iterator, _CHUNK))
             yield from chunk
             if len(chunk) < _CHUNK:
                 return
-
-    def _take_global(self) -> str:
-        text, self._loaded_global = self._loaded_global, None
-        if text is None:
-            text = encode(torch.get_rng_state())
-            torch.empty((), dtype=torch.int64).random_()  # the next epoch goes on from another state
-        self._global = text if self._agree is None else self._agree(text)
-        return self._global
-
-    def _draw_base_seed(self) -> None:
-        # torch's loader takes its workers' seed from the user's generator before the sampler draws from it; without
-        # the same draw a seeded generator would give another order than it gives the plain loader.
-        is_due = self._loader_generator is not None or self._continues_global
-        if is_due and not (self._has_begun and self._draws_base_seed_once):
-            torch.empty((), dtype=torch.int64).random_(generator=self._loader_generator)
-        self._has_begun = True
 
     def state(self, is_running: bool) -> dict[str, Any]:
         """What the epoch in progress (else the next one) was drawn from, where seed and epoch do not say it."""

@@ -1,5 +1,6 @@
 """Where a loader stands: the epoch and the samples consumed in it, independent of ranks, workers and prefetching."""
 
+import sys
 from typing import Any
 
 from headway.data.shard import Share
@@ -12,15 +13,17 @@ NOTHING = Share([], None, None, 0, False)
 class Position:
     """The epoch in progress (between two: the next one) and how many of its samples were handed out.
 
-    A pass that is broken off stays where it is, so that a checkpoint taken then resumes there; the next pass of the
-    same process begins the next epoch.
+    A pass that was left (by `break`, by an `islice` or `zip` that ends first) stays where it is, as a state of the loader
+    alone. For the run it is over, because this process goes on with the next epoch, and so must a run that is resumed from a
+    checkpoint saved afterwards. While an exception is handled that came out of the loop, the pass is not over: who saves
+    then wants to resume there.
 
     Attributes:
         epoch: its number.
         consumed: real samples of all ranks together that were yielded in it.
         previous: the same before the batch last yielded.
-        is_running: a pass is in progress or was broken off.
         share: what is known about the batch last yielded.
+        num_passes: begun so far.
         is_stopped: passes end after the batch in hand, and later ones are empty.
     """
 
@@ -28,29 +31,72 @@ class Position:
         self.epoch = 0
         self.consumed = 0
         self.previous = 0
-        self.is_running = False
         self.is_stopped = False
         self.share = NOTHING
+        self._is_begun = False
         self._is_resuming = False
         self._pinned: int | None = None
+        self.num_passes = 0
+        self._left_under: list[BaseException | None] = []
 
-    def begin(self) -> None:
-        """A pass begins: where the state was loaded, else at the start of an epoch."""
-        if self.is_running:
+    @property
+    def is_running(self) -> bool:
+        """Is a pass in progress, or was it left?"""
+        return self._is_begun
+
+    @property
+    def is_left(self) -> bool:
+        """Was the pass left for good?"""
+        return bool(self._left_under) and self._left_under[0] is sys.exc_info()[1]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Was a state loaded in the middle of a pass that has not begun yet?"""
+        return self._is_resuming and self.consumed > 0
+
+    @property
+    def following(self) -> int:
+        """The epoch after this one."""
+        return self.epoch + 1 if self._pinned is None else self._pinned
+
+    def begin(self) -> int:
+        """A pass begins, where the state was loaded, else at the start of an epoch; returns the pass's number."""
+        if self._is_begun:
             self.finish()
-        self.is_running, self._is_resuming, self.share = True, False, NOTHING
+        self._is_begun, self._is_resuming, self.share = True, False, NOTHING
+        self.num_passes += 1
+        return self.num_passes
+
+    def leave(self, number: int, handled: BaseException | None) -> None:
+        """The pass of this number ends before its data does; nothing where it was stopped, or another has begun.
+
+        Args:
+            number: as `begin` returned it.
+            handled: the exception that was being handled then; one that leaves the loop is not handled yet.
+        """
+        if self._is_begun and number == self.num_passes and not self.is_stopped:
+            self._left_under = [handled]
 
     def finish(self) -> None:
         """The epoch is over."""
-        self.epoch = self.epoch + 1 if self._pinned is None else self._pinned
-        self.consumed, self.is_running, self._pinned = 0, False, None
+        self.epoch = self.following
+        self.consumed, self._is_begun, self._pinned = 0, False, None
+        self._is_resuming = False
+        self._left_under.clear()
 
-    def pin(self, epoch: int) -> None:
-        """The next pass is this epoch; one that is to be resumed stays where it is if it is the same."""
-        if self.is_running:
+    def pin(self, epoch: int) -> bool:
+        """The next pass is this epoch; one that is to be resumed stays where it is if it is the same.
+
+        Returns:
+            Does a loaded state still hold?
+        """
+        if self._is_begun:
             self._pinned = epoch
         elif not (self._is_resuming and epoch == self.epoch):
-            self.epoch, self.consumed, self._is_resuming = epoch, 0, False
+            is_resuming, self._is_resuming = self._is_resuming, False
+            self.epoch, self.consumed = epoch, 0
+            return not is_resuming
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """`{"epoch", "consumed"}`."""
@@ -68,5 +114,6 @@ class Position:
                 f"a loader's state needs epoch and consumed, got {sorted(state)}; pass what its state_dict() returned"
             )
         self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
-        self.is_running, self._is_resuming, self._pinned = False, True, None
+        self._is_begun, self._is_resuming, self._pinned = False, True, None
         self.is_stopped = False
+        self._left_under.clear()

@@ -20,6 +20,7 @@ from warnings import warn
 
 from torch.utils.data import DataLoader, get_worker_info
 
+from headway.data.draws import BaseSeed
 from headway.data.feed import UNCOUNTABLE, Delivery, seed_generator
 from headway.data.randomness import Agree, OwnGenerators
 from headway.data.rebuild import rebuild
@@ -152,12 +153,14 @@ class StreamFeed:
         kind: the class of the inner loader; one with a state_dict resumes by it.
         own: this rank's shards, where the dataset is sharded itself; None: the whole stream.
         agree: begin each epoch with rank 0's states of the generators that the dataset holds; None: do not.
+        base_seed: draws that of the workers, as torch would; on one process they get it.
     """
 
-    def __init__(self, loader: DataLoader[Any], split: SampleSplit, ranks: Sequence[int], seed: int,
+    def __init__(self, loader: DataLoader[Any], split: SampleSplit, ranks: Sequence[int], seed: int, base_seed: BaseSeed,
                  kind: type[DataLoader[Any]] = DataLoader, own: OwnShards | None = None,
                  agree: Agree | None = None) -> None:  # fmt: skip
         self.source = loader
+        self._base_seed = base_seed
         self.seed = seed
         self._own = own
         self._generators = OwnGenerators(loader.dataset, agree)
@@ -213,10 +216,15 @@ class StreamFeed:
         split = SampleSplit(self.round_size, 1, self._collate.split.drop_last)
         return split.num_rounds(len(self.source.dataset))  # type: ignore[arg-type]
 
+    def open(self) -> None:
+        """Draw what torch's loader draws when it is iterated."""
+        self._base_seed.open()
+
     def start(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
         """Begin a pass; what lies before it is read, not collated - unless the inner loader can resume by its state."""
         # Who reads the same stream needs the same randomness in its workers; who reads other shards, another.
         seed_generator(self.inner, mix(self.seed, epoch, 0 if self._own is None else 1 + self._own.index))
+        self._base_seed.begin(self.inner, is_given=self._own is None and self._own_split.count == 1)
         self._generators.begin()
         loaded, self._loaded = self._loaded, {}
         if num_skipped or not consumed:
@@ -273,16 +281,21 @@ class StreamFeed:
 
     def state(self, is_running: bool) -> dict[str, Any]:
         """Rounds read, and the inner loader's own state as it was after the last of them."""
-        generators = self._generators.state(is_running)
         if not is_running:
-            return {**self._loaded, **generators}
-        state: dict[str, Any] = {**generators, "num_rounds": self._num_rounds, "round_size": self.round_size}
+            return {**self._loaded, **self._base_seed.state(False), **self._generators.state(False)}
+        state = self.mark()
         if self._is_stateful:
             state |= {"inner": self._inner_state, "reader": self._reader}
         return state
 
+    def mark(self) -> dict[str, Any]:
+        """Rounds read, without the inner loader's own state, which is that of the batch last read."""
+        began = {**self._base_seed.state(True), **self._generators.state(True)}
+        return {**began, "num_rounds": self._num_rounds, "round_size": self.round_size}
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from that; the inner loader's state serves only who reads the same in rounds of the same size."""
+        self._base_seed.load_state(state)
         self._generators.load_state(state)
         self._loaded = {name: value for name, value in state.items() if name in ("num_rounds", "round_size", "inner")}
         is_mine = state.get("round_size") == self.round_size and state.get("reader") == self._reader

@@ -45,14 +45,14 @@ class Evaluations:
         self._loaders = loaders
         self._streams = streams
         self._epoch = epoch
-        self._begun: dict[int, tuple[int, int]] = {}
+        self._begun: dict[int, tuple[int, dict[str, Any]]] = {}
         self._beginning: Beginning | None = None
 
     def note(self, loader: PreparedLoader) -> None:
         """The loader is about to be asked for a batch."""
         accumulation = self._accumulation
         if loader.is_fresh:
-            self._begun[loader.seed] = accumulation.num_windows, loader.num_consumed
+            self._begun[loader.seed] = accumulation.num_windows, loader.run_state(is_brief=True)
             if len(accumulation.active) > 1:
                 self._take()
         elif loader.is_last and not self.is_one(loader) and not accumulation.is_unfinished:
@@ -60,7 +60,7 @@ class Evaluations:
 
     def is_one(self, loader: PreparedLoader) -> bool:
         """Is the pass over this loader an evaluation: has no window begun in it, nor in any before?"""
-        windows, _ = self._begun.get(loader.seed, (-1, 0))
+        windows, _ = self._begun.get(loader.seed, (-1, {}))
         is_trained_on = any(each.seed == loader.seed for each in self._accumulation.trained_on)
         return windows == self._accumulation.num_windows and not is_trained_on
 
@@ -85,9 +85,6 @@ class Evaluations:
 
     def _rewound(self, loader: PreparedLoader) -> dict[str, Any]:
         """The loader's state; that of an evaluation in progress as it was when it began."""
-        state = loader.state_dict()
         if not loader.is_running or loader.is_fresh or not self.is_one(loader):
-            return state
-        # What a reader adds is of the batch last read; the samples are sought by their number instead.
-        source = {name: value for name, value in state.get("source", {}).items() if name not in ("num_rounds", "inner")}
-        return {"epoch": state["epoch"], "consumed": self._begun[loader.seed][1], "source": source}
+            return loader.run_state()
+        return self._begun[loader.seed][1]

@@ -36,8 +36,7 @@ class Mark:
     """Where a window began: what a save in its middle goes back to; the streams only in a run that is known to save."""
 
     streams: dict[str, Any] | None
-    consumed: list[int]
-    epochs: list[int]
+    loaders: list[dict[str, Any]]
 
 
 @dataclass
@@ -80,9 +79,7 @@ class RunState:
         self.is_saving = False
         self.notes: dict[str, Any] = {}
         self.at_fetch: Callable[[PreparedLoader], None] | None = None
-        self.evaluations = Evaluations(
-            accumulation, lambda: preparation.loaders, lambda: read_streams(runtime.hardware), self.next_epoch
-        )
+        self.evaluations = Evaluations(accumulation, lambda: preparation.loaders, self._read_streams, self.next_epoch)
         self._began: dict[int, int] | None = None
         self._batch = GlobalBatch(preparation.loaders, accumulation)
         self._runtime = runtime
@@ -131,7 +128,7 @@ class RunState:
 
     def place(self, before: Beginning | None = None) -> tuple[object, ...]:
         """Where the run is; a checkpoint of the same place holds the same (custom objects aside)."""
-        states = [each.state_dict() for each in self.loaders] if before is None else before.states
+        states = [each.run_state() for each in self.loaders] if before is None else before.states
         positions = [(each["epoch"], each["consumed"]) for each in states]
         return self._clock.num_updates, self.num_windows, self._accumulation.is_unfinished, *positions
 
@@ -152,8 +149,11 @@ class RunState:
         if self._accumulation.num_steps > 1 and not self._accumulation.is_unfinished:
             loaders = self._preparation.loaders
             # Reading all streams costs about 90 us.
-            streams = read_streams(self._runtime.hardware) if self.is_saving else None
-            self._mark = Mark(streams, [each.num_consumed for each in loaders], [each.epoch for each in loaders])
+            streams = self._read_streams() if self.is_saving else None
+            self._mark = Mark(streams, [each.run_state(is_brief=True) for each in loaders])
+
+    def _read_streams(self) -> dict[str, Any]:
+        return {**read_streams(self._runtime.hardware), "loaders": self._preparation.loader_stream.state()}
 
     # ---------------------------------------------------------------- out
 
@@ -180,7 +180,7 @@ class RunState:
         collected = collect(self._parts())
         mark = self._mark if is_unfinished else None
         marked = None if mark is None else mark.streams
-        streams = read_streams(self._runtime.hardware) if marked is None else marked
+        streams = self._read_streams() if marked is None else marked
         self.is_saving = True
         own = {"streams": streams, "loaders": self._loader_states(mark)}
         if before is not None and not is_unfinished:
@@ -195,14 +195,14 @@ class RunState:
         return collected, self._collectives.broadcast_object(about)
 
     def _loader_states(self, mark: Mark | None) -> list[dict[str, Any]]:
-        states = [each.state_dict() for each in self._preparation.loaders]
-        for index, state in enumerate(states if mark is not None else ()):
-            assert mark is not None
-            if (state["epoch"], state["consumed"]) != (mark.epochs[index], mark.consumed[index]):
-                # A reader's own state is that of the batch last read; the samples are sought by their number instead.
-                kept = {k: v for k, v in state.get("source", {}).items() if k not in ("num_rounds", "inner")}
-                states[index] = {"epoch": mark.epochs[index], "consumed": mark.consumed[index], "source": kept}
-        return states
+        states = [each.run_state() for each in self._preparation.loaders]
+        if mark is None:
+            return states
+        # A loader that has not moved keeps its whole state; another goes back to where the window began.
+        return [
+            state if (state["epoch"], state["consumed"]) == (began["epoch"], began["consumed"]) else began
+            for state, began in zip(states, mark.loaders)
+        ]
 
     def _run_state(self) -> dict[str, Any]:
         preparation = self._preparation
@@ -217,7 +217,13 @@ class RunState:
             "seeds": [each.seed for each in preparation.loaders],
             "seed": torch.initial_seed() & ((1 << 63) - 1),
             "epoch": self.next_epoch(),
+            "counts_epochs": self._began is not None,
+            "trained_on": [self._number(each) for each in self._accumulation.trained_on],
         }
+
+    def _number(self, loader: PreparedLoader) -> int:
+        # A view that skips batches is another object with the same seed.
+        return [each.seed for each in self.loaders].index(loader.seed)
 
     def next_epoch(self) -> int:
         """The epoch that a run resumed from now begins with."""
@@ -225,20 +231,22 @@ class RunState:
         if not trained_on:
             return self.epoch
         if self._began is None:  # a loop that does not go by epochs(): the first loader counts them
-            return trained_on[0].epoch
-        is_over = not any(each.is_running for each in trained_on) and any(
-            each.epoch != self._began.get(each.seed, 0) for each in trained_on
+            return trained_on[0].next_epoch
+        is_over = not any(each.is_unfinished for each in trained_on) and any(
+            each.next_epoch != self._began.get(each.seed, 0) for each in trained_on
         )
         return self.epoch + 1 if is_over else self.epoch
 
     def begin_epoch(self) -> None:
         """An epoch of the loop begins."""
-        self._began = {each.seed: each.epoch for each in self.loaders}
+        self._began = {each.seed: each.next_epoch for each in self.loaders}
 
     def end_epoch(self) -> None:
         """It is over."""
+        for loader in self.loaders:
+            loader.end_epoch()
         self.epoch += 1
-        self._began = {each.seed: each.epoch for each in self.loaders}
+        self._began = {each.seed: each.next_epoch for each in self.loaders}
 
     def _about(self, is_unfinished: bool) -> dict[str, Any]:
         return {
@@ -329,9 +337,16 @@ class RunState:
         for loader, state, seed in zip(preparation.loaders, states, run["seeds"]):
             loader.seed = seed
             loader.load_state_dict(state)
-        self.epoch, self._began, self._mark = run["epoch"], None, None
+        known = preparation.loaders
+        self._accumulation.trained_on += [known[number] for number in run["trained_on"] if number < len(known)]
+        self.epoch, self._mark = run["epoch"], None
+        self._began = {each.seed: each.next_epoch for each in preparation.loaders} if run["counts_epochs"] else None
         self.evaluations.forget()
+        streams = decode(found.state["streams"][rank if is_same_world else 0], found.tensors)
+        loaders = streams.pop("loaders", None)
         if is_same_world:
-            write_streams(decode(found.state["streams"][rank], found.tensors), self._runtime.hardware)
+            write_streams(streams, self._runtime.hardware)
         else:
             derive_streams(run["seed"], run["num_updates"], rank)
+            loaders = streams["torch"] if loaders is None else loaders
+        preparation.loader_stream.load_state(loaders)

@@ -315,8 +315,11 @@ class Accumulation:
             self._backward_alone(loss, weight, reduction, **kwargs)
             return
         window, group = self.current, self.strategy.data_group
+        is_first = not window.has_gradient
         local = self._weigh_micro_batch(window, weight)
-        if window.nominal is None:
+        if is_first and window.is_last and window.global_weight and self.transaction is None:
+            window.nominal = window.global_weight
+        elif window.nominal is None:
             window.nominal = self._agree_nominal(window)
         nominal = window.nominal or 1.0  # without one, all weights so far are zero
         if self.transaction is not None:

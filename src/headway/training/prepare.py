@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
+from headway.data.draws import LoaderStream
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, PrepareError
 from headway.log import get_logger
@@ -33,6 +34,7 @@ class Preparation:
         models, optimizers, loaders, schedulers: in the order they were prepared.
         loading: how loaders split, pad and move batches.
         transforms: what is done to a model before it is wrapped, in order.
+        loader_stream: what loaders draw their orders from.
     """
 
     def __init__(self, accumulation: Accumulation, clock: Clock, runtime: ProcessRuntime, loading: DataLoaderConfiguration,
@@ -47,6 +49,7 @@ class Preparation:
         self.loading = loading
         self._accumulation = accumulation
         self._strategy = accumulation.strategy
+        self.loader_stream = LoaderStream(is_private=self._strategy.data_shard.count > 1)
         self._clock = clock
         self._runtime = runtime
         self._places = device_placement
@@ -154,6 +157,7 @@ class Preparation:
         made = prepare_loader(
             loader, shard=self._strategy.data_shard, config=self.loading, device=self._runtime.device if places else None,
             collectives=self._strategy.data_group, active=self._accumulation.active, seed=self._seed(), rng_types=self._rng_types,
+            stream=self.loader_stream,
         )  # fmt: skip
         self._synchronise()
         made.meter = self._accumulation.meter
@@ -245,7 +249,9 @@ class Preparation:
     @property
     def tick_base(self) -> tuple[int, int]:
         """(processes, micro-batches per update) that schedules are counted by: this run's, or that of the one resumed."""
-        return self._tick_base or (self._strategy.data_shard.count, self._accumulation.num_steps)
+        # With split batches a single process makes as many updates as many do.
+        num_processes = 1 if self.loading.split_batches else self._strategy.data_shard.count
+        return self._tick_base or (num_processes, self._accumulation.num_steps)
 
     def keep_ticks(self, num_processes: int, accumulation: int) -> None:
         """Tick as the run that is resumed did, where schedules count what a single process would do.
@@ -331,6 +337,8 @@ class Preparation:
         everything: tuple[list[Any], ...] = (self.models, self.optimizers, self.loaders, self.schedulers)
         for held in everything:
             held[:] = [each for each in held if id(each) in kept]
+        if not self.loaders:
+            self.loader_stream.load_state(None)
         self._evaluated &= {id(model) for model in self.models}
         self._accumulation.reset()
         self._accumulation.parameters.update({id(model): list(model.parameters()) for model in self.models})

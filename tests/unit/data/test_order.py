@@ -12,12 +12,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from headway.data.order import PureOrder, SamplerOrder, permutation
+from headway.data.draws import LoaderStream
+from headway.data.order import DrawnOrder, PureOrder, SamplerOrder, permutation
 from headway.data.shard import SampleSplit
+from headway.runtime.seed import mix
+from tests.unit.data.fakes import prepare
 
 
-def order_of(sampler, seed=1, is_seedable=True, generator=None, is_persistent=False, agree=None, is_synchronised=True):
-    return SamplerOrder(sampler, seed, is_seedable, generator, agree, is_synchronised, is_persistent)
+def order_of(sampler, seed=1, is_seedable=True, agree=None, is_synchronised=True):
+    return SamplerOrder(sampler, seed, is_seedable, LoaderStream(), agree, is_synchronised)
 
 
 class Shuffling(Sampler):
@@ -40,15 +43,15 @@ class Shuffling(Sampler):
 
 
 def test_a_permutation_is_a_function_of_seed_and_epoch():
-    first = permutation(100, 5, 2).tolist()
+    first = permutation(100, mix(5, 2)).tolist()
     assert sorted(first) == list(range(100))
-    assert permutation(100, 5, 2).tolist() == first
-    assert permutation(100, 5, 3).tolist() != first
-    assert permutation(100, 6, 2).tolist() != first
+    assert permutation(100, mix(5, 2)).tolist() == first
+    assert permutation(100, mix(5, 3)).tolist() != first
+    assert permutation(100, mix(6, 2)).tolist() != first
 
 
 def test_neighbouring_seeds_and_epochs_do_not_meet():
-    orders = {tuple(permutation(20, seed, epoch)) for seed in range(20) for epoch in range(20)}
+    orders = {tuple(permutation(20, mix(seed, epoch))) for seed in range(20) for epoch in range(20)}
     assert len(orders) == 400
 
 
@@ -86,7 +89,7 @@ def test_seeking_in_eight_million_rows_is_slicing_one_permutation():
     start = SampleSplit(4, 1).start(order.draw(0), num_skipped=1_900_000)
     first = next(start.rounds)
     assert isinstance(first, numpy.ndarray)
-    assert first.tolist() == permutation(8_000_000, 3, 0)[7_600_000:7_600_004].tolist()
+    assert first.tolist() == permutation(8_000_000, mix(3, 0))[7_600_000:7_600_004].tolist()
 
 
 @pytest.mark.parametrize("source", ["torch", "python", "numpy"])
@@ -132,20 +135,78 @@ def test_the_training_streams_are_as_if_the_sampler_had_not_drawn(source):
 def test_a_seeded_generator_gives_the_plain_loaders_order(make):
     plain = make(torch.Generator().manual_seed(11))
     expected = [[index for batch in plain for index in batch.tolist()] for _ in range(3)]
-    loader = make(torch.Generator().manual_seed(11))
-    order = order_of(loader.sampler, generator=loader.generator)
-    assert [list(order.draw(epoch)) for epoch in range(3)] == expected
+    loader = prepare(make(torch.Generator().manual_seed(11)))
+    assert [[index for batch in loader for index in batch.tolist()] for _ in range(3)] == expected
 
 
-def test_global_shuffling_gives_the_plain_loaders_order_and_leaves_the_same_state():
+def drawn(sampler, agree=None):
+    return DrawnOrder(sampler, 1, LoaderStream(), agree)
+
+
+def test_a_drawn_order_is_the_plain_samplers_and_leaves_the_same_state():
+    sampler = RandomSampler(range(20))
     torch.manual_seed(3)
-    plain = DataLoader(range(20), batch_size=4, shuffle=True)
-    expected = [[index for batch in plain for index in batch.tolist()] for _ in range(2)]
+    expected = [list(sampler) for _ in range(2)]
     state = torch.get_rng_state()
     torch.manual_seed(3)
-    order = order_of(DataLoader(range(20), shuffle=True).sampler, is_seedable=False)
-    assert [list(order.draw(epoch)) for epoch in range(2)] == expected
+    order = drawn(sampler)
+    assert [order.draw(0).tolist(), order.draw(1).tolist()] == expected
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_drawn_order_is_drawn_again_without_drawing():
+    order = drawn(RandomSampler(range(50)))
+    second = [order.draw(0).tolist(), order.draw(1).tolist()][1]
+    resumed = drawn(RandomSampler(range(50)))
+    resumed.load_state(order.state(is_running=True))
+    before = torch.get_rng_state()
+    resumed.open()
+    assert resumed.state(is_running=False) == order.state(is_running=True)
+    assert resumed.draw(1).tolist() == second
+    assert torch.equal(torch.get_rng_state(), before)
+    assert resumed.draw(2).tolist() != second
+    assert order.state(is_running=False) == {}
+
+
+def test_what_is_drawn_when_workers_begin_is_the_passes_order():
+    torch.manual_seed(3)
+    order = drawn(RandomSampler(range(20)))
+    expected = RandomSampler(range(20))
+    order.open()
+    torch.manual_seed(3)
+    assert order.draw(0).tolist() == list(expected)
+
+
+def test_a_drawn_order_is_rank_zeros():
+    told = {}
+    orders = [drawn(range(30), lambda number: told.setdefault("number", number)) for _ in range(2)]
+    assert orders[0].draw(0).tolist() == orders[1].draw(0).tolist()
+
+
+@pytest.mark.parametrize("source", ["torch", "python", "numpy"])
+def test_a_sampler_that_draws_all_at_once_leaves_what_a_plain_one_leaves(source):
+    class AtOnce(Shuffling):
+        def __iter__(self):
+            return iter(list(super().__iter__()))
+
+    def drawing(order):
+        torch.manual_seed(5), random.seed(5), numpy.random.seed(5)
+        return [(index, torch.rand(()).item(), random.random(), numpy.random.rand()) for index in order]
+
+    sampler = AtOnce(150, source)
+    assert drawing(order_of(sampler, is_seedable=False).draw(0)) == drawing(sampler)
+
+
+@pytest.mark.parametrize("source", ["torch", "python", "numpy"])
+def test_a_sampler_that_draws_as_it_goes_can_be_drawn_again(source):
+    order = order_of(Shuffling(150, source), is_seedable=False)
+    first = []
+    for index in order.draw(0):
+        first.append(index)
+        torch.rand(1), random.random(), numpy.random.rand()  # training draws in between
+    resumed = order_of(Shuffling(150, source), is_seedable=False)
+    resumed.load_state(order.state(is_running=True))
+    assert list(resumed.draw(0)) == first
 
 
 @pytest.mark.parametrize("is_seedable", [True, False])
@@ -178,19 +239,6 @@ def test_between_epochs_the_generators_state_is_the_next_epochs():
     expected = list(order.draw(1))
     resumed = order_of(SubsetRandomSampler(range(30), generator=torch.Generator().manual_seed(99)))
     resumed.load_state(state)
-    assert list(resumed.draw(1)) == expected
-
-
-def test_resuming_with_persistent_workers_draws_the_same_order():
-    def make():
-        generator = torch.Generator().manual_seed(4)
-        return order_of(RandomSampler(range(30), generator=generator), generator=generator, is_persistent=True)
-
-    order = make()
-    list(order.draw(0))
-    expected = list(order.draw(1))
-    resumed = make()
-    resumed.load_state(order.state(is_running=True))
     assert list(resumed.draw(1)) == expected
 
 

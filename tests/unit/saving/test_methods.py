@@ -104,8 +104,9 @@ def test_a_damaged_one_is_passed_over_and_named(caplog):
         build()[0].resume("latest")
 
 
-@pytest.mark.parametrize(("stop", "first"), [(3, 0), (None, 1)])
+@pytest.mark.parametrize(("stop", "first"), [(3, 1), (None, 1)])
 def test_epochs_begin_where_the_run_stood(stop, first):
+    """A pass that was left is over: this process would go on with the next epoch."""
     accelerator, model, optimizer, loader = build()
     for _ in accelerator.epochs(3):
         learn(accelerator, model, optimizer, loader, stop)
