@@ -16,7 +16,8 @@ class LoaderStream:
 
     On one process it is torch's global one, as in plain torch. On several ranks it is a copy of that, made when the first
     pass begins: what training draws on a rank (dropout on a CPU, say) depends on the number of ranks, and must not decide
-    which samples come after a resume on another number.
+    which samples come after a resume on another number. Each draw moves the process's own stream on as well, so that what
+    training draws (noise, dropout) is what it would be after a plain loader's draws.
 
     Args:
         is_private: use a copy.
@@ -37,7 +38,10 @@ class LoaderStream:
 
     def draw(self) -> int:
         """A number, as torch's loader and sampler draw one."""
-        return _draw(self._generator)
+        drawn = _draw(self._generator)
+        if not self.is_global:
+            _draw(torch.default_generator)
+        return drawn
 
     def encoded(self) -> str:
         """Its state, for a loader of workers that is to draw the same base seed."""
