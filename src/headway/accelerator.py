@@ -139,20 +139,21 @@ class Accelerator(RankAware, Saving, Tracking, Measuring):
 
     # ---------------------------------------------------------------- prepare
 
-    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+    def prepare(self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False) -> Any:
         """Make models, optimizers, loaders and schedules ready, in any order; returns them in the order given.
 
         The model comes back as the same object. One argument comes back alone, several as a tuple; None passes through;
-        what is prepared already is returned as it is.
+        what is prepared already is returned as it is, and so is an object of another kind, with a warning.
 
         Args:
             objects: models, optimizers, DataLoaders, schedules.
             device_placement: one truth value for each object: move it to the device?
+            strict: an object of another kind is an error.
 
         Raises:
-            PrepareError: an object of another kind, or objects that do not belong together.
+            PrepareError: objects that do not belong together, or with `strict` one of another kind.
         """
-        prepared = self._preparation.prepare(objects, device_placement)
+        prepared = self._preparation.prepare(objects, device_placement, strict)
         self._run_state.watch_windows()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 

@@ -10,7 +10,11 @@ size of a mean, and gradients are final when the window's last backward returns:
       |             +-- is_last: weights are summed over ranks (while backward runs), gradients *= nominal / actual
       +-- next -----+             buffers follow rank 0; the window is closed: clip, step, zero_grad act
 
-Outside `accumulate` every backward is a window of its own.
+A window that closes with its first backward divides by what it weighs, where that is known without asking: nothing is
+left to correct, and on one process gradients are bit by bit those of `loss.backward()`.
+
+Outside `accumulate` every backward is a window of its own, and the caller steps when it likes: each loss is divided by
+the steps, as one of so many equal micro-batches.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,6 +46,12 @@ log = get_logger(__name__)
 _NO_PIECE = (
     "under microbatching='auto' every accumulate and backward belongs to a batch that can be cut: loop with `for piece in "
     "accelerator.microbatches(batch): with accelerator.accumulate(model): ...`, or use accelerator.forward_backward(batch, fn)"
+)
+
+_BY_HAND = (
+    "backward came outside accumulate(), with gradient_accumulation_steps=%d: each loss is divided by %d, and step() and zero_grad() "
+    "act whenever they are called. `with accelerator.accumulate(model):` makes it exact, for short windows and ragged batches too, and "
+    "lets gradients travel once a window. Do not divide the loss yourself"
 )
 
 
@@ -85,6 +95,7 @@ class Window:
         has_gradient: a backward of the window has run.
         is_applied: an optimizer took the step, or fp16 skipped it.
         batch: the number of the batch in pieces that was counted last.
+        is_by_hand: one backward outside `accumulate`, of several that the caller makes an update from.
     """
 
     models: tuple[torch.nn.Module, ...] = ()
@@ -101,6 +112,7 @@ class Window:
     has_gradient: bool = False
     is_applied: bool = False
     batch: int = 0
+    is_by_hand: bool = False
 
     def open(self) -> None:
         """Start over, with the last full window's weight as the nominal one."""
@@ -315,8 +327,11 @@ class Accumulation:
             self._backward_alone(loss, weight, reduction, **kwargs)
             return
         window, group = self.current, self.strategy.data_group
+        is_first = not window.has_gradient
         local = self._weigh_micro_batch(window, weight)
-        if window.nominal is None:
+        if is_first and window.is_last and window.global_weight and self.transaction is None:
+            window.nominal = window.global_weight
+        elif window.nominal is None:
             window.nominal = self._agree_nominal(window)
         nominal = window.nominal or 1.0  # without one, all weights so far are zero
         if self.transaction is not None:
@@ -390,7 +405,11 @@ class Accumulation:
         self.strategy.reduce_gradients(parameters, has_gaps)
 
     def _backward_alone(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
-        """A window of one loss: what other backwards left in the gradients must not be touched, so weigh it exactly."""
+        """One of `num_steps` equal micro-batches: what other backwards left in the gradients must not be touched, so weigh it
+        exactly; the caller says when the window ends.
+        """
+        if self.num_steps > 1:
+            log.warning_once(_BY_HAND, self.num_steps, self.num_steps)
         self.num_windows += 1
         self._note_loader()
         note_progress(self.num_windows, 1)
@@ -399,11 +418,10 @@ class Accumulation:
         local, total = self._weigh(weight)
         if total is None:
             total = self.strategy.data_group.reduce_numbers([local])[0]
-        self.current, self.is_last = (
-            Window(number=self.num_windows, num_done=1, is_last=True, is_empty=total == 0),
-            True,
-        )
-        self._run(loss, local, total or 1.0, reduction, **kwargs)
+        self.is_last = True
+        self.current = Window(number=self.num_windows, num_done=1, is_last=True, is_empty=total == 0,
+                              is_by_hand=self.num_steps > 1)  # fmt: skip
+        self._run(loss, local, total * self.num_steps or 1.0, reduction, **kwargs)
         self.strategy.reduce_gradients()
 
     def permits(self, update: int) -> bool:
