@@ -39,6 +39,7 @@ from headway.training.microbatch import build_microbatching
 from headway.training.optimizer import PreparedOptimizer
 from headway.training.prepare import Preparation, choose_rule
 from headway.training.scheduler import PreparedScheduler
+from headway.training.unprepared import Lookout
 
 log = get_logger(__name__)
 
@@ -135,6 +136,8 @@ class Accelerator(RankAware, Saving, Tracking, Measuring):
         )
         build_guard(on_non_finite, self._accumulation, self._preparation, self.clock)
         process.at_end(self._preparation.release)
+        self._lookout = Lookout(self._accumulation)
+        process.at_end(self._lookout.release)
         memory_report.arm()
 
     # ---------------------------------------------------------------- prepare
@@ -373,7 +376,9 @@ class Accelerator(RankAware, Saving, Tracking, Measuring):
             raise StateError(
                 "gather_for_metrics(loader=...) was called outside that loader's loop; call it for each batch, inside"
             )
-        chosen = loader if loader is not None else active[-1] if active else None
+        chosen = loader if loader is not None else self._accumulation.loader
+        if chosen is None:
+            self._lookout.look_for_loader()
         return gather_for_metrics(input_data, chosen, self.collectives, use_gather_object)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

@@ -35,6 +35,7 @@ from headway.training.loss import ConstantDivision as ConstantDivision
 from headway.training.loss import LossPolicy as LossPolicy
 from headway.training.loss import WeightedMean as WeightedMean
 from headway.training.loss import check_loss
+from headway.training.unprepared import loader_elsewhere
 
 if TYPE_CHECKING:
     from headway.training.finite import FiniteGuard
@@ -49,9 +50,9 @@ _NO_PIECE = (
 )
 
 _BY_HAND = (
-    "backward came outside accumulate(), with gradient_accumulation_steps=%d: each loss is divided by %d, and step() and zero_grad() "
-    "act whenever they are called. `with accelerator.accumulate(model):` makes it exact, for short windows and ragged batches too, and "
-    "lets gradients travel once a window. Do not divide the loss yourself"
+    "backward came outside accumulate(), with gradient_accumulation_steps=%d: each loss is divided by %d, and step() and "
+    "zero_grad() act whenever they are called. `with accelerator.accumulate(model):` makes it exact, for short windows and ragged "
+    "batches too, and lets gradients travel once a window. Do not divide the loss yourself"
 )
 
 
@@ -184,7 +185,8 @@ class Accumulation:
         note_progress(window.number, window.num_done)
         window.micro_weight = None
         self._note_loader()
-        is_end = self.sync_with_loader and bool(self.active) and self.active[-1].is_last
+        loader = self.loader if self.sync_with_loader else None
+        is_end = loader is not None and loader.is_last
         window.is_last = (is_end or window.num_done >= self.num_steps) and (piece is None or piece.is_last)
         self.current, self.is_last, self._is_inside = window, window.is_last, True
         return window.is_last or self.sync_each
@@ -221,6 +223,21 @@ class Accumulation:
         """Does no gradient of a window in progress lie in the tensors, so that zero_grad may act?"""
         window = self.current
         return window.is_closed or not window.has_gradient
+
+    @property
+    def is_partial(self) -> bool:
+        """Is a part of a window's gradient in the tensors, and the loop that makes it under way?"""
+        window = self.current
+        return window.has_gradient and not window.is_closed and (self._is_inside or bool(self.active))
+
+    @property
+    def loader(self) -> PreparedLoader | None:
+        """The innermost loader in iteration: of this Accelerator, or else of another one of the process."""
+        return self.active[-1] if self.active else loader_elsewhere(self)
+
+    def current_ids(self) -> set[int]:
+        """The ids of the parameters that learn in the current window."""
+        return {id(parameter) for parameter in self._parameters_of(self.current)}
 
     def _note_loader(self) -> None:
         if self.active and self.active[-1] not in self.trained_on:
@@ -270,7 +287,7 @@ class Accumulation:
 
     def _weigh(self, weight: float | None) -> tuple[float, float | None]:
         """This rank's weight, and all ranks' together where that is known without asking them."""
-        loader = self.active[-1] if self.active else None
+        loader = self.loader
         counts = None if loader is None else loader.valid_counts
         if weight is not None:
             is_filler = counts is not None and counts[self.strategy.data_shard.index] == 0
