@@ -101,6 +101,15 @@ def module_and_no_sync() -> None:
         assert not hasattr(model, "module")
 
 
+def scripts_that_open_wrappers_come_to_an_end() -> None:
+    model = Accelerator(cpu=True).prepare(Net())
+    opened = model
+    while hasattr(opened, "module"):
+        opened = opened.module
+    assert opened is model
+    assert model.module is model
+
+
 def no_sync_keeps_gradients_local() -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Net())
@@ -201,6 +210,7 @@ def a_repeated_loss() -> None:
 SCENARIOS: list[Callable[[], None]] = [
     windows_closed_by_hand,
     module_and_no_sync,
+    scripts_that_open_wrappers_come_to_an_end,
     no_sync_keeps_gradients_local,
     own_names_win,
     frozen_after_prepare,
