@@ -55,7 +55,8 @@ CASES = [
     Case("lora"),
     Case("schedule_free"),
     Case("local_sgd", "--gradient_accumulation_steps 2"),
-    Case("autoregressive_accumulation"),
+    # Two processes end on a batch that only repeats others, read ahead with its window: the script's own arithmetic holds.
+    Case("autoregressive_accumulation", "--num_sequences 93"),
 ]
 
 

@@ -433,7 +433,9 @@ class Accumulation:
         note_progress(self.num_windows, 1)
         if all(window.is_closed for window in self._windows.values()):
             self.precision.adjust()
-        local, total = self._weigh(weight)
+        # A window by hand may have been read ahead, and the loader's counts be another batch's: processes weigh the same there.
+        ranks = self.strategy.data_shard.count
+        local, total = (1.0, ranks) if self.num_steps > 1 and weight is None else self._weigh(weight)
         if total is None:
             total = self.strategy.data_group.reduce_numbers([local])[0]
         self.is_last = True
