@@ -39,6 +39,7 @@ from headway.training.microbatch import build_microbatching
 from headway.training.optimizer import PreparedOptimizer
 from headway.training.prepare import Preparation, choose_rule
 from headway.training.scheduler import PreparedScheduler
+from headway.training.unprepared import Lookout
 
 log = get_logger(__name__)
 
@@ -135,24 +136,27 @@ class Accelerator(RankAware, Saving, Tracking, Measuring):
         )
         build_guard(on_non_finite, self._accumulation, self._preparation, self.clock)
         process.at_end(self._preparation.release)
+        self._lookout = Lookout(self._accumulation)
+        process.at_end(self._lookout.release)
         memory_report.arm()
 
     # ---------------------------------------------------------------- prepare
 
-    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+    def prepare(self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False) -> Any:
         """Make models, optimizers, loaders and schedules ready, in any order; returns them in the order given.
 
         The model comes back as the same object. One argument comes back alone, several as a tuple; None passes through;
-        what is prepared already is returned as it is.
+        what is prepared already is returned as it is, and so is an object of another kind, with a warning.
 
         Args:
             objects: models, optimizers, DataLoaders, schedules.
             device_placement: one truth value for each object: move it to the device?
+            strict: an object of another kind is an error.
 
         Raises:
-            PrepareError: an object of another kind, or objects that do not belong together.
+            PrepareError: objects that do not belong together, or with `strict` one of another kind.
         """
-        prepared = self._preparation.prepare(objects, device_placement)
+        prepared = self._preparation.prepare(objects, device_placement, strict)
         self._run_state.watch_windows()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
@@ -372,7 +376,9 @@ class Accelerator(RankAware, Saving, Tracking, Measuring):
             raise StateError(
                 "gather_for_metrics(loader=...) was called outside that loader's loop; call it for each batch, inside"
             )
-        chosen = loader if loader is not None else active[-1] if active else None
+        chosen = loader if loader is not None else self._accumulation.loader
+        if chosen is None:
+            self._lookout.look_for_loader()
         return gather_for_metrics(input_data, chosen, self.collectives, use_gather_object)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

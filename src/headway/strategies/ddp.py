@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway.config.strategies import DDPCommunicationHookType as Hook
 from headway.config.strategies import DistributedDataParallelKwargs
-from headway.errors import PrepareError, StateError, UnsupportedError
+from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
 from headway.memory import attempt
 from headway.ops.collectives import Collectives
 from headway.precision.base import Precision
@@ -30,6 +30,7 @@ from headway.strategies.single import SingleStrategy
 # torch 2.13 renamed the option.
 _HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 _NO_FORWARD_SYNC: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False}
+_NUM_NAMES = 5
 _BUFFER_BUCKET_BYTES = 250 * 1024 * 1024  # DDP's own bound for a broadcast of buffers
 
 
@@ -44,7 +45,7 @@ class DDPStrategy(SingleStrategy):
         self._options = options
         self._engines: dict[int, DistributedDataParallel] = {}
         self._learned: set[int] = set()
-        self._reduced: set[int] = set()
+        self._reduced: dict[int, str] = {}
 
     def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
         """Wrap in DDP, which gives all ranks rank 0's values.
@@ -70,16 +71,23 @@ class DDPStrategy(SingleStrategy):
         )  # fmt: skip
         _register_hook(engine, chosen)
         self._engines[id(model)] = engine
-        self._reduced.update(id(p) for p in model.parameters() if p.requires_grad)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._reduced.update((id(p), name) for name, p in trained.items())
         if len(self._engines) == 1:
             # A prepared model may outlive its Accelerator, and would keep the engine and so the group beyond its end.
             process.at_end(self.release, is_engine=True)
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            if not any(p.requires_grad for p in trained.values()):
+                # Frozen as a whole, as a critic is while its generator learns: the reducer must not wait for its gradients.
+                return model(*args, **kwargs)
             try:
                 return self._engines[id(model)](*args, **kwargs)
             except RuntimeError as error:
-                raise _named(error, model) from error
+                named = _named(error, model, trained)
+                if named is None:
+                    raise
+                raise named from None
 
         return run
 
@@ -115,12 +123,18 @@ class DDPStrategy(SingleStrategy):
         """Step, but never on gradients that only this process has.
 
         Raises:
-            StateError: parameters were unfrozen after prepare().
+            StateError: parameters were unfrozen after prepare(), or frozen where DDP waits for their gradients.
         """
-        learning = [
-            p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.grad is not None
-        ]
-        unknown = [p for p in learning if id(p) not in self._reduced]
+        reduced, unknown, frozen = self._reduced, [], []
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if not p.requires_grad:
+                    if id(p) in reduced:
+                        frozen.append(reduced[id(p)])
+                elif p.grad is not None and id(p) not in reduced:
+                    unknown.append(p)
+        if frozen and not self._options.find_unused_parameters:
+            raise StateError(_frozen(type(optimizer).__name__, frozen))
         if unknown:
             shapes = ", ".join(str(tuple(p.shape)) for p in unknown[:3])
             raise StateError(
@@ -162,14 +176,34 @@ def _register_hook(engine: DistributedDataParallel, options: DistributedDataPara
     engine.register_comm_hook(state, attempt.hold_back(hook))
 
 
-def _named(error: RuntimeError, model: torch.nn.Module) -> RuntimeError:
-    """torch's error about an unfinished reduction with parameter indices turned into names; others unchanged."""
+def _frozen(owner: str, names: list[str]) -> str:
+    more = ", ..." if len(names) > _NUM_NAMES else ""
+    return (
+        f"{len(names)} parameters of {owner} ({', '.join(names[:_NUM_NAMES])}{more}) were frozen after prepare(): DDP waits for "
+        "their gradients, and those of the others were not reduced. Freeze before prepare(), or pass "
+        "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"
+    )
+
+
+def _named(error: RuntimeError, model: torch.nn.Module, trained: dict[str, torch.nn.Parameter]) -> HeadwayError | None:
+    """torch's error about an unfinished reduction with names for its parameter indices; None for any other.
+
+    Args:
+        error: torch's.
+        model: the user's.
+        trained: what DDP was made to reduce.
+    """
     text = str(error)
+    if "finished reduction in the prior iteration" not in text:
+        return None
     found = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", text)
-    if "finished reduction in the prior iteration" not in text or found is None:
-        return error
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    names = [trained[int(index)] for index in found[1].split() if int(index) < len(trained)]
+    all_names = list(trained)
+    names = [all_names[int(index)] for index in found[1].split() if int(index) < len(all_names)] if found else []
+    frozen = [name for name in names or all_names if not trained[name].requires_grad]
+    if frozen:
+        return StateError(_frozen(type(model).__name__, frozen))
+    if not names:
+        return None
     return UnsupportedError(
         f"these parameters of {type(model).__name__} took no part in the last loss: {', '.join(names)}. Every rank must "
         "give every parameter a gradient: use them, freeze them with requires_grad_(False), or pass "

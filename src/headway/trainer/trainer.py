@@ -181,7 +181,7 @@ class Trainer(Evaluating):
         scheduler = self._given_scheduler
         if scheduler is None:
             scheduler = self.create_scheduler(self.state.max_steps, optimizer)
-        _, self.optimizer, self.lr_scheduler = accelerator.prepare(self.model, optimizer, scheduler)
+        _, self.optimizer, self.lr_scheduler = accelerator.prepare(self.model, optimizer, scheduler, strict=True)
         if args.eval_strategy != "no" or args.eval_on_start:
             for key in self.eval_dataset if isinstance(self.eval_dataset, dict) else [None]:
                 self._eval_loader(key)

@@ -10,7 +10,11 @@ size of a mean, and gradients are final when the window's last backward returns:
       |             +-- is_last: weights are summed over ranks (while backward runs), gradients *= nominal / actual
       +-- next -----+             buffers follow rank 0; the window is closed: clip, step, zero_grad act
 
-Outside `accumulate` every backward is a window of its own.
+A window that closes with its first backward divides by what it weighs, where that is known without asking: nothing is
+left to correct, and on one process gradients are bit by bit those of `loss.backward()`.
+
+Outside `accumulate` every backward is a window of its own, and the caller steps when it likes: each loss is divided by
+the steps, as one of so many equal micro-batches.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,6 +35,7 @@ from headway.training.loss import ConstantDivision as ConstantDivision
 from headway.training.loss import LossPolicy as LossPolicy
 from headway.training.loss import WeightedMean as WeightedMean
 from headway.training.loss import check_loss
+from headway.training.unprepared import loader_elsewhere
 
 if TYPE_CHECKING:
     from headway.training.finite import FiniteGuard
@@ -42,6 +47,12 @@ log = get_logger(__name__)
 _NO_PIECE = (
     "under microbatching='auto' every accumulate and backward belongs to a batch that can be cut: loop with `for piece in "
     "accelerator.microbatches(batch): with accelerator.accumulate(model): ...`, or use accelerator.forward_backward(batch, fn)"
+)
+
+_BY_HAND = (
+    "backward came outside accumulate(), with gradient_accumulation_steps=%d: each loss is divided by %d, and step() and "
+    "zero_grad() act whenever they are called. `with accelerator.accumulate(model):` makes it exact, for short windows and ragged "
+    "batches too, and lets gradients travel once a window. Do not divide the loss yourself"
 )
 
 
@@ -85,6 +96,7 @@ class Window:
         has_gradient: a backward of the window has run.
         is_applied: an optimizer took the step, or fp16 skipped it.
         batch: the number of the batch in pieces that was counted last.
+        is_by_hand: one backward outside `accumulate`, of several that the caller makes an update from.
     """
 
     models: tuple[torch.nn.Module, ...] = ()
@@ -101,6 +113,7 @@ class Window:
     has_gradient: bool = False
     is_applied: bool = False
     batch: int = 0
+    is_by_hand: bool = False
 
     def open(self) -> None:
         """Start over, with the last full window's weight as the nominal one."""
@@ -172,7 +185,8 @@ class Accumulation:
         note_progress(window.number, window.num_done)
         window.micro_weight = None
         self._note_loader()
-        is_end = self.sync_with_loader and bool(self.active) and self.active[-1].is_last
+        loader = self.loader if self.sync_with_loader else None
+        is_end = loader is not None and loader.is_last
         window.is_last = (is_end or window.num_done >= self.num_steps) and (piece is None or piece.is_last)
         self.current, self.is_last, self._is_inside = window, window.is_last, True
         return window.is_last or self.sync_each
@@ -209,6 +223,21 @@ class Accumulation:
         """Does no gradient of a window in progress lie in the tensors, so that zero_grad may act?"""
         window = self.current
         return window.is_closed or not window.has_gradient
+
+    @property
+    def is_partial(self) -> bool:
+        """Is a part of a window's gradient in the tensors, and the loop that makes it under way?"""
+        window = self.current
+        return window.has_gradient and not window.is_closed and (self._is_inside or bool(self.active))
+
+    @property
+    def loader(self) -> PreparedLoader | None:
+        """The innermost loader in iteration: of this Accelerator, or else of another one of the process."""
+        return self.active[-1] if self.active else loader_elsewhere(self)
+
+    def current_ids(self) -> set[int]:
+        """The ids of the parameters that learn in the current window."""
+        return {id(parameter) for parameter in self._parameters_of(self.current)}
 
     def _note_loader(self) -> None:
         if self.active and self.active[-1] not in self.trained_on:
@@ -258,7 +287,7 @@ class Accumulation:
 
     def _weigh(self, weight: float | None) -> tuple[float, float | None]:
         """This rank's weight, and all ranks' together where that is known without asking them."""
-        loader = self.active[-1] if self.active else None
+        loader = self.loader
         counts = None if loader is None else loader.valid_counts
         if weight is not None:
             is_filler = counts is not None and counts[self.strategy.data_shard.index] == 0
@@ -393,7 +422,11 @@ class Accumulation:
         self.strategy.reduce_gradients(parameters, has_gaps)
 
     def _backward_alone(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
-        """A window of one loss: what other backwards left in the gradients must not be touched, so weigh it exactly."""
+        """One of `num_steps` equal micro-batches: what other backwards left in the gradients must not be touched, so weigh it
+        exactly; the caller says when the window ends.
+        """
+        if self.num_steps > 1:
+            log.warning_once(_BY_HAND, self.num_steps, self.num_steps)
         self.num_windows += 1
         self._note_loader()
         note_progress(self.num_windows, 1)
@@ -402,11 +435,10 @@ class Accumulation:
         local, total = self._weigh(weight)
         if total is None:
             total = self.strategy.data_group.reduce_numbers([local])[0]
-        self.current, self.is_last = (
-            Window(number=self.num_windows, num_done=1, is_last=True, is_empty=total == 0),
-            True,
-        )
-        self._run(loss, local, total or 1.0, reduction, **kwargs)
+        self.is_last = True
+        self.current = Window(number=self.num_windows, num_done=1, is_last=True, is_empty=total == 0,
+                              is_by_hand=self.num_steps > 1)  # fmt: skip
+        self._run(loss, local, total * self.num_steps or 1.0, reduction, **kwargs)
         self.strategy.reduce_gradients()
 
     def permits(self, update: int) -> bool:

@@ -8,8 +8,11 @@ import torch
 
 from headway.data.loader import PreparedLoader
 from headway.errors import MetricError
+from headway.log import get_logger
 from headway.ops.collectives import Collectives
 from headway.ops.tree import Tree
+
+log = get_logger(__name__)
 
 
 def gather_for_metrics(
@@ -30,21 +33,29 @@ def gather_for_metrics(
     """
     num_rows = None if loader is None else loader.num_rows
     num_valid = None if loader is None else loader.num_valid
-    plan = _Plan(num_rows, num_valid, use_gather_object, collectives)
+    plan = _Plan(num_rows, num_valid, _full_size(loader), use_gather_object, collectives)
     shape = plan.read(tree)
     tensors = collectives.gather(plan.tensors)
     parts = collectives.gather_objects(plan.sequences) if plan.sequences else []
     return _rebuild(shape, tensors, parts)
 
 
+def _full_size(loader: PreparedLoader | None) -> int | None:
+    """Rows of this rank's batches that are not cut short; None where they vary."""
+    total = None if loader is None else loader.total_batch_size
+    counts = None if loader is None else loader.valid_counts
+    return total // len(counts) if total and counts else None
+
+
 class _Plan:
     """What to gather, and how to put it back: tensors in one list, per-sample sequences in another."""
 
-    def __init__(self, num_rows: int | None, num_valid: int | None, is_list_per_sample: bool,
+    def __init__(self, num_rows: int | None, num_valid: int | None, full_size: int | None, is_list_per_sample: bool,
                  collectives: Collectives) -> None:  # fmt: skip
         self.collectives = collectives
         self.num_rows = num_rows
         self.num_valid = num_valid
+        self.full_size = full_size
         self.is_list_per_sample = is_list_per_sample
         self.tensors: list[torch.Tensor] = []
         self.sequences: list[Any] = []
@@ -100,11 +111,17 @@ class _Plan:
                 f"gather_for_metrics got {what}, which is one value for the whole batch; it would be joined as if it were a sample. "
                 "Use reduce_mean(total, weight) for a mean, or gather() for one value per rank"
             )
-        if self.num_rows is not None and length != self.num_rows:
+        if self.num_rows is None or length == self.num_rows:
+            return
+        if self.num_valid is None or length != self.full_size or length < self.num_rows:
             raise MetricError(
                 f"gather_for_metrics got {what} for a batch of {self.num_rows} samples; give one entry per sample, or use gather() "
                 "for values that are not per sample"
             )
+        log.warning_once(
+            "gather_for_metrics got %s for a batch of %d samples, the last and short one of its loader: the first %d count. "
+            "loss.repeat(len(batch)) instead of the batch size is what is meant", what, self.num_rows, self.num_valid,
+        )  # fmt: skip
 
     def _sequence(self, values: Any) -> Any:
         self.sequences.append(values[: self.num_valid])

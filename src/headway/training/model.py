@@ -3,6 +3,9 @@
 The object stays what it was - isinstance, attributes, state_dict keys - because only its class is exchanged for a
 subclass of it, as torch's fully_shard does. `forward` is never replaced. The engine (a DDP instance, say) lives
 beside the module tree; it calls the module again, and a guard lets that inner call through.
+
+On several processes scripts expect what DistributedDataParallel has: `model.module`, which is the model itself, and
+`model.no_sync()`. A class, attribute or submodule of the user's with one of these names wins.
 """
 
 import copyreg
@@ -17,18 +20,21 @@ from headway.strategies.base import Engine
 
 _KEY = "_headway_call"
 
+KeepLocal = Callable[[torch.nn.Module], AbstractContextManager[Any]]
+"""From a model to a block whose backwards keep their gradients on this process."""
+
 
 class _Call:
     """How calls of one prepared model run."""
 
-    __slots__ = ("autocast", "bare_class", "engine", "is_inside")
+    __slots__ = ("autocast", "bare_class", "engine", "is_inside", "keep_local")
 
-    def __init__(
-        self, bare_class: type, engine: Engine | None, autocast: Callable[[], AbstractContextManager[Any]] | None
-    ):
+    def __init__(self, bare_class: type, engine: Engine | None, autocast: Callable[[], AbstractContextManager[Any]] | None,
+                 keep_local: KeepLocal | None) -> None:  # fmt: skip
         self.bare_class = bare_class
         self.engine = engine
         self.autocast = autocast
+        self.keep_local = keep_local
         self.is_inside = False
 
 
@@ -78,26 +84,45 @@ def _new(kind: type, *args: Any) -> Any:
     return kind.__new__(kind, *args)
 
 
-def attach(model: torch.nn.Module, engine: Engine | None,
-           autocast: Callable[[], AbstractContextManager[Any]] | None) -> None:  # fmt: skip
-    """Make calls of `model` run through `engine` and `autocast`; with neither, the object is left as it is.
+def _module(model: Any) -> Any:
+    """The model itself: there is no wrapper to open."""
+    return model
+
+
+def _no_sync(model: Any) -> AbstractContextManager[Any]:
+    """A block whose backwards keep their gradients on this process."""
+    keep_local: KeepLocal = model.__dict__[_KEY].keep_local
+    return keep_local(model)
+
+
+def attach(model: torch.nn.Module, engine: Engine | None, autocast: Callable[[], AbstractContextManager[Any]] | None,
+           keep_local: KeepLocal | None = None) -> None:  # fmt: skip
+    """Make calls of `model` run through `engine` and `autocast`; with nothing to add, the object is left as it is.
+
+    Args:
+        model: the user's.
+        engine: what a forward with gradients goes through.
+        autocast: makes the context of a forward.
+        keep_local: for `no_sync()`; None: the model gets neither that nor `module`, as on one process.
 
     Raises:
         PrepareError: its class cannot be extended (it defines __slots__ or forbids subclasses).
     """
-    if engine is None and autocast is None:
+    if engine is None and autocast is None and keep_local is None:
         return
     bare = type(model)
+    added: dict[str, Any] = {"__module__": bare.__module__, "__doc__": bare.__doc__}
+    if keep_local is not None:
+        expected: dict[str, Any] = {"module": property(_module), "no_sync": _no_sync}
+        added.update({name: value for name, value in expected.items() if not hasattr(model, name)})
     try:
         # The same name: repr, wrapping by class name and configurations keep meaning the user's class.
-        model.__class__ = type(
-            bare.__name__, (PreparedModel, bare), {"__module__": bare.__module__, "__doc__": bare.__doc__}
-        )
+        model.__class__ = type(bare.__name__, (PreparedModel, bare), added)
     except TypeError as error:
         raise PrepareError(
             f"the class {bare.__qualname__} cannot be prepared, because it cannot be extended: {error}"
         ) from error
-    model.__dict__[_KEY] = _Call(bare, engine, autocast)
+    model.__dict__[_KEY] = _Call(bare, engine, autocast, keep_local)
 
 
 def detach(model: torch.nn.Module) -> None:

@@ -12,6 +12,7 @@ from headway.runtime import phases
 from headway.strategies.base import Strategy
 from headway.training.accumulation import Accumulation
 from headway.training.clock import Clock
+from headway.training.unprepared import note_prepared, owner_of
 
 log = get_logger(__name__)
 
@@ -40,6 +41,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._precision = precision
         self._clock = clock
         self._checked = -1
+        note_prepared(optimizer, accumulation)
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -148,7 +150,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if self._strategy.data_shard.count == 1:
             return
         known = {id(parameter) for parameters in self._accumulation.parameters.values() for parameter in parameters}
-        check_owned(self.optimizer, known)
+        every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        owner = None if known.issuperset(map(id, every)) else owner_of(every)
+        if owner is None:
+            check_owned(self.optimizer, known)
+        else:  # another Accelerator has prepared the model, and reduces its gradients
+            self._strategy = owner.strategy
 
 
 def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,8 +61,14 @@ class Preparation:
         self._global_batch_size = global_batch_size
         attempt.register(self)
 
-    def prepare(self, objects: Sequence[Any], placement: list[bool] | None) -> list[Any]:
-        """Prepare by kind - models, optimizers, loaders, schedules - and return in the order given."""
+    def prepare(self, objects: Sequence[Any], placement: list[bool] | None, is_strict: bool = False) -> list[Any]:
+        """Prepare by kind - models, optimizers, loaders, schedules - and return in the order given.
+
+        Args:
+            objects: as for `Accelerator.prepare`.
+            placement: one truth value for each, or None.
+            is_strict: refuse objects of other kinds, which otherwise come back as they are, with one warning.
+        """
         if not objects:
             raise PrepareError("prepare() got nothing; give models, optimizers, loaders, schedules")
         if placement is not None and len(placement) != len(objects):
@@ -70,7 +77,10 @@ class Preparation:
             )
         places: Sequence[bool | None] = placement or [None] * len(objects)
         kinds = [_kind(obj) for obj in objects]
-        made: dict[int, Any] = {index: obj for index, obj in enumerate(objects) if kinds[index] == "done"}
+        unknown = [obj for obj, kind in zip(objects, kinds) if kind is None]
+        if unknown:
+            _report_unknown(unknown, is_strict)
+        made = dict(enumerate(objects))
         for kind in ("model", "optimizer", "loader", "scheduler"):
             for index, obj in enumerate(objects):
                 if kinds[index] == kind:
@@ -108,12 +118,19 @@ class Preparation:
             self._strategy.capabilities.require("several_models", self._strategy.name, "prepare one model")
         engine = None if is_evaluation else self._strategy.setup(model, self.transforms)
         precision = self._accumulation.precision
-        prepared_model.attach(model, engine, precision.autocast if precision.is_mixed else None)
+        prepared_model.attach(
+            model, engine, precision.autocast if precision.is_mixed else None,
+            partial(self._strategy.accumulate, sync=False) if self._is_replicated(model, is_evaluation) else None,
+        )  # fmt: skip
         self.models.append(model)
         if is_evaluation:
             self._evaluated.add(id(model))
         self._accumulation.parameters[id(model)] = list(model.parameters())
         return model
+
+    def _is_replicated(self, model: torch.nn.Module, is_evaluation: bool) -> bool:
+        learns = not is_evaluation and any(parameter.requires_grad for parameter in model.parameters())
+        return learns and self._strategy.data_shard.count > 1 and self._strategy.capabilities.deferred_sync
 
     def _check_memory(self, model: torch.nn.Module) -> None:
         lazy = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -346,7 +363,7 @@ class Preparation:
             self._strategy.release()
 
 
-def _kind(obj: Any) -> str:
+def _kind(obj: Any) -> str | None:
     if obj is None or isinstance(obj, PreparedLoader | PreparedOptimizer | PreparedScheduler):
         return "done"
     if isinstance(obj, torch.nn.Module):
@@ -357,10 +374,18 @@ def _kind(obj: Any) -> str:
         return "loader"
     if is_scheduler(obj):
         return "scheduler"
-    raise PrepareError(
-        f"prepare() got a {type(obj).__module__}.{type(obj).__qualname__}, which is no model (nn.Module), optimizer, DataLoader or "
-        "schedule (an object with step, state_dict and load_state_dict). Wrap data in a torch DataLoader; leave other objects out"
+    return None
+
+
+def _report_unknown(objects: Sequence[Any], is_strict: bool) -> None:
+    kinds = [f"{type(obj).__module__}.{type(obj).__qualname__}" for obj in objects]
+    text = (
+        f"prepare() got {', '.join(dict.fromkeys(kinds))}, which is not a model (nn.Module), optimizer, DataLoader or schedule (an "
+        "object with step, state_dict and load_state_dict). Wrap data in a torch DataLoader; leave other objects out"
     )
+    if is_strict:
+        raise PrepareError(text)
+    log.warning_once("%s. It comes back as it is; prepare(..., strict=True) makes this an error", text)
 
 
 def _has_len(loader: PreparedLoader) -> bool:

@@ -48,13 +48,14 @@ class PreparedScheduler(LRScheduler):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Tick for the update just made; nothing where there was none since the last tick.
 
-        A schedule that is given a value (ReduceLROnPlateau's metric) ticks once a call: it counts evaluations.
+        Where the caller closes windows by hand, each call is for one, but for updates that fp16 skipped. A schedule that is
+        given a value (ReduceLROnPlateau's metric) ticks once a call: it counts evaluations.
         """
         if not self.follows_optimizer or args or kwargs or isinstance(self.scheduler, ReduceLROnPlateau):
             self._tick(*args, **kwargs)
             return
         count = self._count()
-        if count == self._seen:
+        if count == self._seen and not self._is_by_hand:
             return
         if count - self._seen > 1:
             log.warning_once(
@@ -66,6 +67,13 @@ class PreparedScheduler(LRScheduler):
         window = max(optimizer.last_window_length for optimizer in self.optimizers)
         for _ in range(min(self.rule.ticks(window), ticks_left(self.scheduler))):
             self.scheduler.step()
+
+    @property
+    def _is_by_hand(self) -> bool:
+        accumulation = self._accumulation
+        if accumulation is None or not accumulation.current.is_by_hand:
+            return False
+        return not any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
     def _tick(self, *args: Any, **kwargs: Any) -> None:
         accumulation = self._accumulation

@@ -6,7 +6,7 @@ from torch import nn
 
 from headway import Accelerator
 from headway.config.strategies import DDPCommunicationHookType, DistributedDataParallelKwargs
-from headway.errors import ConfigError, UnsupportedError
+from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.precision.base import FullPrecision
 from headway.strategies.base import Capabilities, Shard
 from headway.strategies.ddp import _named
@@ -93,8 +93,12 @@ def test_unused_parameters_are_named() -> None:
     model[0].requires_grad_(False)
     text = ("Expected to have finished reduction in the prior iteration before starting a new one. "
             "Parameter indices which did not receive grad for rank 1: 2 3\n")  # fmt: skip
-    error = _named(RuntimeError(text), model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    error = _named(RuntimeError(text), model, trained)
     assert isinstance(error, UnsupportedError)
     assert "of Sequential took no part in the last loss: 2.weight, 2.bias. " in str(error)
-    other = RuntimeError("something else")
-    assert _named(other, model) is other
+    assert _named(RuntimeError("something else"), model, trained) is None
+    model[1].requires_grad_(False)  # frozen since DDP was made: its indices count as before
+    error = _named(RuntimeError(text.replace("2 3", "0 1")), model, trained)
+    assert isinstance(error, StateError)
+    assert "2 parameters of Sequential (1.weight, 1.bias) were frozen after prepare()" in str(error)

@@ -255,3 +255,27 @@ def test_without_a_loader_everything_is_joined():
     assert gather_for_metrics(torch.arange(3), None, Alone(), False).tolist() == [0, 1, 2]
     with pytest.raises(MetricError, match="whole batch"):
         gather_for_metrics(torch.tensor(3), None, Alone(), False)
+
+
+# -------------------------------------------------------------------- one value for the batch, repeated to its size
+
+
+@pytest.mark.parametrize("values", [lambda: torch.tensor(0.5).repeat(4), lambda: numpy.full(4, 0.5), lambda: [0.5] * 4])
+def test_a_value_repeated_to_the_full_batch_size_is_cut_once_said(values, caplog):
+    """Scripts gather loss.repeat(batch_size), and the last batch of an epoch has fewer rows."""
+    loader = prepare(DataLoader(Numbers(10), batch_size=4))
+    gathered = [gather_for_metrics(values(), loader, Alone(), False) for _ in range(2) for _ in loader]
+    assert [len(each) for each in gathered] == [4, 4, 2] * 2
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "for a batch of 2 samples" in said[0]
+    assert "loss.repeat(len(batch))" in said[0]
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_other_sizes_stay_errors(size):
+    loader = prepare(DataLoader(Numbers(6), batch_size=4))
+    for batch in loader:
+        if len(batch) == 2:
+            with pytest.raises(MetricError, match=rf"shape \({size},\) for a batch of 2 samples"):
+                gather_for_metrics(torch.ones(size), loader, Alone(), False)

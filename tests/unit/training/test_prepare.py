@@ -55,10 +55,32 @@ def test_kind_by_kind():
     assert acc.prepare_scheduler(scheduler).scheduler is scheduler
 
 
-@pytest.mark.parametrize("wrong", ["text", 3, [1], {"a": 1}, object(), Numbers(3), nn.Linear, lambda: None])
-def test_what_is_unknown_is_refused(wrong):
-    with pytest.raises(PrepareError, match=rf"{type(wrong).__qualname__}.*no model .*Wrap data in a torch DataLoader"):
-        Accelerator(cpu=True).prepare(nn.Linear(1, 1), wrong)
+UNKNOWN = ["text", 3, [1], {"a": 1}, object(), Numbers(3), nn.Linear, lambda: None]
+
+
+@pytest.mark.parametrize("wrong", UNKNOWN)
+def test_what_is_unknown_comes_back_with_one_warning(wrong, caplog):
+    model, acc = nn.Linear(1, 1), Accelerator(cpu=True)
+    for _ in range(2):
+        assert acc.prepare(model, wrong, None) == (model, wrong, None)
+    assert acc.prepare(wrong) is wrong
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1
+    assert f"{type(wrong).__module__}.{type(wrong).__qualname__}, which is not a model" in said[0]
+    assert "strict=True" in said[0]
+
+
+@pytest.mark.parametrize("wrong", UNKNOWN)
+def test_what_is_unknown_is_refused_where_asked(wrong):
+    with pytest.raises(
+        PrepareError, match=rf"{type(wrong).__qualname__}.*not a model .*Wrap data in a torch DataLoader"
+    ):
+        Accelerator(cpu=True).prepare(nn.Linear(1, 1), wrong, strict=True)
+
+
+def test_nothing_is_said_of_none(caplog):
+    assert Accelerator(cpu=True).prepare(None, nn.Linear(1, 1))[0] is None
+    assert not caplog.records
 
 
 def test_nothing_and_wrong_placements_are_refused():
