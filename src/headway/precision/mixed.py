@@ -87,6 +87,11 @@ class Fp16Precision(Bf16Precision):
             self._stepped.clear()
             self._dropped.clear()
 
+    def settle(self, num_optimizers: int) -> None:
+        """Adjust where all of so many optimizers have stepped: none of them waits with the old scale."""
+        if len(self._stepped) >= num_optimizers:
+            self.adjust()
+
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, once per window."""
         if id(optimizer) not in self._unscaled and self.scaler.is_enabled():
