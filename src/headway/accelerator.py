@@ -105,16 +105,13 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         on_non_finite: str | NonFinitePolicy | None = None, preemption: Preemption | bool | None = None,
     ) -> None:  # fmt: skip
         origin = caller()
-        plugins = {"DeepSpeed": deepspeed_plugin or deepspeed_plugins, "FSDP": fsdp_plugin,
-                   "tensor parallelism": torch_tp_plugin, "Megatron-LM": megatron_lm_plugin}  # fmt: skip
-        compiling = check_layouts(plugins, dynamo_backend, dynamo_plugin, parallelism_config)
+        compiling = check_layouts(deepspeed_plugin or deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin,
+                                  dynamo_backend, dynamo_plugin, parallelism_config)  # fmt: skip
         options = collect_options(kwargs_handlers)
         on_cpu, _ = run_setting("cpu", UNSET if cpu is None else cpu, False, code_origin=origin)
         group = options.process_group
         runtime = process.start(cpu=on_cpu, backend=group.backend, init_method=group.init_method, timeout=group.timeout)
         watch.start()
-        if parallelism_config is not None:
-            parallelism_config.check_world(runtime.world_size)
         super().__init__(runtime, Collectives(runtime))
         self.options = options
         self.mixed_precision, _ = run_setting(
@@ -139,16 +136,9 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
             self._accumulation, self.clock, runtime, loading, device_placement, rule, step_scheduler_with_optimizer,
             tuple(stream_names(rng_types or ())), global_batch_size,
         )  # fmt: skip
-        if options.checkpointing is not None:
-            self._preparation.transforms = (
-                partial(checkpoint_activations, plan=options.checkpointing, device=self.device),
-            )
-        run_state = RunState(runtime, self.collectives, self.strategy, self.precision, self._preparation, self._accumulation,
-                             self.clock)  # fmt: skip
-        Saving.__init__(self, run_state, self.project_configuration)
-        answer = preemption_settings(preemption, self.project_configuration)
-        self._watch_for_preemption(answer, is_asked_for=bool(preemption))
-        Tracking.__init__(self, log_with, self.clock, run_state.notes, self._has_checkpoints)
+        self._preparation.transforms = self._transforms(options.checkpointing)
+        self._start_saving(preemption)
+        Tracking.__init__(self, log_with, self.clock, self._run_state.notes, self._has_checkpoints)
         self._microbatching = build_microbatching(
             self._accumulation, self._preparation, self.clock, runtime, cuts_batches
         )
@@ -157,6 +147,16 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         build_guard(on_non_finite, self._accumulation, self._preparation, self.clock)
         process.at_end(self._preparation.release)
         memory_report.arm()
+
+    def _transforms(self, plan: ActivationCheckpointing | None) -> tuple[Callable[[torch.nn.Module], Any], ...]:
+        return () if plan is None else (partial(checkpoint_activations, plan=plan, device=self.device),)
+
+    def _start_saving(self, preemption: Preemption | bool | None) -> None:
+        run_state = RunState(self.runtime, self.collectives, self.strategy, self.precision, self._preparation,
+                             self._accumulation, self.clock)  # fmt: skip
+        Saving.__init__(self, run_state, self.project_configuration)
+        answer = preemption_settings(preemption, self.project_configuration)
+        self._watch_for_preemption(answer, is_asked_for=bool(preemption))
 
     # ---------------------------------------------------------------- prepare
 

@@ -52,7 +52,7 @@ def set_module_tensor_to_device(
             new.__dict__.update(old.__dict__)
     held[name] = new
     if fp16_statistics is not None:
-        new.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]
+        new.__dict__["SCB"] = fp16_statistics.to(target)
 
 
 def _dtype(old: torch.Tensor, value: torch.Tensor | None, dtype: torch.dtype | None) -> torch.dtype:

@@ -241,11 +241,11 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Does bfloat16 arithmetic run on this machine's device?"""
     if is_cuda_available():
-        return torch.cuda.is_bf16_supported()
+        return bool(torch.cuda.is_bf16_supported())
     if is_xpu_available():
         return bool(torch.xpu.is_bf16_supported())
     if is_mps_available():
-        return torch.backends.mps.is_macos_or_newer(14, 0)
+        return bool(torch.backends.mps.is_macos_or_newer(14, 0))
     return True
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from headway.errors import CollectiveError
 from headway.familiar.state import door
 from headway.ops.streams import synchronize_rng_states
 from headway.ops.tree import Tree, tensors
@@ -67,12 +68,12 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """A tensor that one rank has, on every rank's device; the others give None.
 
     Raises:
-        ValueError: not exactly one rank gave a tensor.
+        CollectiveError: not exactly one rank gave a tensor.
     """
     way = door()
     given = [rank for rank, (has,) in enumerate(way.gather_numbers([float(tensor is not None)])) if has]
     if len(given) != 1:
-        raise ValueError(
+        raise CollectiveError(
             f"copy_tensor_to_devices got a tensor on ranks {given}; give it on one, and None on the others"
         )
     shape, dtype = way.broadcast_object(None if tensor is None else (tensor.shape, tensor.dtype), given[0])

@@ -1,6 +1,6 @@
 """Plugins and configurations of layouts that are not there yet: their names, and one error that says what to do today."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -271,12 +271,12 @@ class DummyScheduler:
         self.kwargs = kwargs
 
 
-def check_layouts(plugins: Mapping[str, Any], backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None,
-                  parallelism: ParallelismConfig | None) -> TorchDynamoPlugin:  # fmt: skip
+def check_layouts(deepspeed: Any, fsdp: Any, tensor_parallel: Any, megatron: Any, backend: DynamoBackend | str | None,
+                  plugin: TorchDynamoPlugin | None, parallelism: ParallelismConfig | None) -> TorchDynamoPlugin:  # fmt: skip
     """Refuse the Accelerator's arguments that ask for what is not there yet.
 
     Args:
-        plugins: what was given for each layout, by its name in the advice above.
+        deepspeed, fsdp, tensor_parallel, megatron: the plugins; None: not asked for.
         backend: the compiler by name; or a
         plugin: with its settings.
         parallelism: sizes by kind.
@@ -288,18 +288,19 @@ def check_layouts(plugins: Mapping[str, Any], backend: DynamoBackend | str | Non
         UnsupportedError: a layout that is not there yet; the message names it and says what to do today.
         ConfigError: settings that contradict each other.
     """
-    for layout, given in plugins.items():
-        if given:
+    given = {"DeepSpeed": deepspeed, "FSDP": fsdp, "tensor parallelism": tensor_parallel, "Megatron-LM": megatron}
+    for layout, asked in given.items():
+        if asked is not None:
             raise refusal(layout)
     if backend is not None and plugin is not None:
         raise ConfigError("give dynamo_backend or dynamo_plugin, not both")
     chosen = plugin if plugin is not None else TorchDynamoPlugin(backend=backend)
     if dynamo_backend(chosen.backend) is not DynamoBackend.NO and not chosen.disable:
         raise refusal("torch.compile by the Accelerator")
+    if parallelism is not None and not isinstance(parallelism, ParallelismConfig):
+        raise ConfigError(
+            f"parallelism_config is a {type(parallelism).__name__}; give a headway.ParallelismConfig, or leave it out"
+        )
     if parallelism is not None:
-        if not isinstance(parallelism, ParallelismConfig):
-            raise ConfigError(
-                f"parallelism_config={type(parallelism).__name__}; give a headway.ParallelismConfig, or leave it out"
-            )
         parallelism.check()
     return chosen

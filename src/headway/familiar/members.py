@@ -39,6 +39,8 @@ class Familiar:
     _preparation: Preparation
 
     def __init__(self, run: Run) -> None:
+        if run.parallelism_config is not None:
+            run.parallelism_config.check_world(self.runtime.world_size)
         announce(run, self.collectives)
         self.state = AcceleratorState(_run=run)
         self.gradient_state = GradientState(_run=run)

@@ -2,7 +2,7 @@
 
 A finder at the end of `sys.meta_path` is asked only for what nobody else found, so other imports pay nothing. It makes
 a module without a file, whose names are looked up in `headway`; and for `from headway import X` with a name of
-Accelerate's that is not served it raises an ImportError with the sentence that says what to use.
+Accelerate's that is not served it raises NotServed, an ImportError with the sentence that says what to use.
 """
 
 import sys
@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from headway.errors import NotServed
 from headway.familiar.names import MODULES, RENAMED, SERVED
 
 _PACKAGE = "headway"
@@ -47,7 +48,7 @@ class FamiliarFinder(MetaPathFinder, Loader):
         """The module's spec; None for what is not Headway's.
 
         Raises:
-            ImportError: a name of Accelerate's that is not served.
+            NotServed: a name of Accelerate's that is not served.
         """
         package, _, name = fullname.partition(".")
         if package != _PACKAGE:
@@ -61,7 +62,7 @@ class FamiliarFinder(MetaPathFinder, Loader):
         sentence = advice(last) if not owner or owner in MODULES else None
         if sentence is None:
             return None
-        raise ImportError(sentence, name=fullname)
+        raise NotServed(sentence, name=fullname)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """An empty module, filled as it is asked."""

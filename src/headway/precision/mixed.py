@@ -62,7 +62,7 @@ class Fp16Precision(Bf16Precision):
     def __init__(self, hardware: Hardware, options: EngineOptions) -> None:
         super().__init__(hardware, options)
         chosen = options.scaler
-        self.scaler = torch.amp.GradScaler(
+        self.scaler: torch.amp.GradScaler = torch.amp.GradScaler(
             hardware.kind, init_scale=chosen.init_scale, growth_factor=chosen.growth_factor,
             backoff_factor=chosen.backoff_factor, growth_interval=chosen.growth_interval, enabled=chosen.enabled,
         )  # fmt: skip
