@@ -63,7 +63,7 @@ _BY_SENTENCE = {
         has_4bit_bnb_layers load_and_quantize_model quantize_and_offload_8bit replace_with_bnb_layers
     """,
     _SAGEMAKER: """
-        ComputeEnvironment SAGEMAKER_PARALLEL_EC2_INSTANCES SAGEMAKER_PYTHON_VERSION SAGEMAKER_PYTORCH_VERSION
+        ComputeEnvironment SageMakerConfig SAGEMAKER_PARALLEL_EC2_INSTANCES SAGEMAKER_PYTHON_VERSION SAGEMAKER_PYTORCH_VERSION
         SAGEMAKER_TRANSFORMERS_VERSION SageMakerDistributedType prepare_sagemager_args_inputs
     """,
     _PARALLEL: """
@@ -113,7 +113,7 @@ _BY_SENTENCE = {
     ),
     "the launcher and notebook_launcher take free ports by themselves": "get_free_port",
     "accelerator.scaler is the scaler in use; give GradScalerKwargs to kwargs_handlers": "get_grad_scaler",
-    "use accelerator.autocast()": "get_mixed_precision_context_manager",
+    "use accelerator.autocast(), which follows the run's precision": "get_mixed_precision_context_manager",
     "accelerator.save(obj, file, safe_serialization=True) and save_model keep shared tensors once": (
         "clean_state_dict_for_safetensors"
     ),
