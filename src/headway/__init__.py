@@ -1,13 +1,15 @@
 """Headway: your own PyTorch loop, unchanged, on whatever hardware there is.
 
-Every public name can be imported from here. Names are loaded on first use, so that the command line never pays for
-torch.
+Every public name can be imported from here, and Accelerate's names too (`headway.familiar`), also by its module paths. Names
+are loaded on first use, so that the command line never pays for torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from headway.familiar.modules import find, install
+from headway.familiar.names import SERVED
+from headway.version import __version__ as __version__
 
 _PLACES = {
     "Accelerator": "headway.accelerator",
@@ -25,6 +27,7 @@ _PLACES = {
     "GradScalerKwargs": "headway.config.strategies",
     "GradientAccumulationPlugin": "headway.config.run",
     "InitProcessGroupKwargs": "headway.config.strategies",
+    "LocalSGD": "headway.training.local_sgd",
     "LoggerType": "headway.tracking.base",
     "MemoryMonitor": "headway.memory.monitor",
     "ModelHook": "headway.bigmodel.hooks",
@@ -193,17 +196,22 @@ if TYPE_CHECKING:
     from headway.trainer.results import EvalPrediction as EvalPrediction
     from headway.trainer.trainer import Trainer as Trainer
     from headway.training.finite import NonFinitePolicy as NonFinitePolicy
+    from headway.training.local_sgd import LocalSGD as LocalSGD
 
 
 def __getattr__(name: str) -> Any:
     place = _PLACES.get(name)
     if place is None:
-        raise AttributeError(f"module 'headway' has no name {name!r}")
-    module = import_module(place)
-    value = module if place == f"headway.{name}" else getattr(module, name)
+        value = find(name)
+    else:
+        module = import_module(place)
+        value = module if place == f"headway.{name}" else getattr(module, name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *SERVED})
+
+
+install()

@@ -23,6 +23,7 @@
     |-- PeerOutOfMemory        (RuntimeError)  another rank ran out of memory, so the attempt ends on this one too
     |-- ControlPlaneError      (RuntimeError)  a vote or a hand-over that ranks missed, or whose host is gone
     |-- LaunchError            (RuntimeError)  a run could not be started, or ended in failure
+    |-- NotServed              (ImportError)   a name of Accelerate's that Headway does not serve
     `-- OptionalDependencyMissing (ImportError) a package that this feature needs is not installed
 
     HeadwayWarning             (UserWarning)
@@ -117,6 +118,10 @@ class ControlPlaneError(HeadwayError, RuntimeError):
 
 class LaunchError(HeadwayError, RuntimeError):
     """A run could not be started, or ended in failure."""
+
+
+class NotServed(HeadwayError, ImportError):
+    """A public name of Accelerate that Headway does not serve was imported; the message says what to use."""
 
 
 class OptionalDependencyMissing(HeadwayError, ImportError):

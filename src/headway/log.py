@@ -11,8 +11,9 @@ from headway import env
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger that speaks on rank 0 only, unless a call says otherwise.
 
-    Every logging method takes two more keywords: `main_process_only=True` (False: every rank speaks, prefixed with
-    its rank) and `once=False` (True: the same text is logged once per process).
+    Every logging method takes more keywords: `main_process_only=True` (False: every rank speaks, prefixed with its rank)
+    and `once=False` (True: the same text is logged once per process). `in_order` is accepted for the name's sake: a line
+    says its rank, and no rank waits for another to speak.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -23,6 +24,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         """Log where the rank and `once` allow it."""
         main_process_only = kwargs.pop("main_process_only", True)
         once = kwargs.pop("once", False)
+        kwargs.pop("in_order", None)
         if not self.isEnabledFor(level) or (main_process_only and env.rank() != 0):
             return
         if once:

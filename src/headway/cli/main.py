@@ -67,7 +67,7 @@ class LazyGroup(click.Group):
 
 def _show_version(ctx: click.Context, parameter: click.Parameter, is_given: bool) -> None:
     if is_given:
-        from headway import __version__
+        from headway.version import __version__
 
         click.echo(f"headway {__version__}")
         ctx.exit()

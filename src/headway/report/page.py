@@ -144,7 +144,7 @@ def _keys(panel: Panel, runs: Sequence[RunData]) -> str:
 
 
 def _foot() -> str:
-    from headway import __version__
+    from headway.version import __version__
 
     made = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     return (

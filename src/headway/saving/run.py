@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from headway.strategies.base import Strategy
 from headway.training.accumulation import Accumulation
 from headway.training.clock import Clock
 from headway.training.prepare import Preparation
+from headway.version import __version__
 
 log = get_logger(__name__)
 
@@ -254,7 +254,7 @@ class RunState:
             "accumulation": self._accumulation.num_steps, "global_batch": self._batch.size(),
             "was_in_mid_window": is_unfinished,
             "device": self._runtime.hardware.kind, "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "versions": {"headway": version("headway"), "torch": torch.__version__}, "notes": dict(self.notes),
+            "versions": {"headway": __version__, "torch": torch.__version__}, "notes": dict(self.notes),
         }  # fmt: skip
 
     # ---------------------------------------------------------------- back
@@ -306,7 +306,7 @@ class RunState:
         if run["precision"] != self._precision.name:
             lines.append(f"mixed_precision {run['precision']} -> {self._precision.name}")
         for name, was in about["versions"].items():
-            if was != (now_is := {"headway": version("headway"), "torch": torch.__version__}.get(name)):
+            if was != (now_is := {"headway": __version__, "torch": torch.__version__}.get(name)):
                 lines.append(f"{name} {was} -> {now_is}")
         if len(found.state["loaders"][0]) != len(self._preparation.loaders):
             lines.append(

@@ -2,7 +2,6 @@
 
 import platform
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -19,6 +18,7 @@ from headway.tracking.pictures import pictures
 from headway.tracking.runlog import plain
 from headway.tracking.select import select_trackers
 from headway.tracking.values import flatten, to_python
+from headway.version import __version__
 
 log = get_logger(__name__)
 
@@ -260,4 +260,4 @@ def _as_mapping(config: Any) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    return {"headway": version("headway"), "torch": torch.__version__, "python": platform.python_version()}
+    return {"headway": __version__, "torch": torch.__version__, "python": platform.python_version()}
