@@ -136,7 +136,7 @@ def write(job: Job) -> Manifest | None:
         step=job.about.get("num_updates"),
         source=job.source,
         folder=str(job.final),
-        bytes=manifest.num_bytes,
+        bytes=manifest.num_bytes(),
     )
     return manifest
 
@@ -257,11 +257,15 @@ class Background:
         self._thread = threading.Thread(target=run, name="headway-save", daemon=False)
         self._thread.start()
 
-    def wait(self) -> BaseException | None:
-        """Wait for the save under way; returns its error, once."""
+    def join(self) -> None:
+        """Wait for the save under way, and keep its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def wait(self) -> BaseException | None:
+        """Wait for the save under way; returns its error, once."""
+        self.join()
         return self.take_error()
 
     def take_error(self) -> BaseException | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.runtime import frames as stacks
+from headway.runtime.callers import SAVE, missed_save
 from headway.runtime.views import LATE, Call, View
 from headway.units import format_seconds
 
@@ -117,6 +118,9 @@ def headline(verdict: Verdict) -> str:
 def text(verdict: Verdict) -> str:
     """The report as people read it."""
     lines = [headline(verdict)]
+    saving = [view for view in verdict.waiting if view.operation == SAVE]
+    if verdict.missing and saving:
+        lines.append(f"  {missed_save(_ranks(saving), where(saving[0]))}")
     for view in verdict.missing:
         lines += _about_missing(view, verdict.waiting[0])
     told: dict[str, list[View]] = {}
