@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -100,9 +100,9 @@ def calling_ranks(runtime: "ProcessRuntime") -> Callers:
         if not frame.f_code.co_filename.startswith(_PACKAGE):
             place = Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
             site = site or str(place)
-            for rank, told in _kept_out(frame, called, runtime, kept):
+            for rank, (line, told) in _kept_out(frame, called, runtime, kept).items():
                 kept.remove(rank)
-                reason = reason or f"{told} ({place})"
+                reason = reason or f"{told} ({replace(place, line=line)})"
         if not site or not frame.f_code.co_filename.startswith(_PACKAGE):
             called = frame.f_code.co_name
         frame = frame.f_back
@@ -113,7 +113,9 @@ def calling_ranks(runtime: "ProcessRuntime") -> Callers:
 
 def missed_save(ranks: str, site: str) -> str:
     """What to say where only these ranks ("rank 0") came to a save."""
-    return f"save_state was called on {ranks} only, at {site}: call it on every rank, outside of conditions about the rank"
+    return (
+        f"save_state was called on {ranks} only, at {site}: call it on every rank, outside of conditions about the rank"
+    )
 
 
 def _local(runtime: "ProcessRuntime", rank: int) -> int:
@@ -124,21 +126,23 @@ def _local(runtime: "ProcessRuntime", rank: int) -> int:
     return rank % runtime.local_world_size
 
 
-def _kept_out(frame: FrameType, called: str, runtime: "ProcessRuntime", ranks: Sequence[int]) -> list[tuple[int, str]]:
-    """Of these ranks, those that do not come to the line of this frame, with the condition that is false for each."""
+def _kept_out(
+    frame: FrameType, called: str, runtime: "ProcessRuntime", ranks: Sequence[int]
+) -> dict[int, tuple[int, str]]:
+    """Of these ranks, those that do not come to the line of this frame, with the line and text of the condition that is false."""
     tree = _source(frame)
     body = None if tree is None else _body(tree, frame)
     if tree is None or body is None:
-        return []
-    out: dict[int, str] = {}
+        return {}
+    out: dict[int, tuple[int, str]] = {}
     for test, came_out in _conditions(body, frame.f_lineno, called):
         reader = _Reader(frame, tree, runtime)
         if reader.truth(test, runtime.rank, False) not in (came_out, _UNKNOWN):
             continue
         for rank in ranks:
             if rank != runtime.rank and rank not in out and _is_out(reader, test, came_out, rank, runtime.rank):
-                out[rank] = f"under `if {'' if came_out else 'not '}{ast.unparse(test)}:`"
-    return list(out.items())
+                out[rank] = test.lineno, f"under `if {'' if came_out else 'not '}{ast.unparse(test)}:`"
+    return out
 
 
 def _is_out(reader: "_Reader", test: ast.expr, came_out: bool, rank: int, own: int) -> bool:

@@ -70,7 +70,8 @@ def excuse(view: View, patience: float) -> str:
     """Why the others must wait for this rank without complaint; "" where there is no reason."""
     if view.state == "t" or stacks.is_in_debugger(view.frames):
         return "a debugger holds it"
-    if view.writing_age < patience and (stacks.is_saving(view.frames) or view.phase.startswith("saving")):
+    is_at_the_door = view.wait is not None and view.wait.group == "headway"  # what it writes then are stacks, asked for
+    if not is_at_the_door and view.writing_age < patience and (stacks.is_saving(view.frames) or view.phase.startswith("saving")):
         return "it writes a file"
     return ""
 
@@ -119,7 +120,7 @@ def text(verdict: Verdict) -> str:
     """The report as people read it."""
     lines = [headline(verdict)]
     saving = [view for view in verdict.waiting if view.operation == SAVE]
-    if verdict.missing and saving:
+    if saving and len(saving) < verdict.world_size:
         lines.append(f"  {missed_save(_ranks(saving), where(saving[0]))}")
     for view in verdict.missing:
         lines += _about_missing(view, verdict.waiting[0])
