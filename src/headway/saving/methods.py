@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from headway.checkpoint.folders import committed
+from headway.checkpoint.foreign import explain, foreign_in
 from headway.checkpoint.manifest import MANIFEST, read_manifest
 from headway.checkpoint.saver import Policy
 from headway.checkpoint.state import Collected
@@ -201,7 +202,7 @@ class Saving:
                 raise ConfigError(
                     "save_state() needs a folder; give one, or set ProjectConfiguration(automatic_checkpoint_naming=True)"
                 )
-            return Path(output_dir).absolute()
+            return Path(output_dir).expanduser().absolute()
         folder = self._parent() / f"checkpoint_{self._iteration}"
         others = self._later_ones()
         if others:
@@ -346,7 +347,7 @@ class Saving:
             if folder is None:
                 raise CheckpointError(f"{self._parent()} holds no checkpoint; save_state() makes the first one")
         else:
-            folder = Path(input_dir).absolute()
+            folder = Path(input_dir).expanduser().absolute()
         restored = self._run_state.load(folder, strict, self._load_hooks)
         self._earlier = None
         iteration = restored.about.get("iteration")
@@ -371,7 +372,7 @@ class Saving:
         Raises:
             CheckpointError: on every rank: damaged (a folder that was given), or it does not fit.
         """
-        folder = self._newest() if str(checkpoint) == "latest" else Path(checkpoint).absolute()
+        folder = self._newest() if str(checkpoint) == "latest" else Path(checkpoint).expanduser().absolute()
         if folder is None:
             log.info("no checkpoint in %s yet: training begins at the start", self._parent())
             return None
@@ -385,6 +386,9 @@ class Saving:
         folder, passed_over = self._run_state.saver.newest(self._parent())
         for line in passed_over:
             log.warning("a checkpoint is passed over: %s", line)
+        foreign = foreign_in(self._parent()) if folder is None else None
+        if foreign is not None and not passed_over:
+            raise CheckpointError(f"{explain(foreign)}. To begin without it, give another project_dir")
         if folder is None and passed_over:
             raise CheckpointError(
                 f"{self._parent()} holds {len(passed_over)} checkpoints, and all of them are damaged:\n  "
