@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from headway.errors import StateError, TrackingError
@@ -138,7 +139,7 @@ class RunLog:
 def plain(value: Any, depth: int = 0) -> Any:
     """`value` as strict JSON has it: mappings, lists, numbers, texts; not-a-number as text.
 
-    Of anything else the repr, cut to 200 characters, and of code (a function, a class) the name.
+    Of anything else the repr, cut to 200 characters; of a function the name, as the repr of a bound method holds its object's.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -157,7 +158,7 @@ def plain(value: Any, depth: int = 0) -> Any:
             return [plain(item, depth + 1) for item in value]
     if isinstance(value, Path):
         return str(value)
-    if callable(value) and hasattr(value, "__qualname__"):
+    if isinstance(value, FunctionType | BuiltinFunctionType | MethodType):
         return f"{value.__module__}.{value.__qualname__}"
     text = repr(value)
     return text if len(text) <= _MAX_REPR else text[:_MAX_REPR] + "..."
