@@ -295,6 +295,7 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         Raises:
             MemoryExhausted: pieces of one row do not fit.
         """
+        self._check_resumed()
         return self._microbatching.forward_backward(batch, fn, weight, reduction)
 
     @contextmanager
@@ -318,6 +319,7 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         Raises:
             LossError: no scalar, no graph, an impossible weight.
         """
+        self._check_resumed()
         self._warn_low_precision(loss)
         self._accumulation.backward(loss, None if weight is None else float(weight), reduction, **kwargs)
 

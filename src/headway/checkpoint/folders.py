@@ -12,12 +12,12 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from headway.checkpoint.foreign import checkpoints_in
 from headway.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from headway.errors import CheckpointError
 
 LATEST = "latest"
 _STAGED, _REMOVED, _REPLACED = ".staging-", ".removing-", ".replaced-"
-_NUMBER = re.compile(r"(\d+)$")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -99,15 +99,7 @@ def point_latest(folder: Path) -> None:
 
 def committed(parent: Path) -> list[Path]:
     """The committed checkpoints in a folder, the newest (the highest number at the end of its name) first."""
-    if not parent.is_dir():
-        return []
-    found = [path for path in parent.iterdir() if not path.name.startswith(".") and (path / MANIFEST).is_file()]
-    return sorted(found, key=_order, reverse=True)
-
-
-def _order(path: Path) -> tuple[int, str]:
-    number = _NUMBER.search(path.name)
-    return (int(number[1]) if number else -1, path.name)
+    return [parent / name for name in checkpoints_in(parent)]
 
 
 def locate(path: Path) -> Path:

@@ -23,8 +23,7 @@ def verify(folder: Path, manifest: Manifest | None = None) -> Manifest:
     found = read_manifest(folder) if manifest is None else manifest
     with ThreadPoolExecutor(_NUM_READERS, "headway-verify") as readers:
         checks = [
-            readers.submit(check_file, folder / name, written.num_bytes, written.sha256)
-            for name, written in found.files.items()
+            readers.submit(check_file, folder / name, written) for name, written in found.files.items()
         ]
         try:
             for check in checks:  # in order, so that it is always the first bad file which is named

@@ -22,6 +22,7 @@ from headway.checkpoint.writer import Background, Job, Snapshot, abandon, announ
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.ops.collectives import Collectives
+from headway.runtime.callers import SAVE
 from headway.runtime.process import ProcessRuntime
 
 log = get_logger(__name__)
@@ -37,6 +38,7 @@ class Policy:
         owns_parent: the parent folder holds this run's checkpoints and nothing else.
         is_blocking: return when the checkpoint is on the disk; False: write behind the loop.
         timeout: seconds to wait for the other ranks' parts.
+        is_alone: this rank saves, and no other knows of it: nothing is asked or told, and all of it is written here.
     """
 
     keep: int | None = None
@@ -44,6 +46,7 @@ class Policy:
     owns_parent: bool = False
     is_blocking: bool = True
     timeout: float = 600.0
+    is_alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,18 @@ class Saver:
         self._snapshot = Snapshot()
         self._background = Background()
         self._pending: Job | None = None
+        self._alone = Background()
+        self._alone_job: Job | None = None
 
     # ---------------------------------------------------------------- save
 
+    def meet(self, number: int) -> int:
+        """Begin a save of all ranks: the largest of their numbers, as some may have saved without the others."""
+        return int(max(row[0] for row in self._collectives.gather_numbers([number], SAVE)))
+
     def save(self, final: Path, collected: Collected, about: Mapping[str, Any], policy: Policy,
-             fill: Callable[[Path], None] | None = None) -> None:  # fmt: skip
-        """Write a checkpoint; every rank calls it with the same folder.
+             fill: Callable[[Path], None] | None = None, seal: Callable[[], None] | None = None) -> None:  # fmt: skip
+        """Write a checkpoint; every rank calls it with the same folder, or one alone (`policy.is_alone`).
 
         Args:
             final: the checkpoint's folder.
@@ -85,24 +94,35 @@ class Saver:
             about: for the manifest, alike on all ranks.
             policy: what is kept, and how it runs.
             fill: puts further files into the folder that it is given, or takes tensors out of `collected`, on every rank.
+            seal: adds to `collected` what is taken last, after `fill`.
 
         Raises:
             CheckpointError: on every rank, where any of them could not write; the former checkpoint is intact.
         """
-        self.wait()
-        nonce = self._collectives.broadcast_object(secrets.token_hex(8))
-        disk = self._find_disk(final, nonce)
+        is_alone = policy.is_alone
+        self.wait(is_alone)
+        nonce = secrets.token_hex(8)
+        if not is_alone:
+            nonce = self._collectives.broadcast_object(nonce)
+        disk = _Disk(True, 0, 1, True) if is_alone else self._find_disk(final, nonce)
         job = self._job(final, nonce, disk, collected, about, policy)
-        self._together(lambda: begin(job), job)
+        self._together(lambda: begin(job), job, is_alone)
         if fill is not None:
-            self._together(partial(fill, job.staging), job)
-        self._together(lambda: announce(job), job)
+            self._together(partial(fill, job.staging), job, is_alone)
+        if seal is not None:
+            seal()
+        self._together(lambda: announce(job), job, is_alone)
         if policy.is_blocking:
-            self._together(lambda: write(job), job)
-            self._after(job, policy)
+            self._together(lambda: write(job), job, is_alone)
+            if not is_alone:
+                self._after(job, policy)
+            return
+        job = _with_tensors(job, self._snapshot.take(job.tensors))
+        if is_alone:
+            self._alone_job = job
+            self._alone.start(job)
         else:
-            taken = self._snapshot.take(job.tensors)
-            self._pending = job = _with_tensors(job, taken)
+            self._pending = job
             self._background.start(job)
 
     def _job(self, final: Path, nonce: str, disk: _Disk, collected: Collected, about: Mapping[str, Any],
@@ -133,16 +153,16 @@ class Saver:
         part = runtime.local_rank if runtime.local_rank < num_parts else None
         return _Disk(False, part, num_parts, runtime.local_rank == 0)
 
-    def _together(self, act: Callable[[], Any], job: Job) -> None:
-        """Run on every rank; where it fails on any, drop the save and raise on all."""
+    def _together(self, act: Callable[[], Any], job: Job, is_alone: bool = False) -> None:
+        """Run on every rank, or on this one alone; where it fails on any, drop the save and raise on all."""
         failure: str | None = None
         cause: BaseException | None = None
         try:
             act()
         except (OSError, CheckpointError) as error:
             failure, cause = f"{type(error).__name__}: {error}", error
-        told = self._collectives.gather_objects(failure)
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+        told = {self._runtime.rank: failure} if is_alone else dict(enumerate(self._collectives.gather_objects(failure)))
+        failed = [f"rank {rank}: {text}" for rank, text in told.items() if text is not None]
         if failed:
             abandon(job)
             raise CheckpointError(
@@ -168,17 +188,25 @@ class Saver:
         Raises:
             CheckpointError: it could not be written.
         """
-        error = self._background.take_error()
-        if error is not None:
-            raise _failed(self._pending, error) from error
+        for background, job in ((self._background, self._pending), (self._alone, self._alone_job)):
+            error = background.take_error()
+            if error is not None:
+                raise _failed(job, error) from error
 
-    def wait(self) -> None:
+    def wait(self, is_alone: bool = False) -> None:
         """Wait for the save behind the loop; every rank calls it.
 
+        Args:
+            is_alone: the others do not: what became of a save of all ranks is told when they come.
+
         Raises:
-            CheckpointError: on every rank, where any could not write.
+            CheckpointError: on every rank, where any could not write; on this one, where it could not, saving alone.
         """
-        if self._pending is None:
+        self._background.join()
+        error = self._alone.wait()
+        if error is not None:
+            raise _failed(self._alone_job, error) from error
+        if self._pending is None or is_alone:
             return
         job, self._pending = self._pending, None
         error = self._background.wait()
@@ -193,7 +221,11 @@ class Saver:
     @property
     def is_busy(self) -> bool:
         """Is a save being written behind the loop?"""
-        return self._background.is_busy
+        return self._background.is_busy or self._alone.is_busy
+
+    def is_agreed(self, answer: bool) -> bool:
+        """Is it so on every rank?"""
+        return self._collectives.reduce_numbers([float(answer)], "min")[0] > 0
 
     def largest(self, number: int) -> int:
         """The largest of all ranks' numbers: machines may not hold the same checkpoints."""

@@ -7,19 +7,21 @@ reads these files. They are written here because that library needs the whole sh
 import hashlib
 import json
 import os
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from queue import SimpleQueue
+from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
-from headway.checkpoint.manifest import Written
+from headway.checkpoint.manifest import ALGORITHM, TITLES, Written
 from headway.errors import CheckpointError
 
-_BLOCK = 16 * 1024 * 1024
+_BLOCK = 256 * 1024
+"""What is read or written at once stays in the processor's cache until it is hashed."""
+
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -38,7 +40,8 @@ def write_shard(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Writ
     """
     header = _header(tensors)
     length = 0
-    with _Hash() as digest, open(path, "wb", buffering=0) as file:
+    digest = new_hash(ALGORITHM)
+    with open(path, "wb", buffering=0) as file:
         for view in chain([memoryview(header)], *(_blocks(tensor) for _, tensor in tensors)):
             digest.update(view)
             length += len(view)
@@ -48,39 +51,9 @@ def write_shard(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Writ
     return Written(path.name, length, digest.hexdigest())
 
 
-class _Hash:
-    """SHA-256 on a thread beside the writing, which takes about as long; neither holds the interpreter lock.
-
-    No executor: those refuse work while Python shuts down, when a save behind the loop may still be written.
-    """
-
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
-        self._views: SimpleQueue[memoryview | None] = SimpleQueue()
-        self._has_room = threading.Semaphore(2)  # what is not contiguous is copied, block by block
-        self._thread = threading.Thread(target=self._run, name="headway-hash", daemon=True)
-
-    def __enter__(self) -> "_Hash":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._views.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (view := self._views.get()) is not None:
-            self._digest.update(view)
-            self._has_room.release()
-
-    def update(self, view: memoryview) -> None:
-        """Hash this too."""
-        self._has_room.acquire()
-        self._views.put(view)
-
-    def hexdigest(self) -> str:
-        """Of everything; after the block."""
-        return self._digest.hexdigest()
+def new_hash(algorithm: str) -> Any:
+    """A hash object of that algorithm; neither kind holds the interpreter lock over a block."""
+    return hashlib.sha256() if algorithm == "sha256" else xxhash.xxh3_128()
 
 
 def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
@@ -111,31 +84,40 @@ def describe(path: Path, name: str) -> Written:
     """What lies in a file that somebody else wrote, forced to the disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else hashlib.sha256(file.read())
-        return Written(name, file.tell(), digest.hexdigest())
+    num_bytes, digest = _read_through(path, ALGORITHM)
+    return Written(name, num_bytes, digest)
 
 
-def check_file(path: Path, num_bytes: int, sha256: str) -> None:
-    """Read the whole file once and compare it with what was written.
+def check_file(path: Path, written: Written) -> None:
+    """Read the whole file once and compare it with what was written, in 256 KiB of memory.
 
     Raises:
         CheckpointError: it is missing, shorter or longer, or its bytes differ.
     """
-    digest = hashlib.sha256()
     try:
         size = path.stat().st_size
-        if size != num_bytes:
+        if size != written.num_bytes:
             raise CheckpointError(
-                f"{path} has {size} bytes; {num_bytes} were written. It is truncated, or another file"
+                f"{path} has {size} bytes; {written.num_bytes} were written. It is truncated, or another file"
             )
-        with open(path, "rb", buffering=0) as file:
-            buffer = bytearray(min(_BLOCK, max(1, num_bytes)))
-            while count := file.readinto(buffer):
-                digest.update(memoryview(buffer)[:count])
+        _, digest = _read_through(path, written.algorithm)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    if digest.hexdigest() != sha256:
-        raise CheckpointError(f"{path} is damaged: its bytes are not those that were written (SHA-256 differs)")
+    if digest != written.digest:
+        raise CheckpointError(
+            f"{path} is damaged: its bytes are not those that were written ({TITLES[written.algorithm]} differs)"
+        )
+
+
+def _read_through(path: Path, algorithm: str) -> tuple[int, str]:
+    """(length, hash) of a file. It is read, not mapped: a bad sector of a mapped file would end the process."""
+    digest, length = new_hash(algorithm), 0
+    view = memoryview(bytearray(_BLOCK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(view):
+            digest.update(view[:count])
+            length += count
+    return length, digest.hexdigest()
 
 
 def read_shard(path: Path, wanted: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> dict[str, torch.Tensor]:

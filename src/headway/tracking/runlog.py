@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from headway.errors import StateError, TrackingError
@@ -35,6 +36,7 @@ FORMAT = 1
 SUPERSEDING = frozenset({"resumed", "started_over"})
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAX_DEPTH = 50
+_MAX_REPR = 200
 
 Value = float | int | bool | str
 Point = tuple[int | None, float, Value]
@@ -135,7 +137,10 @@ class RunLog:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """`value` as strict JSON has it: mappings, lists, numbers, texts; not-a-number as text, anything else as its repr."""
+    """`value` as strict JSON has it: mappings, lists, numbers, texts; not-a-number as text.
+
+    Of anything else the repr, cut to 200 characters; of a function the name, as the repr of a bound method holds its object's.
+    """
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -151,7 +156,12 @@ def plain(value: Any, depth: int = 0) -> Any:
             return {str(key): plain(item, depth + 1) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [plain(item, depth + 1) for item in value]
-    return str(value) if isinstance(value, Path) else repr(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, FunctionType | BuiltinFunctionType | MethodType):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = repr(value)
+    return text if len(text) <= _MAX_REPR else text[:_MAX_REPR] + "..."
 
 
 def _mend(path: Path) -> int:

@@ -1,17 +1,20 @@
 import contextlib
+import hashlib
 import json
+import tracemalloc
 from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from safetensors.torch import load_file, safe_open
 
 from headway.checkpoint import folders, writer
 from headway.checkpoint.layout import read_tensors, verify
 from headway.checkpoint.manifest import MANIFEST, Chunk, Entry, Manifest, Written, read_manifest
-from headway.checkpoint.shards import write_shard
+from headway.checkpoint.shards import describe, write_shard
 from headway.errors import CheckpointError
 from tests.unit.checkpoint.amount import EXAMPLES
 
@@ -180,7 +183,7 @@ def test_chunks_are_joined(tmp_path):
     lambda c: c["tensors"]["a"]["chunks"].pop(), lambda c: c["tensors"]["a"]["chunks"][1].update(offsets=[1, 0]),
     lambda c: c["tensors"]["a"]["chunks"][1].update(offsets=[3, 0]), lambda c: c["tensors"]["a"].update(dtype="load"),
     lambda c: c["tensors"]["a"].update(shape=[-4, 2]), lambda c: c["tensors"]["a"]["chunks"][0].update(file="g"),
-    lambda c: c["files"].update({"../up": {"bytes": 1, "sha256": ""}}), lambda c: c["aliases"].update(z="none"),
+    lambda c: c["files"].update({"../up": {"bytes": 1, "xxh3_128": ""}}), lambda c: c["aliases"].update(z="none"),
     lambda c: c["files"]["f"].update(bytes=True), lambda c: c.pop("state"), lambda c: c.update(tensors=[]),
 ])  # fmt: skip
 def test_a_manifest_that_contradicts_itself_is_refused(change):
@@ -195,12 +198,58 @@ def test_a_manifest_that_contradicts_itself_is_refused(change):
 
 def test_another_version_or_file_is_said():
     whole = json.loads(SMALL.encode())
-    with pytest.raises(CheckpointError, match="version 2"):
-        Manifest.decode(json.dumps({**whole, "version": 2}).encode())
+    for version in (3, None, True, [2]):
+        with pytest.raises(CheckpointError, match=r"of version .* of the format; this Headway reads versions 1 and 2"):
+            Manifest.decode(json.dumps({**whole, "version": version}).encode())
     with pytest.raises(CheckpointError, match="no manifest"):
         Manifest.decode(b"{}")
     with pytest.raises(CheckpointError, match="damaged"):
         Manifest.decode(SMALL.encode().replace(b'"y": 2', b'"y": 3'))
+
+
+def as_version_1(folder):
+    """Let a checkpoint's manifest be what Headway wrote before XXH3: SHA-256 for each file."""
+    found = read_manifest(folder)
+    files = {name: Written(name, each.num_bytes, hashlib.sha256((folder / name).read_bytes()).hexdigest(), "sha256")
+             for name, each in found.files.items()}  # fmt: skip
+    old = replace(found, files=files, version=1)
+    (folder / MANIFEST).write_bytes(old.encode())
+    return old
+
+
+def test_files_are_hashed_with_xxh3(tmp_path):
+    save(tmp_path)
+    folder = tmp_path / "checkpoint_1"
+    whole = json.loads((folder / MANIFEST).read_text())
+    assert whole["version"] == 2
+    for name, entry in whole["content"]["files"].items():
+        assert entry == {"bytes": (folder / name).stat().st_size, "xxh3_128": xxhash.xxh3_128_hexdigest((folder / name).read_bytes())}
+
+
+def test_old_manifests_are_read_and_verified_with_their_own_hash(tmp_path):
+    save(tmp_path)
+    folder = tmp_path / "checkpoint_1"
+    old = as_version_1(folder)
+    whole = json.loads((folder / MANIFEST).read_text())
+    assert whole["version"] == 1
+    assert all(entry.keys() == {"bytes", "sha256"} for entry in whole["content"]["files"].values())
+    found = verify(folder)
+    assert found == old
+    assert found.sha256 == old.sha256  # who hands it on writes it as it was
+    path = folder / "model-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises(CheckpointError, match=r"is damaged: .* \(SHA-256 differs\)"):
+        verify(folder)
+
+
+def test_reading_takes_little_memory(tmp_path):
+    path = tmp_path / "large"
+    path.write_bytes(bytes(40_000_000))
+    tracemalloc.start()
+    describe(path, "large")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2_000_000
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

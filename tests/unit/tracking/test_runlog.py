@@ -283,3 +283,19 @@ def test_a_value_that_holds_itself_ends():
     loop = {}
     loop["loop"] = loop
     assert json.dumps(plain(loop))
+
+
+def test_what_is_not_a_value_stays_short():
+    class Large:
+        def __repr__(self):
+            return "x" * 60_000
+
+        def size(self):
+            return 1
+
+    told = plain({"method": Large().size, "function": plain, "built in": len, "object": Large(), "nested": [Large().size]})
+    assert told["method"].endswith("Large.size")
+    assert told["nested"] == [told["method"]]
+    assert told["function"] == "headway.tracking.runlog.plain"
+    assert told["built in"] == "builtins.len"
+    assert told["object"] == "x" * 200 + "..."
