@@ -24,27 +24,22 @@ _MODEL = "model/0/"
 class Record:
     """Registered with the Accelerator: the state, the losses and the callbacks' states.
 
-    Attributes:
-        first_checkpoint: the number of the run's first checkpoint; others in the folder are those of earlier runs.
-
     Args:
         state, control, losses, callbacks: the Trainer's; control: asked for, because callbacks may exchange it.
-        first_checkpoint: of a run that begins now.
     """
 
-    def __init__(self, state: TrainerState, control: Callable[[], TrainerControl], losses: LossBook, callbacks: Callbacks,
-                 first_checkpoint: int) -> None:  # fmt: skip
+    def __init__(
+        self, state: TrainerState, control: Callable[[], TrainerControl], losses: LossBook, callbacks: Callbacks
+    ) -> None:
         self.state = state
         self.control = control
         self.losses = losses
         self.callbacks = callbacks
-        self.first_checkpoint = first_checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """Everything."""
         return {
             "state": self.state.state_dict(), "losses": self.losses.state_dict(), "callbacks": self.callbacks.state_dict(),
-            "first_checkpoint": self.first_checkpoint,
             # Not empty where the run was asked to end in an evaluation, say: the resumed one owes it.
             "owed": self.control().flags()[2:],
         }  # fmt: skip
@@ -54,7 +49,6 @@ class Record:
         self.state.load_state_dict(state["state"])
         self.losses.load_state_dict(state["losses"])
         self.callbacks.load_state_dict(state["callbacks"])
-        self.first_checkpoint = state["first_checkpoint"]
         self.control().set_flags([False, False, *state["owed"]])
 
 

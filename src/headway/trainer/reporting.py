@@ -38,6 +38,14 @@ class Reporting:
     is_in_train: bool
     _monitor: MemoryMonitor | None = None
 
+    def is_world_process_zero(self) -> bool:
+        """Is this process rank 0 of all machines?"""
+        return self.accelerator.is_main_process
+
+    def is_local_process_zero(self) -> bool:
+        """Is this the first process of its machine?"""
+        return self.accelerator.is_local_main_process
+
     # ---------------------------------------------------------------- callbacks
 
     def tell(self, event: str, **more: Any) -> None:

@@ -6,20 +6,20 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from headway.errors import CheckpointError, ConfigError, DataError
+from headway.errors import CheckpointError, ConfigError, DataError, Preempted
 from headway.log import get_logger
 from headway.memory.monitor import MemoryMonitor
 from headway.ops.tree import find_batch_size
 from headway.runtime.seed import set_seed
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Callbacks, TrainerControl, TrainerState
+from headway.trainer.continuing import Mark, agreed, begin, leave_mark, read_mark, remove_mark
 from headway.trainer.data import length_of
 from headway.trainer.display import PrinterCallback, ProgressCallback
 from headway.trainer.evaluating import Evaluating
@@ -134,7 +134,8 @@ class Trainer(Evaluating):
 
         Args:
             resume_from_checkpoint: True: go on from the newest checkpoint in `output_dir` that verifies, or begin where there is
-                none yet. A folder: from that one. None: as the arguments say.
+                none yet. A folder: from that one. None: as the arguments say; where those say nothing either, go on where the same
+                command was asked to end (exit code 75), else begin. False: begin, whatever there is.
 
         Returns:
             (global_step, training_loss, metrics); see `TrainOutput`.
@@ -146,6 +147,7 @@ class Trainer(Evaluating):
         """
         args = self.args
         asked = args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        self._training = begin(args.output_dir or ".")
         if self._has_trained:
             self.accelerator.end_trackers()
             self.accelerator = self.create_accelerator()
@@ -161,7 +163,15 @@ class Trainer(Evaluating):
                 self.is_in_train = True
                 self._prepare()
                 self._resume(asked)
-                return self._train()
+                output = self._train()
+                if self.accelerator.preempted:  # with Preemption(exits=False)
+                    self._leave_mark(self._newest, asked)
+                elif self.accelerator.is_local_main_process:
+                    remove_mark(args.output_dir or ".", self._training)
+                return output
+        except Preempted as told:
+            self._leave_mark(told.checkpoint, asked)
+            raise
         finally:
             self._release()
 
@@ -185,8 +195,8 @@ class Trainer(Evaluating):
         if args.eval_strategy != "no" or args.eval_on_start:
             for key in self.eval_dataset if isinstance(self.eval_dataset, dict) else [None]:
                 self._eval_loader(key)
-        self._record = Record(self.state, lambda: self.control, self.losses, self.callbacks, accelerator.save_iteration)
-        accelerator.register_for_checkpointing(self._record)
+        record = Record(self.state, lambda: self.control, self.losses, self.callbacks)
+        accelerator.register_for_checkpointing(record)
         set_seed(args.seed, device_specific=True)  # dropout differs from rank to rank
 
     def _count_updates(self) -> None:
@@ -216,25 +226,46 @@ class Trainer(Evaluating):
         )
 
     def _resume(self, asked: str | Path | bool | None) -> None:
-        accelerator = self.accelerator
-        if asked:
-            restored = accelerator.resume("latest" if asked is True else asked)
-            if restored is not None:
-                # The best checkpoint is looked for among those of this run.
-                accelerator.project_configuration = replace(
-                    accelerator.project_configuration, iteration=self._record.first_checkpoint
-                )
-        elif self._record.first_checkpoint:
-            log.info(
-                "%s holds checkpoints of an earlier run; this one's are numbered from %d on. resume_from_checkpoint=True goes on "
-                "from the newest", self.args.output_dir, self._record.first_checkpoint,
+        """Go on from where the arguments say, or from where the same command was asked to end."""
+        accelerator, folder = self.accelerator, self.args.output_dir or "."
+        mark = agreed(accelerator.collectives.gather_objects(read_mark(folder)))
+        if mark is not None and mark.is_meant(self._training, asked):
+            log.warning(
+                "%s was asked to end after update %d, and goes on from its newest checkpoint; resume_from_checkpoint=False begins "
+                "at the start", folder, mark.update,
             )  # fmt: skip
+            self._resume_marked(mark)
+        else:
+            if accelerator.is_local_main_process:
+                remove_mark(folder, self._training)
+            if asked:
+                accelerator.resume("latest" if asked is True else asked)
+            elif accelerator.save_iteration:
+                log.info(
+                    "%s holds checkpoints of earlier runs, which stay; this one's are numbered from %d on. "
+                    "resume_from_checkpoint=True goes on from the newest", folder, accelerator.save_iteration,
+                )  # fmt: skip
         self.state.global_step = accelerator.num_updates
         self.control.should_training_stop = self.state.global_step >= self.state.max_steps
         self.begin_run()
         if not self.state.global_step:
             # The first step tells readers of the log that this is no continuation of what may stand in it.
             accelerator.log({"epoch": 0.0}, step=0)
+
+    def _resume_marked(self, mark: Mark) -> None:
+        try:
+            self.accelerator.resume("latest", run=mark.run)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}\nThis was to go on where the same command was asked to end; resume_from_checkpoint=False begins anew"
+            ) from error
+
+    def _leave_mark(self, checkpoint: str | Path, asked: str | Path | bool | None) -> None:
+        """The run was asked to end: note where the same command goes on."""
+        if asked is False:
+            log.warning("the same command begins at the start, as it says resume_from_checkpoint=False; True goes on")
+        elif self.accelerator.is_local_main_process:
+            leave_mark(self.args.output_dir or ".", checkpoint, self._training, asked, self.state.global_step)
 
     def _train(self) -> TrainOutput:
         """The loop over epochs; see the class."""
@@ -382,7 +413,7 @@ class Trainer(Evaluating):
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(checkpoint_path(args.output_dir or ".", self.accelerator.save_iteration))
         metric = None if value is None or math.isnan(value) else float(value)
-        self.accelerator.save_state(blocking=False, metric=metric)
+        self._newest = self.accelerator.save_state(blocking=False, metric=metric)
         self._last_saved = state.global_step
         self.tell("on_save")
 
@@ -417,6 +448,7 @@ class Trainer(Evaluating):
                 callback.close()
         self.model.zero_grad(set_to_none=True)
         self._undo(self.accelerator)
+        self.accelerator.stop_watching()  # an evaluation that follows has nothing to save
         self.optimizer, self.lr_scheduler = self._given_optimizer, self._given_scheduler
         self.train_dataloader = None
         self._eval_loaders = {}
