@@ -10,9 +10,9 @@ import torch
 
 from headway.checkpoint.folders import committed
 from headway.checkpoint.layout import read_tensors, verify
-from headway.errors import ConfigError
 from headway.trainer.callbacks import Callbacks, TrainerControl, TrainerState
 from headway.trainer.losses import LossBook
+from headway.trainer.rehearsal import check_wanted
 
 if TYPE_CHECKING:
     from headway.trainer.arguments import TrainingArguments
@@ -68,15 +68,12 @@ def note_best(state: TrainerState, args: "TrainingArguments", metrics: dict[str,
     """Is this the best evaluation so far? Then note it.
 
     Raises:
-        ConfigError: the metric to go by is not among them.
+        ConfigError: the metric to go by is not among them, or not a number.
     """
     name = args.wanted_metric
     if name is None:
         return False
-    if name not in metrics:
-        raise ConfigError(
-            f"metric_for_best_model={args.metric_for_best_model!r} is not among the evaluation's metrics: {', '.join(metrics)}"
-        )
+    check_wanted(name, args.metric_for_best_model or name, metrics)
     value, best = float(metrics[name]), state.best_metric
     if math.isnan(value) or (best is not None and not (value > best if args.greater_is_better else value < best)):
         return False

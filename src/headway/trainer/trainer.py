@@ -38,7 +38,8 @@ class Trainer(Evaluating):
     The whole loop, with each event of a callback where it fires::
 
         train():
-            prepare model, optimizer, schedule, loaders; resume            # on_init_end was told when it was built
+            prepare model, optimizer, schedule, loaders                    # on_init_end was told when it was built
+            check_evaluation(); resume
             on_train_begin
             for epoch in accelerator.epochs(num_epochs):
                 on_epoch_begin
@@ -162,6 +163,7 @@ class Trainer(Evaluating):
             with MemoryMonitor(by_phase=not args.skip_memory_metrics) as self._monitor:
                 self.is_in_train = True
                 self._prepare()
+                self.check_evaluation()
                 self._resume(asked)
                 output = self._train()
                 if self.accelerator.preempted:  # with Preemption(exits=False)
