@@ -198,6 +198,7 @@ class Evaluating(Building):
             prediction_loss_only: leave predictions and labels out.
             ignore_keys: outputs that are no predictions; None: what the model's config says.
         """
+        inputs = self._prepare_inputs(inputs)
         bare, labels = self._loss_of.split(inputs)
         with self.accelerator.autocast():
             if labels is not None:

@@ -72,11 +72,12 @@ class Reporting:
 
     # ---------------------------------------------------------------- the log
 
-    def log(self, logs: dict[str, Any]) -> None:
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Log values: to `state.log_history`, callbacks, the run's log and its trackers.
 
         Args:
             logs: by name; `epoch` is added.
+            start_time: accepted for the name's sake.
         """
         logs.setdefault("epoch", round(self.state.epoch, 6))
         self.state.log_history.append({**logs, "step": self.state.global_step})

@@ -1,7 +1,6 @@
 """The Trainer: the whole loop, on top of the Accelerator and nothing else."""
 
 import inspect
-import json
 import math
 import sys
 import time
@@ -22,17 +21,17 @@ from headway.trainer.callbacks import Callbacks, TrainerControl, TrainerState
 from headway.trainer.continuing import Mark, agreed, begin, leave_mark, read_mark, remove_mark
 from headway.trainer.data import length_of
 from headway.trainer.display import PrinterCallback, ProgressCallback
-from headway.trainer.evaluating import Evaluating
 from headway.trainer.flow import DefaultFlowCallback
 from headway.trainer.loss import LossFunction, take_count
 from headway.trainer.losses import LossBook
+from headway.trainer.other_names import NOT_SERVED, OtherNames, check_hooks
 from headway.trainer.records import Record, checkpoint_path, load_weights, note_best
 from headway.trainer.results import TrainOutput, speed
 
 log = get_logger(__name__)
 
 
-class Trainer(Evaluating):
+class Trainer(OtherNames):
     """Trains a model by `TrainingArguments`; evaluates and predicts with it.
 
     The whole loop, with each event of a callback where it fires::
@@ -93,7 +92,8 @@ class Trainer(Evaluating):
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None, *,
         loss_function: LossFunction | None = None, tokenizer: Any = None,
     ) -> None:  # fmt: skip
-        self.args = args = TrainingArguments() if args is None else args
+        check_hooks(type(self))
+        self.args = args = _checked_arguments(model, args)
         _check_pairs(
             args, compute_loss_func, loss_function, processing_class, tokenizer, optimizers, optimizer_cls_and_kwargs
         )
@@ -130,13 +130,16 @@ class Trainer(Evaluating):
 
     # ---------------------------------------------------------------- train
 
-    def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> TrainOutput:
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None, trial: Any = None,
+              ignore_keys_for_eval: list[str] | None = None) -> TrainOutput:  # fmt: skip
         """Train to the end; every rank calls it. A second call trains anew, from the model as it is.
 
         Args:
             resume_from_checkpoint: True: go on from the newest checkpoint in `output_dir` that verifies, or begin where there is
                 none yet. A folder: from that one. None: as the arguments say; where those say nothing either, go on where the same
                 command was asked to end (exit code 75), else begin. False: begin, whatever there is.
+            trial: of a hyperparameter search: not served.
+            ignore_keys_for_eval: as `ignore_keys` of the evaluations on the way.
 
         Returns:
             (global_step, training_loss, metrics); see `TrainOutput`.
@@ -147,6 +150,9 @@ class Trainer(Evaluating):
             MemoryExhausted: not even one row fits, where memory is seen to.
         """
         args = self.args
+        if trial is not None:
+            raise ConfigError(f"train(trial=...): {NOT_SERVED['hyperparameter_search']}")
+        self._ignored_in_evaluations = ignore_keys_for_eval
         asked = args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         self._training = begin(args.output_dir or ".")
         if self._has_trained:
@@ -189,11 +195,9 @@ class Trainer(Evaluating):
         self.train_dataloader = accelerator.prepare_data_loader(self.get_train_dataloader())
         self._count_updates()
         self.model.to(accelerator.device)
-        optimizer = self.create_optimizer() if self._given_optimizer is None else self._given_optimizer
-        scheduler = self._given_scheduler
-        if scheduler is None:
-            scheduler = self.create_scheduler(self.state.max_steps, optimizer)
-        _, self.optimizer, self.lr_scheduler = accelerator.prepare(self.model, optimizer, scheduler)
+        self.optimizer, self.lr_scheduler = self._given_optimizer, self._given_scheduler
+        self.create_optimizer_and_scheduler(self.state.max_steps)
+        _, self.optimizer, self.lr_scheduler = accelerator.prepare(self.model, self.optimizer, self.lr_scheduler)
         if args.eval_strategy != "no" or args.eval_on_start:
             for key in self.eval_dataset if isinstance(self.eval_dataset, dict) else [None]:
                 self._eval_loader(key)
@@ -352,6 +356,7 @@ class Trainer(Evaluating):
             inputs: on the device.
             num_items_in_batch: how many of its labels count; None: the loss is a mean over samples.
         """
+        inputs = self._prepare_inputs(inputs)
         more: dict[str, Any] = {"num_items_in_batch": num_items_in_batch} if self._takes_count else {}
         with self.accelerator.autocast():
             loss: torch.Tensor = self.compute_loss(model, inputs, **more)
@@ -387,7 +392,9 @@ class Trainer(Evaluating):
         control.should_log = False
         metrics: dict[str, Any] | None = None
         if control.should_evaluate:
-            metrics = self.evaluate()
+            # Given only where it is there: an override may not know it.
+            ignored = self._ignored_in_evaluations
+            metrics = self.evaluate() if ignored is None else self.evaluate(ignore_keys=ignored)
             control = self.control
             control.should_evaluate = False
             is_best = note_best(state, self.args, metrics)
@@ -397,7 +404,7 @@ class Trainer(Evaluating):
                 control.should_save = is_best
         is_due, control.should_save = control.should_save and state.global_step != self._last_saved, False
         if is_due:
-            self._save(metrics)
+            self._checkpoint(metrics)
 
     def _log_training(self) -> None:
         loss = self.losses.take()
@@ -408,7 +415,7 @@ class Trainer(Evaluating):
         self._last_logged = self.state.global_step
         self.log(logs)
 
-    def _save(self, metrics: dict[str, Any] | None) -> None:
+    def _checkpoint(self, metrics: dict[str, Any] | None) -> None:
         """Take a checkpoint, and write it behind the loop."""
         state, args = self.state, self.args
         value = None if metrics is None else metrics.get(args.wanted_metric or "")
@@ -463,40 +470,22 @@ class Trainer(Evaluating):
             except CheckpointError as error:
                 log.warning("the last checkpoint was not written: %s", error)
 
-    # ---------------------------------------------------------------- files
 
-    def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the weights as safetensors, the model's config and the processing class; every rank calls it.
+def _checked_arguments(model: Any, args: Any) -> TrainingArguments:
+    """The arguments, or the defaults.
 
-        Args:
-            output_dir: None: that of the arguments.
-        """
-        folder = Path(output_dir or self.args.output_dir or ".")
-        self.accelerator.save_model(self.model, folder)
-        if not self.accelerator.is_main_process:
-            return
-        for part in (
-            getattr(self.model, "config", None),
-            getattr(self.model, "generation_config", None),
-            self.processing_class,
-        ):
-            if callable(getattr(part, "save_pretrained", None)):
-                part.save_pretrained(folder)  # type: ignore[union-attr]
-        (folder / "training_args.json").write_text(self.args.to_json_string() + "\n")
-
-    def save_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Write metrics to `<output_dir>/<split>_results.json`, from the main process."""
-        if self.accelerator.is_main_process:
-            folder = Path(self.args.output_dir or ".")
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{split}_results.json").write_text(json.dumps(metrics, indent=2, sort_keys=True) + "\n")
-
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print metrics, one a line, from the main process."""
-        if self.accelerator.is_main_process:
-            print(f"***** {split} metrics *****")
-            for name in sorted(metrics):
-                print(f"  {name} = {metrics[name]}")
+    Raises:
+        ConfigError: something else, or in the model's place.
+    """
+    if isinstance(model, TrainingArguments):
+        raise ConfigError(
+            "Trainer(model, args): the arguments came in the model's place; give Trainer(model, args, ...)"
+        )
+    if args is not None and not isinstance(args, TrainingArguments):
+        what = f"{type(args).__module__.partition('.')[0]}'s {type(args).__name__}"
+        hint = "; make it headway.TrainingArguments(...) with the same arguments" if "Argument" in what else ""
+        raise ConfigError(f"the Trainer got {what} as args, which are headway.TrainingArguments{hint}")
+    return TrainingArguments() if args is None else args
 
 
 def _check_pairs(args: TrainingArguments, first: Any, second: Any, processing_class: Any, tokenizer: Any,
