@@ -104,8 +104,9 @@ class Building(Reporting):
 
     def _loader(self, dataset: Any, batch_size: int, sampler: Any = None, drop_last: bool = False) -> DataLoader[Any]:
         count = self._loss_of.count
-        collate = Collating(self.data_collator, self._kept, count)
-        dataset = drop_columns(dataset, self._kept)
+        labels = {*self.label_names, "labels", "label", "label_ids"}
+        collate = Collating(self.data_collator, self._kept, count, labels)
+        dataset = drop_columns(dataset, self._kept, labels)
         return make_loader(
             dataset, self.args, batch_size, collate, sampler, drop_last, self.accelerator.device.type == "cuda"
         )

@@ -22,6 +22,7 @@ from headway.trainer.continuing import Mark, agreed, begin, leave_mark, read_mar
 from headway.trainer.data import length_of
 from headway.trainer.display import PrinterCallback, ProgressCallback
 from headway.trainer.flow import DefaultFlowCallback
+from headway.trainer.given import check_pairs, checked_arguments, missing_checkpoint
 from headway.trainer.loss import LossFunction, take_count
 from headway.trainer.losses import LossBook
 from headway.trainer.other_names import NOT_SERVED, OtherNames, check_hooks
@@ -93,8 +94,8 @@ class Trainer(OtherNames):
         loss_function: LossFunction | None = None, tokenizer: Any = None,
     ) -> None:  # fmt: skip
         check_hooks(type(self))
-        self.args = args = _checked_arguments(model, args)
-        _check_pairs(
+        self.args = args = checked_arguments(model, args)
+        check_pairs(
             args, compute_loss_func, loss_function, processing_class, tokenizer, optimizers, optimizer_cls_and_kwargs
         )
         if args.log_level not in (None, "passive"):
@@ -154,6 +155,7 @@ class Trainer(OtherNames):
             raise ConfigError(f"train(trial=...): {NOT_SERVED['hyperparameter_search']}")
         self._ignored_in_evaluations = ignore_keys_for_eval
         asked = args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        self._check_folder(asked)
         self._training = begin(args.output_dir or ".")
         if self._has_trained:
             self.accelerator.end_trackers()
@@ -230,6 +232,13 @@ class Trainer(OtherNames):
         state.logging_steps, state.eval_steps, state.save_steps = (
             args.interval(name, state.max_steps) for name in ("logging_steps", "eval_steps", "save_steps")
         )
+
+    def _check_folder(self, asked: str | Path | bool | None) -> None:
+        """Is the folder to resume from there? Asked before anything is prepared; one machine that has it is enough."""
+        if asked is not None and not isinstance(asked, bool):
+            told = self.accelerator.collectives.gather_objects(missing_checkpoint(asked, self.args.output_dir or "."))
+            if all(told):
+                raise CheckpointError(str(told[0]))
 
     def _resume(self, asked: str | Path | bool | None) -> None:
         """Go on from where the arguments say, or from where the same command was asked to end."""
@@ -469,36 +478,3 @@ class Trainer(OtherNames):
                 self.accelerator.wait_for_save()
             except CheckpointError as error:
                 log.warning("the last checkpoint was not written: %s", error)
-
-
-def _checked_arguments(model: Any, args: Any) -> TrainingArguments:
-    """The arguments, or the defaults.
-
-    Raises:
-        ConfigError: something else, or in the model's place.
-    """
-    if isinstance(model, TrainingArguments):
-        raise ConfigError(
-            "Trainer(model, args): the arguments came in the model's place; give Trainer(model, args, ...)"
-        )
-    if args is not None and not isinstance(args, TrainingArguments):
-        what = f"{type(args).__module__.partition('.')[0]}'s {type(args).__name__}"
-        hint = "; make it headway.TrainingArguments(...) with the same arguments" if "Argument" in what else ""
-        raise ConfigError(f"the Trainer got {what} as args, which are headway.TrainingArguments{hint}")
-    return TrainingArguments() if args is None else args
-
-
-def _check_pairs(args: TrainingArguments, first: Any, second: Any, processing_class: Any, tokenizer: Any,
-                 optimizers: tuple[Any, Any], named: Any) -> None:  # fmt: skip
-    """Refuse what was given twice by two names."""
-    if first is not None and second is not None:
-        raise ConfigError("compute_loss_func and loss_function are two names of one thing; give one")
-    if processing_class is not None and tokenizer is not None:
-        raise ConfigError("tokenizer is the old name of processing_class; give one")
-    if optimizers[0] is not None and named is not None:
-        raise ConfigError("optimizers and optimizer_cls_and_kwargs are two optimizers; give one")
-    if optimizers[0] is not None and args.per_device_train_batch_size == "largest":
-        raise ConfigError(
-            "per_device_train_batch_size='largest' makes updates on trial, which would change the optimizer that you give; let the "
-            "Trainer make it (optim, optimizer_cls_and_kwargs), or give a number"
-        )
