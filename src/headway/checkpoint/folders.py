@@ -117,10 +117,26 @@ def locate(path: Path) -> Path:
     return path
 
 
-def rotate(parent: Path, keep: int, protected: Iterable[Path] = ()) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints (1 or more) and those protected; returns what was removed."""
+def run_of(folder: Path) -> str | None:
+    """The id of the run that saved a checkpoint: "" where it was saved before runs had one; None where it is damaged."""
+    try:
+        return str(read_manifest(folder).about.get("run", ""))
+    except CheckpointError:
+        return None
+
+
+def rotate(parent: Path, keep: int, protected: Iterable[Path] = (), run: str | None = None) -> list[Path]:
+    """Remove all but the newest `keep` checkpoints (1 or more) and those protected; returns what was removed.
+
+    Args:
+        parent: the folder that holds them.
+        keep: how many stay.
+        protected: those that stay besides.
+        run: only those of this run are counted and removed; None: all.
+    """
     safe = {path.resolve() for path in protected}
-    old = [path for path in committed(parent)[max(1, keep) :] if path.resolve() not in safe]
+    own = [path for path in committed(parent) if run is None or run_of(path) == run]
+    old = [path for path in own[max(1, keep) :] if path.resolve() not in safe]
     for path in old:
         remove(path)
     return old

@@ -180,7 +180,7 @@ class Saver:
                 f"{job.final} differs between machines, so it cannot be resumed from: the state of their ranks is not the same"
             )
         if policy is not None and policy.keep is not None and job.leads:
-            folders.rotate(job.final.parent, policy.keep, policy.protected)
+            folders.rotate(job.final.parent, policy.keep, policy.protected, job.about.get("run"))
 
     def poll(self) -> None:
         """Raise the error of a save behind the loop, if there is one.
@@ -233,10 +233,14 @@ class Saver:
 
     # ---------------------------------------------------------------- find and read
 
-    def newest(self, parent: Path) -> tuple[Path | None, list[str]]:
+    def newest(self, parent: Path, run: str | None = None) -> tuple[Path | None, list[str]]:
         """The newest checkpoint in a folder that verifies, on every machine alike; and why newer ones do not.
 
         A machine whose disk holds none, as it came in the place of a lost one, is given the checkpoint by another.
+
+        Args:
+            parent: the folder that holds them.
+            run: only those of this run count; None: all.
 
         Returns:
             (its folder or None, a line for each one passed over).
@@ -245,7 +249,7 @@ class Saver:
             CheckpointError: on every rank: it could not be brought to a machine without it.
         """
         reasons: list[str] = []
-        everywhere = self._held(parent)
+        everywhere = self._held(parent, run)
         holders = [bool(each) for each in everywhere]
         for name, _ in _common([each for each in everywhere if each]):
             problem = self._agreed_problem(parent / name, holders[self._runtime.rank])
@@ -256,10 +260,12 @@ class Saver:
             reasons.append(problem)
         return None, reasons
 
-    def _held(self, parent: Path) -> list[list[tuple[str, str]]]:
+    def _held(self, parent: Path, run: str | None) -> list[list[tuple[str, str]]]:
         """For each rank, (name, manifest hash) of the checkpoints on its disk, newest first."""
         own: list[tuple[str, str]] = []
         for folder in folders.committed(parent):
+            if run is not None and folders.run_of(folder) not in (run, None):
+                continue
             try:
                 own.append((folder.name, read_manifest(folder).sha256))
             except CheckpointError as error:

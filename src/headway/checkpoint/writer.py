@@ -130,7 +130,7 @@ def write(job: Job) -> Manifest | None:
     folders.commit(job.staging, job.final, manifest)
     folders.point_latest(job.final)
     if job.keep is not None:
-        folders.rotate(job.final.parent, job.keep, job.protected)
+        folders.rotate(job.final.parent, job.keep, job.protected, job.about.get("run"))
     notify(
         "checkpoint",
         step=job.about.get("num_updates"),

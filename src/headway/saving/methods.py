@@ -174,6 +174,12 @@ class Saving:
         self._guard = Guard(settings, run, self._save_to_end)
         run.is_saving, run.at_fetch = True, self._guard.at_fetch
 
+    def stop_watching(self) -> None:
+        """Leave signals and deadlines alone from now on, where the training is over; every rank calls it."""
+        if self._guard is not None:
+            self._guard.stop()
+            self._run_state.at_fetch = None
+
     def _begin_micro_batch(self) -> None:
         """A check of a loop that has no prepared loader in iteration, and of the save behind the loop."""
         self._check_resumed()
@@ -252,13 +258,12 @@ class Saving:
             return ()
         scores = {} if metric is None else {folder: float(metric)}
         for path in committed(folder.parent):
-            if (_number(path) or 0) < self.project_configuration.iteration:
-                continue  # an earlier run's
             try:
-                known = read_manifest(path).about.get("metric")
+                about = read_manifest(path).about
             except CheckpointError:
                 continue  # a damaged one is not the best one
-            if isinstance(known, float):
+            known = about.get("metric")
+            if isinstance(known, float) and about.get("run", "") == self._run_state.run_id:
                 scores[path] = known
         if not scores:
             return ()
@@ -353,18 +358,21 @@ class Saving:
         iteration = restored.about.get("iteration")
         if self.project_configuration.automatic_checkpoint_naming and isinstance(iteration, int):
             # What lies beyond it was not resumed from, and must not be taken for its continuation.
-            newest = max((_number(path) or 0 for path in committed(folder.parent)), default=iteration)
+            there = [*committed(folder.parent), *committed(self._parent())]
+            newest = max((_number(path) or 0 for path in there), default=iteration)
             self._iteration = self._run_state.saver.largest(max(iteration, newest)) + 1
         log.info(str(restored))
         return restored
 
-    def resume(self, checkpoint: str | Path = "latest", *, strict: bool = False) -> Restored | None:
+    def resume(self, checkpoint: str | Path = "latest", *, strict: bool = False,
+               run: str | None = None) -> Restored | None:  # fmt: skip
         """Go on from a checkpoint where there is one; call it after prepare, and loop over `epochs(n)`.
 
         Args:
             checkpoint: "latest": the newest one in the project's folder that verifies; one that does not is named and
                 passed over. Or a folder.
             strict: as for load_state.
+            run: with "latest", look among the checkpoints of this run only: "run" in their manifests. None: among all.
 
         Returns:
             What was restored, or None where "latest" found nothing yet.
@@ -372,7 +380,7 @@ class Saving:
         Raises:
             CheckpointError: on every rank: damaged (a folder that was given), or it does not fit.
         """
-        folder = self._newest() if str(checkpoint) == "latest" else Path(checkpoint).expanduser().absolute()
+        folder = self._newest(run) if str(checkpoint) == "latest" else Path(checkpoint).expanduser().absolute()
         if folder is None:
             log.info("no checkpoint in %s yet: training begins at the start", self._parent())
             return None
@@ -382,8 +390,8 @@ class Saving:
             loader.before_pass = self._check_epochs
         return restored
 
-    def _newest(self) -> Path | None:
-        folder, passed_over = self._run_state.saver.newest(self._parent())
+    def _newest(self, run: str | None = None) -> Path | None:
+        folder, passed_over = self._run_state.saver.newest(self._parent(), run)
         for line in passed_over:
             log.warning("a checkpoint is passed over: %s", line)
         foreign = foreign_in(self._parent()) if folder is None else None

@@ -1,5 +1,6 @@
 """The state of a run: what a checkpoint takes from an Accelerator's objects, and puts back."""
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ class RunState:
         notes: what other parts want to find in each manifest again.
         at_fetch: called with a loader before each of its batches, where the run may be asked to end.
         evaluations: where a save in an evaluation goes back to.
+        run_id: of the run, in each of its manifests; that of the run that is resumed. None before the first save or load.
 
     Args:
         runtime, collectives, strategy, precision, preparation, accumulation, clock: the Accelerator's.
@@ -78,6 +80,7 @@ class RunState:
         self.epoch = 0
         self.is_saving = False
         self.notes: dict[str, Any] = {}
+        self.run_id: str | None = None
         self.at_fetch: Callable[[PreparedLoader], None] | None = None
         self.evaluations = Evaluations(accumulation, lambda: preparation.loaders, self._read_streams, self.next_epoch)
         self._began: dict[int, int] | None = None
@@ -193,9 +196,9 @@ class RunState:
         if before is not None and not is_unfinished:
             run["epoch"] = about["epoch"] = before.epoch
         collected.state["run"] = run
-        if is_alone:
-            return collected, about | {"saved_by": [self._runtime.rank]}
-        return collected, self._collectives.broadcast_object(about)
+        about = about | {"saved_by": [self._runtime.rank]} if is_alone else self._collectives.broadcast_object(about)
+        self.run_id = about["run"]
+        return collected, about
 
     def seal(self, collected: Collected, before: Beginning | None = None, is_alone: bool = False) -> None:
         """Add the random streams, after all else of the user's that may draw from them has run; called like `collect`."""
@@ -270,7 +273,7 @@ class RunState:
         return {
             "num_updates": self._clock.num_updates, "epoch": self.next_epoch(), "world_size": self._runtime.world_size,
             "accumulation": self._accumulation.num_steps, "global_batch": self._batch.size(),
-            "was_in_mid_window": is_unfinished,
+            "was_in_mid_window": is_unfinished, "run": secrets.token_hex(8) if self.run_id is None else self.run_id,
             "device": self._runtime.hardware.kind, "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "versions": {"headway": __version__, "torch": torch.__version__}, "notes": dict(self.notes),
         }  # fmt: skip
@@ -344,6 +347,7 @@ class RunState:
     def _take_up(self, manifest: Manifest, found: Collected) -> None:
         about, run, preparation, rank = manifest.about, found.state["run"], self._preparation, self._runtime.rank
         is_same_world = about["world_size"] == self._runtime.world_size
+        self.run_id = str(about.get("run", ""))
         self._clock.resume(run["num_updates"])
         for optimizer, count in zip(preparation.optimizers, run["optimizer_updates"]):
             optimizer.num_updates = count
