@@ -1,8 +1,7 @@
 """`headway launch`: start a script on one process or on many, on one machine or on several."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -10,9 +9,6 @@ from headway import env
 from headway.cli.options import GroupedCommand, GroupedOption, command_line_layer, examples, setting_options
 from headway.config.load import Resolved, Value, environment_layer, resolve
 from headway.errors import ConfigError
-
-if TYPE_CHECKING:
-    from headway.launch.plan import Program
 
 _ABOUT = """Start SCRIPT with its own ARGS on every accelerator of this machine, or as the flags say.
 
@@ -36,14 +32,14 @@ def start(script: str, script_args: tuple[str, ...], config_file: str | None, dr
             **given: Any) -> None:  # fmt: skip
     """Start `script` as the settings say; the process is replaced, or what would be started is printed."""
     # Imported here so that the help does not wait for them.
-    from headway.launch import clusters, machine, network, plan, run
+    from headway.launch import clusters, machine, network, plan, run, target
     from headway.launch.plan import Program
 
     environment = env.snapshot()
     cluster = clusters.detect(environment)
     resolved = settings(given, config_file, force, environment, cluster.layer if cluster is not None else {})
     program = Program(script, script_args, _kind(resolved))
-    _check(program)
+    target.check(program)
     here = machine.look(environment)
     if cluster is None and resolved.get("num_machines", 1) > 1 and not resolved.config.is_set("machine_rank"):
         address = network.name_for_others(here.hostname)
@@ -88,14 +84,6 @@ def _kind(resolved: Resolved) -> str:
             "--module runs a Python module and --no_python a program that is not Python; take one of them out"
         )
     return "module" if resolved.get("module", False) else "program" if resolved.get("no_python", False) else "script"
-
-
-def _check(program: "Program") -> None:
-    if program.kind == "script" and not Path(program.target).exists():
-        raise ConfigError(
-            f"there is no script {program.target!r} (looked in {Path.cwd()}); "
-            "give its path, or -m to run a module, or --no_python to run another program"
-        )
 
 
 def _parameters() -> list[click.Parameter]:
