@@ -12,7 +12,8 @@ from headway.errors import ConfigError
 
 _ABOUT = """Start SCRIPT with its own ARGS on every accelerator of this machine, or as the flags say.
 
-Flags go before SCRIPT and may be spelt with dashes or underscores; everything after SCRIPT is the script's own. What
+Flags go before SCRIPT and may be spelt with dashes or underscores; everything after SCRIPT is the script's own (put `--` before
+SCRIPT where it takes a flag of the same name). What
 stands in the script wins over flags, flags over HEADWAY_* variables, variables over the config file. One process is a
 plain `python SCRIPT`; several are kept by torch's elastic agent, and the first failure ends them all.
 """
@@ -28,9 +29,33 @@ _EPILOG = examples([
 ])  # fmt: skip
 
 
+_RAW = f"{__name__}.raw"
+"""Where the command line as typed is kept in click's context."""
+
+
+class LaunchCommand(GroupedCommand):
+    """The command, which also remembers what was typed: flags after the script are answered with the line to type."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the line, and parse it."""
+        ctx.meta[_RAW] = list(args)
+        return super().parse_args(ctx, args)
+
+
+def _launch(**given: Any) -> None:
+    from headway.cli.misplaced import warning
+
+    ctx = click.get_current_context()
+    start(**given, warning=warning(ctx, ctx.meta[_RAW]))
+
+
 def start(script: str, script_args: tuple[str, ...], config_file: str | None, dry_run: bool, force: bool,
-            **given: Any) -> None:  # fmt: skip
-    """Start `script` as the settings say; the process is replaced, or what would be started is printed."""
+            warning: str = "", **given: Any) -> None:  # fmt: skip
+    """Start `script` as the settings say; the process is replaced, or what would be started is printed.
+
+    Args:
+        warning: said first, by one of the tasks that a cluster has started.
+    """
     # Imported here so that the help does not wait for them.
     from headway.launch import clusters, machine, network, plan, run, target
     from headway.launch.plan import Program
@@ -45,6 +70,8 @@ def start(script: str, script_args: tuple[str, ...], config_file: str | None, dr
         address = network.name_for_others(here.hostname)
         _name_the_commands(plan.commands_per_machine(resolved, program, address, run.free_port()))
     planned = plan.make(resolved, program, here, environment, cluster)
+    if warning and planned.banner:
+        click.echo(warning, err=True)
     if dry_run:
         click.echo(f"# {planned.banner}")
         for note in planned.notes:
@@ -100,9 +127,9 @@ def _parameters() -> list[click.Parameter]:
     ]  # fmt: skip
 
 
-command = GroupedCommand(
+command = LaunchCommand(
     "launch",
-    callback=start,
+    callback=_launch,
     params=_parameters(),
     help=_ABOUT,
     epilog=_EPILOG,
