@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from headway import traces
 from headway.checkpoint.weights import save_object, save_pickled, save_weights
 from headway.config.arguments import caller, is_automatic, loading_settings, project_settings, windows
 from headway.config.load import UNSET, run_setting
@@ -18,7 +19,7 @@ from headway.config.strategies import ActivationCheckpointing, AutocastKwargs, c
 from headway.data.loader import PreparedLoader
 from headway.data.skip import skip_first_batches
 from headway.errors import StateError
-from headway.log import get_logger
+from headway.log import get_logger, is_debugging
 from headway.memory import report as memory_report
 from headway.ops.collectives import Collectives
 from headway.ops.ranks import RankAware
@@ -92,6 +93,7 @@ class Accelerator(RankAware, Saving, Tracking, Measuring):
         on_non_finite: str | NonFinitePolicy | None = None, preemption: Preemption | bool | None = None,
         log_with: Any = None,
     ) -> None:  # fmt: skip
+        traces.install(lambda: not is_debugging())
         origin = caller()
         options = collect_options(kwargs_handlers)
         on_cpu, _ = run_setting("cpu", UNSET if cpu is None else cpu, False, code_origin=origin)

@@ -91,6 +91,15 @@ def asked_level() -> int | None:
     return _level(text.strip(), f"environment: {LEVEL}") if text is not None and text.strip() else None
 
 
+def is_debugging() -> bool:
+    """Does HEADWAY_LOG_LEVEL ask for everything? A level that does not exist does not."""
+    try:
+        level = asked_level()
+    except ConfigError:
+        return False
+    return level is not None and level <= logging.DEBUG
+
+
 def _level(asked: str | int, origin: str) -> int:
     number = asked if isinstance(asked, int) else int(asked) if asked.isdecimal() else None
     if number is None:

@@ -5,7 +5,6 @@ import importlib.util
 import os
 import re
 import sys
-import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,6 +74,8 @@ def _scripts_in(folder: Path) -> str:
 
 
 def _has_main(target: str) -> bool:
+    import zipfile  # costs as much as a tenth of a launch, and few need it
+
     try:
         with zipfile.ZipFile(target) as archive:
             return "__main__.py" in archive.namelist()
