@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from headway import traces
 from headway.checkpoint.weights import save_object, save_pickled, save_weights
 from headway.config.arguments import caller, is_automatic, loading_settings, project_settings, windows
 from headway.config.load import UNSET, run_setting
@@ -21,7 +22,7 @@ from headway.errors import StateError, UnsupportedError
 from headway.familiar.layouts import ParallelismConfig, TorchDynamoPlugin, check_layouts
 from headway.familiar.members import Familiar
 from headway.familiar.state import Run
-from headway.log import get_logger
+from headway.log import get_logger, is_debugging
 from headway.memory import report as memory_report
 from headway.ops.collectives import Collectives
 from headway.ops.ranks import RankAware
@@ -105,6 +106,7 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         global_batch_size: int | None = None, loss_policy: LossPolicy | None = None, microbatching: str | None = None,
         on_non_finite: str | NonFinitePolicy | None = None, preemption: Preemption | bool | None = None,
     ) -> None:  # fmt: skip
+        traces.install(lambda: not is_debugging())
         origin = caller()
         compiling = check_layouts(deepspeed_plugin or deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin,
                                   dynamo_backend, dynamo_plugin, parallelism_config)  # fmt: skip

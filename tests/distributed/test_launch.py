@@ -109,6 +109,34 @@ def test_the_first_failure_is_told_once(tmp_path):
     assert '"rank": 0' in (tmp_path / "logs/rank0.log").read_text()
 
 
+def test_the_report_is_all_there_is_and_nothing_is_lost(tmp_path):
+    body = (
+        "import os, sys\nimport torch\nfrom headway import Accelerator\naccelerator = Accelerator(cpu=True)\n"
+        "model = accelerator.prepare(torch.nn.Linear(2, 1))\n"
+        "for update in range(9):\n"
+        "    if update == 4 and accelerator.process_index == 1:\n        accelerator.prepare()\n"
+        "    accelerator.backward(model(torch.ones(1, 2)).sum())\n"
+    )
+    ran = launch(tmp_path, body, "--cpu", "-n", "2", "--log_dir", "logs")
+    lines = ran.stderr.splitlines()
+    assert lines[1].startswith("headway: rank 1 of 2 failed first, at train.py:8 (host ")
+    assert lines[2:] == [
+        "Traceback (most recent call last):",
+        f'  File "{tmp_path}/train.py", line 8, in <module>',
+        "    accelerator.prepare()",
+        "headway.errors.PrepareError: prepare() got nothing; give models, optimizers, loaders, schedules",
+        "(2 frames of Headway and torch left out; HEADWAY_LOG_LEVEL=debug shows all)",
+        "headway: rank 0 then lost its connection to rank 1 (train.py:9)",
+        "headway: logs and failure.json are in logs",
+    ], ran.stderr
+    assert ran.stdout == ""
+    assert "headway/training/prepare.py" in (tmp_path / "logs/rank1.log").read_text()
+    kept = {rank["rank"]: rank["record"] for rank in json.loads((tmp_path / "logs/failure.json").read_text())["ranks"]}
+    assert "gloo" in kept[0]["text"]
+    assert "gloo" in (tmp_path / "logs/rank0.log").read_text()
+    assert "headway/training/prepare.py" in kept[1]["trace"]
+
+
 def test_the_same_failure_is_counted(tmp_path):
     ran = launch(tmp_path, PROGRAM + "raise OSError('no data')\n", "--cpu", "-n", "2")
     assert ran.returncode == 1

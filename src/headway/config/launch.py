@@ -86,6 +86,7 @@ class Setting:
         short: its one-letter flag.
         choices: what a "choice" may be.
         minimum: the smallest number allowed.
+        maximum: the largest.
         is_for_workers: do workers read it (and so find it in the payload)?
         is_for_files: may it stand in a config file and in the environment?
     """
@@ -98,6 +99,7 @@ class Setting:
     short: str = ""
     choices: tuple[str, ...] = ()
     minimum: int | None = None
+    maximum: int = 2**31 - 1
     is_for_workers: bool = False
     is_for_files: bool = True
 
@@ -140,6 +142,7 @@ _TABLE = (
     Setting("machine_rank", "integer", _MACHINES, "Which of them this one is, from 0.", minimum=0, default="0"),
     Setting("main_process_ip", "text", _MACHINES, "Address of machine 0, as the others reach it."),
     Setting("main_process_port", "integer", _MACHINES, "Port of machine 0 where the machines meet.", minimum=0,
+            maximum=65535,
             default="on one machine a free one that the launcher binds"),
     Setting("rdzv_backend", "choice", _MACHINES, "How machines meet: by their given ranks, or as they come.",
             choices=("static", "c10d"), default="static; c10d with --max_restarts"),

@@ -77,7 +77,7 @@ def from_file(setting: Setting, value: Any, origin: str) -> Any:
 def _checked(setting: Setting, value: Any, origin: str) -> Any:
     is_good = not setting.choices or value in setting.choices
     if setting.minimum is not None:
-        is_good = setting.minimum <= value < 2**31  # written so that NaN fails
+        is_good = setting.minimum <= value <= setting.maximum  # written so that NaN fails
     if isinstance(value, str):
         is_good = is_good and "\0" not in value and bool(value.strip())
     if not is_good:
@@ -89,5 +89,10 @@ def _error(setting: Setting, value: Any, origin: str) -> ConfigError:
     if setting.choices:
         allowed = f"one of {', '.join(setting.choices)}"
     else:
-        allowed = _KINDS[setting.kind] + (f", {setting.minimum} or more" if setting.minimum is not None else "")
+        allowed = _KINDS[setting.kind]
+        if setting.minimum is not None:
+            is_bounded = setting.maximum != Setting.maximum or (
+                isinstance(value, (int, float)) and value > setting.maximum
+            )
+            allowed += f", {setting.minimum} to {setting.maximum}" if is_bounded else f", {setting.minimum} or more"
     return ConfigError(f"{setting.name}={value!r} ({origin}) must be {allowed}")

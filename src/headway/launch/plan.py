@@ -155,6 +155,7 @@ def make(resolved: Resolved, program: Program, machine: Machine, environment: Ma
             order = _task_order(resolved, order, task, machine)
         argv = (machine.python, "-m", "headway.launch", "agent", order.encode())
         additions.update(_network(order, machine, environment, num_machines))
+        additions.update(_silence(resolved, environment))
     inherited = (*_WORKER_VARIABLES, env.CONTROL)
     removals = tuple(name for name in inherited if name in environment and name not in additions)
     banner = _banner(resolved, machine, num_machines, num_local, threads)
@@ -371,6 +372,21 @@ def _network(order: AgentOrder, machine: Machine, environment: Mapping[str, str]
         # Otherwise a restarted attempt reads the keys of the one before it.
         additions["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return additions
+
+
+def _silence(resolved: Resolved, environment: Mapping[str, str]) -> dict[str, str]:
+    """No C++ warnings: an engine's retries and lost sockets, which the launcher tells of in a sentence.
+
+    They stay where the user asks for them by torch's own variables, by --debug, or by HEADWAY_LOG_LEVEL=debug.
+    """
+    is_asked_for = any(name in environment for name in ("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG"))
+    if (
+        is_asked_for
+        or resolved.get("debug", False)
+        or environment.get("HEADWAY_LOG_LEVEL", "").strip().lower() in ("debug", "10")
+    ):
+        return {}
+    return {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def _banner(resolved: Resolved, machine: Machine, num_machines: int, num_local: int, threads: _Threads) -> str:

@@ -21,7 +21,7 @@ EXAMPLES = settings(
 
 def of_kind(setting):
     if setting.kind == "integer":
-        return st.integers(setting.minimum, 2**31 - 1)
+        return st.integers(setting.minimum, setting.maximum)
     if setting.kind == "number":
         return st.floats(setting.minimum or 0, 1e6, allow_nan=False)
     if setting.kind == "switch":
