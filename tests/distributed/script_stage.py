@@ -1,0 +1,128 @@
+"""A process that has the heavy packages imported and forks itself for each rank of each script: a run costs no start-up.
+
+`Stage` is the tests' side of it. What a script prints goes into `log<rank>` of its folder.
+"""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.ranks import free_port
+
+PRELOADED = (
+    "accelerate accelerate.local_sgd datasets headway headway.accelerator peft safetensors.torch schedulefree "
+    "sklearn.datasets sklearn.model_selection torch torch.distributed tqdm.auto transformers.models.bert.modeling_bert "
+    "transformers.models.gpt2.modeling_gpt2"
+).split()
+GRACE_S = 4.0
+"""How long the ranks of a run may go on after one of them failed, or after all of them wrote their evidence."""
+
+
+class Stage:
+    """Runs scripts one after the other."""
+
+    def __init__(self) -> None:
+        environment = {
+            **os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true",
+            "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        }  # fmt: skip
+        root = Path(__file__).parents[2]
+        # The root goes last: a script's own folder holds what it imports.
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(root)]))
+        for name in ("HEADWAY_RUN", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+            environment.pop(name, None)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed.script_stage"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=root,
+        )  # fmt: skip
+
+    def run(self, script: Path, *args: str, folder: Path, world_size: int, timeout_s: float = 120) -> list[int | None]:
+        """Run it on so many processes with `folder` as the current one; returns each rank's exit code, None: did not end."""
+        folder.mkdir(parents=True)
+        job = {"script": str(script), "args": args, "folder": str(folder), "world_size": world_size,
+               "port": free_port(), "timeout_s": timeout_s}  # fmt: skip
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+
+
+def _become(rank: int, job: dict[str, Any]) -> None:
+    """This process, just forked, becomes one rank of the script."""
+    world_size, folder = job["world_size"], Path(job["folder"])
+    out = os.open(folder / f"log{rank}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    if world_size > 1:
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job["port"]),
+        )  # fmt: skip
+    os.chdir(folder)
+    sys.argv = [job["script"], *job["args"]]
+    sys.path.insert(0, str(Path(job["script"]).parent))
+    code = 1
+    try:
+        runpy.run_path(job["script"], run_name="__main__")
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _carry_out(job: dict[str, Any]) -> list[int | None]:
+    pids = []
+    for rank in range(job["world_size"]):
+        pid = os.fork()
+        if pid == 0:
+            _become(rank, job)
+        pids.append(pid)
+    codes: list[int | None] = [None] * len(pids)
+    evidence = [Path(job["folder"], "evidence", f"rank{rank}.json") for rank in range(len(pids))]
+    deadline, is_short = time.monotonic() + job["timeout_s"], False
+    while None in codes and time.monotonic() < deadline:
+        for rank, pid in enumerate(pids):
+            if codes[rank] is None:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                codes[rank] = os.waitstatus_to_exitcode(status) if ended else None
+        time.sleep(0.02)
+        if not is_short and (any(codes) or all(path.exists() for path in evidence)):
+            deadline, is_short = min(deadline, time.monotonic() + GRACE_S), True
+    for rank, pid in enumerate(pids):
+        if codes[rank] is None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return codes
+
+
+def _serve() -> None:
+    for name in PRELOADED:
+        __import__(name)
+    import torch
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(_carry_out(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
