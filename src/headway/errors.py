@@ -12,7 +12,7 @@
     |-- StateError             (RuntimeError)  a call at a moment when it makes no sense
     |-- UnsupportedError       (RuntimeError)  the strategy or the hardware cannot do what was asked
     |   |-- DeviceUnavailable                  an accelerator was asked for that is not here
-    |   |-- NotServed     (+ AttributeError)   a name of another library that a class does not have
+    |   |-- MemberNotServed (+ AttributeError) a name of another library that a class does not have
     |   `-- SkeletonError                      a model built without memory read a value that it does not have
     |-- NonFiniteError         (ArithmeticError) a loss or gradient is nan or infinite, and the run was to end then
     |-- MemoryExhausted        (RuntimeError)  memory ran out, and nothing smaller is left to try
@@ -81,7 +81,7 @@ class SkeletonError(UnsupportedError):
     """A constructor read a value from a tensor of the meta device, which has none."""
 
 
-class NotServed(UnsupportedError, AttributeError):
+class MemberNotServed(UnsupportedError, AttributeError):
     """A name of another library that this class does not have; the message says what to use."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from headway.errors import ConfigError, NotServed
+from headway.errors import ConfigError, MemberNotServed
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Callbacks
 from headway.trainer.collate import Collating, drop_columns
@@ -79,7 +79,7 @@ class OtherNames(Files):
     def __getattr__(self, name: str) -> Any:
         # Asked for only where the object lacks it.
         if name in NOT_SERVED:
-            raise NotServed(f"Trainer.{name} is not here: {NOT_SERVED[name]}")
+            raise MemberNotServed(f"Trainer.{name} is not here: {NOT_SERVED[name]}")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     # ---------------------------------------------------------------- other names of what there is

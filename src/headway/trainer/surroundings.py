@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from headway import env
-from headway.errors import NotServed
+from headway.errors import MemberNotServed
 from headway.ops.collectives import Collectives
 from headway.ops.ranks import RankAware
 from headway.runtime import process
@@ -92,7 +92,7 @@ class Surroundings:
     def __getattr__(self, name: str) -> Any:
         # Asked for only where the object lacks it.
         if name in _NOT_SERVED:
-            raise NotServed(f"TrainingArguments.{name} is not here: {_NOT_SERVED[name]}")
+            raise MemberNotServed(f"TrainingArguments.{name} is not here: {_NOT_SERVED[name]}")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     @property

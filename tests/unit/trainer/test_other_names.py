@@ -9,7 +9,7 @@ import transformers
 from torch.utils.data import DataLoader, SequentialSampler
 
 from headway import Trainer
-from headway.errors import ConfigError, NotServed
+from headway.errors import ConfigError, MemberNotServed
 from headway.trainer.other_names import HOOKS, NOT_SERVED
 from tests.unit.trainer.models import Points, WithLoss, arguments, make, weights
 
@@ -23,7 +23,7 @@ def test_every_public_name_is_served_or_answered(name, tmp_path):
         assert name not in NOT_SERVED
         return
     trainer = make(tmp_path)
-    with pytest.raises(NotServed, match=name) as told:
+    with pytest.raises(MemberNotServed, match=name) as told:
         getattr(trainer, name)
     assert NOT_SERVED[name] in str(told.value)
     assert not hasattr(trainer, name)  # scripts ask first
