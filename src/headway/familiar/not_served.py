@@ -84,7 +84,7 @@ _BY_SENTENCE = {
         "prepare_data_loader prepare_optimizer prepare_scheduler"
     ),
     _INSIDE: """
-        BaseEnum CPUInformation CUDA_DISTRIBUTED_TYPES CannotPadNestedTensorWarning ConvertOutputsToFp32 DistributedOperationException
+        BaseEnum CPUInformation CUDA_DISTRIBUTED_TYPES CannotPadNestedTensorWarning ConvertOutputsToFp32
         EnumWithContains KwargsHandler MITA_PROFILING_AVAILABLE_PYTORCH_VERSION STR_OPERATION_TO_FUNC
         SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING SharedDict ThreadLocalSharedDict TORCH_DISTRIBUTED_OPERATION_TYPES
         TORCH_SAFE_GLOBALS TensorInformation XPU_PROFILING_AVAILABLE_PYTORCH_VERSION chained_operation
