@@ -117,9 +117,8 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         watch.start()
         super().__init__(runtime, Collectives(runtime))
         self.options = options
-        self.mixed_precision, _ = run_setting(
-            "mixed_precision", str(mixed_precision) if mixed_precision else UNSET, "no", code_origin=origin
-        )
+        asked = str(mixed_precision) if mixed_precision else UNSET
+        self.mixed_precision, _ = run_setting("mixed_precision", asked, "no", code_origin=origin)
         self.precision = build_precision(self.mixed_precision, runtime.hardware, options)
         plugin = windows(gradient_accumulation_steps, gradient_accumulation_plugin, global_batch_size, origin)
         cuts_batches = is_automatic(microbatching, plugin)
@@ -131,20 +130,15 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         self._accumulation = Accumulation(plugin.num_steps, self.strategy, self.precision, loss_policy or WeightedMean(),
                                           active, plugin.sync_with_dataloader, plugin.sync_each_batch)  # fmt: skip
         loading = loading_settings(dataloader_config, split_batches)
-        rule = choose_rule(
-            scheduler_ticks, adjust_scheduler_to_accumulation or plugin.adjust_scheduler,
-            1 if loading.split_batches else self.strategy.data_shard.count,
-        )  # fmt: skip
+        rule = choose_rule(scheduler_ticks, adjust_scheduler_to_accumulation or plugin.adjust_scheduler,
+                           1 if loading.split_batches else self.strategy.data_shard.count)  # fmt: skip
         self._preparation = Preparation(
             self._accumulation, self.clock, runtime, loading, device_placement, rule, step_scheduler_with_optimizer,
-            tuple(stream_names(rng_types or ())), global_batch_size,
-        )  # fmt: skip
+            tuple(stream_names(rng_types or ())), global_batch_size)  # fmt: skip
         self._preparation.transforms = self._transforms(options.checkpointing)
-        self._start_saving(preemption)
-        Tracking.__init__(self, log_with, self.clock, self._run_state.notes, self._has_checkpoints)
-        self._microbatching = build_microbatching(
-            self._accumulation, self._preparation, self.clock, runtime, cuts_batches
-        )
+        self._start_records(log_with, preemption)
+        self._microbatching = build_microbatching(self._accumulation, self._preparation, self.clock, runtime,
+                                                  cuts_batches)  # fmt: skip
         Familiar.__init__(self, Run(self.mixed_precision, self._accumulation, plugin.adjust_scheduler, parallelism_config,
                                     compiling))  # fmt: skip
         build_guard(on_non_finite, self._accumulation, self._preparation, self.clock)
@@ -156,12 +150,13 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
     def _transforms(self, plan: ActivationCheckpointing | None) -> tuple[Callable[[torch.nn.Module], Any], ...]:
         return () if plan is None else (partial(checkpoint_activations, plan=plan, device=self.device),)
 
-    def _start_saving(self, preemption: Preemption | bool | None) -> None:
+    def _start_records(self, log_with: Any, preemption: Preemption | bool | None) -> None:
         run_state = RunState(self.runtime, self.collectives, self.strategy, self.precision, self._preparation,
                              self._accumulation, self.clock)  # fmt: skip
         Saving.__init__(self, run_state, self.project_configuration)
         answer = preemption_settings(preemption, self.project_configuration)
         self._watch_for_preemption(answer, is_asked_for=bool(preemption))
+        Tracking.__init__(self, log_with, self.clock, run_state.notes, self._has_checkpoints)
 
     # ---------------------------------------------------------------- prepare
 

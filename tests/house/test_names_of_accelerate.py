@@ -15,6 +15,8 @@ from headway.familiar.modules import find
 from headway.familiar.names import MODULES, RENAMED, SERVED
 from headway.familiar.not_served import MEMBERS, NAMES
 
+pytestmark = pytest.mark.filterwarnings("ignore:memory_utils has been reorganized")
+
 PRIVATE = ("accelerate.commands", "accelerate.test_utils")
 OWN = {"accelerator", "tracking"}
 

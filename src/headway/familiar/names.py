@@ -55,6 +55,7 @@ SERVED: dict[str, str] = {name: place for place, names in _BY_PLACE.items() for 
 RENAMED: dict[str, tuple[str, str]] = {
     "AcceleratedOptimizer": ("headway.training.optimizer", "PreparedOptimizer"),
     "AcceleratedScheduler": ("headway.training.scheduler", "PreparedScheduler"),
+    "DistributedOperationException": ("headway.errors", "CollectiveError"),
     "DataLoaderShard": ("headway.data.loader", "PreparedLoader"),
     "MultiProcessAdapter": ("headway.log", "RankLogger"),
     "should_reduce_batch_size": ("headway.memory.oom", "is_out_of_memory"),

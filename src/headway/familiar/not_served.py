@@ -84,7 +84,7 @@ _BY_SENTENCE = {
         "prepare_data_loader prepare_optimizer prepare_scheduler"
     ),
     _INSIDE: """
-        BaseEnum CPUInformation CUDA_DISTRIBUTED_TYPES CannotPadNestedTensorWarning ConvertOutputsToFp32 DistributedOperationException
+        BaseEnum CPUInformation CUDA_DISTRIBUTED_TYPES CannotPadNestedTensorWarning ConvertOutputsToFp32
         EnumWithContains KwargsHandler MITA_PROFILING_AVAILABLE_PYTORCH_VERSION STR_OPERATION_TO_FUNC
         SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING SharedDict ThreadLocalSharedDict TORCH_DISTRIBUTED_OPERATION_TYPES
         TORCH_SAFE_GLOBALS TensorInformation XPU_PROFILING_AVAILABLE_PYTORCH_VERSION chained_operation
@@ -107,6 +107,8 @@ _BY_SENTENCE = {
     """,
     _COMPILE: "compile_regions has_repeated_blocks is_repeated_blocks",
     _NUMA: "override_numa_affinity set_numa_affinity",
+    "Accelerate's commands have counterparts: `headway launch`, `config`, `env`, `estimate`, `merge`, `test`": "commands",
+    "Accelerate's helpers for tests belong to it; go on importing them from accelerate.test_utils": "test_utils",
     "TPUs are not driven yet; use a CPU, CUDA, XPU or MPS machine": "install_xla",
     "`headway env` and `headway doctor` say what this machine has": (
         "check_cuda_p2p_ib_support get_driver_version get_gpu_info"

@@ -121,6 +121,7 @@ class PartialState(RankAware):
     """
 
     _shared_state = _Shared[dict[str, Any]](_process_facts)
+    debug: bool = False  # settable, and changes nothing: every exchange is checked before it moves data
 
     def __init__(self, cpu: bool = False, *, backend: str | None = None, init_method: str | None = None,
                  timeout: timedelta | None = None, _use_sagemaker_dp: bool | None = None) -> None:  # fmt: skip
@@ -161,11 +162,6 @@ class PartialState(RankAware):
     def default_device(self) -> torch.device:
         """The kind of accelerator that torch finds here, or the CPU."""
         return torch.device(detect().kind)
-
-    @property
-    def debug(self) -> bool:
-        """False: every exchange is checked before it moves data, without a mode for it."""
-        return False
 
     @property
     def fork_launched(self) -> bool:

@@ -1,6 +1,7 @@
 """Local SGD: processes make updates of their own, and their parameters are averaged every few steps.
 
-Between two averages nothing travels, neither gradients nor buffers. A rank's gradient is weighed by its share of the
+Between two averages nothing of the model travels, neither gradients nor buffers (with `backward(weight=)` one number an update
+does). A rank's gradient is weighed by its share of the
 samples, as everywhere in Headway, so that the average is that of the whole batch also where ranks hold different amounts:
 averaged after every step, plain SGD gives exactly what DDP gives. Optimizer state stays local.
 """

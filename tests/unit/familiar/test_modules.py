@@ -69,6 +69,13 @@ def test_an_unknown_name_is_pythons_own_error(place):
         importlib.import_module("headway.utilities")
 
 
+def test_commands_and_test_helpers_are_named():
+    with pytest.raises(NotServed, match="Accelerate's commands have counterparts: `headway launch`"):
+        importlib.import_module("headway.commands.launch")
+    with pytest.raises(NotServed, match=r"go on importing them from accelerate\.test_utils"):
+        importlib.import_module("headway.test_utils")
+
+
 def test_the_finder_leaves_other_packages_alone():
     finder = modules.FamiliarFinder()
     assert finder.find_spec("torch.utils", None) is None
