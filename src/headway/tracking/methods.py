@@ -56,13 +56,15 @@ class Tracking:
         self._choices = select_trackers(log_with, has_folder=has_folder, is_main=is_main)
         self._feed: Feed | None = None
         self._resumed: events.Happening | None = None
+        self._ended: tuple[tuple[str, Path | None], float] | None = None
         events.subscribe(self._hear)
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: _Kwargs | None = None) -> None:
         """Begin a run: its log in `<logging_dir>/<project_name>/log.jsonl`, and the trackers of `log_with`.
 
         A folder that has a log is continued: a run that was killed and is resumed goes on in the same log and in the same
-        runs of the trackers. A run that is under way ends first.
+        runs of the trackers. A run that is under way ends first; one that this Accelerator has ended is opened again, which is
+        no further attempt.
 
         Args:
             project_name: names the folder, the project or experiment of the trackers.
@@ -87,7 +89,9 @@ class Tracking:
             return
         feed = Feed(project_name, folder, choices, is_main, lambda: self._progress.num_updates)
         about = {"world_size": self.runtime.world_size, "device": self.runtime.hardware.kind, "versions": _versions()}
-        feed.start(values, init_kwargs or {}, about, self._is_continuing(feed))
+        same = self._ended is not None and self._ended[0] == (project_name, folder) and self._progress.num_updates > 0
+        since = self._ended[1] if self._ended is not None and same else None
+        feed.start(values, init_kwargs or {}, about, self._is_continuing(feed), since)
         self._feed, self._at_exit = feed, flush_at_exit(feed)
         if self._resumed is not None:
             self._hear(self._resumed)
@@ -242,6 +246,7 @@ class Tracking:
         feed, self._feed = self._feed, None
         if feed is not None:
             self._at_exit.detach()
+            self._ended = (feed.project, feed.folder), feed.begun
             feed.finish(_plain_summary(summary))
 
 
