@@ -55,6 +55,7 @@ class Tracking:
         has_folder = self.project_configuration.logging_dir is not None
         self._choices = select_trackers(log_with, has_folder=has_folder, is_main=is_main)
         self._feed: Feed | None = None
+        self._is_begun = False
         self._resumed: events.Happening | None = None
         self._ended: tuple[tuple[str, Path | None], float] | None = None
         events.subscribe(self._hear)
@@ -82,6 +83,7 @@ class Tracking:
         values = plain(_as_mapping(config))
         self.end_trackers()
         is_main, place = self.runtime.is_main_process, self.project_configuration.logging_dir
+        self._is_begun = place is not None
         choices = [each for each in self._choices if is_main or not getattr(each, "main_process_only", True)]
         folder = None if place is None else Path(place).absolute() / project_name
         if not choices and not (is_main and folder is not None):
@@ -110,7 +112,8 @@ class Tracking:
         """Log values of one step; any rank may call it, rank 0 writes.
 
         Args:
-            values: names to numbers, texts, 0-d tensors, numpy scalars, or mappings of them (names are joined with '/').
+            values: names to numbers, texts, 0-d tensors, numpy scalars, or mappings of them (names are joined with '/'). None is
+                left out; so are tensors, of any shape, where no tracker and no log listens.
             step: None: the number of updates so far.
             log_kwargs: for each tracker's own `log`, by its name.
 
@@ -118,9 +121,9 @@ class Tracking:
             TrackingError: on every rank that called: a value of another kind, with its name.
             StateError: `log_with` was given, but no run was begun.
         """
-        flat = flatten(values)
+        flat = flatten(values, is_heard=self._has_trackers or self._is_begun)
         feed = self._ready()
-        if feed is not None:
+        if feed is not None and (flat or not values):
             feed.log({name: to_python(value) for name, value in flat.items()}, self._step(step), log_kwargs or {})
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: _Kwargs | None = None) -> None:
