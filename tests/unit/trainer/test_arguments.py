@@ -100,7 +100,8 @@ def test_a_command_line_as_scripts_read_it(tmp_path):
     from transformers import HfArgumentParser
 
     line = ["--output_dir", str(tmp_path), "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--bf16",
-            "--max_steps", "5", "--do_train", "--resume_from_checkpoint", "True", "--report_to", "tensorboard", "--label_names", "a", "b"]  # fmt: skip
+            "--max_steps", "5", "--do_train", "--resume_from_checkpoint", "True", "--report_to", "tensorboard",
+            "--label_names", "a", "b"]  # fmt: skip
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(line)
     found = (args.per_device_train_batch_size, args.learning_rate, args.bf16, args.max_steps, args.do_train)
     assert found == (4, 1e-3, True, 5, True)
