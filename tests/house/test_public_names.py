@@ -43,7 +43,7 @@ MEMBERS = """
     prepare_data_loader prepare_model prepare_optimizer prepare_scheduler print process_index
     profile project_dir reduce reduce_mean register_for_checkpointing register_load_state_pre_hook
     register_save_state_pre_hook resume save save_iteration save_model save_state set_trigger
-    skip_first_batches split_batches split_between_processes sync_gradients unscale_gradients
+    skip_first_batches split_batches split_between_processes stop_watching sync_gradients unscale_gradients
     throughput unwrap_model use_distributed use_seedable_sampler wait_for_everyone wait_for_save
 """
 

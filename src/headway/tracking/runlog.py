@@ -11,6 +11,7 @@ event      event, step (or null) and details: "resumed", "checkpoint", "out_of_m
 image      name, step, file (relative to the folder)
 artifact   the same
 end        summary
+reopened   the process that wrote "end" writes more: an evaluation after the training, say; another "end" follows
 =========  =====================================================================================================
 
 A line is one write, so that a kill tears the last one at most; the next start takes a torn line off before it appends.
@@ -89,6 +90,11 @@ class RunLog:
             versions=dict(versions or {}), attempt=self._attempt,
         )  # fmt: skip
         return self._attempt
+
+    def reopen(self) -> None:
+        """Go on after the `end` of the same process; in place of `run`, where the log has begun."""
+        self._attempt = self._num_before
+        self._write("reopened")
 
     def values(self, step: int | None, values: Mapping[str, Value]) -> None:
         """Append values of one step."""
@@ -255,6 +261,7 @@ class Start:
     Attributes:
         time: seconds since 1970.
         attempt: 1 for the first.
+        is_after_end: the start before it had ended properly.
         project: the run's name.
         config: what it was configured with.
         world_size: processes.
@@ -269,6 +276,7 @@ class Start:
     world_size: int
     device: str
     versions: dict[str, str]
+    is_after_end: bool = False
 
 
 @dataclass
@@ -386,6 +394,8 @@ class _Reader:
         elif kind in ("image", "artifact"):
             where = self.run.path.parent / str(entry["file"])
             self.run.media.append(Medium(kind, str(entry["name"]), entry.get("step"), moment, where))
+        elif kind == "reopened":
+            self.run.summary = None
         elif kind == "end":
             self.run.summary = dict(entry.get("summary") or {})
 
@@ -396,10 +406,11 @@ class _Reader:
                 f"{self.run.path} is of format {version!r}, and this version of Headway reads up to {FORMAT}; upgrade it"
             )
         self.attempt += 1
-        self.run.summary = None
+        is_after_end, self.run.summary = self.run.summary is not None, None
         self.run.starts.append(
             Start(moment, self.attempt, str(entry.get("project", "")), dict(entry.get("config") or {}),
-                  int(entry.get("world_size", 1)), str(entry.get("device", "")), dict(entry.get("versions") or {}))
+                  int(entry.get("world_size", 1)), str(entry.get("device", "")), dict(entry.get("versions") or {}),
+                  is_after_end)
         )  # fmt: skip
 
     def _supersede(self, step: int) -> None:

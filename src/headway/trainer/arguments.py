@@ -125,7 +125,7 @@ class TrainingArguments(Surroundings):
     logging_first_step: bool = False
     logging_dir: str | Path | None = None
     run_name: str | None = None
-    report_to: str | list[str] | None = "none"
+    report_to: None | str | list[str] = "none"  # noqa: RUF036  (the order that HfArgumentParser understands)
     log_level: str | None = None
     disable_tqdm: bool | None = None
     eval_strategy: str = "no"
@@ -157,7 +157,7 @@ class TrainingArguments(Surroundings):
     do_train: bool = False
     do_eval: bool = False
     do_predict: bool = False
-    resume_from_checkpoint: str | Path | bool | None = None
+    resume_from_checkpoint: str | Path | None = None  # True and False, too; HfArgumentParser knows no such union
     skip_memory_metrics: bool = True
     accelerator_config: dict[str, Any] | None = None
 
@@ -167,8 +167,9 @@ class TrainingArguments(Surroundings):
             value = getattr(self, name)
             # Enumerations of other libraries carry the word as their value.
             setattr(self, name, str(getattr(value, "value", value)).lower())
-        if isinstance(self.resume_from_checkpoint, str) and self.resume_from_checkpoint.lower() in ("true", "false"):
-            self.resume_from_checkpoint = self.resume_from_checkpoint.lower() == "true"  # as a command line gives it
+        asked = str(self.resume_from_checkpoint).lower()
+        if asked in ("true", "false"):  # a command line gives it as text, or as a path
+            object.__setattr__(self, "resume_from_checkpoint", asked == "true")
         self.gradient_checkpointing = False if self.gradient_checkpointing is None else self.gradient_checkpointing
         for name, value in checked(self, TrainingArguments).items():
             setattr(self, name, value)

@@ -5,7 +5,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy
 
@@ -66,15 +67,15 @@ def checked(arguments: Any, kind: type) -> dict[str, Any]:
     Raises:
         ConfigError: naming the first field that is neither.
     """
-    return {
-        field.name: _checked(field.name, getattr(arguments, field.name), _kinds(field.type))
-        for field in fields(kind)
-        if field.name not in _SEEN_TO_ELSEWHERE
-    }
+    # Not the fields' own types, which HfArgumentParser writes over.
+    hints = get_type_hints(kind)
+    kinds = {field.name: _kinds(hints[field.name]) for field in fields(kind) if field.name not in _SEEN_TO_ELSEWHERE}
+    kinds["resume_from_checkpoint"] += (bool,)
+    return {name: _checked(name, getattr(arguments, name), allowed) for name, allowed in kinds.items()}
 
 
 def _kinds(annotation: Any) -> tuple[type, ...]:
-    parts = get_args(annotation) if type(annotation).__name__ == "UnionType" else (annotation,)
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     return tuple(getattr(part, "__origin__", part) for part in parts)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import get_type_hints
 
 import numpy
 import pytest
@@ -71,7 +72,7 @@ def test_what_scripts_ask_the_arguments_about_their_place():
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(TrainingArguments)])
 def test_every_argument_is_held_to_its_type(name):
     assert f"{name}=" in refused(**{name: object()})
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(TrainingArguments)}[name]
+    kinds = str(get_type_hints(TrainingArguments)[name])
     if "bool" in kinds and "str" not in kinds:
         assert "True or False" in refused(**{name: "yes"})
         assert "True or False" in refused(**{name: 2})
@@ -92,6 +93,22 @@ def test_every_number_is_held_to_its_range(name):
     assert f"{limits.low:g} or more" in told
     if limits.below < 2:
         assert "below 1" in refused(**{name: 1})
+
+
+def test_a_command_line_as_scripts_read_it(tmp_path):
+    """transformers' parser makes an option of each field, and writes over the fields' types."""
+    from transformers import HfArgumentParser
+
+    line = ["--output_dir", str(tmp_path), "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--bf16",
+            "--max_steps", "5", "--do_train", "--resume_from_checkpoint", "True", "--report_to", "tensorboard",
+            "--label_names", "a", "b"]  # fmt: skip
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(line)
+    found = (args.per_device_train_batch_size, args.learning_rate, args.bf16, args.max_steps, args.do_train)
+    assert found == (4, 1e-3, True, 5, True)
+    assert (args.resume_from_checkpoint, args.trackers, args.label_names) == (True, ["tensorboard"], ["a", "b"])
+    assert TrainingArguments(save_total_limit=None, disable_tqdm=None).save_total_limit is None
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(["--resume_from_checkpoint", "folder"])
+    assert str(args.resume_from_checkpoint) == "folder"
 
 
 def test_what_means_the_same_is_taken():
