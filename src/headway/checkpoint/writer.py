@@ -146,7 +146,7 @@ def _write_part(job: Job, files: Mapping[str, Sequence[str]]) -> None:
     try:
         written = [write_shard(job.staging / file, [(name, job.tensors[name]) for name in names])
                    for file, names in files.items()]  # fmt: skip
-        working.write_text(json.dumps([[w.name, w.num_bytes, w.digest] for w in written]))
+        working.write_text(json.dumps([[w.name, w.num_bytes, w.digests] for w in written]))
         os.replace(working, done)
     except BaseException:
         # Taking a file away works on a full disk as well.
@@ -169,8 +169,8 @@ def _collect(job: Job) -> dict[str, Written]:
                     f"part {part} of {job.num_parts} of {job.final} was not written in {job.timeout:g} s"
                 )
             time.sleep(_POLL)
-        for name, num_bytes, digest in json.loads(done.read_text()):
-            files[name] = Written(name, num_bytes, digest)
+        for name, num_bytes, digests in json.loads(done.read_text()):
+            files[name] = Written(name, num_bytes, tuple(digests))
     for part in range(job.num_parts):
         (job.staging / f".written-{part}").unlink()
     return files

@@ -92,7 +92,9 @@ def test_a_forgotten_resume_is_said_before_training():
     for train in (learn, plain_backward, as_a_function):
         again, model, *rest = build()
         before = model.weight.detach().clone()
-        with pytest.raises(CheckpointError, match=r"already has checkpoint_0, from an earlier run.*accelerator\.resume"):
+        with pytest.raises(
+            CheckpointError, match=r"already has checkpoint_0, from an earlier run.*accelerator\.resume"
+        ):
             train(again, model, *rest)
         assert torch.equal(model.weight, before)
 
@@ -340,7 +342,7 @@ def test_arguments_that_nobody_knows_are_said():
 def test_a_missing_folder_or_a_file_is_said():
     accelerator, *_ = build()
     folder = accelerator.save_state()
-    with pytest.raises(CheckpointError, match="checkpoint_9 does not exist; .* holds checkpoint_0"):
+    with pytest.raises(CheckpointError, match=r"checkpoint_9 does not exist; .* holds checkpoint_0"):
         accelerator.load_state(folder.parent / "checkpoint_9")
     with pytest.raises(CheckpointError, match="is a file; a checkpoint is a folder"):
         accelerator.resume(folder / "model-00000.safetensors")
