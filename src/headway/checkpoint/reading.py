@@ -197,13 +197,11 @@ def _header(path: Path, size: int) -> _Header:
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > min(size - 8, _MAX_HEADER):
-                raise ValueError("its header is longer than the file")
-            entries = json.loads(file.read(length))
-        if not isinstance(entries, dict):
-            raise ValueError("its header is not an object")
+            entries = json.loads(file.read(length)) if length <= min(size - 8, _MAX_HEADER) else None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is no readable safetensors file: {error}") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path} is no readable safetensors file: its header is too long, or not an object")
     return _Header(path, size, 8 + length, entries)
