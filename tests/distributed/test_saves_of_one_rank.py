@@ -1,4 +1,4 @@
-"""save_state under `if accelerator.is_main_process:`, as public scripts have it: rank 0 writes, nobody waits, all go on from it."""
+"""`save_state` under `if accelerator.is_main_process:`, as public scripts have it: rank 0 writes, nobody waits, all go on from it."""
 
 import logging
 import os
@@ -94,7 +94,6 @@ def deepspeed_or_main(args, accelerator, step):
 
 def condition_in_one(args, accelerator, step):
     if step % args.checkpointing_steps == 0 and accelerator.is_main_process:
-        accelerator.wait_for_everyone  # noqa: B018  (as scripts have it: without the brackets it does nothing)
         accelerator.save_state(output_dir=folder_of(args, step))
 
 

@@ -31,7 +31,9 @@ def explain(path: Path) -> str:
     for parent in (path, path / "checkpoints"):
         inside = checkpoints_in(parent)
         if inside:
-            many = "a folder with one checkpoint in it" if len(inside) == 1 else f"a folder of {len(inside)} checkpoints"
+            many = (
+                "a folder with one checkpoint in it" if len(inside) == 1 else f"a folder of {len(inside)} checkpoints"
+            )
             return f"{parent} is {many} ({_listed(inside)}); give one of them, as in {parent / inside[0]}"
     name, files = program_of(path)
     if name:
@@ -59,7 +61,9 @@ def foreign_in(parent: Path) -> Path | None:
     """The newest checkpoint of another program in a folder."""
     if not parent.is_dir():
         return None
-    found = [path for path in parent.iterdir() if path.is_dir() and not path.name.startswith(".") and program_of(path)[0]]
+    found = [
+        path for path in parent.iterdir() if path.is_dir() and not path.name.startswith(".") and program_of(path)[0]
+    ]
     return max(found, key=_order, default=None)
 
 

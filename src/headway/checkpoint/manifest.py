@@ -2,14 +2,16 @@
 
 A checkpoint is a folder of safetensors files and one `manifest.json`; it exists when the manifest does. The manifest
 names every tensor by its logical name (`model/0/` and the bare module's name, say), its global shape and dtype, and
-the chunks it lies in; every file with its length and XXH3-128; tied names; and as JSON what is no tensor::
+the chunks it lies in; every file with its length and the XXH3-128 of each 16 MiB of it; tied names; and as JSON what is no
+tensor::
 
     {"format": "headway checkpoint", "version": 2, "sha256": <of content>, "content": {
        "tensors": {name: {"shape", "dtype", "chunks": [{"offsets", "shape", "file", "key"}]}},
-       "files": {file: {"bytes", "xxh3_128"}}, "aliases": {name: name}, "state": ..., "about": ...}}
+       "files": {file: {"bytes", "xxh3_128": [one a piece]}}, "aliases": {name: name}, "state": ..., "about": ...}}
 
 The hashes are there to find accidental damage: bad sectors, torn copies, files mixed up. Who can write to the folder can
-write a fitting manifest as well, whatever the algorithm. Version 1 had SHA-256 for each file, and is read and verified.
+write a fitting manifest as well, whatever the algorithm. Version 1 had the SHA-256 of each whole file, and is read and verified.
+Pieces let several threads read one file.
 """
 
 import hashlib
@@ -28,6 +30,9 @@ FORMAT, VERSION = "headway checkpoint", 2
 ALGORITHM = "xxh3_128"
 """What new files are hashed with."""
 
+PIECE = 16 * 2**20
+"""Bytes of a file that have a hash of their own."""
+
 TITLES = {"xxh3_128": "XXH3-128", "sha256": "SHA-256"}
 _BY_VERSION = {1: "sha256", 2: ALGORITHM}
 ITEM_BYTES = {
@@ -45,14 +50,22 @@ class Written:
     Attributes:
         name: in its folder.
         num_bytes: its length.
-        digest: of its bytes, in hexadecimal.
-        algorithm: which made it: "xxh3_128" or "sha256".
+        digests: of each piece of its bytes, in hexadecimal; by SHA-256 one, of the whole file.
+        algorithm: which made them: "xxh3_128" or "sha256".
     """
 
     name: str
     num_bytes: int
-    digest: str
+    digests: tuple[str, ...]
     algorithm: str = ALGORITHM
+
+    def pieces(self) -> list[tuple[int, int, str]]:
+        """(where it begins, its length, its hash) of each piece."""
+        size = PIECE if self.algorithm == ALGORITHM else max(1, self.num_bytes)
+        return [
+            (start, min(size, self.num_bytes - start), digest)
+            for start, digest in zip(range(0, max(1, self.num_bytes), size), self.digests)
+        ]
 
 
 @dataclass(frozen=True)
@@ -102,7 +115,7 @@ class Manifest:
                     {"offsets": list(c.offsets), "shape": list(c.shape), "file": c.file, "key": c.key} for c in e.chunks]}
                 for name, e in self.tensors.items()
             },
-            "files": {name: {"bytes": w.num_bytes, w.algorithm: w.digest} for name, w in self.files.items()},
+            "files": {name: {"bytes": w.num_bytes, **_hashes(w)} for name, w in self.files.items()},
             "aliases": dict(self.aliases), "state": dict(self.state), "about": dict(self.about),
         }  # fmt: skip
         whole = {"format": FORMAT, "version": self.version, "sha256": _digest(content), "content": content}
@@ -122,7 +135,8 @@ class Manifest:
             version = whole.get("version")
             if type(version) is not int or version not in _BY_VERSION:
                 raise CheckpointError(
-                    f"{where} is of version {version!r} of the format; this Headway reads versions {' and '.join(map(str, _BY_VERSION))}"
+                    f"{where} is of version {version!r} of the format; this Headway reads versions "
+                    + " and ".join(map(str, _BY_VERSION))
                 )
             content = whole.get("content")
             if _digest(content) != whole.get("sha256"):
@@ -164,10 +178,7 @@ def _digest(content: Any) -> str:
 
 def _read_content(content: Any, version: int) -> Manifest:
     algorithm = _BY_VERSION[version]
-    files = {
-        _file_name(name): Written(name, _count(entry["bytes"]), str(entry[algorithm]), algorithm)
-        for name, entry in content["files"].items()
-    }
+    files = {_file_name(name): _read_file(name, entry, algorithm) for name, entry in content["files"].items()}
     tensors = {str(name): _read_entry(name, entry, files) for name, entry in content["tensors"].items()}
     aliases = {str(name): str(target) for name, target in content["aliases"].items()}
     for name, target in aliases.items():
@@ -177,6 +188,20 @@ def _read_content(content: Any, version: int) -> Manifest:
     if not isinstance(state, dict) or not isinstance(about, dict):
         raise CheckpointError("the manifest's state and about must be objects")
     return Manifest(tensors, files, aliases, state, about, version)
+
+
+def _hashes(written: Written) -> dict[str, Any]:
+    is_whole = written.algorithm == "sha256"
+    return {written.algorithm: written.digests[0] if is_whole else list(written.digests)}
+
+
+def _read_file(name: str, entry: dict[str, Any], algorithm: str) -> Written:
+    num_bytes, found = _count(entry["bytes"]), entry[algorithm]
+    digests = (found,) if algorithm == "sha256" else tuple(found) if isinstance(found, list) else ()
+    num_pieces = 1 if algorithm == "sha256" else max(1, -(-num_bytes // PIECE))
+    if len(digests) != num_pieces or not all(isinstance(each, str) for each in digests):
+        raise CheckpointError(f"the manifest has {len(digests)} hashes of {name!r}, which has {num_pieces} pieces")
+    return Written(name, num_bytes, digests, algorithm)
 
 
 def _read_entry(name: str, entry: dict[str, Any], files: Mapping[str, Written]) -> Entry:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.checkpoint import folders
-from headway.checkpoint.layout import read_tensors, verify
+from headway.checkpoint.layout import read_state, verify
 from headway.checkpoint.manifest import Manifest, read_manifest
 from headway.checkpoint.replica import hand_on
 from headway.checkpoint.state import Collected
@@ -75,6 +75,7 @@ class Saver:
         self._snapshot = Snapshot()
         self._background = Background()
         self._pending: Job | None = None
+        self._verified: tuple[Path, str] | None = None
         self._alone = Background()
         self._alone_job: Job | None = None
 
@@ -276,7 +277,7 @@ class Saver:
         problem: str | None = None
         if is_held and self._runtime.local_rank == 0:  # one reader a machine
             try:
-                verify(folder)
+                self._verified = folder, verify(folder).sha256
             except CheckpointError as error:
                 problem = str(error)
         found = [text for text in self._collectives.gather_objects(problem) if text is not None]
@@ -292,9 +293,10 @@ class Saver:
         failure: str | None = None
         try:
             folder = folders.locate(path)
-            manifest = verify(folder) if self._runtime.local_rank == 0 else read_manifest(folder)
-            tensors = dict(read_tensors(folder, manifest))
-            result = manifest, Collected(tensors, dict(manifest.aliases), dict(manifest.state))
+            manifest = read_manifest(folder)
+            is_known, self._verified = self._verified == (folder, manifest.sha256), None
+            tensors, owned = read_state(folder, manifest, self._runtime.local_rank == 0 and not is_known)
+            result = manifest, Collected(tensors, dict(manifest.aliases), dict(manifest.state), owned)
         except CheckpointError as error:
             failure = str(error)
         told = self._collectives.gather_objects((failure, None if result is None else result[0].sha256))

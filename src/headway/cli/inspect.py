@@ -44,7 +44,9 @@ def command(checkpoint: Path, tensors: bool, verify: bool) -> None:
         for name, target in manifest.aliases.items():
             click.echo(f"  {name}  tied to {target}")
     if verify:
-        click.echo(f"verified: all {len(manifest.files)} files are as they were written, by their {TITLES[manifest.algorithm]}")
+        click.echo(
+            f"verified: all {len(manifest.files)} files are as they were written, by their {TITLES[manifest.algorithm]}"
+        )
 
 
 def listing(parent: Path) -> list[str]:

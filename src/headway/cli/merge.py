@@ -48,7 +48,9 @@ def check_output(output: Path, may_overwrite: bool) -> None:
         ConfigError: `output` is a file, a checkpoint, or holds weights.
     """
     if output.exists() and not output.is_dir():
-        raise ConfigError(f"OUTPUT {output} is not a folder; give a folder for the weights, which is made where missing")
+        raise ConfigError(
+            f"OUTPUT {output} is not a folder; give a folder for the weights, which is made where missing"
+        )
     if (output / MANIFEST).exists():
         raise ConfigError(f"OUTPUT {output} is a checkpoint; give another folder for the weights")
     patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")

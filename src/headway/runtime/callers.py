@@ -1,9 +1,9 @@
 """Which ranks make a call: what the conditions around it say, in the sources of the functions that led to it.
 
 A call under `if accelerator.is_main_process:` is made by rank 0 alone, and nobody else will come to a collective in it. The live
-stack says where the call stands; each condition around it is read as every other rank would find it: what names a rank
-(`is_main_process`, `process_index`, `get_rank()`, `local_rank` ...) by that rank's number, the rest as it is here. A rank is out where
-a condition is certainly false for it.
+stack says where the call is; each condition around it is read as every other rank would find it: what names a rank
+(`is_main_process`, `process_index`, `get_rank()`, `local_rank` ...) by that rank's number, the rest as it is here. A rank is
+out where a condition is certainly false for it.
 """
 
 import ast

@@ -71,7 +71,11 @@ def excuse(view: View, patience: float) -> str:
     if view.state == "t" or stacks.is_in_debugger(view.frames):
         return "a debugger holds it"
     is_at_the_door = view.wait is not None and view.wait.group == "headway"  # what it writes then are stacks, asked for
-    if not is_at_the_door and view.writing_age < patience and (stacks.is_saving(view.frames) or view.phase.startswith("saving")):
+    if (
+        not is_at_the_door
+        and view.writing_age < patience
+        and (stacks.is_saving(view.frames) or view.phase.startswith("saving"))
+    ):
         return "it writes a file"
     return ""
 

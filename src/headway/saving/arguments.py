@@ -1,4 +1,4 @@
-"""The further arguments that Accelerate's save_state and load_state hand to engines underneath: which are taken, and why others not."""
+"""Arguments that Accelerate's save_state and load_state hand on to engines: which are taken for the name's sake."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -37,8 +37,8 @@ def check_load_arguments(given: Mapping[str, Any]) -> None:
             place = value if value is None or isinstance(value, str) else str(value)
             if place not in _PLACES and not _is_device(place):
                 raise ConfigError(
-                    f"load_state(map_location={value!r}); allowed are None, 'cpu', 'on_device' and devices. The state goes to where each "
-                    "prepared object is, whatever is given"
+                    f"load_state(map_location={value!r}); allowed are None, 'cpu', 'on_device' and devices. The state goes to where "
+                    "each prepared object is, whatever is given"
                 )
             continue
         _take("load_state", name, _LOAD, ("input_dir", "load_kwargs", "map_location", "strict"),
@@ -47,7 +47,9 @@ def check_load_arguments(given: Mapping[str, Any]) -> None:
 
 def _is_device(place: str) -> bool:
     kind, _, index = place.partition(":")
-    return kind in ("cpu", "cuda", "mps", "xpu", "npu", "mlu", "hpu", "musa", "xla", "meta") and (not index or index.isdigit())
+    return kind in ("cpu", "cuda", "mps", "xpu", "npu", "mlu", "hpu", "musa", "xla", "meta") and (
+        not index or index.isdigit()
+    )
 
 
 def _take(method: str, name: str, known: Collection[str], own: Collection[str], why: str) -> None:

@@ -34,7 +34,11 @@ def test_a_checkpoint_of_accelerate_is_named_and_its_weights_load_as_told(tmp_pa
     model = accelerator.prepare(torch.nn.Linear(3, 1))
     file = folder / ("model.safetensors" if kind == "safe" else "pytorch_model.bin")
     told = f'load_checkpoint_in_model(model, "{file}")'
-    for load in (lambda: accelerator.load_state(folder), lambda: accelerator.resume(folder), lambda: accelerator.resume("latest")):
+    for load in (
+        lambda: accelerator.load_state(folder),
+        lambda: accelerator.resume(folder),
+        lambda: accelerator.resume("latest"),
+    ):
         with pytest.raises(CheckpointError, match="is a checkpoint of Accelerate") as caught:
             load()
         assert told in str(caught.value)
@@ -51,7 +55,8 @@ def test_a_checkpoint_of_accelerate_is_named_and_its_weights_load_as_told(tmp_pa
     (["trainer_state.json", "optimizer.pt", "model.safetensors"], "a checkpoint of transformers' Trainer (trainer_state.json), not"),
     ([".metadata", "__0_0.distcp"], "a checkpoint of torch.distributed.checkpoint"),
     (["zero_to_fp32.py", "latest"], "a checkpoint of DeepSpeed"),
-    (["random_states_0.pkl", "sampler.bin", "scheduler.bin", "optimizer.bin"], "(optimizer.bin, random_states_0.pkl, sampler.bin and 1 more)"),
+    (["random_states_0.pkl", "sampler.bin", "scheduler.bin", "optimizer.bin"],
+     "(optimizer.bin, random_states_0.pkl, sampler.bin and 1 more)"),
     (["model.safetensors"], "holds weights, but not a checkpoint of Headway's"),
     (["notes.txt"], "is no committed checkpoint: it has no manifest.json; give a folder that save_state wrote"),
 ])  # fmt: skip
@@ -75,4 +80,7 @@ def test_what_is_missing_or_is_a_file_or_holds_checkpoints(tmp_path):
     file = parent / "checkpoint_9" / "manifest.json"
     assert explain(file).endswith(f"give its folder, {parent / 'checkpoint_9'}")
     for folder in (parent, tmp_path):
-        assert explain(folder) == f"{parent} is a folder of 2 checkpoints ({listed}); give one of them, as in {parent / 'checkpoint_10'}"
+        assert (
+            explain(folder)
+            == f"{parent} is a folder of 2 checkpoints ({listed}); give one of them, as in {parent / 'checkpoint_10'}"
+        )

@@ -293,7 +293,9 @@ def test_what_is_not_a_value_stays_short():
         def size(self):
             return 1
 
-    told = plain({"method": Large().size, "function": plain, "built in": len, "object": Large(), "nested": [Large().size]})
+    told = plain(
+        {"method": Large().size, "function": plain, "built in": len, "object": Large(), "nested": [Large().size]}
+    )
     assert told["method"].endswith("Large.size")
     assert told["nested"] == [told["method"]]
     assert told["function"] == "headway.tracking.runlog.plain"
