@@ -232,7 +232,7 @@ def _holder(port: int) -> str:
 
     try:
         listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.laddr]
-        found = [one.pid for one in listening if one.laddr[1] == port]
+        found = [one.pid for one in listening if getattr(one.laddr, "port", None) == port]
         process = next((psutil.Process(pid) for pid in found if pid is not None), None)
         if process is None:
             return ""

@@ -126,7 +126,14 @@ class GivenRanks(RendezvousHandler):
                 wait_for_workers=False, multi_tenant=True,
             ))  # fmt: skip
         store = PrefixStore(order.run_id, self._store)
-        meeting.wait_for_all(store, order.machine_rank, order.num_machines, waiting, order.endpoint, order.unit)
+        try:
+            meeting.wait_for_all(store, order.machine_rank, order.num_machines, waiting, order.endpoint, order.unit)
+        except LaunchError:
+            raise
+        except RuntimeError as error:  # of the store, which is machine 0's
+            raise LaunchError(
+                f"{order.unit} 0 ended while this one waited for the others at {order.endpoint}; its own output says why"
+            ) from error
         return RendezvousInfo(store, order.machine_rank, order.num_machines, RendezvousStoreInfo(host, port))
 
     def is_closed(self) -> bool:
