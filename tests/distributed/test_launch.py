@@ -204,8 +204,8 @@ def test_a_signal_to_the_launcher_ends_everybody(tmp_path, name):
     process.send_signal(getattr(signal, name))
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + getattr(signal, name)
-    assert f"stopped by {name}; all 2 processes of this machine have ended" in err
-    assert "Traceback" not in err
+    # And nothing else is said, by whatever engine.
+    assert err.splitlines()[1:] == [f"headway: stopped by {name}; all 2 processes of this machine have ended"], err
     assert wait_until_gone(pids) == []
 
 

@@ -44,6 +44,7 @@ from headway.launch.plan import AgentOrder
 from headway.launch.preempted import PreemptedRun
 from headway.launch.rank_files import RankFiles
 from headway.launch.rendezvous import LOOPBACK, handler_for, host_of, use_interface, watch_for
+from headway.log import is_debugging
 from headway.runtime import pulse
 
 GRACE = 15
@@ -412,11 +413,19 @@ def _kill_when_stuck(agent: Agent, grace: float) -> None:
     threading.Thread(target=watch, name="kill-when-stuck", daemon=True).start()
 
 
+def _silence_the_engine() -> None:
+    """No warnings about agents, rendezvous and closing signals: what a user needs is in the report."""
+    if is_debugging():
+        return
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        # Each has a level of its own there.
+        if name.startswith("torch.distributed.elastic") and isinstance(logger, logging.Logger):
+            logger.setLevel(logging.CRITICAL if name.endswith("multiprocessing.api") else logging.ERROR)
+
+
 def run(order: AgentOrder) -> int:
     """Carry out the order; return the exit code."""
-    # Its warnings speak of agents and closing signals; what a user needs is in the report.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    _silence_the_engine()
     scratch = tempfile.mkdtemp(prefix="headway-")
     agent: Agent | None = None
     if order.log_dir is not None:
