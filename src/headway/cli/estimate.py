@@ -11,8 +11,8 @@ from headway.units import format_bytes, format_number
 
 _ABOUT = """Say what running the model in FOLDER takes, what of it fits this machine, and how fast it can be at most.
 
-FOLDER is a local one with a transformers `config.json`, with or without weights. The model is built without memory. The rate is a
-ceiling: bandwidth, measured here in about two seconds, over the bytes that a token has to read.
+FOLDER is on this machine and holds a transformers `config.json`, with or without weights. The model is built without memory. The
+rate is a ceiling: bandwidth, measured here in about two seconds, over the bytes that each token has to read.
 """
 
 _EPILOG = examples([
@@ -142,11 +142,11 @@ command = GroupedCommand(
     params=[
         click.Argument(["folder"], metavar="FOLDER", type=click.Path(path_type=Path)),
         GroupedOption(["--inference"], group="What", is_flag=True, hidden=True, help="The default: running the model."),
-        GroupedOption(["--dtype"], group="What", type=click.Choice(_DTYPES),
+        GroupedOption(["--dtype"], group="What", type=click.Choice(_DTYPES), metavar="|".join(_DTYPES),
                       help="Place the model in this dtype.  [default: what the config says]"),
-        GroupedOption(["--num_tokens"], group="Workload", type=click.IntRange(min=1),
+        GroupedOption(["--num_tokens"], metavar="N", group="Workload", type=click.IntRange(min=1),
                       help="Count in the cache and the activations of this many tokens of each sample."),
-        GroupedOption(["--batch_size"], group="Workload", type=click.IntRange(min=1),
+        GroupedOption(["--batch_size"], metavar="N", group="Workload", type=click.IntRange(min=1),
                       help="Samples at once, with --num_tokens.  [default: 1]"),
     ],
     help=_ABOUT,

@@ -68,7 +68,8 @@ def start(script: str, script_args: tuple[str, ...], config_file: str | None, dr
     here = machine.look(environment)
     if cluster is None and resolved.get("num_machines", 1) > 1 and not resolved.config.is_set("machine_rank"):
         address = network.name_for_others(here.hostname)
-        _name_the_commands(plan.commands_per_machine(resolved, program, address, run.free_port()))
+        commands = plan.commands_per_machine(resolved, program, address, run.free_port())
+        _name_the_commands(commands, resolved.get("num_machines", 1))
     planned = plan.make(resolved, program, here, environment, cluster)
     if warning and planned.banner:
         click.echo(warning, err=True)
@@ -81,10 +82,12 @@ def start(script: str, script_args: tuple[str, ...], config_file: str | None, dr
     run.execute(planned, environment, is_quiet=resolved.get("quiet", False))
 
 
-def _name_the_commands(commands: list[str]) -> NoReturn:
+def _name_the_commands(commands: list[str], num_machines: int) -> NoReturn:
     click.echo("headway: no cluster starts the other machines, so start each of them by its own command:", err=True)
     for rank, text in enumerate(commands):
         click.echo(f"# machine {rank}{' (this one)' if rank == 0 else ''}\n{text}")
+    if num_machines > len(commands):
+        click.echo(f"# and so on to machine {num_machines - 1}, each with its own --machine_rank")
     click.get_current_context().exit(2)
 
 

@@ -13,6 +13,9 @@ _KINDS = {
     "switch": "true or false",
 }
 
+_LONGEST = 100
+"""Characters of a value that an error shows."""
+
 
 def did_you_mean(word: str, known: list[str], *, prefix: str = "") -> str:
     """A hint at the known word next to `word`: "; did you mean 'num_processes'?", or nothing."""
@@ -95,4 +98,13 @@ def _error(setting: Setting, value: Any, origin: str) -> ConfigError:
                 isinstance(value, (int, float)) and value > setting.maximum
             )
             allowed += f", {setting.minimum} to {setting.maximum}" if is_bounded else f", {setting.minimum} or more"
-    return ConfigError(f"{setting.name}={value!r} ({origin}) must be {allowed}")
+    return ConfigError(f"{setting.name}={_shown(value)} ({origin}) must be {allowed}")
+
+
+def _shown(value: Any) -> str:
+    """The value as it came in, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python prints
+        return f"a number of {value.bit_length()} bits"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"

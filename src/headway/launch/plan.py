@@ -17,6 +17,10 @@ from headway.launch.machine import VISIBLE, Machine
 _WORKER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
+MOST_COMMANDS = 64
+"""Machines whose commands are written out; those of more differ in their --machine_rank alone."""
+
+
 @dataclass(frozen=True)
 class Program:
     """What the user wants started: a script, a module or a program, and its own arguments."""
@@ -411,7 +415,7 @@ def _banner(resolved: Resolved, machine: Machine, num_machines: int, num_local: 
 
 
 def commands_per_machine(resolved: Resolved, program: Program, own_address: str, free_port: int) -> list[str]:
-    """What to type on each machine of a run that no cluster starts.
+    """What to type on each machine of a run that no cluster starts, on MOST_COMMANDS of them.
 
     Args:
         resolved: the settings; they are repeated, as the other machines have neither this environment nor this file.
@@ -428,4 +432,5 @@ def commands_per_machine(resolved: Resolved, program: Program, own_address: str,
             words += ([setting.flag] if value else []) if setting.kind == "switch" else [setting.flag, str(value)]
     words += ["--main_process_ip", address, "--main_process_port", str(port)]
     tail = [program.target, *program.args]
-    return [shlex.join([*words, "--machine_rank", str(rank), *tail]) for rank in range(resolved.get("num_machines", 1))]
+    num_shown = min(resolved.get("num_machines", 1), MOST_COMMANDS)
+    return [shlex.join([*words, "--machine_rank", str(rank), *tail]) for rank in range(num_shown)]

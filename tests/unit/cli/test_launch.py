@@ -169,3 +169,13 @@ def test_a_misspelt_command(capsys):
         main.main(["lanch", "train.py"])
     assert ended.value.code == 2
     assert "'lanch' is no command of headway; did you mean launch?" in capsys.readouterr().err
+
+
+def test_the_commands_of_very_many_machines_are_not_all_written_out(run, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.main(["launch", "--cpu", "--num_machines", "2147483647", "--dry-run", "train.py"])
+    assert ended.value.code == 2
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1].endswith("--machine_rank 0 train.py")
+    assert shown[-1] == "# and so on to machine 2147483646, each with its own --machine_rank"
+    assert len(shown) < 200
