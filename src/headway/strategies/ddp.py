@@ -79,9 +79,6 @@ class DDPStrategy(SingleStrategy):
             process.at_end(self.release, is_engine=True)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not any(p.requires_grad for p in trained.values()):
-                # Frozen as a whole, as a critic is while its generator learns: the reducer must not wait for its gradients.
-                return model(*args, **kwargs)
             try:
                 return self._engines[id(model)](*args, **kwargs)
             except RuntimeError as error:

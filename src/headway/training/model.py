@@ -19,6 +19,7 @@ from headway.errors import PrepareError
 from headway.strategies.base import Engine
 
 _KEY = "_headway_call"
+_MOST_OPENED = 100_000
 
 KeepLocal = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 """From a model to a block whose backwards keep their gradients on this process."""
@@ -27,7 +28,7 @@ KeepLocal = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 class _Call:
     """How calls of one prepared model run."""
 
-    __slots__ = ("autocast", "bare_class", "engine", "is_inside", "keep_local")
+    __slots__ = ("autocast", "bare_class", "engine", "is_inside", "keep_local", "num_opened")
 
     def __init__(self, bare_class: type, engine: Engine | None, autocast: Callable[[], AbstractContextManager[Any]] | None,
                  keep_local: KeepLocal | None) -> None:  # fmt: skip
@@ -36,6 +37,7 @@ class _Call:
         self.autocast = autocast
         self.keep_local = keep_local
         self.is_inside = False
+        self.num_opened = 0
 
 
 class PreparedModel:
@@ -49,6 +51,7 @@ class PreparedModel:
             return bare(*args, **kwargs)
         run = call.engine if call.engine is not None and torch.is_grad_enabled() else bare
         call.is_inside = True
+        call.num_opened = 0
         try:
             if call.autocast is None:
                 return run(*args, **kwargs)
@@ -85,7 +88,17 @@ def _new(kind: type, *args: Any) -> Any:
 
 
 def _module(model: Any) -> Any:
-    """The model itself: there is no wrapper to open."""
+    """The model itself: there is no wrapper to open.
+
+    Raises:
+        AttributeError: it is read for ever, without a forward in between; so `while hasattr(model, "module"): model =
+            model.module`, which opens one wrapper after the other, comes to its end.
+    """
+    call: _Call = model.__dict__[_KEY]
+    call.num_opened += 1
+    if call.num_opened > _MOST_OPENED:
+        call.num_opened = 0
+        raise AttributeError("module")
     return model
 
 

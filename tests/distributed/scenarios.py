@@ -1,0 +1,82 @@
+"""Scenarios that share one pair of processes: what Headway says in them, small parts to train, and how they are played."""
+
+import gc
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator, log
+from headway.runtime import process
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """What Headway warns of in the block; what is said once may be said again."""
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("headway")]:
+        log._adapter(name)._seen.clear()
+    said: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("headway")
+    logger.addHandler(listener)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(listener)
+
+
+def assert_said(said: list[str], *parts: str) -> None:
+    """Rank 0 was told once; the others have nothing to add."""
+    found = [line for line in said if all(part in line for part in parts)]
+    assert len(found) == (1 if process.current().is_main_process else 0), said
+
+
+def data(num_rows: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(num_rows, 3, generator=generator)
+    return rows, rows.sum(1, keepdim=True)
+
+
+def parts(num_rows: int = 24, batch_size: int = 3) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer, DataLoader(TensorDataset(*data(num_rows)), batch_size=batch_size)
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def are_equal_on_ranks(accelerator: Accelerator, model: nn.Module) -> bool:
+    both = accelerator.gather(weights(model)[None])
+    return bool(torch.equal(both[0], both[1]))
+
+
+def plain_windows(per_update: int) -> torch.Tensor:
+    model, optimizer, _ = parts()
+    x, y = data()
+    for start in range(0, len(x), per_update):
+        mse_loss(model(x[start : start + per_update]), y[start : start + per_update]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def play(scenarios: Sequence[Callable[[], None]]) -> dict[str, str]:
+    """What went wrong in each scenario."""
+    found = {}
+    for scenario in scenarios:
+        try:
+            scenario()
+        except Exception:
+            found[scenario.__name__] = traceback.format_exc()
+        gc.collect()  # a scenario's Accelerators go with it
+    return found

@@ -1,0 +1,129 @@
+"""What trains past the prepared objects on one process, where only windows and fp16's scale can go wrong."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator
+from headway.errors import StateError
+from headway.runtime import process
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    torch.manual_seed(0)
+    model, rows = nn.Linear(3, 1), torch.randn(10, 3)
+    dataset = TensorDataset(rows, rows.sum(1, keepdim=True))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(dataset, batch_size=2)
+
+
+def train(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any, when_synced: bool = False) -> None:
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            if accelerator.sync_gradients or not when_synced:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_an_optimizer_that_is_not_prepared_does_not_step_inside_a_window() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, loader = parts()
+    model, loader = accelerator.prepare(model, loader)
+    before = model.weight.detach().clone()
+    with pytest.raises(StateError, match=r"SGD stepped inside an accumulation window.*what prepare\(\) returned"):
+        train(accelerator, model, optimizer, loader)
+    assert torch.equal(model.weight, before)
+
+
+def test_the_bare_optimizer_under_a_prepared_one_does_not_either() -> None:
+    """The script went on with the object that it gave to prepare()."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, loader = parts()
+    model, _, loader = accelerator.prepare(model, optimizer, loader)
+    with pytest.raises(StateError, match="SGD stepped inside an accumulation window"):
+        train(accelerator, model, optimizer, loader)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_who_asks_sync_gradients_may_step_any_optimizer(steps: int, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model, optimizer, loader = parts()
+    model, loader = accelerator.prepare(model, loader)
+    train(accelerator, model, optimizer, loader, when_synced=True)
+    reference, rule, batches = parts()
+    x, y = batches.dataset.tensors
+    for start in range(0, 10, 2 * steps):
+        rule.zero_grad()
+        mse_loss(reference(x[start : start + 2 * steps]), y[start : start + 2 * steps]).backward()
+        rule.step()
+    torch.testing.assert_close(model.weight, reference.weight)
+    assert not caplog.records
+
+
+def test_other_parameters_and_windows_left_behind_are_nobodys_business() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, loader = parts()
+    model, loader = accelerator.prepare(model, loader)
+    other = nn.Linear(3, 1)
+    rule = torch.optim.Adam(other.parameters())
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            mse_loss(other(inputs), targets).backward()
+            rule.step()  # in an open window, but not of its parameters
+        break
+    del inputs, targets
+    mse_loss(model(torch.ones(2, 3)), torch.ones(2, 1)).backward()
+    optimizer.step()  # the loop was left; this is another one, without Headway
+
+
+def test_fp16_gradients_are_not_stepped_on_as_they_are() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model, optimizer, loader = parts()
+    model, loader = accelerator.prepare(model, loader)
+    with pytest.raises(StateError, match="fp16's loss scale"):
+        train(accelerator, model, optimizer, loader)
+
+
+def test_a_loader_of_another_accelerator_is_known() -> None:
+    """Its end closes the window, and its batches are weighed and gathered; one's own loader comes first."""
+    first, second = Accelerator(cpu=True, gradient_accumulation_steps=4), Accelerator(cpu=True)
+    model, optimizer, loader = parts()
+    model, optimizer = first.prepare(model, optimizer)
+    loader = second.prepare(loader)
+    closed = []
+    for number, (inputs, targets) in enumerate(loader, start=1):
+        with first.accumulate(model):
+            first.backward(mse_loss(model(inputs), targets))
+            closed += [number] * first.sync_gradients
+            optimizer.step()
+            optimizer.zero_grad()
+        assert first.gather_for_metrics(inputs).shape == inputs.shape
+    assert closed == [4, 5]
+    own = first.prepare(DataLoader(torch.arange(3), batch_size=3))
+    for _ in loader:
+        for _ in own:
+            assert first._accumulation.loader is own
+        assert first._accumulation.loader is loader
+        break
+    assert first._accumulation.loader is None
+
+
+def test_nothing_is_left_in_torch() -> None:
+    hooks = torch_optimizer._global_optimizer_pre_hooks
+    gc.collect()
+    before = len(hooks)
+    kept = [Accelerator(cpu=True) for _ in range(2)]
+    assert len(hooks) == before + 2
+    process.reset()
+    assert len(hooks) == before
+    Accelerator(cpu=True)
+    gc.collect()
+    assert len(hooks) == before
+    del kept
