@@ -16,11 +16,11 @@ from typing import Any
 
 from tests.distributed.ranks import free_port
 
-PRELOADED = (
-    "accelerate accelerate.local_sgd datasets headway headway.accelerator peft safetensors.torch schedulefree "
-    "sklearn.datasets sklearn.model_selection torch torch.distributed tqdm.auto transformers.models.bert.modeling_bert "
-    "transformers.models.gpt2.modeling_gpt2"
-).split()
+PRELOADED = [
+    "accelerate", "accelerate.local_sgd", "datasets", "headway", "headway.accelerator", "peft", "safetensors.torch",
+    "schedulefree", "sklearn.datasets", "sklearn.model_selection", "torch", "torch.distributed", "tqdm.auto",
+    "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
+]  # fmt: skip
 GRACE_S = 4.0
 """How long the ranks of a run may go on after one of them failed, or after all of them wrote their evidence."""
 
@@ -43,11 +43,17 @@ class Stage:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=root,
         )  # fmt: skip
 
-    def run(self, script: Path, *args: str, folder: Path, world_size: int, timeout_s: float = 120) -> list[int | None]:
-        """Run it on so many processes with `folder` as the current one; returns each rank's exit code, None: did not end."""
+    def run(
+        self, script: Path, *args: str, folder: Path, world_size: int, is_deadly: bool = False, timeout_s: float = 120,
+    ) -> list[int | None]:  # fmt: skip
+        """Run it on so many processes with `folder` as the current one; returns each rank's exit code, None: did not end.
+
+        Args:
+            is_deadly: each rank is ended by SIGKILL in its fifth update.
+        """
         folder.mkdir(parents=True)
         job = {"script": str(script), "args": args, "folder": str(folder), "world_size": world_size,
-               "port": free_port(), "timeout_s": timeout_s}  # fmt: skip
+               "port": free_port(), "is_deadly": is_deadly, "timeout_s": timeout_s}  # fmt: skip
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
@@ -72,6 +78,8 @@ def _become(rank: int, job: dict[str, Any]) -> None:
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job["port"]),
         )  # fmt: skip
+    if job["is_deadly"]:
+        os.environ["EVIDENCE_KILL"] = "loss:5"
     os.chdir(folder)
     sys.argv = [job["script"], *job["args"]]
     sys.path.insert(0, str(Path(job["script"]).parent))

@@ -92,7 +92,11 @@ def main():
             losses = []
             for i, batch in enumerate(batch_samples):
                 # Gradients travel with the last batch of the window only.
-                ctx = model.no_sync if (i < len(batch_samples) - 1 and accelerator.num_processes > 1) else contextlib.nullcontext  # noqa: E501
+                ctx = (
+                    model.no_sync
+                    if (i < len(batch_samples) - 1 and accelerator.num_processes > 1)
+                    else contextlib.nullcontext
+                )
                 with ctx():
                     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
                     loss = criterion(logits[:, :-1].reshape(-1, logits.shape[-1]), batch["labels"][:, 1:].reshape(-1))

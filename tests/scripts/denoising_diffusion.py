@@ -175,6 +175,7 @@ class Trainer:
                 total_loss = 0.0
                 for _ in range(self.gradient_accumulate_every):
                     data = next(self.dl).to(device)
+                    self.evidence.add("rows", len(data))
                     with self.accelerator.autocast():
                         loss = self.model(data)
                         loss = loss / self.gradient_accumulate_every
@@ -209,6 +210,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results_folder", default="results")
     parser.add_argument("--train_num_steps", type=int, default=12)
+    parser.add_argument("--batch_per_process", action="store_true", help="the batch size is that of each process")
     parser.add_argument("--amp", action="store_true")
     parser.add_argument("--num_workers", type=int, default=0)
     parser.add_argument("--in_order", action="store_true", help="no shuffling")
@@ -217,7 +219,8 @@ def main():
     torch.manual_seed(0)
     trainer = Trainer(
         GaussianDiffusion(Denoiser()), train_num_steps=args.train_num_steps, results_folder=args.results_folder,
-        amp=args.amp, in_order=args.in_order, num_workers=args.num_workers, evidence=args.evidence,
+        amp=args.amp, in_order=args.in_order, num_workers=args.num_workers,
+        split_batches=not args.batch_per_process, evidence=args.evidence,
     )  # fmt: skip
     trainer.train()
     accelerator, evidence = trainer.accelerator, trainer.evidence

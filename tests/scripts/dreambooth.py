@@ -112,7 +112,9 @@ def make_class_images(accelerator, args):
         ):
             for number in example["index"].tolist():
                 image = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(number))
-                torch.save(image, class_images_dir / f"{number:03}-{hashlib.sha1(image.numpy().tobytes()).hexdigest()}.pt")
+                torch.save(
+                    image, class_images_dir / f"{number:03}-{hashlib.sha1(image.numpy().tobytes()).hexdigest()}.pt"
+                )
     accelerator.wait_for_everyone()
 
 
@@ -160,7 +162,9 @@ def main():
     vae.requires_grad_(False)
     if not args.train_text_encoder:
         text_encoder.requires_grad_(False)
-    low_precision = "Please make sure to always have all model weights in full float32 precision when starting training."
+    low_precision = (
+        "Please make sure to always have all model weights in full float32 precision when starting training."
+    )
     if accelerator.unwrap_model(unet).enter.weight.dtype != torch.float32:
         raise ValueError(f"Unet loaded as datatype {unet.enter.weight.dtype}. {low_precision}")
 

@@ -89,7 +89,11 @@ def main():
         eval_preds = []
         for (input_ids,) in tqdm(eval_dataloader, disable=not accelerator.is_local_main_process):
             with torch.no_grad():
-                outputs = accelerator.unwrap_model(model)(input_ids=input_ids, synced_gpus=is_ds_zero_3) if is_ds_zero_3 else model(input_ids=input_ids)  # noqa: E501
+                outputs = (
+                    accelerator.unwrap_model(model)(input_ids=input_ids, synced_gpus=is_ds_zero_3)
+                    if is_ds_zero_3
+                    else model(input_ids=input_ids)
+                )
             predictions = accelerator.pad_across_processes(outputs.logits.argmax(dim=-1), dim=1, pad_index=0)
             eval_preds.extend(accelerator.gather_for_metrics(predictions).cpu().tolist())
         wanted = make_copies(19, 2).tensors[0][:, 7:]

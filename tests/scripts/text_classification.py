@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
 MAX_GPU_BATCH_SIZE = 16
-PRAISE = "good great warm bright kind fresh lovely clever".split()
-BLAME = "bad dull cold poor rude stale broken slow".split()
-FILLER = "the a film dinner house trip was and very so with its people there room evening".split()
+PRAISE = ["good", "great", "warm", "bright", "kind", "fresh", "lovely", "clever"]
+BLAME = ["bad", "dull", "cold", "poor", "rude", "stale", "broken", "slow"]
+FILLER = ["the", "a", "film", "dinner", "house", "trip", "was", "and", "very", "so", "with", "its", "people", "room"]
 VOCABULARY = {word: index for index, word in enumerate(["[pad]", "[cls]", *PRAISE, *BLAME, *FILLER])}
 
 
@@ -137,13 +137,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mixed_precision", default=None, choices=["no", "fp16", "bf16"])
     parser.add_argument("--cpu", action="store_true", help="train on the CPU")
-    parser.add_argument("--num_train", type=int, default=96)
+    parser.add_argument("--num_train", type=int, default=256)
     parser.add_argument("--num_eval", type=int, default=45)
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--eval_batch_size", type=int, default=16)
-    parser.add_argument("--num_epochs", type=int, default=9)
+    parser.add_argument("--num_epochs", type=int, default=20)
     parser.add_argument("--patience", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--in_order", action="store_true", help="no shuffling")

@@ -266,7 +266,7 @@ def main():
             resume_step = resume_global_step % (num_update_steps_per_epoch * args.gradient_accumulation_steps)
 
     progress_bar = tqdm(
-        range(0, args.max_train_steps), initial=global_step, desc="Steps", disable=not accelerator.is_local_main_process
+        range(args.max_train_steps), initial=global_step, desc="Steps", disable=not accelerator.is_local_main_process
     )
     for epoch in range(first_epoch, args.num_train_epochs):
         unet.train()
@@ -338,7 +338,9 @@ def main():
             ema_unet.copy_to(unet.parameters())
         evidence.parameters(unet, name="ema")
         unet.save_pretrained(Path(args.output_dir, "unet"))
-        evidence.add("checkpoints", *sorted(int(p.name.split("-")[1]) for p in Path(args.output_dir).glob("checkpoint-*")))
+        evidence.add(
+            "checkpoints", *sorted(int(p.name.split("-")[1]) for p in Path(args.output_dir).glob("checkpoint-*"))
+        )
     evidence.write()
     accelerator.end_training()
 
