@@ -15,6 +15,9 @@ from pathlib import Path
 from headway.checkpoint.foreign import checkpoints_in
 from headway.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from headway.errors import CheckpointError
+from headway.log import get_logger
+
+log = get_logger(__name__)
 
 LATEST = "latest"
 _STAGED, _REMOVED, _REPLACED = ".staging-", ".removing-", ".replaced-"
@@ -57,7 +60,7 @@ def commit(staging: Path, final: Path, manifest: Manifest) -> None:
     if (final / MANIFEST).exists():
         _exchange(staging, final)
         sync_folder(final.parent)
-        remove(staging)
+        _discard(staging)
     else:
         os.rename(staging, final)  # onto nothing, or onto an empty folder
         sync_folder(final.parent)
@@ -122,8 +125,16 @@ def rotate(parent: Path, keep: int, protected: Iterable[Path] = ()) -> list[Path
     safe = {path.resolve() for path in protected}
     old = [path for path in committed(parent)[max(1, keep) :] if path.resolve() not in safe]
     for path in old:
-        remove(path)
+        _discard(path)
     return old
+
+
+def _discard(folder: Path) -> None:
+    """Remove what is no longer needed; where that fails, say so: what was saved is saved, and the next save tries again."""
+    try:
+        remove(folder)
+    except OSError as error:
+        log.warning_once("%s could not be removed (%s); the checkpoints beside it are whole", folder, error)
 
 
 def remove(folder: Path) -> None:
@@ -131,12 +142,20 @@ def remove(folder: Path) -> None:
     doomed = folder
     if not folder.name.startswith("."):
         doomed = folder.parent / f"{_REMOVED}{folder.name}"
-        if doomed.exists():
-            shutil.rmtree(doomed)
+        if doomed.exists() or doomed.is_symlink():
+            _remove_tree(doomed)
         os.rename(folder, doomed)
         # Else a power cut could bring the name back for a folder whose files are gone.
         sync_folder(folder.parent)
-    shutil.rmtree(doomed)
+    _remove_tree(doomed)
+
+
+def _remove_tree(folder: Path) -> None:
+    """A folder, or the link to one: where it leads stays."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def sweep(parent: Path, name: str | None = None) -> list[Path]:
@@ -150,7 +169,7 @@ def sweep(parent: Path, name: str | None = None) -> list[Path]:
     pattern = re.compile(rf"{_STAGED}{wanted}-[0-9a-f]{{16}}|({_REMOVED}|{_REPLACED}){wanted}")
     left = [path for path in parent.iterdir() if pattern.fullmatch(path.name) and _is_litter(path)]
     for path in left:
-        shutil.rmtree(path)
+        _discard(path)
     (parent / f".{LATEST}.tmp").unlink(missing_ok=True)
     return left
 

@@ -24,7 +24,10 @@ from headway.checkpoint import folders
 from headway.checkpoint.manifest import Chunk, Entry, Manifest, Written
 from headway.checkpoint.shards import describe, write_shard
 from headway.errors import CheckpointError
+from headway.log import get_logger
 from headway.runtime.events import notify
+
+log = get_logger(__name__)
 
 _POLL = 0.005
 
@@ -128,7 +131,10 @@ def write(job: Job) -> Manifest | None:
     files |= _added_files(job.staging, files)
     manifest = _assemble(job, plan, files)
     folders.commit(job.staging, job.final, manifest)
-    folders.point_latest(job.final)
+    try:
+        folders.point_latest(job.final)
+    except OSError as error:  # it is committed: nothing that fails now may say otherwise
+        log.warning_once("%s is saved, but the file 'latest' beside it could not be written: %s", job.final, error)
     if job.keep is not None:
         folders.rotate(job.final.parent, job.keep, job.protected)
     notify(

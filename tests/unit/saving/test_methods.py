@@ -413,3 +413,43 @@ def test_a_save_behind_a_loop_that_ends_is_finished(tmp_path):
     ran = subprocess.run([sys.executable, "-c", LEAVES, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     verify(tmp_path / "checkpoints" / "checkpoint_0")
+
+
+def test_a_failure_after_the_commit_ends_no_later_save(monkeypatch, caplog):
+    """Old checkpoints that cannot be removed: the save is told as done, and the next ones go on."""
+    accelerator, *_ = build(total_limit=1)
+    accelerator.save_state()
+    real = shutil.rmtree
+
+    def fails(path, *args, **kwargs):
+        if Path(path).name == ".removing-checkpoint_0":
+            raise OSError(5, "Input/output error", str(path))
+        real(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", fails)
+        assert [accelerator.save_state().name for _ in range(3)] == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
+    assert names() == [".removing-checkpoint_0", "checkpoint_3", "latest"]
+    assert caplog.text.count("could not be removed") == 2  # by its name, and once as what is left of it
+    accelerator.save_state(blocking=False)
+    accelerator.wait_for_save()
+    assert names() == ["checkpoint_4", "latest"]
+
+
+def test_a_link_among_the_checkpoints_is_removed_and_not_what_it_leads_to():
+    accelerator, *_ = build(total_limit=1)
+    folder = accelerator.save_state()
+    folder.rename("elsewhere")
+    folder.symlink_to(Path("elsewhere").absolute(), target_is_directory=True)
+    accelerator.save_state()
+    accelerator.save_state()
+    assert names() == ["checkpoint_2", "latest"]
+    verify(Path("elsewhere"))
+
+
+def test_latest_that_cannot_be_written_ends_no_save(caplog):
+    accelerator, *_ = build()
+    Path("run/checkpoints/latest/x").mkdir(parents=True)
+    verify(accelerator.save_state())
+    verify(accelerator.save_state())
+    assert "the file 'latest' beside it could not be written" in caplog.text
