@@ -153,6 +153,7 @@ class Accumulation:
         self.num_windows = 0
         self.trained_on: list[PreparedLoader] = []
         self.num_resets = 0
+        self.has_loader = False
         self.transaction: Transaction | None = None
         self.piece: Piece | None = None
         self.guard: FiniteGuard | None = None
@@ -241,7 +242,7 @@ class Accumulation:
 
     @property
     def loader(self) -> PreparedLoader | None:
-        """The innermost loader in iteration: of this Accelerator, or else of another one of the process."""
+        """The innermost loader in iteration; where this Accelerator has none at all, that of another one."""
         return self.active[-1] if self.active else loader_elsewhere(self)
 
     def current_ids(self) -> set[int]:

@@ -179,6 +179,7 @@ class Preparation:
         self._synchronise()
         made.meter = self._accumulation.meter
         self.loaders.append(made)
+        self._accumulation.has_loader = True
         if self._global_batch_size is not None and len(self.loaders) == 1:
             self._derive_steps(made, self._global_batch_size)
         return made

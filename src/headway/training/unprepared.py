@@ -30,6 +30,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.hooks import RemovableHandle
 
 from headway.data.loader import PreparedLoader
 from headway.errors import StateError
@@ -46,7 +47,9 @@ _WHOLE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomS
 _MOST_LOOKS = 4
 """How often the process's objects are gone through for each Accelerator: some scripts have an optimizer per parameter."""
 
-_lookouts: "weakref.WeakSet[Lookout]" = weakref.WeakSet()
+_lookouts: "tuple[weakref.ref[Lookout], ...]" = ()
+"""In the order they were made, the same on every rank."""
+_hook: RemovableHandle | None = None
 _prepared: "weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Accumulation]]" = weakref.WeakKeyDictionary()
 _num_looks = 0
 _seen: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()
@@ -58,17 +61,35 @@ def note_prepared(optimizer: torch.optim.Optimizer, accumulation: "Accumulation"
 
 
 def loader_elsewhere(accumulation: "Accumulation") -> PreparedLoader | None:
-    """The innermost loader in iteration that another Accelerator of this process has prepared."""
-    if len(_lookouts) < 2:
+    """For an Accelerator without loaders: the innermost one in iteration that another one of this process has prepared."""
+    if accumulation.has_loader or len(_lookouts) < 2:
         return None
-    others = (lookout.accumulation for lookout in _lookouts if lookout.accumulation is not accumulation)
-    return next((other.active[-1] for other in others if other.active), None)
+    return next((other.active[-1] for other in _newest_first() if other.active), None)
 
 
 def owner_of(parameters: Iterable[torch.Tensor]) -> "Accumulation | None":
     """The windows of the Accelerator that has prepared the models of all these parameters."""
     wanted = {id(parameter) for parameter in parameters}
-    return next((lookout.accumulation for lookout in _lookouts if wanted <= lookout.owned()), None)
+    return next((each for each in _newest_first() if wanted <= _owned(each)), None)
+
+
+def _newest_first() -> list["Accumulation"]:
+    """Of all Accelerators alive: in an order that is the same on every rank."""
+    alive = [itself() for itself in reversed(_lookouts)]
+    return [lookout.accumulation for lookout in alive if lookout is not None]
+
+
+def _owned(accumulation: "Accumulation") -> set[int]:
+    """The ids of all parameters of its prepared models."""
+    return {id(p) for parameters in accumulation.parameters.values() for p in parameters}
+
+
+def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # One hook for all Accelerators, which stays when one of them is collected: torch goes through its hooks meanwhile.
+    for itself in _lookouts:
+        lookout = itself()
+        if lookout is not None:
+            lookout.before_step(optimizer)
 
 
 class Lookout:
@@ -81,31 +102,28 @@ class Lookout:
     def __init__(self, accumulation: "Accumulation") -> None:
         self.accumulation = accumulation
         self._is_several = accumulation.strategy.data_shard.count > 1
-        global _num_looks
+        global _num_looks, _lookouts, _hook
         _num_looks = 0
-        _lookouts.add(self)
-        # torch keeps the hook for ever; it must not keep the Accelerator.
-        itself = weakref.ref(self)
-
-        def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            lookout = itself()
-            if lookout is not None:
-                lookout._before_step(optimizer)
-
-        self._end = weakref.finalize(self, register_optimizer_step_pre_hook(look).remove)
+        _lookouts = (*(each for each in _lookouts if each() is not None), weakref.ref(self))
+        if _hook is None:
+            _hook = register_optimizer_step_pre_hook(_look)
 
     def release(self) -> None:
         """Look no longer."""
-        self._end()
-        _lookouts.discard(self)
-
-    def owned(self) -> set[int]:
-        """The ids of all parameters of prepared models."""
-        return {id(p) for parameters in self.accumulation.parameters.values() for p in parameters}
+        global _lookouts, _hook
+        _lookouts = tuple(each for each in _lookouts if each() not in (None, self))
+        if not _lookouts and _hook is not None:
+            _hook.remove()
+            _hook = None
 
     # ---------------------------------------------------------------- optimizers
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of this process is about to step.
+
+        Raises:
+            StateError: on a part of a window's gradient, or on gradients that are scaled.
+        """
         if self.accumulation.is_partial and not _ids(optimizer).isdisjoint(self.accumulation.current_ids()):
             raise StateError(
                 f"{type(optimizer).__name__} stepped inside an accumulation window, on a part of its gradient. Only an optimizer "
@@ -120,7 +138,7 @@ class Lookout:
         """The first step of an optimizer."""
         name, ids = type(optimizer).__name__, _ids(optimizer)
         preparer = _prepared[optimizer]() if optimizer in _prepared else None
-        owners = [lookout.accumulation for lookout in _lookouts if not ids.isdisjoint(lookout.owned())]
+        owners = [each for each in _newest_first() if not ids.isdisjoint(_owned(each))]
         for owner in owners:
             if owner is not preparer and _sees_scaled(optimizer, owner):
                 raise StateError(
@@ -147,7 +165,7 @@ class Lookout:
 
     def _may_drift(self) -> bool:
         """Is no model prepared at all, or did accelerator.backward run for this step?"""
-        every = [lookout.accumulation for lookout in _lookouts]
+        every = _newest_first()
         is_nothing_prepared = not any(each.parameters or each.num_resets for each in every)
         return is_nothing_prepared or any(each.is_unfinished for each in every)
 
@@ -195,7 +213,7 @@ def _is_reduced_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
     return any(not wanted.isdisjoint(map(id, engine.parameters())) for engine in engines)
 
 
-def _reads_everything(obj: Any, count: int) -> bool:
+def _reads_everything(obj: Any, num_ranks: int) -> bool:
     """Is it an iteration of a plain DataLoader over indices, by a sampler that knows nothing of ranks?"""
     if not issubclass(type(obj), _BaseDataLoaderIter):
         return False
@@ -205,5 +223,5 @@ def _reads_everything(obj: Any, count: int) -> bool:
     dataset = obj._dataset
     if isinstance(dataset, Subset):
         # A part such as one process's own: range(rank, n, world_size), say.
-        return abs(len(dataset) * count - len(dataset.dataset)) >= count  # type: ignore[arg-type]
+        return abs(len(dataset) * num_ranks - len(dataset.dataset)) >= num_ranks  # type: ignore[arg-type]
     return hasattr(dataset, "__len__")
