@@ -1,13 +1,15 @@
 """Headway: your own PyTorch loop, unchanged, on whatever hardware there is.
 
-Every public name can be imported from here. Names are loaded on first use, so that the command line never pays for
-torch.
+Every public name can be imported from here, and Accelerate's names too (`headway.familiar`), also by its module paths. Names
+are loaded on first use, so that the command line never pays for torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from headway.familiar.modules import find, install
+from headway.familiar.names import SERVED
+from headway.version import __version__ as __version__
 
 _PLACES = {
     "Accelerator": "headway.accelerator",
@@ -25,6 +27,7 @@ _PLACES = {
     "GradScalerKwargs": "headway.config.strategies",
     "GradientAccumulationPlugin": "headway.config.run",
     "InitProcessGroupKwargs": "headway.config.strategies",
+    "LocalSGD": "headway.training.local_sgd",
     "LoggerType": "headway.tracking.base",
     "MemoryMonitor": "headway.memory.monitor",
     "ModelHook": "headway.bigmodel.hooks",
@@ -148,6 +151,7 @@ if TYPE_CHECKING:
     from headway.bigmodel.sizes import named_module_tensors as named_module_tensors
     from headway.bigmodel.skeleton import init_empty_weights as init_empty_weights
     from headway.bigmodel.skeleton import init_on_device as init_on_device
+    from headway.bigmodel.tensors import set_module_tensor_to_device as set_module_tensor_to_device
     from headway.bigmodel.weights import load_checkpoint_in_model as load_checkpoint_in_model
     from headway.bigmodel.workload import Workload as Workload
     from headway.config.preemption import Preemption as Preemption
@@ -162,6 +166,33 @@ if TYPE_CHECKING:
     from headway.config.strategies import InitProcessGroupKwargs as InitProcessGroupKwargs
     from headway.config.strategies import ProfileKwargs as ProfileKwargs
     from headway.data.skip import skip_first_batches as skip_first_batches
+    from headway.familiar.bar import tqdm as tqdm
+    from headway.familiar.batches import concatenate as concatenate
+    from headway.familiar.batches import convert_to_fp32 as convert_to_fp32
+    from headway.familiar.batches import recursively_apply as recursively_apply
+    from headway.familiar.batches import send_to_device as send_to_device
+    from headway.familiar.environment import clear_environment as clear_environment
+    from headway.familiar.environment import patch_environment as patch_environment
+    from headway.familiar.environment import write_basic_config as write_basic_config
+    from headway.familiar.exchange import broadcast as broadcast
+    from headway.familiar.exchange import broadcast_object_list as broadcast_object_list
+    from headway.familiar.exchange import gather as gather
+    from headway.familiar.exchange import gather_object as gather_object
+    from headway.familiar.exchange import pad_across_processes as pad_across_processes
+    from headway.familiar.exchange import reduce as reduce
+    from headway.familiar.files import load as load
+    from headway.familiar.files import save as save
+    from headway.familiar.kinds import DistributedType as DistributedType
+    from headway.familiar.layouts import DummyOptim as DummyOptim
+    from headway.familiar.layouts import DummyScheduler as DummyScheduler
+    from headway.familiar.layouts import ParallelismConfig as ParallelismConfig
+    from headway.familiar.layouts import TorchDynamoPlugin as TorchDynamoPlugin
+    from headway.familiar.models import extract_model_from_parallel as extract_model_from_parallel
+    from headway.familiar.models import is_peft_model as is_peft_model
+    from headway.familiar.state import AcceleratorState as AcceleratorState
+    from headway.familiar.state import GradientState as GradientState
+    from headway.familiar.state import PartialState as PartialState
+    from headway.familiar.state import wait_for_everyone as wait_for_everyone
     from headway.launch.notebook import debug_launcher as debug_launcher
     from headway.launch.notebook import notebook_launcher as notebook_launcher
     from headway.log import get_logger as get_logger
@@ -193,17 +224,22 @@ if TYPE_CHECKING:
     from headway.trainer.results import EvalPrediction as EvalPrediction
     from headway.trainer.trainer import Trainer as Trainer
     from headway.training.finite import NonFinitePolicy as NonFinitePolicy
+    from headway.training.local_sgd import LocalSGD as LocalSGD
 
 
 def __getattr__(name: str) -> Any:
     place = _PLACES.get(name)
     if place is None:
-        raise AttributeError(f"module 'headway' has no name {name!r}")
-    module = import_module(place)
-    value = module if place == f"headway.{name}" else getattr(module, name)
+        value = find(name)
+    else:
+        module = import_module(place)
+        value = module if place == f"headway.{name}" else getattr(module, name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *SERVED})
+
+
+install()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from headway import traces
 from headway.checkpoint.weights import save_object, save_pickled, save_weights
 from headway.config.arguments import caller, is_automatic, loading_settings, project_settings, windows
 from headway.config.load import UNSET, run_setting
@@ -17,11 +18,15 @@ from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlug
 from headway.config.strategies import ActivationCheckpointing, AutocastKwargs, collect_options
 from headway.data.loader import PreparedLoader
 from headway.data.skip import skip_first_batches
-from headway.errors import StateError
-from headway.log import get_logger
+from headway.errors import StateError, UnsupportedError
+from headway.familiar.layouts import ParallelismConfig, TorchDynamoPlugin, check_layouts
+from headway.familiar.members import Familiar
+from headway.familiar.state import Run
+from headway.log import get_logger, is_debugging
 from headway.memory import report as memory_report
 from headway.ops.collectives import Collectives
 from headway.ops.ranks import RankAware
+from headway.ops.streams import stream_names
 from headway.ops.tree import Tree
 from headway.precision.mixed import build_precision
 from headway.runtime import process, watch
@@ -44,7 +49,7 @@ from headway.training.unprepared import Lookout
 log = get_logger(__name__)
 
 
-class Accelerator(RankAware, Saving, Tracking, Measuring):
+class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
     """Runs a PyTorch loop on whatever the launcher started: one process or many, any device, any precision.
 
     Args:
@@ -54,6 +59,8 @@ class Accelerator(RankAware, Saving, Tracking, Measuring):
         gradient_accumulation_steps: micro-batches per update; default 1.
         cpu: compute on the CPU even where there is an accelerator.
         dataloader_config: how prepared loaders split, pad and move batches.
+        deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, deepspeed_plugins: layouts that are planned; anything
+            but None is an error that says what to do today.
         gradient_accumulation_plugin: the same and more about windows; not together with the steps.
         step_scheduler_with_optimizer: a schedule's step() follows its optimizer's updates; False: each call is a tick.
         adjust_scheduler_to_accumulation: schedules were counted in micro-batches.
@@ -61,8 +68,10 @@ class Accelerator(RankAware, Saving, Tracking, Measuring):
             `headway.training.clock`. An object with `name`, `reason` and `ticks(window_length)` is a rule of your own.
         global_batch_size: samples per update; derives the accumulation from ranks and the loader's batch size.
         rng_types: streams to make equal over ranks when a loader begins: "generator" (default), "torch", "python",
-            "numpy", "device".
+            "numpy", "device" (or its kind, "cuda" say).
         kwargs_handlers: options of the engines underneath, one each of `headway.config.strategies`.
+        dynamo_backend, dynamo_plugin: None or "no": compile a model yourself, before prepare().
+        parallelism_config: replicas by number; other sizes than 1 elsewhere are an error.
         project_dir: where the run keeps files; or a `project_config`.
         loss_policy: how losses are divided; default: the exact mean over the window and all ranks.
         microbatching: "auto": where memory runs out, the batch is run again in smaller pieces, on all ranks and with the
@@ -78,22 +87,29 @@ class Accelerator(RankAware, Saving, Tracking, Measuring):
         ConfigError: contradicting or impossible settings.
         LaunchError: the launcher promised another number of processes than came.
         DeviceUnavailable: an accelerator was asked for that this process cannot use.
+        UnsupportedError: a layout that is not there yet.
     """
 
     def __init__(
         self, device_placement: bool = True, split_batches: bool = False, mixed_precision: str | None = None,
         gradient_accumulation_steps: int | None = None, cpu: bool | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
-        step_scheduler_with_optimizer: bool = True, adjust_scheduler_to_accumulation: bool = False,
-        scheduler_ticks: str | TickRule | None = None, global_batch_size: int | None = None,
-        rng_types: Sequence[str] | None = ("generator",), kwargs_handlers: list[Any] | None = None,
+        deepspeed_plugin: None = None, fsdp_plugin: None = None, torch_tp_plugin: None = None,
+        megatron_lm_plugin: None = None, rng_types: Sequence[str] | None = ("generator",), log_with: Any = None,
         project_dir: str | Path | None = None, project_config: ProjectConfiguration | None = None,
-        loss_policy: LossPolicy | None = None, microbatching: str | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True, kwargs_handlers: list[Any] | None = None,
+        dynamo_backend: str | None = None, dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: None = None, parallelism_config: ParallelismConfig | None = None,
+        # Accelerate's end here; what follows is Headway's own.
+        adjust_scheduler_to_accumulation: bool = False, scheduler_ticks: str | TickRule | None = None,
+        global_batch_size: int | None = None, loss_policy: LossPolicy | None = None, microbatching: str | None = None,
         on_non_finite: str | NonFinitePolicy | None = None, preemption: Preemption | bool | None = None,
-        log_with: Any = None,
     ) -> None:  # fmt: skip
+        traces.install(lambda: not is_debugging())
         origin = caller()
+        compiling = check_layouts(deepspeed_plugin or deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin,
+                                  dynamo_backend, dynamo_plugin, parallelism_config)  # fmt: skip
         options = collect_options(kwargs_handlers)
         on_cpu, _ = run_setting("cpu", UNSET if cpu is None else cpu, False, code_origin=origin)
         group = options.process_group
@@ -101,7 +117,8 @@ class Accelerator(RankAware, Saving, Tracking, Measuring):
         watch.start()
         super().__init__(runtime, Collectives(runtime))
         self.options = options
-        self.mixed_precision, _ = run_setting("mixed_precision", mixed_precision or UNSET, "no", code_origin=origin)
+        asked = str(mixed_precision) if mixed_precision else UNSET
+        self.mixed_precision, _ = run_setting("mixed_precision", asked, "no", code_origin=origin)
         self.precision = build_precision(self.mixed_precision, runtime.hardware, options)
         plugin = windows(gradient_accumulation_steps, gradient_accumulation_plugin, global_batch_size, origin)
         cuts_batches = is_automatic(microbatching, plugin)
@@ -113,32 +130,33 @@ class Accelerator(RankAware, Saving, Tracking, Measuring):
         self._accumulation = Accumulation(plugin.num_steps, self.strategy, self.precision, loss_policy or WeightedMean(),
                                           active, plugin.sync_with_dataloader, plugin.sync_each_batch)  # fmt: skip
         loading = loading_settings(dataloader_config, split_batches)
-        rule = choose_rule(
-            scheduler_ticks, adjust_scheduler_to_accumulation or plugin.adjust_scheduler,
-            1 if loading.split_batches else self.strategy.data_shard.count,
-        )  # fmt: skip
+        rule = choose_rule(scheduler_ticks, adjust_scheduler_to_accumulation or plugin.adjust_scheduler,
+                           1 if loading.split_batches else self.strategy.data_shard.count)  # fmt: skip
         self._preparation = Preparation(
             self._accumulation, self.clock, runtime, loading, device_placement, rule, step_scheduler_with_optimizer,
-            tuple(rng_types or ()), global_batch_size,
-        )  # fmt: skip
-        if options.checkpointing is not None:
-            self._preparation.transforms = (
-                partial(checkpoint_activations, plan=options.checkpointing, device=self.device),
-            )
-        run_state = RunState(runtime, self.collectives, self.strategy, self.precision, self._preparation, self._accumulation,
-                             self.clock)  # fmt: skip
-        Saving.__init__(self, run_state, self.project_configuration)
-        answer = preemption_settings(preemption, self.project_configuration)
-        self._watch_for_preemption(answer, is_asked_for=bool(preemption))
-        Tracking.__init__(self, log_with, self.clock, run_state.notes, self._has_checkpoints)
-        self._microbatching = build_microbatching(
-            self._accumulation, self._preparation, self.clock, runtime, cuts_batches
-        )
+            tuple(stream_names(rng_types or ())), global_batch_size)  # fmt: skip
+        self._preparation.transforms = self._transforms(options.checkpointing)
+        self._start_records(log_with, preemption)
+        self._microbatching = build_microbatching(self._accumulation, self._preparation, self.clock, runtime,
+                                                  cuts_batches)  # fmt: skip
+        Familiar.__init__(self, Run(self.mixed_precision, self._accumulation, plugin.adjust_scheduler, parallelism_config,
+                                    compiling))  # fmt: skip
         build_guard(on_non_finite, self._accumulation, self._preparation, self.clock)
         process.at_end(self._preparation.release)
         self._lookout = Lookout(self._accumulation)
         process.at_end(self._lookout.release)
         memory_report.arm()
+
+    def _transforms(self, plan: ActivationCheckpointing | None) -> tuple[Callable[[torch.nn.Module], Any], ...]:
+        return () if plan is None else (partial(checkpoint_activations, plan=plan, device=self.device),)
+
+    def _start_records(self, log_with: Any, preemption: Preemption | bool | None) -> None:
+        run_state = RunState(self.runtime, self.collectives, self.strategy, self.precision, self._preparation,
+                             self._accumulation, self.clock)  # fmt: skip
+        Saving.__init__(self, run_state, self.project_configuration)
+        answer = preemption_settings(preemption, self.project_configuration)
+        self._watch_for_preemption(answer, is_asked_for=bool(preemption))
+        Tracking.__init__(self, log_with, self.clock, run_state.notes, self._has_checkpoints)
 
     # ---------------------------------------------------------------- prepare
 
@@ -165,12 +183,23 @@ class Accelerator(RankAware, Saving, Tracking, Measuring):
         """Prepare one model; with `evaluation_mode` it gets no engine for gradients."""
         return self._preparation.model(model, device_placement, evaluation_mode)
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
-        """Prepare one optimizer."""
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> PreparedOptimizer:
+        """Prepare one optimizer; its state goes where the parameters are, whatever `device_placement` says."""
         return self._preparation.optimizer(optimizer)
 
-    def prepare_data_loader(self, data_loader: DataLoader[Any], device_placement: bool | None = None) -> PreparedLoader:
-        """Prepare one loader."""
+    def prepare_data_loader(self, data_loader: DataLoader[Any], device_placement: bool | None = None,
+                            slice_fn_for_dispatch: None = None) -> PreparedLoader:  # fmt: skip
+        """Prepare one loader.
+
+        Raises:
+            UnsupportedError: a function that slices dispatched batches: they are cut by rows.
+        """
+        if slice_fn_for_dispatch is not None:
+            raise UnsupportedError(
+                "slice_fn_for_dispatch is not served: dispatched batches are cut by rows; leave it out"
+            )
         prepared = self._preparation.loader(data_loader, device_placement)
         self._run_state.watch_windows()
         return prepared
@@ -263,6 +292,7 @@ class Accelerator(RankAware, Saving, Tracking, Measuring):
         Raises:
             MemoryExhausted: pieces of one row do not fit.
         """
+        self._check_resumed()
         return self._microbatching.forward_backward(batch, fn, weight, reduction)
 
     @contextmanager
@@ -286,6 +316,7 @@ class Accelerator(RankAware, Saving, Tracking, Measuring):
         Raises:
             LossError: no scalar, no graph, an impossible weight.
         """
+        self._check_resumed()
         self._warn_low_precision(loss)
         self._accumulation.backward(loss, None if weight is None else float(weight), reduction, **kwargs)
 
@@ -333,8 +364,12 @@ class Accelerator(RankAware, Saving, Tracking, Measuring):
 
     @property
     def sync_gradients(self) -> bool:
-        """Does the current micro-batch end its window: will step() act?"""
-        return self._accumulation.is_last
+        """Does the current micro-batch end its window: will step() act? Settable, for windows made by hand."""
+        return self._accumulation.will_step
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._accumulation.is_held = not value
 
     @property
     def gradient_accumulation_steps(self) -> int:

@@ -96,14 +96,27 @@ def set_default(name: str, value: str) -> None:
 def patched(changes: Mapping[str, str | None]) -> Iterator[None]:
     """Apply `changes` (None removes a variable) for the block, and put the former values back after it."""
     before = {name: os.environ.get(name) for name in changes}
-    _apply(changes)
+    change(changes)
     try:
         yield
     finally:
-        _apply(before)
+        change(before)
 
 
-def _apply(changes: Mapping[str, str | None]) -> None:
+@contextmanager
+def cleared() -> Iterator[None]:
+    """Run the block in an empty environment, and put the former one back after it."""
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def change(changes: Mapping[str, str | None]) -> None:
+    """Apply `changes` for this process and its children; None removes a variable."""
     for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from headway import __version__, env
+from headway import env
 from headway.accelerator import Accelerator
 from headway.launch.doctor import Finding
+from headway.version import __version__
 
 _SMALL, _LARGE = 1, 4 * 2**20  # numbers of 4 bytes
 _NUM_SMALL, _NUM_LARGE = 50, 5

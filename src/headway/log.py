@@ -6,13 +6,18 @@ from functools import cache
 from typing import Any, TextIO
 
 from headway import env
+from headway.errors import ConfigError
+
+LEVEL = "HEADWAY_LOG_LEVEL"
+"""The environment variable that sets the level of all of Headway's loggers."""
 
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger that speaks on rank 0 only, unless a call says otherwise.
 
-    Every logging method takes two more keywords: `main_process_only=True` (False: every rank speaks, prefixed with
-    its rank) and `once=False` (True: the same text is logged once per process).
+    Every logging method takes more keywords: `main_process_only=True` (False: every rank speaks, prefixed with its rank)
+    and `once=False` (True: the same text is logged once per process). `in_order` is accepted for the name's sake: a line
+    says its rank, and no rank waits for another to speak.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -23,6 +28,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         """Log where the rank and `once` allow it."""
         main_process_only = kwargs.pop("main_process_only", True)
         once = kwargs.pop("once", False)
+        kwargs.pop("in_order", None)
         if not self.isEnabledFor(level) or (main_process_only and env.rank() != 0):
             return
         if once:
@@ -63,15 +69,48 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
         name: as for `logging.getLogger`; the same name gives the same logger.
         log_level: the level of THIS logger ("INFO", logging.DEBUG, ...); None leaves it. The environment variable
             HEADWAY_LOG_LEVEL is used where it is None. The root logger is never touched.
+
+    Raises:
+        ConfigError: there is no such level.
     """
     logger = _adapter(name)
-    asked = env.get("HEADWAY_LOG_LEVEL")
-    level = log_level if log_level is not None else asked
+    asked = asked_level()
+    level = asked if log_level is None else _level(log_level, "get_logger(log_level=...)")
     if level is not None:
-        logger.logger.setLevel(level.upper() if isinstance(level, str) else level)
+        logger.logger.setLevel(level)
     if asked is not None:
         _speak(logger.logger)
     return logger
+
+
+def asked_level() -> int | None:
+    """The level that HEADWAY_LOG_LEVEL asks for; None where it is not set or empty.
+
+    Raises:
+        ConfigError: there is no such level.
+    """
+    text = env.get(LEVEL)
+    return _level(text.strip(), f"environment: {LEVEL}") if text is not None and text.strip() else None
+
+
+def is_debugging() -> bool:
+    """Does HEADWAY_LOG_LEVEL ask for everything? A level that does not exist does not."""
+    try:
+        level = asked_level()
+    except ConfigError:
+        return False
+    return level is not None and level <= logging.DEBUG
+
+
+def _level(asked: str | int, origin: str) -> int:
+    number = asked if isinstance(asked, int) else int(asked) if asked.isdecimal() else None
+    if number is None:
+        number = logging.getLevelName(str(asked).upper())  # text for a level that does not exist
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise ConfigError(
+            f"the log level {asked!r} ({origin}) must be debug, info, warning, error or critical, or a number such as 10"
+        )
+    return number
 
 
 def _speak(logger: logging.Logger) -> None:

@@ -1,5 +1,6 @@
 """A progress bar in a notebook's output: HTML that is drawn anew in its place, without any widget library."""
 
+import os
 import sys
 from html import escape
 from typing import Any
@@ -11,7 +12,9 @@ def in_notebook() -> bool:
     """Does this code run in a Jupyter kernel, whose outputs can be drawn anew? IPython on a terminal is none."""
     interactive = sys.modules.get("IPython")
     shell = interactive.get_ipython() if interactive is not None else None
-    return shell is not None and getattr(shell, "kernel", None) is not None
+    kernel = None if shell is None else getattr(shell, "kernel", None)
+    # A forked child has the kernel's objects, but nobody listens to it.
+    return kernel is not None and getattr(getattr(kernel, "session", None), "pid", os.getpid()) == os.getpid()
 
 
 def html(description: str, num_done: int, total: int | None, facts: str) -> str:
@@ -22,19 +25,30 @@ def html(description: str, num_done: int, total: int | None, facts: str) -> str:
 
 
 class NotebookBar:
-    """One bar in the output of the cell that runs."""
+    """One place in the output of the cell that runs: a bar, with those of inner loops below it while they run."""
 
     def __init__(self) -> None:
         self._handle: Any = None
+        self._lines: dict[int, tuple[str, str]] = {}
 
-    def show(self, description: str, num_done: int, total: int | None, facts: str) -> None:
-        """Draw it, in the place where it was drawn before."""
+    def show(self, owner: object, description: str, num_done: int, total: int | None, facts: str) -> None:
+        """Draw the owner's bar, in the place where it was drawn before."""
+        text = f"{description}: {facts}" if description else facts
+        self._lines[id(owner)] = html(description, num_done, total, facts), text
+        self._draw()
+
+    def remove(self, owner: object) -> None:
+        """Take the owner's bar away."""
+        if self._lines.pop(id(owner), None) is not None:
+            self._draw()
+
+    def _draw(self) -> None:
         from IPython.display import display
 
         # Front ends that draw no HTML show the text.
         data = {
-            "text/html": html(description, num_done, total, facts),
-            "text/plain": f"{description}: {facts}" if description else facts,
+            "text/html": "".join(line for line, _ in self._lines.values()),
+            "text/plain": "\n".join(text for _, text in self._lines.values()),
         }
         if self._handle is None:
             self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]

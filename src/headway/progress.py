@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from headway import env
 from headway.notebook_bar import NotebookBar, in_notebook
 from headway.runtime import facts
 from headway.runtime.process import current
@@ -29,8 +30,9 @@ class _Facts(ProgressColumn):
 _BAR = 24
 _SEPARATOR = " | "
 
-# The bars that are live on this process's terminal; an inner loop adds a line to the outer one's.
+# The bars that are live on this process's terminal, or in its notebook; an inner loop adds a line to the outer one's.
 _live: list[Progress] = []
+_cells: list[NotebookBar] = []
 
 
 class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
@@ -47,14 +49,16 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
     Args:
         iterable: what to iterate over.
         description: what the line begins with.
-        total: how many items there will be; None: the iterable's length where it has one.
+        total: how many items there will be, those done before included; None: the iterable's length where it has one.
+        initial: how many of them were done before; None: 0, or where a prepared loader was resumed.
         main_process_only: only rank 0 shows anything; False: the first process of each machine does too.
         interval: seconds between plain lines where the output is no terminal.
         file: where to write; default: standard error.
     """
 
     def __init__(self, iterable: Iterable[Item], *, description: str = "", total: int | None = None,
-                 main_process_only: bool = True, interval: float = 10.0, file: TextIO | None = None) -> None:  # fmt: skip
+                 initial: int | None = None, main_process_only: bool = True, interval: float = 10.0,
+                 file: TextIO | None = None) -> None:  # fmt: skip
         runtime = current()
         self._iterable = iterable
         self._description = description
@@ -64,7 +68,9 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         self._file = file or sys.stderr
         self._values: dict[str, Any] = {}
         self._counts: dict[str, float] = {}
-        self._num_done = 0
+        self._initial = initial
+        self._num_before = self._num_done = initial or 0
+        self._is_over = False
         self._start = time.monotonic()
 
     def show(self, **values: float | str) -> None:
@@ -92,20 +98,20 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
 
     def _parts(self) -> list[tuple[int, str]]:
         """Each fact with its rank: 0 stays whatever happens, the highest goes first."""
-        elapsed = max(time.monotonic() - self._start, 1e-9)
+        elapsed, num_moved = max(time.monotonic() - self._start, 1e-9), self._num_done - self._num_before
         parts = [(0, f"{self._num_done}/{self._total}" if self._total is not None else str(self._num_done))]
         # The values shown first are those that are looked at.
         parts += [(min(number, 1) * (3 + number), f"{name} {_number(value)}")
                   for number, (name, value) in enumerate(self._values.items())]  # fmt: skip
         parts += [(1, f"{count / elapsed:,.0f} {name}/s") for name, count in self._counts.items()]
         if not self._counts:
-            parts.append((1, f"{self._num_done / elapsed:,.1f}/s"))
+            parts.append((1, f"{num_moved / elapsed:,.1f}/s"))
         parts.append((2, format_bytes(_memory())))
         parts += [(3, source()) for source in facts.sources]
-        if self._total is not None and self._num_done >= self._total:
+        if self._is_over or (self._total is not None and self._num_done >= self._total):
             parts.append((0, f"in {format_seconds(elapsed)}"))
-        elif self._total is not None and self._num_done:
-            left = elapsed / self._num_done * max(0, self._total - self._num_done)
+        elif self._total is not None and num_moved:
+            left = elapsed / num_moved * max(0, self._total - self._num_done)
             parts.append((0, f"{format_seconds(left)} left"))
         else:
             parts.append((0, format_seconds(elapsed)))
@@ -117,7 +123,8 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         return self._total
 
     def __iter__(self) -> Iterator[Item]:
-        self._start, self._num_done = time.monotonic(), 0
+        self._num_before = _num_resumed(self._iterable) if self._initial is None else self._initial
+        self._start, self._num_done, self._is_over = time.monotonic(), self._num_before, False
         self._counts.clear()
         if not self._is_shown:
             yield from self._iterable
@@ -126,7 +133,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
             yield from self._in_cell()
             return
         console = Console(file=self._file)
-        yield from self._on_terminal(console) if _is_live_possible(console) else self._in_lines()
+        yield from self._on_terminal(console) if _is_live_possible(console, self._file) else self._in_lines()
 
     def _on_terminal(self, console: Console) -> Iterator[Item]:
         is_outermost = not _live
@@ -142,6 +149,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
                 if self._is_due(0.2):
                     bars.update(task, completed=self._num_done, facts=self.facts(self._room(console)))
         finally:  # also where the loop broke off
+            self._is_over = True
             bars.update(task, completed=self._num_done, facts=self.facts(self._room(console)))
             if is_outermost:
                 bars.stop()
@@ -150,15 +158,23 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
                 bars.remove_task(task)
 
     def _in_cell(self) -> Iterator[Item]:
-        bar = NotebookBar()
+        is_outermost = not _cells
+        bar = NotebookBar() if is_outermost else _cells[-1]
+        if is_outermost:
+            _cells.append(bar)
         try:
             for item in self._iterable:
                 yield item
                 self._num_done += 1
                 if self._is_due(0.2):
-                    bar.show(self._description, self._num_done, self._total, self.facts())
+                    bar.show(self, self._description, self._num_done, self._total, self.facts())
         finally:
-            bar.show(self._description, self._num_done, self._total, self.facts())
+            self._is_over = True
+            if is_outermost:
+                _cells.remove(bar)
+                bar.show(self, self._description, self._num_done, self._total, self.facts())
+            else:
+                bar.remove(self)
 
     def _room(self, console: Console) -> int:
         """Characters behind the description and the bar."""
@@ -175,6 +191,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
                     last, num_told = now, self._num_done
                     self._line()
         finally:
+            self._is_over = True
             if num_told != self._num_done:
                 self._line()
 
@@ -202,8 +219,20 @@ def _new_bars(console: Console) -> Progress:
     )  # fmt: skip
 
 
-def _is_live_possible(console: Console) -> bool:
-    return console.is_terminal and not console.is_dumb_terminal
+def _is_live_possible(console: Console, file: TextIO) -> bool:
+    """Is it a terminal, and one that moves its cursor?
+
+    Rich takes a file for one where FORCE_COLOR is set, as Jupyter does for its children. To a `!command` it gives a terminal, but
+    shows its escapes one after the other.
+    """
+    return file.isatty() and console.is_terminal and not console.is_dumb_terminal and env.get("JPY_PARENT_PID") is None
+
+
+def _num_resumed(iterable: Any) -> int:
+    """Batches of a prepared loader that were consumed before the checkpoint that its next pass goes on from."""
+    consumed, size = getattr(iterable, "num_consumed", 0), getattr(iterable, "total_batch_size", None)
+    is_running = getattr(iterable, "is_running", True)  # a pass that was broken off is not gone on with
+    return consumed // size if isinstance(consumed, int) and isinstance(size, int) and size and not is_running else 0
 
 
 def _length(iterable: Any) -> int | None:

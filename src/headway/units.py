@@ -1,5 +1,6 @@
 """Bytes and durations as people write and read them."""
 
+import math
 import re
 
 from headway.errors import ConfigError
@@ -40,6 +41,15 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def format_number(value: float) -> str:
+    """Write a number for people, to three digits and without an exponent: 33912.7 -> '33,900', 0.01234 -> '0.0123'."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    digits = 2 - math.floor(math.log10(abs(value)))
+    rounded = round(value, digits)
+    return f"{rounded:,.0f}" if digits <= 0 else f"{rounded:,.{digits}f}".rstrip("0").rstrip(".")
 
 
 def format_seconds(seconds: float) -> str:

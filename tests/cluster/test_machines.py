@@ -151,3 +151,24 @@ def test_a_rank_that_fails_ends_the_run_on_all_machines_with_one_exit_code(
         assert "headway: rank 1 of 2 failed first, at train.py:" in said
         assert "(host host-b, pid " in said
         assert said.count("\nOSError: the disk of this machine is full") == 1
+
+
+def test_a_machine_that_does_not_come_is_named_on_those_that_have(hosts: Sequence[Host], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    where = f"--num_machines 3 --main_process_ip {hosts[0].address} --main_process_port 29400"
+    command = f"exec headway launch -q -n 3 --cpu {where} --patience 12 --machine_rank"
+    second = hosts[1].start(f"{command} 1 train.py", tmp_path)
+    deadline = time.monotonic() + SLACK
+    while "waits for machine 0" not in (tmp_path / "host-b.txt").read_text():
+        assert time.monotonic() < deadline
+        assert second.poll() is None
+        time.sleep(0.05)
+    first = hosts[0].start(f"{command} 0 train.py", tmp_path)
+    assert [first.wait(SLACK), second.wait(SLACK)] == [1, 1]
+    said = [(tmp_path / f"{host.name}.txt").read_text().splitlines() for host in hosts[:2]]
+    assert said[0][0].startswith("headway: machine 0 of 3 waits at 10.77.0.1:29400 for machine")
+    assert "10.77.0.1:29400: machine 2 did not come within 12 s (--patience" in said[0][-1]
+    assert said[1][0].startswith(
+        "headway: machine 1 of 3 waits for machine 0 to open 10.77.0.1:29400 (connection refused so far)"
+    )
+    assert all(line.startswith("headway: ") for lines in said for line in lines), said

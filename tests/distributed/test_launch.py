@@ -109,6 +109,34 @@ def test_the_first_failure_is_told_once(tmp_path):
     assert '"rank": 0' in (tmp_path / "logs/rank0.log").read_text()
 
 
+def test_the_report_is_all_there_is_and_nothing_is_lost(tmp_path):
+    body = (
+        "import os, sys\nimport torch\nfrom headway import Accelerator\naccelerator = Accelerator(cpu=True)\n"
+        "model = accelerator.prepare(torch.nn.Linear(2, 1))\n"
+        "for update in range(9):\n"
+        "    if update == 4 and accelerator.process_index == 1:\n        accelerator.prepare()\n"
+        "    accelerator.backward(model(torch.ones(1, 2)).sum())\n"
+    )
+    ran = launch(tmp_path, body, "--cpu", "-n", "2", "--log_dir", "logs")
+    lines = ran.stderr.splitlines()
+    assert lines[1].startswith("headway: rank 1 of 2 failed first, at train.py:8 (host ")
+    assert lines[2:] == [
+        "Traceback (most recent call last):",
+        f'  File "{tmp_path}/train.py", line 8, in <module>',
+        "    accelerator.prepare()",
+        "headway.errors.PrepareError: prepare() got nothing; give models, optimizers, loaders, schedules",
+        "(2 frames of Headway and torch left out; HEADWAY_LOG_LEVEL=debug shows all)",
+        "headway: rank 0 then lost its connection to rank 1 (train.py:9)",
+        "headway: logs and failure.json are in logs",
+    ], ran.stderr
+    assert ran.stdout == ""
+    assert "headway/training/prepare.py" in (tmp_path / "logs/rank1.log").read_text()
+    kept = {rank["rank"]: rank["record"] for rank in json.loads((tmp_path / "logs/failure.json").read_text())["ranks"]}
+    assert "gloo" in kept[0]["text"]
+    assert "gloo" in (tmp_path / "logs/rank0.log").read_text()
+    assert "headway/training/prepare.py" in kept[1]["trace"]
+
+
 def test_the_same_failure_is_counted(tmp_path):
     ran = launch(tmp_path, PROGRAM + "raise OSError('no data')\n", "--cpu", "-n", "2")
     assert ran.returncode == 1
@@ -176,8 +204,8 @@ def test_a_signal_to_the_launcher_ends_everybody(tmp_path, name):
     process.send_signal(getattr(signal, name))
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + getattr(signal, name)
-    assert f"stopped by {name}; all 2 processes of this machine have ended" in err
-    assert "Traceback" not in err
+    # And nothing else is said, by whatever engine.
+    assert err.splitlines()[1:] == [f"headway: stopped by {name}; all 2 processes of this machine have ended"], err
     assert wait_until_gone(pids) == []
 
 
@@ -247,13 +275,59 @@ def test_two_machines_on_one(tmp_path, restarts):
         assert f"4 processes on cpu, 2 on each of 2 machines (this is machine {rank})" in err
 
 
-def test_machines_that_do_not_meet_say_so(tmp_path):
-    port = str(_free_port())
-    flags = ["--cpu", "-n", "2", "--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
-    ran = launch(tmp_path, PROGRAM, *flags, "--machine_rank", "1", "--rdzv_conf", "timeout=3")
+def _alone(folder, port, rank, *flags):
+    where = [
+        "--num_machines",
+        "2",
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        str(port),
+        "--machine_rank",
+        rank,
+    ]
+    ran = launch(folder, PROGRAM, "-q", "--cpu", "-n", "2", *where, *flags)
     assert ran.returncode == 1
-    assert f"the 2 machines did not meet at 127.0.0.1:{port}" in ran.stderr
-    assert "Traceback" not in ran.stderr
+    assert ran.stdout == ""
+    assert all(line.startswith("headway: ") for line in ran.stderr.splitlines()), ran.stderr
+    return ran.stderr.splitlines()
+
+
+@pytest.mark.parametrize("restarts", ["0", "1"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_who_waits_for_whom_is_said_at_once(tmp_path, rank, restarts):
+    port = _free_port()
+    limit = "--rdzv_conf" if restarts == "0" else "--patience"
+    first, last = _alone(
+        tmp_path, port, rank, limit, "timeout=4" if restarts == "0" else "4", "--max_restarts", restarts
+    )
+    if rank == "0":
+        assert first.startswith(f"headway: machine 0 of 2 waits at 127.0.0.1:{port} for machine 1, until ")
+        assert last.startswith(
+            f"headway: the 2 machines did not meet at 127.0.0.1:{port}: machine 1 did not come within 4 s"
+        )
+    else:
+        assert first.startswith(
+            f"headway: machine 1 of 2 waits for machine 0 to open 127.0.0.1:{port} (connection refused so far), until "
+        )
+        assert last.startswith(f"headway: machine 0 did not open 127.0.0.1:{port} within 4 s")
+    assert f"(4 s: {limit}" in first
+    assert f"({limit}" in last
+
+
+@pytest.mark.parametrize("restarts", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_a_taken_port_is_named_with_who_holds_it(tmp_path, restarts):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (line,) = _alone(tmp_path, port, "0", "--max_restarts", restarts)
+        assert f"port {port} of this machine is taken by " in line
+        assert f"(pid {os.getpid()}: " in line
+        assert "such as --main_process_port " in line
+        # For the others it is a machine 0 that does not answer as one.
+        line = _alone(tmp_path, port, "1", "--patience", "3", "--max_restarts", restarts)[-1]
+        assert f"what answers at 127.0.0.1:{port} is not the launcher of machine 0" in line
 
 
 def test_tasks_of_a_cluster_are_the_processes(tmp_path):
@@ -272,7 +346,10 @@ def test_tasks_of_a_cluster_are_the_processes(tmp_path):
     assert [task.returncode for task in tasks] == [0, 0], ended
     assert [json.loads(out)["rank"] for out, _ in ended] == [0, 1]
     assert ended[0][1].startswith("headway: 2 processes on cpu")
-    assert ended[1][1] == ""
+    # Nothing but that it waited, where this machine is slow enough for that.
+    assert [
+        line for line in ended[1][1].splitlines() if " waits for task 0 " not in line and "are there" not in line
+    ] == []
 
 
 def _memory_group() -> Path | None:

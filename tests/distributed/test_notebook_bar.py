@@ -22,6 +22,14 @@ class Model(torch.nn.Linear):
     def forward(self, x):
         return super().forward(x)
 Trainer(Model(4, 1), args, train_dataset=rows, eval_dataset=rows, loss_function=torch.nn.functional.mse_loss).train()
+""", """
+for outer in track(range(3), description="epochs"):
+    for inner in track(range(2), description="inner"):
+        pass
+""", """
+import sys
+script = "from headway import track; [None for _ in track(range(3), description='child')]"
+!FORCE_COLOR=1 {sys.executable} -c "{script}"
 """]  # fmt: skip
 
 
@@ -40,7 +48,17 @@ def test_a_bar_and_a_table_in_their_place(tmp_path):
     assert "a &lt;loop&gt;" in bar
     assert "2/2 | loss 0.5" in bar
     shown = drawn(done.cells[1])
-    assert any('value="8" max="8"' in one and "training" in one for one in shown)
+    # The bar, the table of what was logged, and that of the end: nothing is left of the evaluations' bars.
+    assert len(shown) == 3
+    assert 'value="8" max="8"' in shown[0]
+    assert "training" in shown[0]
+    assert "evaluation" not in shown[0]
     (table,) = [one for one in shown if "<table>" in one and "eval_loss" in one]
+    (nested,) = drawn(done.cells[2])
+    assert "epochs" in nested
+    assert "inner" not in nested
+    told = "".join(output.text for output in done.cells[3].outputs)
+    assert "child: 3/3" in told
+    assert "\x1b" not in told
     assert re.findall(r"<tr><td>(\d+)</td>", table) == ["2", "4", "6", "8"]
     assert "<th>loss</th>" in table

@@ -49,7 +49,7 @@ def log_on_every_rank(folder):
     accelerator.log_images({"one": torch.zeros(4, 4)}, step=1)
     accelerator.log_event("evaluation", rank=rank)
     with pytest.raises(TrackingError, match="'loss'"):
-        accelerator.log({"loss": None})
+        accelerator.log({"loss": torch.zeros(2)})
     writer = accelerator.get_tracker("tensorboard", unwrap=True)
     writer.add_scalar("by hand", 3.0, 1)  # the scripts that do so on every rank are many
     found = [tracker.name for tracker in accelerator.trackers], bool(writer)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headway import Trainer, TrainerCallback, TrainingArguments
+from headway.errors import MetricError
 from tests.distributed.ranks import RankFailed, run_ranks
 from tests.unit.trainer.models import Net, Points, Speaker, cross_entropy, texts
 
@@ -149,3 +150,32 @@ def test_a_killed_training_goes_on_bit_for_bit(tmp_path):
             assert resumed[rank][0] == whole[rank][0]
             assert torch.equal(resumed[rank][1], whole[rank][1])
             assert resumed[rank][2:] == whole[rank][2:]
+
+
+def rehearse(folder):
+    """A metric that raises on rank 1 only; both ranks are told before the first update."""
+
+    def metrics(prediction):
+        if os.environ["RANK"] == "1":
+            raise KeyError("f1")
+        return {"f1": 0.5}
+
+    args = arguments(folder, eval_strategy="epoch", metric_for_best_model="f1")
+    trainer = Trainer(
+        Net(),
+        args,
+        train_dataset=Points(8),
+        eval_dataset=Points(6),
+        loss_function=cross_entropy,
+        compute_metrics=metrics,
+    )
+    with pytest.raises(MetricError) as told:
+        trainer.train()
+    return str(told.value), trainer.state.global_step
+
+
+def test_a_rehearsal_that_fails_on_one_rank_ends_all(tmp_path):
+    (first, step), (second, other) = run_ranks(rehearse, 2, tmp_path)
+    assert (step, other) == (0, 0)
+    assert "the evaluation failed on another rank: MetricError: compute_metrics raised KeyError: 'f1'" in first
+    assert second.startswith("compute_metrics raised KeyError: 'f1'")

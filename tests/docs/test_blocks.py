@@ -67,6 +67,10 @@ def test_commands_are_understood(page, tmp_path):
             if word.endswith(".py") and not (tmp_path / word).exists():
                 (tmp_path / word).parent.mkdir(parents=True, exist_ok=True)
                 (tmp_path / word).touch()
+        if "-m" in words[:-1] and words[:2] == ["headway", "launch"]:
+            module = tmp_path.joinpath(*words[words.index("-m") + 1].split(".")).with_suffix(".py")
+            module.parent.mkdir(parents=True, exist_ok=True)
+            module.touch()
         if words[0] == "headway":
             _run_headway(words[1:], line, tmp_path)
         elif words[0] == "make":

@@ -12,7 +12,7 @@ NAMES = [
     "__version__", "Accelerator", "ActivationCheckpointing", "AlignDevicesHook", "AutocastKwargs",
     "CpuOffload", "CustomDtype", "DDPCommunicationHookType", "DataLoaderConfiguration",
     "DistributedDataParallelKwargs", "EarlyStoppingCallback", "EvalPrediction", "GeneralTracker",
-    "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LoggerType", "MemoryMonitor",
+    "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LocalSGD", "LoggerType", "MemoryMonitor",
     "ModelHook", "NonFinitePolicy", "OffloadedWeightsLoader", "Preemption", "PrefixedDataset", "PrinterCallback",
     "ProfileKwargs", "ProgressCallback", "ProjectConfiguration", "SequentialHook", "Tracker", "Trainer",
     "TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments", "UserCpuOffloadHook", "Workload",
@@ -43,19 +43,29 @@ MEMBERS = """
     prepare_data_loader prepare_model prepare_optimizer prepare_scheduler print process_index
     profile project_dir reduce reduce_mean register_for_checkpointing register_load_state_pre_hook
     register_save_state_pre_hook resume save save_iteration save_model save_state set_trigger
-    skip_first_batches split_batches split_between_processes sync_gradients unscale_gradients
+    skip_first_batches split_batches split_between_processes stop_watching sync_gradients unscale_gradients
     throughput unwrap_model use_distributed use_seedable_sampler wait_for_everyone wait_for_save
 """
 
+FAMILIAR_MEMBERS = """
+    dataloader_config deepspeed_plugin distributed_type fp8_backend is_composable_parallelism_enabled is_fsdp2 lomo_backward
+    maybe_context_parallel multi_device native_amp parallelism_config scaler should_save_model torch_device_mesh
+    trigger_sync_in_backward use_stateful_dataloader verify_device_map
+"""
+
 ARGUMENTS = [
+    # in Accelerate's order
     "device_placement", "split_batches", "mixed_precision", "gradient_accumulation_steps", "cpu", "dataloader_config",
-    "gradient_accumulation_plugin", "step_scheduler_with_optimizer", "adjust_scheduler_to_accumulation",
-    "scheduler_ticks", "global_batch_size", "rng_types", "kwargs_handlers", "project_dir", "project_config",
-    "loss_policy", "microbatching", "on_non_finite", "preemption", "log_with",
+    "deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "rng_types", "log_with", "project_dir",
+    "project_config", "gradient_accumulation_plugin", "step_scheduler_with_optimizer", "kwargs_handlers", "dynamo_backend",
+    "dynamo_plugin", "deepspeed_plugins", "parallelism_config",
+    # Headway's own
+    "adjust_scheduler_to_accumulation", "scheduler_ticks", "global_batch_size", "loss_policy", "microbatching",
+    "on_non_finite", "preemption",
 ]  # fmt: skip
 
 
-ACCELERATOR = set(MEMBERS.split())
+ACCELERATOR = {*MEMBERS.split(), *FAMILIAR_MEMBERS.split()}
 
 
 def test_the_names_are_these():

@@ -57,6 +57,11 @@ def test_no_junk_drawers():
     assert found == []
 
 
+def test_no_weights_or_checkpoints_are_committed():
+    kinds = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp"}
+    assert [shown(file) for file in project_files() if file.suffix in kinds] == []
+
+
 def test_no_path_of_a_machine():
     # Put together here, so that this file does not hold what it looks for.
     machine = [re.escape(top) + r"/\w" for top in ("/wo" + "rk", "/ho" + "me", "/ro" + "ot", "/Us" + "ers")]

@@ -12,7 +12,7 @@ COMMANDS = [
     ["--help"],
     ["--version"],
     ["launch", "--help"],
-    ["launch", "--dry-run", "-n", "2", "-m", "some.module"],
+    ["launch", "--dry-run", "-n", "2", "-m", "json.tool"],
     ["config", "--help"],
     ["config", "show"],
     ["env", "--help"],

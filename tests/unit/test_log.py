@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from headway.errors import ConfigError
 from headway.log import get_logger
 
 
@@ -75,3 +76,26 @@ def test_a_level_from_the_environment_is_heard_unless_logging_is_set_up():
     silent = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, timeout=60,
                             env={name: value for name, value in os.environ.items() if name != "HEADWAY_LOG_LEVEL"})  # fmt: skip
     assert silent.stderr == ""
+
+
+@pytest.mark.parametrize("text", ["debug", "INFO", " warning ", "10"])
+def test_a_level_is_a_word_or_a_number(monkeypatch, text):
+    monkeypatch.setenv("HEADWAY_LOG_LEVEL", text)
+    expected = int(text) if text.isdecimal() else getattr(logging, text.strip().upper())
+    assert get_logger("hw.test.word").logger.level == expected
+
+
+def test_a_level_that_does_not_exist_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match=r"'loud' .get_logger.* must be debug, info"):
+        get_logger("hw.test.loud", log_level="loud")
+    monkeypatch.setenv("HEADWAY_LOG_LEVEL", "loud")
+    with pytest.raises(ConfigError, match=r"'loud' .environment: HEADWAY_LOG_LEVEL. must be debug, info"):
+        get_logger("hw.test.loud")
+
+
+def test_the_command_line_says_it_in_one_line():
+    ran = subprocess.run([sys.executable, "-m", "headway", "launch", "-n", "2", "--cpu", __file__], capture_output=True,
+                         text=True, env={**os.environ, "HEADWAY_LOG_LEVEL": "loud"}, timeout=60)  # fmt: skip
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("headway: error: the log level 'loud'")
+    assert ran.stderr.count("\n") == 1

@@ -1,11 +1,13 @@
 """Progress: plain lines where the output is no terminal, a bar on one, silence on other ranks."""
 
 import io
+import time
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
-from headway import track
+from headway import Accelerator, track
 from headway.runtime import process
 
 
@@ -47,6 +49,61 @@ def test_a_bar_on_a_terminal():
         bar.show(loss=1.5)
     assert "here" in out.getvalue()
     assert "5/5 | loss 1.5" in out.getvalue()
+
+
+@pytest.mark.parametrize("name", ["FORCE_COLOR", "JPY_PARENT_PID"])
+def test_lines_where_a_file_or_a_notebook_only_looks_like_a_terminal(monkeypatch, name):
+    """As a log of CI has it, and what follows `!` in a notebook."""
+    monkeypatch.setenv(name, "1")
+    out = Terminal() if name == "JPY_PARENT_PID" else io.StringIO()
+    for _ in track(range(3), description="outer", file=out):
+        for _ in track(range(2), description="inner", file=out):
+            pass
+    assert "\x1b" not in out.getvalue()
+    assert "\r" not in out.getvalue()
+    assert [line.split(":")[0] for line in out.getvalue().splitlines()] == ["inner"] * 3 + ["outer"]
+
+
+def test_a_resumed_loader_goes_on_counting():
+    def loader():
+        source = DataLoader(TensorDataset(torch.arange(32.0)), batch_size=2)
+        return Accelerator(cpu=True).prepare_data_loader(source)
+
+    first, out = loader(), io.StringIO()
+    for number, _ in enumerate(track(first, file=io.StringIO()), 1):
+        if number == 4:
+            break
+    state = first.state_dict()
+    second = loader()
+    second.load_state_dict(state)
+    bar = track(second, file=out, interval=0.0)
+    assert len(list(bar)) == 12
+    lines = out.getvalue().splitlines()
+    assert (lines[0].split(" | ")[0], lines[-1].split(" | ")[0]) == ("5/16", "16/16")
+    assert " left" in lines[0]
+    assert lines[-1].split(" | ")[-1].startswith("in ")
+    # Neither the next epoch, nor the one after a break.
+    for passes in (first, second):
+        again = io.StringIO()
+        assert len(list(track(passes, file=again))) == 16
+        assert again.getvalue().startswith("16/16")
+
+
+def test_what_was_done_before_counts_for_no_rate():
+    out = io.StringIO()
+    bar = track(range(8, 10), total=10, initial=8, file=out)
+    list(bar)
+    assert out.getvalue().startswith("10/10 | ")
+    bar._start, bar._num_done, bar._is_over = time.monotonic() - 100.0, 9, False
+    assert "| 0.0/s |" in bar.facts()
+    assert bar.facts().endswith("1:40 left")
+
+
+def test_a_loop_that_ended_early_has_nothing_left():
+    out = io.StringIO()
+    for _ in track(range(3), file=out):
+        break
+    assert out.getvalue().split(" | ")[-1].startswith("in ")
 
 
 def test_an_error_passes_and_a_break_ends(capsys):

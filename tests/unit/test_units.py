@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.units import format_bytes, format_seconds, parse_bytes
+from headway.units import format_bytes, format_number, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,12 @@ def test_what_is_written_reads_back_roughly(size):
 
 def test_durations_are_written():
     assert [format_seconds(s) for s in (-1, 4.9, 65, 3725, 360000)] == ["0:00", "0:04", "1:05", "1:02:05", "100:00:00"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(33912.7, "33,900"), (1.36e5, "136,000"), (101.4, "101"), (7.9, "7.9"), (13.0, "13"), (0.01234, "0.0123"), (999.7, "1,000"),
+     (2.5e-7, "0.00000025"), (0, "0"), (-4567, "-4,570"), (float("inf"), "inf")],
+)  # fmt: skip
+def test_numbers_have_three_digits_and_no_exponent(value, text):
+    assert format_number(value) == text

@@ -1,6 +1,6 @@
 """Budgets: how many bytes a model may take on each device of this machine, as measured or as the user says."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -28,13 +28,59 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
     Args:
         max_memory: {device: bytes or text such as "10GiB"}; a device is an index, "cuda:0", "mps", "cpu" or "disk".
             None measures: what is free on each accelerator (with what torch's allocator holds unused), and what is
-            available in main memory within the limits of the container.
+            available in main memory within the limits of the container. One for another machine may be planned with; that
+            a device of it is not here is said once in the log.
 
     Raises:
         DeviceMapError: devices or sizes that are none; all of them are named.
     """
     if max_memory is None:
         return _measured(detect())
+    budgets = _read(max_memory)
+    if absent := absent_from_here(budgets):
+        logger.warning_once(f"{_said(absent, max_memory)}: what is planned with it is for another machine")
+    return budgets
+
+
+def check_presence(max_memory: Mapping[Device, int | str] | None) -> None:
+    """See that each device of a budget is on this machine, where a model is about to be placed on them.
+
+    Raises:
+        DeviceMapError: devices or sizes that are none, or devices that are not here.
+    """
+    if max_memory is not None and (absent := absent_from_here(_read(max_memory))):
+        raise DeviceMapError(
+            f"{_said(absent, max_memory)}; name devices that are here, such as max_memory={{'cpu': '8GiB'}}, or leave "
+            "max_memory out: what is free is measured then"
+        )
+
+
+def absent_from_here(devices: Iterable[Device]) -> list[Device]:
+    """Those of the devices that this machine does not have."""
+    hardware = detect()
+    count = 0 if hardware.kind == "cpu" else 1 if hardware.kind == "mps" else hardware.num_devices()
+    return [
+        device
+        for device in dict.fromkeys(devices)
+        if (isinstance(device, int) and device >= count) or (device == "mps" and hardware.kind != "mps")
+    ]
+
+
+def devices_here() -> str:
+    """The accelerators of this machine, in words."""
+    hardware = detect()
+    if hardware.kind in ("cpu", "mps"):
+        return "the CPU alone" if hardware.kind == "cpu" else "mps"
+    count = hardware.num_devices()
+    return f"{hardware.kind} 0" if count == 1 else f"{hardware.kind} 0 to {count - 1}"
+
+
+def _said(absent: Sequence[Device], max_memory: Mapping[Device, int | str]) -> str:
+    given = ", ".join(f"{key!r}: {size!r}" for key, size in max_memory.items())
+    return f"max_memory={{{given}}} names {', '.join(map(str, absent))}, and this machine has {devices_here()}"
+
+
+def _read(max_memory: Mapping[Device, int | str]) -> dict[Device, int]:
     budgets: dict[Device, int] = {}
     faults: list[str] = []
     for key, size in max_memory.items():

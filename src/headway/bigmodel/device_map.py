@@ -10,7 +10,9 @@ from torch import nn
 from headway.bigmodel.budget import (
     UNLIMITED,
     Device,
+    absent_from_here,
     as_device,
+    devices_here,
     get_max_memory,
     is_accelerator,
 )
@@ -21,7 +23,6 @@ from headway.bigmodel.survey import Survey, survey
 from headway.bigmodel.workload import Workload
 from headway.errors import DeviceMapError
 from headway.log import get_logger
-from headway.runtime.device import detect
 from headway.units import format_bytes
 
 logger = get_logger(__name__)
@@ -323,14 +324,13 @@ def _readable(device_map: Mapping[str, Device | torch.device]) -> Mapping[str, D
 
 def _check_presence(device_map: Mapping[str, Device]) -> None:
     """Are the devices on this machine?"""
-    hardware = detect()
-    count = 0 if hardware.kind in ("cpu", "mps") else hardware.num_devices()
-    absent = sorted({device for device in device_map.values() if isinstance(device, int) and device >= count})
-    if "mps" in device_map.values() and hardware.kind != "mps":
+    absent = sorted(absent_from_here(device_map.values()), key=str)
+    if "mps" in absent:
         raise DeviceMapError("the device map uses 'mps', which is not on this machine")
-    if absent and not (hardware.kind == "mps" and absent == [0]):
-        here = f"{hardware.kind} 0 to {count - 1}" if count else "the CPU alone"
-        raise DeviceMapError(f"the device map uses accelerator {', '.join(map(str, absent))}; this machine has {here}")
+    if absent:
+        raise DeviceMapError(
+            f"the device map uses accelerator {', '.join(map(str, absent))}; this machine has {devices_here()}"
+        )
 
 
 def clean_device_map(device_map: Mapping[str, Device], module_name: str = "") -> dict[str, Device]:

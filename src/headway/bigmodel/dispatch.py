@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.bigmodel.budget import Device
+from headway.bigmodel.budget import Device, absent_from_here, as_device, check_presence, devices_here
 from headway.bigmodel.dat_folder import OffloadedWeightsLoader, fitted
 from headway.bigmodel.device_map import DeviceMap, device_of, resolve_device_map
 from headway.bigmodel.execution import Execution, undispatch
@@ -16,7 +16,7 @@ from headway.bigmodel.names import Place, places_of, tied_groups
 from headway.bigmodel.offload_folder import Spec, existing, offload
 from headway.bigmodel.sizes import Dtype
 from headway.bigmodel.weights import CheckedMap, as_place, assign, is_mapped, load_checkpoint_in_model
-from headway.errors import ConfigError
+from headway.errors import ConfigError, DeviceMapError
 from headway.log import get_logger
 
 logger = get_logger(__name__)
@@ -59,6 +59,7 @@ def load_checkpoint_and_dispatch(
     """
     resolved = None
     if device_map is not None:
+        check_presence(max_memory)
         found = resolve_device_map(
             model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers
         )
@@ -113,7 +114,7 @@ def dispatch_model(
     """
     undispatch(model)
     resolved = device_map if isinstance(device_map, CheckedMap) else resolve_device_map(model, device_map)
-    main = as_place(resolved.main_device) if main_device is None else torch.device(main_device)
+    main = as_place(resolved.main_device) if main_device is None else _here(main_device, "main_device")
     assert isinstance(main, torch.device)
     places = places_of(model)
     homes = _homes(places, resolved, main, offload_buffers)
@@ -196,9 +197,25 @@ def cpu_offload_with_hook(
 
 def _accelerator(given: Device | torch.device | None) -> torch.device:
     if given is not None:
-        return torch.device(given)
+        return _here(given, "execution_device")
     found = torch.accelerator.current_accelerator(check_available=True)
     return found if found is not None else torch.device("cpu")
+
+
+def _here(given: Device | torch.device, argument: str) -> torch.device:
+    """A device that this machine has.
+
+    Raises:
+        DeviceMapError: it has none of the kind, or fewer.
+    """
+    device = as_device(given)
+    if device == "disk" or absent_from_here([device]):
+        raise DeviceMapError(
+            f"{argument}={given!r} cannot compute here: this machine has {devices_here()}; give 'cpu', or None"
+        )
+    found = as_place(device)
+    assert isinstance(found, torch.device)
+    return found
 
 
 def _homes(

@@ -1,5 +1,6 @@
 """What running a model takes: its sizes, what of it this machine holds, and the rate that reading its weights allows."""
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from headway.bigmodel.device_map import DeviceMap, device_of, resolve_device_map
 from headway.bigmodel.files import Checkpoint, open_checkpoint
 from headway.bigmodel.sizes import Dtype, Pricing, compute_module_sizes, get_max_layer_size
 from headway.bigmodel.skeleton import init_empty_weights
-from headway.bigmodel.workload import Workload
+from headway.bigmodel.workload import Workload, cache_and_outputs
 from headway.errors import ConfigError, DeviceMapError
 from headway.optional import require
 from headway.runtime.device import detect
@@ -223,6 +224,44 @@ def _spare(device_map: DeviceMap) -> int:
     """Bytes of main memory's budget that no weights lie in."""
     rows = device_map.plan.rows if device_map.plan is not None else []
     return sum(max(0, row.budget - row.weights) for row in rows if row.device == "cpu" and row.budget is not None)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What generating keeps and returns beside the weights.
+
+    Attributes:
+        per_sample: bytes that the cache takes for each sample, whatever its length (a recurrent state).
+        per_token: bytes that it grows by for each token of each sample, before any window of attention is full.
+        cache: bytes of the cache of the declared workload; None without one.
+        logits: bytes of the logits of all its tokens; None without one.
+        last_logits: bytes of one token's logits for each of its samples, where the model can be asked for those alone, as
+            transformers' generate() does; None where it cannot, or without a workload.
+    """
+
+    per_sample: int
+    per_token: int
+    cache: int | None = None
+    logits: int | None = None
+    last_logits: int | None = None
+
+
+def generation(model: nn.Module, dtype: Dtype, workload: Workload | None = None) -> Generation | None:
+    """Measure the cache and the logits by forwards on the meta device; None where the model does not run there.
+
+    Raises:
+        DeviceMapError: the declared workload cannot be measured.
+    """
+    try:
+        one, two = (cache_and_outputs(model, Workload(1, number), dtype)[0] for number in (1, 2))
+    except DeviceMapError:
+        return None
+    known = 2 * one - two, two - one
+    if workload is None:
+        return Generation(*known)
+    cache, logits = cache_and_outputs(model, workload, dtype)
+    can_skip = "logits_to_keep" in inspect.signature(model.forward).parameters
+    return Generation(*known, cache, logits, logits // workload.num_tokens if can_skip else None)
 
 
 def generates(model: nn.Module) -> bool:

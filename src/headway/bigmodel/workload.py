@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +49,9 @@ def demands(
 ) -> dict[str, tuple[int, int]]:
     """(bytes it leaves behind, bytes at its peak) of one forward, for each named module that runs.
 
+    What is left behind is what the model keeps for the next forward, a KV cache. The tensors that a forward returns, such as
+    logits, are the caller's to drop, and count for the peak.
+
     The model runs on the meta device: nothing is computed, and its own tensors are not touched. A value that it reads (to
     see whether there is padding, say) is zero. Attention through
     torch.nn.functional.scaled_dot_product_attention counts as a kernel that does not write its scores out.
@@ -59,6 +62,21 @@ def demands(
     Raises:
         DeviceMapError: the model does not run on the meta device with these inputs.
     """
+    return _measure(model, names, workload, dtype)[0]
+
+
+def cache_and_outputs(model: nn.Module, workload: Workload, dtype: Dtype | None = None) -> tuple[int, int]:
+    """Bytes of what one forward keeps for the next (a KV cache), and of the tensors that it returns (logits, say).
+
+    The arguments and errors are those of `demands`.
+    """
+    found, outputs = _measure(model, [""], workload, dtype)
+    return sum(kept for kept, _ in found.values()), outputs
+
+
+def _measure(
+    model: nn.Module, names: Sequence[str], workload: Workload, dtype: Dtype | None
+) -> tuple[dict[str, tuple[int, int]], int]:
     record = _Record()
     modules = dict(model.named_modules())
     watched = {name: modules[name] for name in names if name in modules}
@@ -73,7 +91,8 @@ def demands(
             stack.enter_context(_Fused())
             stack.enter_context(record)
             outputs = torch.func.functional_call(model, tensors, kwargs=arguments)
-            found = record.result()
+            returned = _returned(outputs)
+            found = record.result(returned)
             del outputs
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise DeviceMapError(
@@ -84,7 +103,16 @@ def demands(
     finally:
         for module in was_training:
             module.training = True
-    return found
+    return found, sum(returned.values())
+
+
+def _returned(outputs: Any) -> dict[int, int]:
+    """The storages of the tensors that a forward returns, {address: bytes}; caches are containers, and not among them."""
+    if isinstance(outputs, torch.Tensor):
+        outputs = (outputs,)
+    values = outputs.values() if isinstance(outputs, Mapping) else outputs if isinstance(outputs, tuple | list) else ()
+    storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
+    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def _on_meta(model: nn.Module, dtype: Dtype | None) -> dict[str, torch.Tensor]:
@@ -159,9 +187,13 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _now(self) -> str | None:
         return self.running[-1] if self.running else self.last
 
-    def result(self) -> dict[str, tuple[int, int]]:
-        """For each module, (bytes that stay, most bytes alive at once while it ran). Call it while the outputs live."""
-        left = set(self.alive.values())
+    def result(self, returned: Iterable[int] = ()) -> dict[str, tuple[int, int]]:
+        """For each module, (bytes that stay, most bytes alive at once while it ran). Call it while the outputs live.
+
+        Args:
+            returned: addresses of storages that are the caller's in the end, and do not stay.
+        """
+        left = {number for address, number in self.alive.items() if address not in set(returned)}
         kept: Counter[str] = Counter()
         peak: dict[str, int] = {}
         first = next((name for name, _, _ in self.events if name is not None), "")

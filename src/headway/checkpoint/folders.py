@@ -12,12 +12,15 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from headway.checkpoint.foreign import checkpoints_in
 from headway.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from headway.errors import CheckpointError
+from headway.log import get_logger
+
+log = get_logger(__name__)
 
 LATEST = "latest"
 _STAGED, _REMOVED, _REPLACED = ".staging-", ".removing-", ".replaced-"
-_NUMBER = re.compile(r"(\d+)$")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -57,7 +60,7 @@ def commit(staging: Path, final: Path, manifest: Manifest) -> None:
     if (final / MANIFEST).exists():
         _exchange(staging, final)
         sync_folder(final.parent)
-        remove(staging)
+        _discard(staging)
     else:
         os.rename(staging, final)  # onto nothing, or onto an empty folder
         sync_folder(final.parent)
@@ -99,15 +102,7 @@ def point_latest(folder: Path) -> None:
 
 def committed(parent: Path) -> list[Path]:
     """The committed checkpoints in a folder, the newest (the highest number at the end of its name) first."""
-    if not parent.is_dir():
-        return []
-    found = [path for path in parent.iterdir() if not path.name.startswith(".") and (path / MANIFEST).is_file()]
-    return sorted(found, key=_order, reverse=True)
-
-
-def _order(path: Path) -> tuple[int, str]:
-    number = _NUMBER.search(path.name)
-    return (int(number[1]) if number else -1, path.name)
+    return [parent / name for name in checkpoints_in(parent)]
 
 
 def locate(path: Path) -> Path:
@@ -125,13 +120,37 @@ def locate(path: Path) -> Path:
     return path
 
 
-def rotate(parent: Path, keep: int, protected: Iterable[Path] = ()) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints (1 or more) and those protected; returns what was removed."""
+def run_of(folder: Path) -> str | None:
+    """The id of the run that saved a checkpoint: "" where it was saved before runs had one; None where it is damaged."""
+    try:
+        return str(read_manifest(folder).about.get("run", ""))
+    except CheckpointError:
+        return None
+
+
+def rotate(parent: Path, keep: int, protected: Iterable[Path] = (), run: str | None = None) -> list[Path]:
+    """Remove all but the newest `keep` checkpoints (1 or more) and those protected; returns what was removed.
+
+    Args:
+        parent: the folder that holds them.
+        keep: how many stay.
+        protected: those that stay besides.
+        run: only those of this run are counted and removed; None: all.
+    """
     safe = {path.resolve() for path in protected}
-    old = [path for path in committed(parent)[max(1, keep) :] if path.resolve() not in safe]
+    own = [path for path in committed(parent) if run is None or run_of(path) == run]
+    old = [path for path in own[max(1, keep) :] if path.resolve() not in safe]
     for path in old:
-        remove(path)
+        _discard(path)
     return old
+
+
+def _discard(folder: Path) -> None:
+    """Remove what is no longer needed; where that fails, say so: what was saved is saved, and the next save tries again."""
+    try:
+        remove(folder)
+    except OSError as error:
+        log.warning_once("%s could not be removed (%s); the checkpoints beside it are whole", folder, error)
 
 
 def remove(folder: Path) -> None:
@@ -139,12 +158,20 @@ def remove(folder: Path) -> None:
     doomed = folder
     if not folder.name.startswith("."):
         doomed = folder.parent / f"{_REMOVED}{folder.name}"
-        if doomed.exists():
-            shutil.rmtree(doomed)
+        if doomed.exists() or doomed.is_symlink():
+            _remove_tree(doomed)
         os.rename(folder, doomed)
         # Else a power cut could bring the name back for a folder whose files are gone.
         sync_folder(folder.parent)
-    shutil.rmtree(doomed)
+    _remove_tree(doomed)
+
+
+def _remove_tree(folder: Path) -> None:
+    """A folder, or the link to one: where it leads stays."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def sweep(parent: Path, name: str | None = None) -> list[Path]:
@@ -158,7 +185,7 @@ def sweep(parent: Path, name: str | None = None) -> list[Path]:
     pattern = re.compile(rf"{_STAGED}{wanted}-[0-9a-f]{{16}}|({_REMOVED}|{_REPLACED}){wanted}")
     left = [path for path in parent.iterdir() if pattern.fullmatch(path.name) and _is_litter(path)]
     for path in left:
-        shutil.rmtree(path)
+        _discard(path)
     (parent / f".{LATEST}.tmp").unlink(missing_ok=True)
     return left
 

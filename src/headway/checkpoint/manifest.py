@@ -1,12 +1,17 @@
-"""The checkpoint format, version 1: what a manifest says, and how it is written and checked.
+"""The checkpoint format, version 2: what a manifest says, and how it is written and checked.
 
 A checkpoint is a folder of safetensors files and one `manifest.json`; it exists when the manifest does. The manifest
 names every tensor by its logical name (`model/0/` and the bare module's name, say), its global shape and dtype, and
-the chunks it lies in; every file with its length and SHA-256; tied names; and as JSON what is no tensor::
+the chunks it lies in; every file with its length and the XXH3-128 of each 16 MiB of it; tied names; and as JSON what is no
+tensor::
 
-    {"format": "headway checkpoint", "version": 1, "sha256": <of content>, "content": {
+    {"format": "headway checkpoint", "version": 2, "sha256": <of content>, "content": {
        "tensors": {name: {"shape", "dtype", "chunks": [{"offsets", "shape", "file", "key"}]}},
-       "files": {file: {"bytes", "sha256"}}, "aliases": {name: name}, "state": ..., "about": ...}}
+       "files": {file: {"bytes", "xxh3_128": [one a piece]}}, "aliases": {name: name}, "state": ..., "about": ...}}
+
+The hashes are there to find accidental damage: bad sectors, torn copies, files mixed up. Who can write to the folder can
+write a fitting manifest as well, whatever the algorithm. Version 1 had the SHA-256 of each whole file, and is read and verified.
+Pieces let several threads read one file.
 """
 
 import hashlib
@@ -17,10 +22,19 @@ from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from headway.checkpoint.foreign import MANIFEST as MANIFEST
+from headway.checkpoint.foreign import explain
 from headway.errors import CheckpointError
 
-MANIFEST = "manifest.json"
-FORMAT, VERSION = "headway checkpoint", 1
+FORMAT, VERSION = "headway checkpoint", 2
+ALGORITHM = "xxh3_128"
+"""What new files are hashed with."""
+
+PIECE = 16 * 2**20
+"""Bytes of a file that have a hash of their own."""
+
+TITLES = {"xxh3_128": "XXH3-128", "sha256": "SHA-256"}
+_BY_VERSION = {1: "sha256", 2: ALGORITHM}
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8,
     "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1, "complex128": 16, "complex64": 8, "complex32": 4, "float8_e4m3fn": 1,
@@ -36,12 +50,22 @@ class Written:
     Attributes:
         name: in its folder.
         num_bytes: its length.
-        sha256: of its bytes, in hexadecimal.
+        digests: of each piece of its bytes, in hexadecimal; by SHA-256 one, of the whole file.
+        algorithm: which made them: "xxh3_128" or "sha256".
     """
 
     name: str
     num_bytes: int
-    sha256: str
+    digests: tuple[str, ...]
+    algorithm: str = ALGORITHM
+
+    def pieces(self) -> list[tuple[int, int, str]]:
+        """(where it begins, its length, its hash) of each piece."""
+        size = PIECE if self.algorithm == ALGORITHM else max(1, self.num_bytes)
+        return [
+            (start, min(size, self.num_bytes - start), digest)
+            for start, digest in zip(range(0, max(1, self.num_bytes), size), self.digests)
+        ]
 
 
 @dataclass(frozen=True)
@@ -73,6 +97,7 @@ class Manifest:
         aliases: tied names, and the name that holds their values.
         state: everything that is no tensor, as `values.encode` made it.
         about: counters, world and versions: what a reader may want to know before it loads.
+        version: of the format.
     """
 
     tensors: Mapping[str, Entry]
@@ -80,6 +105,7 @@ class Manifest:
     aliases: Mapping[str, str] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
+    version: int = VERSION
 
     def encode(self) -> bytes:
         """The manifest as the bytes of `manifest.json`."""
@@ -89,10 +115,10 @@ class Manifest:
                     {"offsets": list(c.offsets), "shape": list(c.shape), "file": c.file, "key": c.key} for c in e.chunks]}
                 for name, e in self.tensors.items()
             },
-            "files": {name: {"bytes": w.num_bytes, "sha256": w.sha256} for name, w in self.files.items()},
+            "files": {name: {"bytes": w.num_bytes, **_hashes(w)} for name, w in self.files.items()},
             "aliases": dict(self.aliases), "state": dict(self.state), "about": dict(self.about),
         }  # fmt: skip
-        whole = {"format": FORMAT, "version": VERSION, "sha256": _digest(content), "content": content}
+        whole = {"format": FORMAT, "version": self.version, "sha256": _digest(content), "content": content}
         return (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode()
 
     @classmethod
@@ -106,14 +132,16 @@ class Manifest:
             whole = json.loads(data)
             if not isinstance(whole, dict) or whole.get("format") != FORMAT:
                 raise CheckpointError(f"{where} is no manifest of a Headway checkpoint")
-            if whole.get("version") != VERSION:
+            version = whole.get("version")
+            if type(version) is not int or version not in _BY_VERSION:
                 raise CheckpointError(
-                    f"{where} is of version {whole.get('version')!r} of the format; this Headway reads version {VERSION}"
+                    f"{where} is of version {version!r} of the format; this Headway reads versions "
+                    + " and ".join(map(str, _BY_VERSION))
                 )
             content = whole.get("content")
             if _digest(content) != whole.get("sha256"):
                 raise CheckpointError(f"{where} is damaged: its content is not what was written (SHA-256 differs)")
-            return _read_content(content)
+            return _read_content(content, version)
         except CheckpointError:
             raise
         except (
@@ -126,6 +154,11 @@ class Manifest:
             MemoryError,
         ) as error:
             raise CheckpointError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
+
+    @property
+    def algorithm(self) -> str:
+        """What the files were hashed with."""
+        return _BY_VERSION[self.version]
 
     @property
     def sha256(self) -> str:
@@ -143,11 +176,9 @@ def _digest(content: Any) -> str:
     ).hexdigest()
 
 
-def _read_content(content: Any) -> Manifest:
-    files = {
-        _file_name(name): Written(name, _count(entry["bytes"]), str(entry["sha256"]))
-        for name, entry in content["files"].items()
-    }
+def _read_content(content: Any, version: int) -> Manifest:
+    algorithm = _BY_VERSION[version]
+    files = {_file_name(name): _read_file(name, entry, algorithm) for name, entry in content["files"].items()}
     tensors = {str(name): _read_entry(name, entry, files) for name, entry in content["tensors"].items()}
     aliases = {str(name): str(target) for name, target in content["aliases"].items()}
     for name, target in aliases.items():
@@ -156,7 +187,21 @@ def _read_content(content: Any) -> Manifest:
     state, about = content["state"], content["about"]
     if not isinstance(state, dict) or not isinstance(about, dict):
         raise CheckpointError("the manifest's state and about must be objects")
-    return Manifest(tensors, files, aliases, state, about)
+    return Manifest(tensors, files, aliases, state, about, version)
+
+
+def _hashes(written: Written) -> dict[str, Any]:
+    is_whole = written.algorithm == "sha256"
+    return {written.algorithm: written.digests[0] if is_whole else list(written.digests)}
+
+
+def _read_file(name: str, entry: dict[str, Any], algorithm: str) -> Written:
+    num_bytes, found = _count(entry["bytes"]), entry[algorithm]
+    digests = (found,) if algorithm == "sha256" else tuple(found) if isinstance(found, list) else ()
+    num_pieces = 1 if algorithm == "sha256" else max(1, -(-num_bytes // PIECE))
+    if len(digests) != num_pieces or not all(isinstance(each, str) for each in digests):
+        raise CheckpointError(f"the manifest has {len(digests)} hashes of {name!r}, which has {num_pieces} pieces")
+    return Written(name, num_bytes, digests, algorithm)
 
 
 def _read_entry(name: str, entry: dict[str, Any], files: Mapping[str, Written]) -> Entry:
@@ -216,6 +261,8 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: there is none, or it is damaged.
     """
     path = folder / MANIFEST
+    if not path.exists():
+        raise CheckpointError(explain(folder))
     try:
         return Manifest.decode(path.read_bytes(), str(path))
     except OSError as error:

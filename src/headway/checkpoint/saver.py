@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.checkpoint import folders
-from headway.checkpoint.layout import read_tensors, verify
+from headway.checkpoint.layout import read_state, verify
 from headway.checkpoint.manifest import Manifest, read_manifest
 from headway.checkpoint.replica import hand_on
 from headway.checkpoint.state import Collected
@@ -22,6 +22,7 @@ from headway.checkpoint.writer import Background, Job, Snapshot, abandon, announ
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.ops.collectives import Collectives
+from headway.runtime.callers import SAVE
 from headway.runtime.process import ProcessRuntime
 
 log = get_logger(__name__)
@@ -37,6 +38,7 @@ class Policy:
         owns_parent: the parent folder holds this run's checkpoints and nothing else.
         is_blocking: return when the checkpoint is on the disk; False: write behind the loop.
         timeout: seconds to wait for the other ranks' parts.
+        is_alone: this rank saves, and no other knows of it: nothing is asked or told, and all of it is written here.
     """
 
     keep: int | None = None
@@ -44,6 +46,7 @@ class Policy:
     owns_parent: bool = False
     is_blocking: bool = True
     timeout: float = 600.0
+    is_alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,19 @@ class Saver:
         self._snapshot = Snapshot()
         self._background = Background()
         self._pending: Job | None = None
+        self._verified: tuple[Path, str] | None = None
+        self._alone = Background()
+        self._alone_job: Job | None = None
 
     # ---------------------------------------------------------------- save
 
+    def meet(self, number: int) -> int:
+        """Begin a save of all ranks: the largest of their numbers, as some may have saved without the others."""
+        return int(max(row[0] for row in self._collectives.gather_numbers([number], SAVE)))
+
     def save(self, final: Path, collected: Collected, about: Mapping[str, Any], policy: Policy,
-             fill: Callable[[Path], None] | None = None) -> None:  # fmt: skip
-        """Write a checkpoint; every rank calls it with the same folder.
+             fill: Callable[[Path], None] | None = None, seal: Callable[[], None] | None = None) -> None:  # fmt: skip
+        """Write a checkpoint; every rank calls it with the same folder, or one alone (`policy.is_alone`).
 
         Args:
             final: the checkpoint's folder.
@@ -85,24 +95,35 @@ class Saver:
             about: for the manifest, alike on all ranks.
             policy: what is kept, and how it runs.
             fill: puts further files into the folder that it is given, or takes tensors out of `collected`, on every rank.
+            seal: adds to `collected` what is taken last, after `fill`.
 
         Raises:
             CheckpointError: on every rank, where any of them could not write; the former checkpoint is intact.
         """
-        self.wait()
-        nonce = self._collectives.broadcast_object(secrets.token_hex(8))
-        disk = self._find_disk(final, nonce)
+        is_alone = policy.is_alone
+        self.wait(is_alone)
+        nonce = secrets.token_hex(8)
+        if not is_alone:
+            nonce = self._collectives.broadcast_object(nonce)
+        disk = _Disk(True, 0, 1, True) if is_alone else self._find_disk(final, nonce)
         job = self._job(final, nonce, disk, collected, about, policy)
-        self._together(lambda: begin(job), job)
+        self._together(lambda: begin(job), job, is_alone)
         if fill is not None:
-            self._together(partial(fill, job.staging), job)
-        self._together(lambda: announce(job), job)
+            self._together(partial(fill, job.staging), job, is_alone)
+        if seal is not None:
+            seal()
+        self._together(lambda: announce(job), job, is_alone)
         if policy.is_blocking:
-            self._together(lambda: write(job), job)
-            self._after(job, policy)
+            self._together(lambda: write(job), job, is_alone)
+            if not is_alone:
+                self._after(job, policy)
+            return
+        job = _with_tensors(job, self._snapshot.take(job.tensors))
+        if is_alone:
+            self._alone_job = job
+            self._alone.start(job)
         else:
-            taken = self._snapshot.take(job.tensors)
-            self._pending = job = _with_tensors(job, taken)
+            self._pending = job
             self._background.start(job)
 
     def _job(self, final: Path, nonce: str, disk: _Disk, collected: Collected, about: Mapping[str, Any],
@@ -133,16 +154,16 @@ class Saver:
         part = runtime.local_rank if runtime.local_rank < num_parts else None
         return _Disk(False, part, num_parts, runtime.local_rank == 0)
 
-    def _together(self, act: Callable[[], Any], job: Job) -> None:
-        """Run on every rank; where it fails on any, drop the save and raise on all."""
+    def _together(self, act: Callable[[], Any], job: Job, is_alone: bool = False) -> None:
+        """Run on every rank, or on this one alone; where it fails on any, drop the save and raise on all."""
         failure: str | None = None
         cause: BaseException | None = None
         try:
             act()
         except (OSError, CheckpointError) as error:
             failure, cause = f"{type(error).__name__}: {error}", error
-        told = self._collectives.gather_objects(failure)
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+        told = {self._runtime.rank: failure} if is_alone else dict(enumerate(self._collectives.gather_objects(failure)))
+        failed = [f"rank {rank}: {text}" for rank, text in told.items() if text is not None]
         if failed:
             abandon(job)
             raise CheckpointError(
@@ -160,7 +181,7 @@ class Saver:
                 f"{job.final} differs between machines, so it cannot be resumed from: the state of their ranks is not the same"
             )
         if policy is not None and policy.keep is not None and job.leads:
-            folders.rotate(job.final.parent, policy.keep, policy.protected)
+            folders.rotate(job.final.parent, policy.keep, policy.protected, job.about.get("run"))
 
     def poll(self) -> None:
         """Raise the error of a save behind the loop, if there is one.
@@ -168,17 +189,25 @@ class Saver:
         Raises:
             CheckpointError: it could not be written.
         """
-        error = self._background.take_error()
-        if error is not None:
-            raise _failed(self._pending, error) from error
+        for background, job in ((self._background, self._pending), (self._alone, self._alone_job)):
+            error = background.take_error()
+            if error is not None:
+                raise _failed(job, error) from error
 
-    def wait(self) -> None:
+    def wait(self, is_alone: bool = False) -> None:
         """Wait for the save behind the loop; every rank calls it.
 
+        Args:
+            is_alone: the others do not: what became of a save of all ranks is told when they come.
+
         Raises:
-            CheckpointError: on every rank, where any could not write.
+            CheckpointError: on every rank, where any could not write; on this one, where it could not, saving alone.
         """
-        if self._pending is None:
+        self._background.join()
+        error = self._alone.wait()
+        if error is not None:
+            raise _failed(self._alone_job, error) from error
+        if self._pending is None or is_alone:
             return
         job, self._pending = self._pending, None
         error = self._background.wait()
@@ -193,7 +222,11 @@ class Saver:
     @property
     def is_busy(self) -> bool:
         """Is a save being written behind the loop?"""
-        return self._background.is_busy
+        return self._background.is_busy or self._alone.is_busy
+
+    def is_agreed(self, answer: bool) -> bool:
+        """Is it so on every rank?"""
+        return self._collectives.reduce_numbers([float(answer)], "min")[0] > 0
 
     def largest(self, number: int) -> int:
         """The largest of all ranks' numbers: machines may not hold the same checkpoints."""
@@ -201,10 +234,14 @@ class Saver:
 
     # ---------------------------------------------------------------- find and read
 
-    def newest(self, parent: Path) -> tuple[Path | None, list[str]]:
+    def newest(self, parent: Path, run: str | None = None) -> tuple[Path | None, list[str]]:
         """The newest checkpoint in a folder that verifies, on every machine alike; and why newer ones do not.
 
         A machine whose disk holds none, as it came in the place of a lost one, is given the checkpoint by another.
+
+        Args:
+            parent: the folder that holds them.
+            run: only those of this run count; None: all.
 
         Returns:
             (its folder or None, a line for each one passed over).
@@ -213,7 +250,7 @@ class Saver:
             CheckpointError: on every rank: it could not be brought to a machine without it.
         """
         reasons: list[str] = []
-        everywhere = self._held(parent)
+        everywhere = self._held(parent, run)
         holders = [bool(each) for each in everywhere]
         for name, _ in _common([each for each in everywhere if each]):
             problem = self._agreed_problem(parent / name, holders[self._runtime.rank])
@@ -224,10 +261,12 @@ class Saver:
             reasons.append(problem)
         return None, reasons
 
-    def _held(self, parent: Path) -> list[list[tuple[str, str]]]:
+    def _held(self, parent: Path, run: str | None) -> list[list[tuple[str, str]]]:
         """For each rank, (name, manifest hash) of the checkpoints on its disk, newest first."""
         own: list[tuple[str, str]] = []
         for folder in folders.committed(parent):
+            if run is not None and folders.run_of(folder) not in (run, None):
+                continue
             try:
                 own.append((folder.name, read_manifest(folder).sha256))
             except CheckpointError as error:
@@ -238,7 +277,7 @@ class Saver:
         problem: str | None = None
         if is_held and self._runtime.local_rank == 0:  # one reader a machine
             try:
-                verify(folder)
+                self._verified = folder, verify(folder).sha256
             except CheckpointError as error:
                 problem = str(error)
         found = [text for text in self._collectives.gather_objects(problem) if text is not None]
@@ -254,9 +293,10 @@ class Saver:
         failure: str | None = None
         try:
             folder = folders.locate(path)
-            manifest = verify(folder) if self._runtime.local_rank == 0 else read_manifest(folder)
-            tensors = dict(read_tensors(folder, manifest))
-            result = manifest, Collected(tensors, dict(manifest.aliases), dict(manifest.state))
+            manifest = read_manifest(folder)
+            is_known, self._verified = self._verified == (folder, manifest.sha256), None
+            tensors, owned = read_state(folder, manifest, self._runtime.local_rank == 0 and not is_known)
+            result = manifest, Collected(tensors, dict(manifest.aliases), dict(manifest.state), owned)
         except CheckpointError as error:
             failure = str(error)
         told = self._collectives.gather_objects((failure, None if result is None else result[0].sha256))

@@ -4,23 +4,23 @@ The format is that of the safetensors library (an 8-byte little-endian length, a
 reads these files. They are written here because that library needs the whole shard in memory, and hashes nothing.
 """
 
-import hashlib
 import json
 import os
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
-from headway.checkpoint.manifest import Written
+from headway.checkpoint.manifest import PIECE, Written
 from headway.errors import CheckpointError
 
-_BLOCK = 16 * 1024 * 1024
-_CODES = {
+_BLOCK = 1024 * 1024
+"""What is read or written at once stays in the processor's cache until it is hashed."""
+
+CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.uint32: "U32",
@@ -37,50 +37,42 @@ def write_shard(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Writ
         OSError: the disk is full, or not writable.
     """
     header = _header(tensors)
-    length = 0
-    with _Hash() as digest, open(path, "wb", buffering=0) as file:
+    digests = PieceHashes()
+    with open(path, "wb", buffering=0) as file:
         for view in chain([memoryview(header)], *(_blocks(tensor) for _, tensor in tensors)):
-            digest.update(view)
-            length += len(view)
+            digests.update(view)
             while view:
                 view = view[file.write(view) :]
         os.fsync(file.fileno())
-    return Written(path.name, length, digest.hexdigest())
+    return digests.written(path.name)
 
 
-class _Hash:
-    """SHA-256 on a thread beside the writing, which takes about as long; neither holds the interpreter lock.
-
-    No executor: those refuse work while Python shuts down, when a save behind the loop may still be written.
-    """
+class PieceHashes:
+    """The hashes of a file's pieces, of bytes that come in order."""
 
     def __init__(self) -> None:
-        self._digest = hashlib.sha256()
-        self._views: SimpleQueue[memoryview | None] = SimpleQueue()
-        self._has_room = threading.Semaphore(2)  # what is not contiguous is copied, block by block
-        self._thread = threading.Thread(target=self._run, name="headway-hash", daemon=True)
-
-    def __enter__(self) -> "_Hash":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._views.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (view := self._views.get()) is not None:
-            self._digest.update(view)
-            self._has_room.release()
+        self._current = xxhash.xxh3_128()
+        self._digests: list[str] = []
+        self._length = 0
 
     def update(self, view: memoryview) -> None:
         """Hash this too."""
-        self._has_room.acquire()
-        self._views.put(view)
+        while view:
+            if self._length and self._length % PIECE == 0:
+                self._next()
+            part = view[: PIECE - self._length % PIECE]
+            self._current.update(part)
+            self._length += len(part)
+            view = view[len(part) :]
 
-    def hexdigest(self) -> str:
-        """Of everything; after the block."""
-        return self._digest.hexdigest()
+    def _next(self) -> None:
+        self._digests.append(self._current.hexdigest())
+        self._current = xxhash.xxh3_128()
+
+    def written(self, name: str) -> Written:
+        """The file, now that all of it has come."""
+        self._next()
+        return Written(name, self._length, tuple(self._digests))
 
 
 def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
@@ -88,7 +80,7 @@ def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
     offset = 0
     for name, tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
-        code = _CODES.get(tensor.dtype)
+        code = CODES.get(tensor.dtype)
         # A type that the format lacks is kept as its bytes; the manifest knows what they are.
         shape = list(tensor.shape) if code else [num_bytes]
         entries[name] = {"dtype": code or "U8", "shape": shape, "data_offsets": [offset, offset + num_bytes]}
@@ -111,31 +103,12 @@ def describe(path: Path, name: str) -> Written:
     """What lies in a file that somebody else wrote, forced to the disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else hashlib.sha256(file.read())
-        return Written(name, file.tell(), digest.hexdigest())
-
-
-def check_file(path: Path, num_bytes: int, sha256: str) -> None:
-    """Read the whole file once and compare it with what was written.
-
-    Raises:
-        CheckpointError: it is missing, shorter or longer, or its bytes differ.
-    """
-    digest = hashlib.sha256()
-    try:
-        size = path.stat().st_size
-        if size != num_bytes:
-            raise CheckpointError(
-                f"{path} has {size} bytes; {num_bytes} were written. It is truncated, or another file"
-            )
-        with open(path, "rb", buffering=0) as file:
-            buffer = bytearray(min(_BLOCK, max(1, num_bytes)))
-            while count := file.readinto(buffer):
-                digest.update(memoryview(buffer)[:count])
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    if digest.hexdigest() != sha256:
-        raise CheckpointError(f"{path} is damaged: its bytes are not those that were written (SHA-256 differs)")
+    digests = PieceHashes()
+    view = memoryview(bytearray(_BLOCK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(view):
+            digests.update(view[:count])
+    return digests.written(name)
 
 
 def read_shard(path: Path, wanted: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> dict[str, torch.Tensor]:
@@ -159,7 +132,7 @@ def read_shard(path: Path, wanted: Iterable[tuple[str, torch.dtype, Sequence[int
 
 def _shaped(tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], where: str) -> torch.Tensor:
     if tensor.dtype != dtype:
-        is_raw = dtype not in _CODES and tensor.dtype == torch.uint8
+        is_raw = dtype not in CODES and tensor.dtype == torch.uint8
         if not is_raw or tensor.numel() != torch.Size(shape).numel() * dtype.itemsize:
             raise CheckpointError(f"{where} is of {tensor.dtype}, the manifest says {dtype}")
         return tensor.clone().view(dtype).reshape(tuple(shape))

@@ -4,7 +4,7 @@ Names are logical: `model/0/` and the bare module's names; `optimizer/0/`, the p
 world size, another wrapping, or another order of parameter groups finds the same tensors.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -51,11 +51,16 @@ class Parts:
 
 @dataclass
 class Collected:
-    """A run's state, taken apart: tensors and tied names by logical name, the rest as JSON."""
+    """A run's state, taken apart: tensors and tied names by logical name, the rest as JSON.
+
+    Attributes:
+        owned: names of tensors that nothing else refers to, so that objects may keep them.
+    """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
+    owned: set[str] = field(default_factory=set)
 
 
 def collect(parts: Parts) -> Collected:
@@ -205,6 +210,7 @@ def restore(parts: Parts, found: Collected) -> None:
     others = [(obj, decode(value, found.tensors), f"{kind} {index}") for kind, objects in parts.others.items()
               for index, (obj, value) in enumerate(zip(objects, found.state[kind]))]  # fmt: skip
     names = parameter_names(parts.models)
+    own = {id(found.tensors[name]) for name in found.owned}
     prepared = [_decoded(optimizer, names, entry, found.tensors)
                 for optimizer, entry in zip(parts.optimizers, found.state["optimizer"])]  # fmt: skip
     undo: list[tuple[Any, dict[str, Any]]] = []
@@ -214,7 +220,7 @@ def restore(parts: Parts, found: Collected) -> None:
             obj.load_state_dict(state)
         for optimizer, state in zip(parts.optimizers, prepared):
             undo.append((optimizer, optimizer.state_dict()))
-            _load_optimizer(optimizer, state)
+            _load_optimizer(optimizer, state, own)
         for index, model in parts.chosen():
             _load_model(dict(parts.export(model)), found, f"model/{index}/", model, found.state["extra"][index])
     except Exception as error:
@@ -239,8 +245,8 @@ def _decoded(
     return {"state": values, "param_groups": groups, **decode(entry["rest"], tensors)}
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    optimizer.load_state_dict(_copied(state))
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], own: Container[int]) -> None:
+    optimizer.load_state_dict(_copied(state, own))
     # torch casts floating state to its parameter's dtype; a state that was kept in another must come back in it.
     flat = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [n for group in state["param_groups"] for n in group["params"]]
@@ -251,13 +257,18 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> 
                 optimizer.state[parameter][key] = value.clone().to(loaded.device)
 
 
-def _copied(value: Any) -> Any:
-    """Tensors of a mapped file must not become an optimizer's own: they would keep the file open, and cannot be written."""
+def _copied(value: Any, own: Container[int]) -> Any:
+    """Tensors of a mapped file must not become an optimizer's own: they would keep the file open, and cannot be written.
+
+    Args:
+        value: a state.
+        own: ids of tensors that may.
+    """
     if isinstance(value, torch.Tensor):
-        return value.clone()
+        return value if id(value) in own else value.clone()
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
+        return {key: _copied(item, own) for key, item in value.items()}
+    return [_copied(item, own) for item in value] if isinstance(value, list) else value
 
 
 def _load_model(

@@ -24,7 +24,10 @@ from headway.checkpoint import folders
 from headway.checkpoint.manifest import Chunk, Entry, Manifest, Written
 from headway.checkpoint.shards import describe, write_shard
 from headway.errors import CheckpointError
+from headway.log import get_logger
 from headway.runtime.events import notify
+
+log = get_logger(__name__)
 
 _POLL = 0.005
 
@@ -128,15 +131,18 @@ def write(job: Job) -> Manifest | None:
     files |= _added_files(job.staging, files)
     manifest = _assemble(job, plan, files)
     folders.commit(job.staging, job.final, manifest)
-    folders.point_latest(job.final)
+    try:
+        folders.point_latest(job.final)
+    except OSError as error:  # it is committed: nothing that fails now may say otherwise
+        log.warning_once("%s is saved, but the file 'latest' beside it could not be written: %s", job.final, error)
     if job.keep is not None:
-        folders.rotate(job.final.parent, job.keep, job.protected)
+        folders.rotate(job.final.parent, job.keep, job.protected, job.about.get("run"))
     notify(
         "checkpoint",
         step=job.about.get("num_updates"),
         source=job.source,
         folder=str(job.final),
-        bytes=manifest.num_bytes,
+        bytes=manifest.num_bytes(),
     )
     return manifest
 
@@ -146,7 +152,7 @@ def _write_part(job: Job, files: Mapping[str, Sequence[str]]) -> None:
     try:
         written = [write_shard(job.staging / file, [(name, job.tensors[name]) for name in names])
                    for file, names in files.items()]  # fmt: skip
-        working.write_text(json.dumps([[w.name, w.num_bytes, w.sha256] for w in written]))
+        working.write_text(json.dumps([[w.name, w.num_bytes, w.digests] for w in written]))
         os.replace(working, done)
     except BaseException:
         # Taking a file away works on a full disk as well.
@@ -169,8 +175,8 @@ def _collect(job: Job) -> dict[str, Written]:
                     f"part {part} of {job.num_parts} of {job.final} was not written in {job.timeout:g} s"
                 )
             time.sleep(_POLL)
-        for name, num_bytes, sha256 in json.loads(done.read_text()):
-            files[name] = Written(name, num_bytes, sha256)
+        for name, num_bytes, digests in json.loads(done.read_text()):
+            files[name] = Written(name, num_bytes, tuple(digests))
     for part in range(job.num_parts):
         (job.staging / f".written-{part}").unlink()
     return files
@@ -257,11 +263,15 @@ class Background:
         self._thread = threading.Thread(target=run, name="headway-save", daemon=False)
         self._thread.start()
 
-    def wait(self) -> BaseException | None:
-        """Wait for the save under way; returns its error, once."""
+    def join(self) -> None:
+        """Wait for the save under way, and keep its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def wait(self) -> BaseException | None:
+        """Wait for the save under way; returns its error, once."""
+        self.join()
         return self.take_error()
 
     def take_error(self) -> BaseException | None:

@@ -9,7 +9,7 @@ import click
 
 from headway import env, optional
 from headway.cli.options import GroupedCommand, GroupedOption, command_line_layer, examples, underscored
-from headway.config.files import KEYS, default_file, dump, file_layer, load_mapping, parse, read, write
+from headway.config.files import KEYS, default_file, dump, file_layer, load_mapping, read, settings_in, write
 from headway.config.launch import SETTINGS, LaunchConfig, Setting
 from headway.config.load import environment_layer, resolve
 from headway.config.retired import advice
@@ -72,7 +72,7 @@ def _update(config_file: str | None) -> None:
             kept[key] = value
         else:
             click.echo(f"taken out: {key}: {text}")
-    _write(resolve([parse(json.dumps(kept).encode(), str(path))]).config, path)
+    _write(resolve([settings_in(kept, str(path))]).config, path)
 
 
 def _show(config_file: str | None, as_json: bool) -> None:
@@ -115,7 +115,9 @@ def _import(foreign: str, config_file: str | None, force: bool) -> None:
 
 def _file_option() -> click.Parameter:
     return GroupedOption(
-        ["--config_file"], metavar="PATH", help="The file.  [default: default_config.yaml in Headway's folder]"
+        ["--config_file"],
+        metavar="PATH",
+        help="The file.  [default: default_config.yaml in $HEADWAY_HOME, else in ~/.config/headway]",
     )
 
 

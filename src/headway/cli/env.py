@@ -8,11 +8,12 @@ from pathlib import Path
 
 import click
 
-from headway import __version__, env
+from headway import env
 from headway.cli.options import GroupedCommand, GroupedOption
 from headway.config.files import default_file
 from headway.launch import machine
 from headway.units import format_bytes
+from headway.version import __version__
 
 _PACKAGES = ("torch", "numpy", "safetensors", "transformers", "datasets", "torchdata", "accelerate", "deepspeed")
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "SLURM_JOB_ID")

@@ -7,26 +7,28 @@ import click
 
 from headway.cli.options import GroupedCommand, GroupedOption, examples
 from headway.errors import ConfigError
-from headway.units import format_bytes
+from headway.units import format_bytes, format_number
 
 _ABOUT = """Say what running the model in FOLDER takes, what of it fits this machine, and how fast it can be at most.
 
-FOLDER is a local one with a transformers `config.json`, with or without weights. The model is built without memory. The rate is a
-ceiling: bandwidth, measured here in about two seconds, over the bytes that a token has to read.
+FOLDER is on this machine and holds a transformers `config.json`, with or without weights. The model is built without memory. The
+rate is a ceiling: bandwidth, measured here in about two seconds, over the bytes that each token has to read.
 """
 
 _EPILOG = examples([
-    "headway estimate llama/ --inference                        the sizes, the placement, the ceiling",
-    "headway estimate llama/ --inference --dtype int4           placed as int4",
-    "headway estimate llama/ --inference --num_tokens 4096      with room for 4096 tokens and their cache",
+    "headway estimate llama/                        the sizes, the placement, the ceiling",
+    "headway estimate llama/ --dtype int4           placed as int4",
+    "headway estimate llama/ --num_tokens 4096      with room for 4096 tokens and their cache",
 ])  # fmt: skip
+
+_WORTH_SAYING = 1024
+"""Bytes for each sample below which a cache's fixed part is bookkeeping, not a state."""
 
 _DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 
 
 def _estimate(folder: Path, inference: bool, dtype: str | None, batch_size: int | None, num_tokens: int | None) -> None:
-    if not inference:
-        raise ConfigError("headway estimate got nothing to estimate; add --inference, which is what there is")
+    del inference  # what there is to estimate
     if batch_size is not None and num_tokens is None:
         raise ConfigError(f"--batch_size {batch_size} needs --num_tokens, the tokens of each sample")
     # Imported here so that the help does not wait for torch.
@@ -43,7 +45,8 @@ def _estimate(folder: Path, inference: bool, dtype: str | None, batch_size: int 
     unit = "tokens/s" if estimate.generates(model) else "forwards/s"
     for line in (
         *_head(model, stored), "", *_table(sizings, bandwidths, unit, batch_size or 1), "",
-        *_placement(sizings[names.index(chosen)], unit), "",
+        *_placement(sizings[names.index(chosen)], unit),
+        *_generation(model, chosen, workload, unit), "",
         *_ceiling(model, stored, bandwidths, unit),
     ):  # fmt: skip
         click.echo(line)
@@ -72,7 +75,7 @@ def _table(sizings: list[Any], bandwidths: Any, unit: str, batch_size: int) -> l
         places = ", ".join(f"{device} {format_bytes(size)}" for device, size in sizing.places().items())
         rows.append([
             sizing.dtype, format_bytes(sizing.num_bytes), f"{format_bytes(sizing.largest)} {sizing.largest_name}",
-            places or "does not fit", "-" if rate is None else f"{rate * per_forward:.3g} {unit}",
+            places or "does not fit", "-" if rate is None else f"{format_number(rate * per_forward)} {unit}",
         ])  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
@@ -89,6 +92,28 @@ def _placement(sizing: Any, unit: str) -> list[str]:
     ]
 
 
+def _generation(model: Any, dtype: str, workload: Any, unit: str) -> list[str]:
+    """What generating needs beside the weights: the cache, which grows, and the logits, which come and go."""
+    from headway.bigmodel.estimate import generation
+
+    found = generation(model, dtype, workload) if unit == "tokens/s" else None
+    if found is None:
+        return []
+    growth = f"cache: {format_bytes(found.per_token)} for each token of each sample"
+    if found.per_sample >= _WORTH_SAYING:
+        growth += f", and {format_bytes(found.per_sample)} for each sample"
+    if workload is None or found.cache is None or found.logits is None:
+        return [growth]
+    samples = f"{workload.batch_size} sample{'s' if workload.batch_size > 1 else ''}"
+    last = ""
+    if found.last_logits is not None:
+        last = f"; {format_bytes(found.last_logits)} where the last token's alone are asked for, as generate() does"
+    return [
+        f"{growth}; {format_bytes(found.cache)} for {samples} of {workload.num_tokens:,} tokens",
+        f"logits of all these tokens: {format_bytes(found.logits)}, counted with the activations{last}",
+    ]
+
+
 def _ceiling(model: Any, stored: Any, bandwidths: Any, unit: str) -> list[str]:
     from headway.bigmodel.estimate import expert_share
 
@@ -99,7 +124,7 @@ def _ceiling(model: Any, stored: Any, bandwidths: Any, unit: str) -> list[str]:
     if disk is not None:
         size = sum(tensor.num_bytes for tensor in stored.tensors.values())
         lines.append(
-            f"reading the stored weights once takes at least {size / disk:.2g} s, unless they are in the page cache"
+            f"reading the stored weights once takes at least {format_number(size / disk)} s, unless they are in the page cache"
         )
     share, unit = expert_share(model), unit.partition("s/")[0]
     mixture = f", of the experts {share:.0%}" if share < 1 else ""
@@ -115,14 +140,14 @@ command = GroupedCommand(
     "estimate",
     callback=_estimate,
     params=[
-        click.Argument(["folder"], type=click.Path(path_type=Path)),
-        GroupedOption(["--inference"], group="What", is_flag=True, help="Running the model, as opposed to training it."),
-        GroupedOption(["--dtype"], group="What", type=click.Choice(_DTYPES),
+        click.Argument(["folder"], metavar="FOLDER", type=click.Path(path_type=Path)),
+        GroupedOption(["--inference"], group="What", is_flag=True, hidden=True, help="The default: running the model."),
+        GroupedOption(["--dtype"], group="What", type=click.Choice(_DTYPES), metavar="|".join(_DTYPES),
                       help="Place the model in this dtype.  [default: what the config says]"),
-        GroupedOption(["--num_tokens"], group="Workload", type=click.IntRange(min=1),
-                      help="Count in cache and activations of so many tokens."),
-        GroupedOption(["--batch_size"], group="Workload", type=click.IntRange(min=1),
-                      help="So many samples at once.  [default: 1]"),
+        GroupedOption(["--num_tokens"], metavar="N", group="Workload", type=click.IntRange(min=1),
+                      help="Count in the cache and the activations of this many tokens of each sample."),
+        GroupedOption(["--batch_size"], metavar="N", group="Workload", type=click.IntRange(min=1),
+                      help="Samples at once, with --num_tokens.  [default: 1]"),
     ],
     help=_ABOUT,
     epilog=_EPILOG,

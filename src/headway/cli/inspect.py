@@ -5,8 +5,10 @@ from pathlib import Path
 
 import click
 
-from headway.checkpoint.manifest import ITEM_BYTES, Manifest, read_manifest
+from headway.checkpoint.foreign import checkpoints_in, explain
+from headway.checkpoint.manifest import ITEM_BYTES, MANIFEST, TITLES, Manifest, read_manifest
 from headway.cli.options import GroupedCommand, GroupedOption
+from headway.errors import CheckpointError, ConfigError
 from headway.units import format_bytes
 
 
@@ -18,10 +20,17 @@ from headway.units import format_bytes
         GroupedOption(["--tensors"], group="Output", is_flag=True, help="List every tensor with its shape and dtype."),
         GroupedOption(["--verify"], group="Output", is_flag=True, help="Read every byte and compare it with its hash."),
     ],
-    help="Print what CHECKPOINT (a folder that save_state wrote) holds.",
+    help="Print what CHECKPOINT (a folder that save_state wrote) holds, or which checkpoints are in a folder of them.",
 )
 def command(checkpoint: Path, tensors: bool, verify: bool) -> None:
     """Read the manifest and print it."""
+    parent = next((each for each in (checkpoint, checkpoint / "checkpoints") if checkpoints_in(each)), None)
+    if parent is not None and not (checkpoint / MANIFEST).exists():
+        if verify or tensors:
+            raise ConfigError(explain(checkpoint))
+        for line in listing(parent):
+            click.echo(line)
+        return
     manifest = read_manifest(checkpoint)
     if verify:
         from headway.checkpoint.layout import verify as read_everything
@@ -35,7 +44,26 @@ def command(checkpoint: Path, tensors: bool, verify: bool) -> None:
         for name, target in manifest.aliases.items():
             click.echo(f"  {name}  tied to {target}")
     if verify:
-        click.echo(f"verified: all {len(manifest.files)} files are as they were written")
+        click.echo(
+            f"verified: all {len(manifest.files)} files are as they were written, by their {TITLES[manifest.algorithm]}"
+        )
+
+
+def listing(parent: Path) -> list[str]:
+    """The checkpoints in a folder, a line each, newest first."""
+    names = checkpoints_in(parent)
+    lines = [f"{parent} holds {len(names)} checkpoint{'s' if len(names) > 1 else ''}, the newest first:"]
+    width = max(map(len, names))
+    for name in names:
+        try:
+            manifest = read_manifest(parent / name)
+            about = manifest.about
+            said = f"after {about.get('num_updates')} updates, epoch {about.get('epoch')}, {format_bytes(manifest.num_bytes())}"
+            said += f", saved {about['saved_at']}" if "saved_at" in about else ""
+        except CheckpointError as error:
+            said = f"damaged: {error}"
+        lines.append(f"  {name:{width}}  {said}")
+    return [*lines, f"one of them: headway inspect {parent / names[0]}"]
 
 
 def summary(manifest: Manifest) -> list[str]:
@@ -54,5 +82,6 @@ def summary(manifest: Manifest) -> list[str]:
     width = max(map(len, kinds), default=0)
     for kind, (num, values, size) in kinds.items():
         lines.append(f"{kind:{width}}  {num} tensor{'s' if num > 1 else ''}, {values:,} values, {format_bytes(size)}")
-    lines.append(f"{len(manifest.files)} files, {format_bytes(manifest.num_bytes())}")
+    title = TITLES[manifest.algorithm]
+    lines.append(f"{len(manifest.files)} files, {format_bytes(manifest.num_bytes())}, each with its {title}")
     return lines

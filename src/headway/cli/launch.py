@@ -1,8 +1,7 @@
 """`headway launch`: start a script on one process or on many, on one machine or on several."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -11,12 +10,10 @@ from headway.cli.options import GroupedCommand, GroupedOption, command_line_laye
 from headway.config.load import Resolved, Value, environment_layer, resolve
 from headway.errors import ConfigError
 
-if TYPE_CHECKING:
-    from headway.launch.plan import Program
-
 _ABOUT = """Start SCRIPT with its own ARGS on every accelerator of this machine, or as the flags say.
 
-Flags go before SCRIPT and may be spelt with dashes or underscores; everything after SCRIPT is the script's own. What
+Flags go before SCRIPT and may be spelt with dashes or underscores; everything after SCRIPT is the script's own (put `--` before
+SCRIPT where it takes a flag of the same name). What
 stands in the script wins over flags, flags over HEADWAY_* variables, variables over the config file. One process is a
 plain `python SCRIPT`; several are kept by torch's elastic agent, and the first failure ends them all.
 """
@@ -32,23 +29,50 @@ _EPILOG = examples([
 ])  # fmt: skip
 
 
+_RAW = f"{__name__}.raw"
+"""Where the command line as typed is kept in click's context."""
+
+
+class LaunchCommand(GroupedCommand):
+    """The command, which also remembers what was typed: flags after the script are answered with the line to type."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Keep the line, and parse it."""
+        ctx.meta[_RAW] = list(args)
+        return super().parse_args(ctx, args)
+
+
+def _launch(**given: Any) -> None:
+    from headway.cli.misplaced import warning
+
+    ctx = click.get_current_context()
+    start(**given, warning=warning(ctx, ctx.meta[_RAW]))
+
+
 def start(script: str, script_args: tuple[str, ...], config_file: str | None, dry_run: bool, force: bool,
-            **given: Any) -> None:  # fmt: skip
-    """Start `script` as the settings say; the process is replaced, or what would be started is printed."""
+            warning: str = "", **given: Any) -> None:  # fmt: skip
+    """Start `script` as the settings say; the process is replaced, or what would be started is printed.
+
+    Args:
+        warning: said first, by one of the tasks that a cluster has started.
+    """
     # Imported here so that the help does not wait for them.
-    from headway.launch import clusters, machine, network, plan, run
+    from headway.launch import clusters, machine, network, plan, run, target
     from headway.launch.plan import Program
 
     environment = env.snapshot()
     cluster = clusters.detect(environment)
     resolved = settings(given, config_file, force, environment, cluster.layer if cluster is not None else {})
     program = Program(script, script_args, _kind(resolved))
-    _check(program)
+    target.check(program)
     here = machine.look(environment)
     if cluster is None and resolved.get("num_machines", 1) > 1 and not resolved.config.is_set("machine_rank"):
         address = network.name_for_others(here.hostname)
-        _name_the_commands(plan.commands_per_machine(resolved, program, address, run.free_port()))
+        commands = plan.commands_per_machine(resolved, program, address, run.free_port())
+        _name_the_commands(commands, resolved.get("num_machines", 1))
     planned = plan.make(resolved, program, here, environment, cluster)
+    if warning and planned.banner:
+        click.echo(warning, err=True)
     if dry_run:
         click.echo(f"# {planned.banner}")
         for note in planned.notes:
@@ -58,10 +82,12 @@ def start(script: str, script_args: tuple[str, ...], config_file: str | None, dr
     run.execute(planned, environment, is_quiet=resolved.get("quiet", False))
 
 
-def _name_the_commands(commands: list[str]) -> NoReturn:
+def _name_the_commands(commands: list[str], num_machines: int) -> NoReturn:
     click.echo("headway: no cluster starts the other machines, so start each of them by its own command:", err=True)
     for rank, text in enumerate(commands):
         click.echo(f"# machine {rank}{' (this one)' if rank == 0 else ''}\n{text}")
+    if num_machines > len(commands):
+        click.echo(f"# and so on to machine {num_machines - 1}, each with its own --machine_rank")
     click.get_current_context().exit(2)
 
 
@@ -90,14 +116,6 @@ def _kind(resolved: Resolved) -> str:
     return "module" if resolved.get("module", False) else "program" if resolved.get("no_python", False) else "script"
 
 
-def _check(program: "Program") -> None:
-    if program.kind == "script" and not Path(program.target).exists():
-        raise ConfigError(
-            f"there is no script {program.target!r} (looked in {Path.cwd()}); "
-            "give its path, or -m to run a module, or --no_python to run another program"
-        )
-
-
 def _parameters() -> list[click.Parameter]:
     return [
         *setting_options(),
@@ -112,9 +130,9 @@ def _parameters() -> list[click.Parameter]:
     ]  # fmt: skip
 
 
-command = GroupedCommand(
+command = LaunchCommand(
     "launch",
-    callback=start,
+    callback=_launch,
     params=_parameters(),
     help=_ABOUT,
     epilog=_EPILOG,

@@ -6,6 +6,7 @@ from importlib import import_module
 
 import click
 
+from headway import env
 from headway.errors import ConfigError, HeadwayError
 
 # Name, module, and the line of `headway --help`, so that the help imports none of them.
@@ -67,7 +68,7 @@ class LazyGroup(click.Group):
 
 def _show_version(ctx: click.Context, parameter: click.Parameter, is_given: bool) -> None:
     if is_given:
-        from headway import __version__
+        from headway.version import __version__
 
         click.echo(f"headway {__version__}")
         ctx.exit()
@@ -93,6 +94,9 @@ group = LazyGroup(
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line `args` (None: the process's own) and exit: 2 for what a user can correct, 1 otherwise."""
     try:
+        if env.get("HEADWAY_LOG_LEVEL"):
+            # One line here, and no traceback from whichever process reads it first.
+            import_module("headway.log").asked_level()
         group.main(args=None if args is None else list(args), prog_name="headway")
     except HeadwayError as error:
         click.echo(f"headway: error: {error}", err=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from headway.checkpoint.manifest import read_manifest
+from headway.checkpoint.manifest import MANIFEST, read_manifest
 from headway.cli.options import GroupedCommand, GroupedOption
 from headway.errors import ConfigError
 
@@ -19,12 +19,15 @@ from headway.errors import ConfigError
                       help="Which of several prepared models."),
         GroupedOption(["--max_shard_size"], group="Output", default="10GB", show_default=True,
                       help="Cut into files of at most this size."),
+        GroupedOption(["--overwrite"], group="Output", is_flag=True,
+                      help="Replace weights that OUTPUT holds already."),
     ],
     help="Write the weights in CHECKPOINT to the folder OUTPUT as model.safetensors, or as shards with an index.",
 )  # fmt: skip
-def command(checkpoint: Path, output: Path, model: int, max_shard_size: str) -> None:
+def command(checkpoint: Path, output: Path, model: int, max_shard_size: str, overwrite: bool) -> None:
     """Verify the checkpoint, then write its weights."""
     manifest = read_manifest(checkpoint)
+    check_output(output, overwrite)
     prefix = f"model/{model}/"
     if not any(name.startswith(prefix) for name in manifest.tensors):
         present = sorted({int(name.split("/")[1]) for name in manifest.tensors if name.startswith("model/")})
@@ -36,3 +39,23 @@ def command(checkpoint: Path, output: Path, model: int, max_shard_size: str) -> 
     named = ((name[len(prefix) :], tensor) for name, tensor in read_tensors(checkpoint, manifest, prefix))
     for path in save_weights(named, output, max_shard_size):
         click.echo(path)
+
+
+def check_output(output: Path, may_overwrite: bool) -> None:
+    """Refuse to write over anything unasked; other files in the folder stay as they are.
+
+    Raises:
+        ConfigError: `output` is a file, a checkpoint, or holds weights.
+    """
+    if output.exists() and not output.is_dir():
+        raise ConfigError(
+            f"OUTPUT {output} is not a folder; give a folder for the weights, which is made where missing"
+        )
+    if (output / MANIFEST).exists():
+        raise ConfigError(f"OUTPUT {output} is a checkpoint; give another folder for the weights")
+    patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
+    present = sorted(path.name for pattern in patterns for path in output.glob(pattern))
+    if present and not may_overwrite:
+        raise ConfigError(
+            f"OUTPUT {output} holds weights already ({', '.join(present[:3])}); give another folder, or --overwrite to replace them"
+        )

@@ -1,6 +1,7 @@
 """What the Accelerator's arguments mean together: windows, loading, project folders, and where they were written."""
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ def caller() -> str:
 def windows(steps: int | None, plugin: GradientAccumulationPlugin | None, global_batch_size: int | None,
             origin: str) -> GradientAccumulationPlugin:  # fmt: skip
     """How micro-batches form an update, from the three arguments that say so."""
+    _check_kind("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
     if plugin is not None and steps is not None:
         raise ConfigError("give gradient_accumulation_steps or gradient_accumulation_plugin, not both")
     if global_batch_size is not None and (steps is not None or plugin is not None):
@@ -52,6 +54,7 @@ def is_automatic(microbatching: str | None, plugin: GradientAccumulationPlugin) 
 
 def loading_settings(config: DataLoaderConfiguration | None, split_batches: bool) -> DataLoaderConfiguration:
     """How loaders split, pad and move batches, from the two arguments that say so."""
+    _check_kind("dataloader_config", config, DataLoaderConfiguration)
     if config is not None and split_batches and not config.split_batches:
         raise ConfigError("split_batches=True contradicts dataloader_config.split_batches=False; set it in one place")
     return config or DataLoaderConfiguration(split_batches=split_batches)
@@ -59,6 +62,7 @@ def loading_settings(config: DataLoaderConfiguration | None, split_batches: bool
 
 def project_settings(folder: str | Path | None, config: ProjectConfiguration | None) -> ProjectConfiguration:
     """Where the run keeps files, from the two arguments that say so."""
+    _check_kind("project_config", config, ProjectConfiguration)
     if config is not None and folder is not None and config.project_dir not in (None, folder):
         raise ConfigError(
             f"project_dir={str(folder)!r} contradicts project_config.project_dir={str(config.project_dir)!r}"
@@ -67,3 +71,13 @@ def project_settings(folder: str | Path | None, config: ProjectConfiguration | N
     if chosen.project_dir is None and folder is not None:
         chosen = replace(chosen, project_dir=folder)
     return chosen.with_defaults()
+
+
+def _check_kind(name: str, given: object, kind: type) -> None:
+    if given is None or isinstance(given, kind):
+        return
+    shown = f"{kind.__name__}(...)"
+    if isinstance(given, Mapping) and all(isinstance(key, str) for key in given):
+        shown = f"{kind.__name__}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+    raise ConfigError(f"{name} is of type {type(given).__module__}.{type(given).__qualname__}; ".replace("builtins.", "")
+                      + f"give {name}={shown}, with {kind.__name__} from headway")  # fmt: skip

@@ -1,6 +1,6 @@
 """The config file: where it is, what it may hold, reading it as a layer of settings, and writing it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,12 @@ from headway.errors import ConfigError
 
 FILE_NAME = "default_config.yaml"
 KEYS = tuple(setting.name for setting in SETTINGS.values() if setting.is_for_files)
+
+_LARGEST = 2**20
+"""Bytes of a config file, at most."""
+
+_DEEPEST = 18
+"""Levels of nesting, with those of the stream and the document."""
 
 
 def default_file(environment: Mapping[str, str]) -> Path:
@@ -59,16 +65,24 @@ def load_mapping(content: bytes, name: str) -> dict[str, Any]:
     """The file's YAML or JSON as a mapping.
 
     Raises:
-        ConfigError: it is neither, or no mapping with text keys.
+        ConfigError: it is neither, or not a mapping with text keys.
     """
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    if len(content) > _LARGEST:
+        raise ConfigError(
+            f"the config file {name} has {len(content):,} bytes, and settings take a few hundred; is it another file?"
+        )
     try:
+        _check_shape(yaml.parse(content, Loader=loader), name)
         data = yaml.load(content, Loader=loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        place = " ".join(str(error).split())[:200]
-        raise ConfigError(f"the config file {name} is no valid YAML: {place}") from None
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError) as error:
+        # PyYAML's constructors let through what Python raises on a value that its tag does not fit: `!!bool maybe`.
+        what = f"{error} is not a value of its kind" if isinstance(error, LookupError) else str(error)
+        raise ConfigError(f"the config file {name} is not valid YAML: {' '.join(what.split())[:200]}") from None
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
@@ -76,6 +90,26 @@ def load_mapping(content: bytes, name: str) -> dict[str, Any]:
             f"the config file {name} must hold one setting a line, `name: value`, not a {type(data).__name__}"
         )
     return data
+
+
+def _check_shape(events: Iterable[Any], name: str) -> None:
+    """Refuse what would exhaust the stack or memory once it is put together: deep nesting, and aliases of aliases.
+
+    Raises:
+        ConfigError: the content has either.
+    """
+    depth = 0
+    for event in events:
+        kind = type(event).__name__
+        depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
+        if depth > _DEEPEST:
+            raise ConfigError(
+                f"the config file {name} is nested more than {_DEEPEST - 2} levels deep; write one setting a line"
+            )
+        if kind == "AliasEvent":
+            raise ConfigError(
+                f"the config file {name} uses the alias *{event.anchor}; write the value out in its place"
+            )
 
 
 def parse(content: bytes, name: str) -> dict[str, Value]:
@@ -88,8 +122,17 @@ def parse(content: bytes, name: str) -> dict[str, Value]:
     Raises:
         ConfigError: not readable, an unknown key, or a wrong value.
     """
+    return settings_in(load_mapping(content, name), name)
+
+
+def settings_in(mapping: Mapping[str, Any], name: str) -> dict[str, Value]:
+    """The settings that a config file's mapping decides.
+
+    Raises:
+        ConfigError: an unknown key, or a wrong value.
+    """
     layer = {}
-    for key, value in load_mapping(content, name).items():
+    for key, value in mapping.items():
         origin = f"file: {name} key {key}"
         if key not in KEYS:
             raise ConfigError(f"{key} ({origin}) is no setting{_what_to_do(key)}")

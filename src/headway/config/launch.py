@@ -86,6 +86,7 @@ class Setting:
         short: its one-letter flag.
         choices: what a "choice" may be.
         minimum: the smallest number allowed.
+        maximum: the largest.
         is_for_workers: do workers read it (and so find it in the payload)?
         is_for_files: may it stand in a config file and in the environment?
     """
@@ -98,6 +99,7 @@ class Setting:
     short: str = ""
     choices: tuple[str, ...] = ()
     minimum: int | None = None
+    maximum: int = 2**31 - 1
     is_for_workers: bool = False
     is_for_files: bool = True
 
@@ -137,17 +139,21 @@ _TABLE = (
     Setting("num_machines", "integer", _MACHINES, "Machines in this run.", minimum=1, default="1"),
     Setting("min_machines", "integer", _MACHINES, "With how many the run goes on after machines are lost (not machine 0); "
             "needs --max_restarts.", minimum=1, default="all of them"),
-    Setting("machine_rank", "integer", _MACHINES, "Which of them this one is, from 0.", minimum=0, default="0"),
+    Setting("machine_rank", "integer", _MACHINES, "Which of them this one is, from 0.", minimum=0,
+            default="the command for each machine is printed"),
     Setting("main_process_ip", "text", _MACHINES, "Address of machine 0, as the others reach it."),
     Setting("main_process_port", "integer", _MACHINES, "Port of machine 0 where the machines meet.", minimum=0,
+            maximum=65535,
             default="on one machine a free one that the launcher binds"),
     Setting("rdzv_backend", "choice", _MACHINES, "How machines meet: by their given ranks, or as they come.",
             choices=("static", "c10d"), default="static; c10d with --max_restarts"),
-    Setting("rdzv_conf", "text", _MACHINES, "More rendezvous options: key=value,key=value."),
+    Setting("rdzv_conf", "text", _MACHINES, "More rendezvous options, key=value,key=value: timeout=60 gives machines 60 s to "
+            "come."),
     Setting("rdzv_id", "text", _MACHINES, "Name of the run, where several share one rendezvous."),
-    Setting("max_restarts", "integer", _CARE, "How often all processes are started anew after a failure.", minimum=0,
+    Setting("max_restarts", "integer", _CARE, "How often all processes are started again after a failure.", minimum=0,
             default="0"),
-    Setting("patience", "number", _CARE, "Seconds that a rank may keep the others waiting; 0: for ever.", minimum=0,
+    Setting("patience", "number", _CARE, "Seconds that a rank, or a machine at the start, may keep the others waiting; "
+            "0: for ever.", minimum=0,
             default="600", is_for_workers=True),
     Setting("monitor_interval", "number", _CARE, "Seconds between looks at the processes.", minimum=0, default="0.1"),
     Setting("machine_patience", "number", _CARE, "Seconds of silence after which another machine counts as lost.",
@@ -157,7 +163,7 @@ _TABLE = (
     Setting("log_dir", "text", _CARE, "Folder for one log file per rank and failure.json."),
     Setting("tee", "choice", _CARE, "What the log files hold: 0 nothing, 1 stdout, 2 stderr, 3 both.", short="-t",
             choices=("0", "1", "2", "3"), default="3 with --log_dir"),
-    Setting("role", "text", _CARE, "What the launcher's log lines call a process.", default="rank"),
+    Setting("role", "text", _CARE, "Word before the number of a process where its lines have a prefix: [rank 0].", default="rank"),
     Setting("debug", "switch", _CARE, "Let torch check every collective (TORCH_DISTRIBUTED_DEBUG=DETAIL); slow."),
     Setting("quiet", "switch", _CARE, "Leave the banner out.", short="-q"),
     Setting("module", "switch", _SCRIPT, "SCRIPT is a module, as in python -m.", short="-m", is_for_files=False),

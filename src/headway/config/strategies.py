@@ -27,6 +27,7 @@ class DistributedDataParallelKwargs:
     """Options of torch's DistributedDataParallel, by its own names and defaults.
 
     Attributes:
+        check_reduction: accepted for the name's sake: torch ignores it too.
         comm_hook: how gradients are compressed; `comm_wrapper` (NO, FP16 or BF16) casts around a PowerSGD hook.
         comm_state_option: keyword arguments of PowerSGD's state.
     """
@@ -35,6 +36,7 @@ class DistributedDataParallelKwargs:
     broadcast_buffers: bool = True
     bucket_cap_mb: int = 25
     find_unused_parameters: bool = False
+    check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
     comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO

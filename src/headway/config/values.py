@@ -13,6 +13,9 @@ _KINDS = {
     "switch": "true or false",
 }
 
+_LONGEST = 100
+"""Characters of a value that an error shows."""
+
 
 def did_you_mean(word: str, known: list[str], *, prefix: str = "") -> str:
     """A hint at the known word next to `word`: "; did you mean 'num_processes'?", or nothing."""
@@ -77,7 +80,7 @@ def from_file(setting: Setting, value: Any, origin: str) -> Any:
 def _checked(setting: Setting, value: Any, origin: str) -> Any:
     is_good = not setting.choices or value in setting.choices
     if setting.minimum is not None:
-        is_good = setting.minimum <= value < 2**31  # written so that NaN fails
+        is_good = setting.minimum <= value <= setting.maximum  # written so that NaN fails
     if isinstance(value, str):
         is_good = is_good and "\0" not in value and bool(value.strip())
     if not is_good:
@@ -89,5 +92,19 @@ def _error(setting: Setting, value: Any, origin: str) -> ConfigError:
     if setting.choices:
         allowed = f"one of {', '.join(setting.choices)}"
     else:
-        allowed = _KINDS[setting.kind] + (f", {setting.minimum} or more" if setting.minimum is not None else "")
-    return ConfigError(f"{setting.name}={value!r} ({origin}) must be {allowed}")
+        allowed = _KINDS[setting.kind]
+        if setting.minimum is not None:
+            is_bounded = setting.maximum != Setting.maximum or (
+                isinstance(value, (int, float)) and value > setting.maximum
+            )
+            allowed += f", {setting.minimum} to {setting.maximum}" if is_bounded else f", {setting.minimum} or more"
+    return ConfigError(f"{setting.name}={_shown(value)} ({origin}) must be {allowed}")
+
+
+def _shown(value: Any) -> str:
+    """The value as it came in, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python prints
+        return f"a number of {value.bit_length()} bits"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"

@@ -6,6 +6,7 @@ launcher's files only this one, rank_files.py and rendezvous.py import torch.
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import signal
@@ -24,13 +25,13 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousHandler
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from headway.config.launch import DEFAULT_PATIENCE
 from headway.config.load import run_setting
-from headway.errors import PREEMPTED
+from headway.errors import PREEMPTED, LaunchError
 from headway.launch import preempted
 from headway.launch.exchange import Ended, Exchange
 from headway.launch.failure import Death, MemoryWatch, Report, read_record
@@ -42,7 +43,8 @@ from headway.launch.peers import Peers
 from headway.launch.plan import AgentOrder
 from headway.launch.preempted import PreemptedRun
 from headway.launch.rank_files import RankFiles
-from headway.launch.rendezvous import LOOPBACK, handler_for, host_of, use_interface
+from headway.launch.rendezvous import LOOPBACK, handler_for, host_of, use_interface, watch_for
+from headway.log import is_debugging
 from headway.runtime import pulse
 
 GRACE = 15
@@ -86,7 +88,14 @@ class Agent(LocalElasticAgent):
         self.report: Report | Lost | HangReport | Ended | PreemptedRun | None = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        super()._rendezvous(worker_group)
+        watch = watch_for(self._order, _time_to_meet(self._order), _say)
+        try:
+            super()._rendezvous(worker_group)
+        except RendezvousTimeoutError as error:
+            raise LaunchError(watch.late() if watch is not None else str(error)) from error
+        finally:
+            if watch is not None:
+                watch.end()
         self._has_ended_attempt = False
         self._attempt += 1
         if self._peers is not None:
@@ -354,6 +363,11 @@ def _patience() -> float:
     return float(seconds)
 
 
+def _time_to_meet(order: AgentOrder) -> float:
+    """Seconds that machines get to come in: as --rdzv_conf says, else the patience; infinite where that is 0."""
+    return float(order.conf.get("timeout", 0)) or _patience() or math.inf
+
+
 def _spec(order: AgentOrder, handler: RendezvousHandler) -> WorkerSpec:
     worker = ["-m", "headway.launch", "worker", str(os.getpid()), order.program.kind]
     worker += ["merge" if order.tee == "3" else "apart", order.program.target, *order.program.args]
@@ -399,20 +413,28 @@ def _kill_when_stuck(agent: Agent, grace: float) -> None:
     threading.Thread(target=watch, name="kill-when-stuck", daemon=True).start()
 
 
+def _silence_the_engine() -> None:
+    """No warnings about agents, rendezvous and closing signals: what a user needs is in the report."""
+    if is_debugging():
+        return
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        # Each has a level of its own there.
+        if name.startswith("torch.distributed.elastic") and isinstance(logger, logging.Logger):
+            logger.setLevel(logging.CRITICAL if name.endswith("multiprocessing.api") else logging.ERROR)
+
+
 def run(order: AgentOrder) -> int:
     """Carry out the order; return the exit code."""
-    # Its warnings speak of agents and closing signals; what a user needs is in the report.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    _silence_the_engine()
     scratch = tempfile.mkdtemp(prefix="headway-")
     agent: Agent | None = None
     if order.log_dir is not None:
         Path(order.log_dir, "failure.json").unlink(missing_ok=True)  # of an earlier run
     try:
         if order.endpoint:
-            wait_for_name(host_of(order), float(order.conf.get("timeout", 900)), _say)
+            wait_for_name(host_of(order), _time_to_meet(order), _say)
         use_interface(order)
-        handler = handler_for(order)
+        handler = handler_for(order, _time_to_meet(order), _say)
         agent = Agent(order, _spec(order, handler), RankFiles(order, Path(scratch)))
         _kill_when_stuck(agent, order.grace)
         agent.run()
@@ -425,6 +447,9 @@ def run(order: AgentOrder) -> int:
             agent.leave(f"stopped by {name}", 128 + int(stopped.sigval))
         _say(f"headway: stopped by {name}; all {order.num_local} processes of this machine have ended")
         return 128 + int(stopped.sigval)
+    except LaunchError as error:
+        _say(f"headway: {error}")
+        return 1
     except (RendezvousError, ConnectionError, TimeoutError, RuntimeError) as error:
         where = f" at {order.endpoint}" if order.endpoint else ""
         _say(f"headway: the {order.num_machines} machines did not meet{where}: {type(error).__name__}: {error}")

@@ -7,12 +7,15 @@ import signal
 import sysconfig
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from headway.launch.control_group import control_groups
+from headway.log import is_debugging
+from headway.traces import plain, shorten
 from headway.units import format_bytes
 
 # What a rank says when another one has left it alone in a collective: a consequence, not a cause.
@@ -20,6 +23,11 @@ _LEFT_ALONE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|peer closed|connectFullMesh|remote process has terminated"
     r"|socket (error|closed)|ncclRemoteError|Timed out waiting|timed out after|Stop_waiting|recvValue failed"
     r"|vote \d+ missed|which hosted the control plane",
+    re.IGNORECASE,
+)
+
+_LOST_CONNECTION = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|peer closed|remote process has terminated|socket (error|closed)",
     re.IGNORECASE,
 )
 
@@ -34,6 +42,7 @@ class Record:
         line: the user's line, "train.py:12 in main"; empty where no frame is the user's.
         trace: the whole traceback as text.
         at: when, in seconds since the epoch.
+        shown: the traceback as the screen shows it; empty: as it is.
     """
 
     kind: str
@@ -41,11 +50,17 @@ class Record:
     line: str
     trace: str
     at: float
+    shown: str = ""
 
     @property
     def is_consequence(self) -> bool:
         """Does it only say that another rank was lost?"""
         return _LEFT_ALONE.search(self.text) is not None
+
+    @property
+    def is_lost_connection(self) -> bool:
+        """Is it an engine's word for another rank's end, which a sentence of ours says better?"""
+        return _LOST_CONNECTION.search(self.text) is not None
 
 
 @dataclass(frozen=True)
@@ -87,7 +102,7 @@ class Death:
     def what(self) -> str:
         """The end in half a line."""
         if self.record is not None:
-            return f"{self.record.kind}: {self.record.text.splitlines()[0] if self.record.text else ''}".rstrip(": ")
+            return f"{self.record.kind}: {(plain(self.record.text).splitlines() or [''])[0]}".rstrip(": ")
         if self.exit_code is None:
             return "ended by the launcher"
         if self.exit_code < 0:
@@ -133,7 +148,7 @@ class Report:
         which = f"host {first.host}, pid {first.pid}" + (f", {first.progress}" if first.progress else "")
         lines = [f"headway: rank {first.rank} of {self.world_size} failed first{where} ({which})"]
         if first.record is not None:
-            lines.append(first.record.trace.rstrip())
+            lines.append((first.record.shown or plain(first.record.trace)).rstrip())
         else:
             lines.append(f"headway: rank {first.rank} was {first.what()}{self._why(first)}")
             if first.crash:
@@ -158,14 +173,14 @@ class Report:
     def _others(self, first: Death) -> list[str]:
         others = sorted((death for death in self.deaths if death is not first), key=lambda death: death.rank)
         alike = [death.rank for death in others if _is_alike(death, first)]
+        later = [
+            one for one in others if one.rank not in alike and (one.record is not None or one.exit_code is not None)
+        ]
         lines = []
         if alike:
             lines.append(f"headway: the same on rank{'s' if len(alike) > 1 else ''} {_ranges(alike)}")
-        for death in others:
-            if death.rank not in alike and (death.record is not None or death.exit_code is not None):
-                where = f" ({death.record.line})" if death.record is not None and death.record.line else ""
-                lines.append(f"headway: then rank {death.rank}: {death.what()}{where}")
-        num_ended = self.world_size - len(alike) - len(self.finished) - 1 - sum("then rank" in line for line in lines)
+        lines += consequences(later, self.world_size, first.rank)
+        num_ended = self.world_size - len(alike) - len(self.finished) - 1 - len(later)
         if num_ended > 0:
             have = "processes have" if num_ended > 1 else "process has"
             lines.append(f"headway: the other {num_ended} {have} been ended")
@@ -184,6 +199,28 @@ class Report:
         scratch = path.with_suffix(".tmp")
         scratch.write_text(json.dumps(content, indent=2) + "\n")
         scratch.replace(path)
+
+
+def consequences(deaths: Sequence[Death], world_size: int, first: int | None = None) -> list[str]:
+    """What ranks said after the first failure, or after a machine was lost: a plain line each, the same line once.
+
+    Args:
+        world_size: of the run; with two ranks it is clear which connection was lost.
+        first: the rank that failed first; None where a machine was lost.
+    """
+    lost: dict[str, list[int]] = {}
+    lines: dict[int, str] = {}
+    for death in sorted(deaths, key=lambda one: one.rank):
+        where = f" ({death.record.line})" if death.record is not None and death.record.line else ""
+        if death.record is not None and death.record.is_lost_connection:
+            lost.setdefault(where, []).append(death.rank)
+        else:
+            lines[death.rank] = f"headway: then rank {death.rank}: {death.what()}{where}"
+    for where, ranks in lost.items():
+        other = f"rank {first}" if world_size == 2 and first is not None else "the others"
+        who, its = ("ranks", "their") if len(ranks) > 1 else ("rank", "its")
+        lines[ranks[0]] = f"headway: {who} {_ranges(ranks)} then lost {its} connection to {other}{where}"
+    return [lines[rank] for rank in sorted(lines)]
 
 
 def _is_alike(one: Death, other: Death) -> bool:
@@ -227,7 +264,9 @@ def write_record(path: Path, error: BaseException, note: str = "") -> bool:
     text = "".join(traceback.format_exception(error))
     text += f"{note}\n" if note and note not in text else ""
     now = time.time()
-    record = Record(type(error).__name__, str(error), user_line(error.__traceback__), text, now)
+    shown = "" if is_debugging() else shorten(error)[0]
+    shown += f"{note}\n" if shown and note and note not in shown else ""
+    record = Record(type(error).__name__, str(error), user_line(error.__traceback__), text, now, shown)
     content = {
         "message": {
             "message": f"{record.kind}: {record.text}",

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headway.launch.exchange import Ended
-from headway.launch.failure import Report
+from headway.launch.failure import Report, consequences
 from headway.launch.hang import HangReport
 
 
@@ -30,9 +30,8 @@ class Lost:
     def text(self) -> str:
         """What the screen shows."""
         lines = [f"headway: {self.machine}"]
-        for death in self.report.deaths if self.report is not None else ():
-            where = f" ({death.record.line})" if death.record is not None and death.record.line else ""
-            lines.append(f"headway: then rank {death.rank}: {death.what()}{where}")
+        if self.report is not None:
+            lines += consequences(self.report.deaths, self.report.world_size)
         return "\n".join([*lines, f"headway: {self.unit} {self.here} has ended its processes"])
 
     def write(self, path: Path) -> None:

@@ -126,7 +126,7 @@ def wait_for_name(host: str, seconds: float, say: Callable[[str], None]) -> None
             has_said = True
             say(
                 f"headway: {socket.gethostname()} cannot resolve {host!r}, where the machines meet, and keeps trying for "
-                f"{seconds:.0f} s; give an address that all machines know (--main_process_ip)"
+                f"{seconds:g} s; give an address that all machines know (--main_process_ip)"
             )
         time.sleep(0.5)
 

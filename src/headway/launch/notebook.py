@@ -5,6 +5,7 @@ notebook has done - a device it has touched, say - can stand in their way. Their
 """
 
 import contextlib
+import operator
 import os
 import pickle
 import signal
@@ -12,45 +13,80 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from headway import env
+from headway.config.launch import SETTINGS
 from headway.config.load import Value, resolve
+from headway.config.values import from_file
 from headway.errors import ConfigError, LaunchError
 from headway.launch import machine, plan
 from headway.launch.plan import Plan, Program
+from headway.log import get_logger
 from headway.optional import require
 from headway.units import format_bytes
+
+logger = get_logger(__name__)
+
+DEFAULT_PORT, LOOPBACK = "29500", "127.0.0.1"
+"""What Accelerate's notebook_launcher has for the port and the address; one machine needs neither."""
 
 _GRACE = 30.0
 """Seconds that a run gets to end in after an interrupt; the launcher itself needs up to 20 where ranks do not listen."""
 
 
-def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = None,
-                      mixed_precision: str | None = None, *, cpu: bool = False, max_restarts: int = 0) -> list[Any]:  # fmt: skip
+def notebook_launcher(
+    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = None, mixed_precision: str | None = None,
+    use_port: str | int = DEFAULT_PORT, master_addr: str = LOOPBACK, node_rank: int = 0, num_nodes: int = 1,
+    rdzv_backend: str = "static", rdzv_endpoint: str = "", rdzv_conf: Mapping[str, Any] | None = None, rdzv_id: str = "none",
+    max_restarts: int = 0, monitor_interval: float = 0.1, log_line_prefix_template: str | None = None, *, cpu: bool = False,
+) -> list[Any]:  # fmt: skip
     """Call `function(*args)` on every accelerator of this machine, or on `num_processes` processes.
 
     Args:
         function: any function, also one defined in a cell; it builds its own Accelerator.
         args: its arguments.
-        num_processes: None: one per accelerator; without one, a single process.
+        num_processes: on this machine; None: one per accelerator; without one, a single process.
         mixed_precision: as for `headway launch`.
-        cpu: compute on the CPU even where there is an accelerator.
+        num_nodes, node_rank: notebooks that run this cell together, each on a machine of its own, and which of them this is.
+        master_addr, use_port: where they meet: machine 0's address, and a free port there.
+        rdzv_endpoint: the same as one text, "address:port".
+        rdzv_backend, rdzv_conf, rdzv_id: as for `headway launch`. With num_nodes=1 nothing meets, and these, the address and
+            the port change nothing: the launcher binds a free port.
         max_restarts: how often all processes are started anew after a failure.
+        monitor_interval: seconds between looks at the processes.
+        log_line_prefix_template: taken for compatibility; a rank's lines appear in the cell as they are written, without a prefix.
+        cpu: compute on the CPU even where there is an accelerator.
 
     Returns:
-        What the function returned, by rank (None where that cannot be pickled).
+        What the function returned, by rank (None where that cannot be pickled, and for ranks on other machines).
 
     Raises:
         LaunchError: a process failed; the exception that ended the run first is its cause.
-        ConfigError: a setting is out of range, or this process is itself one of several.
+        ConfigError: an argument is of another type or out of range, or this process is itself one of several.
     """
     cloudpickle = require("cloudpickle", "notebook_launcher needs", "cloudpickle")
-    given = {"num_processes": num_processes, "mixed_precision": mixed_precision, "cpu": cpu or None,
-             "max_restarts": max_restarts or None, "module": True}  # fmt: skip
-    layer = {name: Value(value, f"notebook_launcher({name}=...)") for name, value in given.items() if value is not None}
+    if not callable(function):
+        raise ConfigError(
+            f"notebook_launcher got {function!r}; give the function itself: notebook_launcher(train, (1, 2))"
+        )
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise ConfigError(
+            f"notebook_launcher got args={args!r}; give the function's arguments as a tuple: args=({args!r},)"
+        )
+    if log_line_prefix_template is not None:
+        logger.warning_once("log_line_prefix_template changes nothing: lines of the ranks have no prefix in a notebook")
+    given: dict[str, Any] = {
+        "num_processes": num_processes, "mixed_precision": mixed_precision, "cpu": cpu or None, "max_restarts": max_restarts or None,
+        "monitor_interval": None if monitor_interval == 0.1 else monitor_interval,
+    }  # fmt: skip
+    given |= _meeting(num_nodes, node_rank, master_addr, use_port, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id)
+    layer = {name: _checked(name, value) for name, value in given.items() if value is not None}
+    layer["module"] = Value(True, "notebook_launcher")
+    if num_processes is not None and num_nodes > 1:
+        layer["num_processes"] = Value(layer["num_processes"].value * num_nodes, layer["num_processes"].origin)
     with tempfile.TemporaryDirectory(prefix="headway-cell-") as folder:
         Path(folder, "call").write_bytes(cloudpickle.dumps((function, tuple(args))))
         environment = env.snapshot()
@@ -85,11 +121,61 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 
     Raises:
         LaunchError: a process failed.
-        ConfigError: fewer than one process.
+        ConfigError: fewer than one process, or no number.
     """
-    if num_processes < 1:
-        raise ConfigError(f"debug_launcher got num_processes={num_processes}; give 1 or more")
     return notebook_launcher(function, args, num_processes, cpu=True)
+
+
+_NAMES = {
+    "num_machines": "num_nodes",
+    "machine_rank": "node_rank",
+    "main_process_ip": "master_addr",
+    "main_process_port": "use_port",
+}
+"""What notebook_launcher calls a setting, where that is another name."""
+
+
+def _checked(name: str, value: Any) -> Value:
+    """A setting that code gave, by the rules of a config file; whole numbers of other libraries are numbers.
+
+    Raises:
+        ConfigError: it has another type or is out of range.
+    """
+    origin = f"notebook_launcher({_NAMES.get(name, name)}=...)"
+    if not isinstance(value, (bool, str)) and hasattr(value, "__index__"):
+        value = operator.index(value)
+    return Value(from_file(SETTINGS[name], value, origin), origin)
+
+
+def _meeting(num_nodes: int, node_rank: int, master_addr: str, use_port: str | int, rdzv_backend: str, rdzv_endpoint: str,
+             rdzv_conf: Mapping[str, Any] | None, rdzv_id: str) -> dict[str, Any]:  # fmt: skip
+    """The settings by which several notebooks meet; none for one, where a free port is taken."""
+    if num_nodes == 1 and node_rank == 0:
+        unused = {"use_port": (use_port, DEFAULT_PORT), "master_addr": (master_addr, LOOPBACK), "rdzv_endpoint": (rdzv_endpoint, ""),
+                  "rdzv_backend": (rdzv_backend, "static"), "rdzv_conf": (rdzv_conf or None, None)}  # fmt: skip
+        named = [f"{name}={given!r}" for name, (given, default) in unused.items() if str(given) != str(default)]
+        if named:
+            logger.warning_once(
+                f"{', '.join(named)}: nothing to do, as on one machine the launcher binds a free port by itself"
+            )
+        return {}
+    address, port = (rdzv_endpoint.rpartition(":")[::2]) if rdzv_endpoint else (master_addr, use_port)
+    if not str(port).isdecimal():
+        raise ConfigError(
+            f"notebook_launcher got {f'rdzv_endpoint={rdzv_endpoint!r}' if rdzv_endpoint else f'use_port={use_port!r}'}; give a "
+            "port as a number: use_port=29500, or rdzv_endpoint='10.0.0.1:29500'"
+        )
+    if num_nodes > 1 and address == LOOPBACK:
+        raise ConfigError(
+            f"notebook_launcher(num_nodes={num_nodes}) meets at master_addr={address!r}, where each machine finds itself; give the "
+            "address of the machine with node_rank=0, as the others reach it"
+        )
+    conf = ",".join(f"{key}={value}" for key, value in (rdzv_conf or {}).items())
+    return {
+        "num_machines": num_nodes, "machine_rank": node_rank, "main_process_ip": address, "main_process_port": int(port),
+        "rdzv_backend": None if rdzv_backend == "static" else rdzv_backend, "rdzv_conf": conf or None,
+        "rdzv_id": None if rdzv_id == "none" else rdzv_id,
+    }  # fmt: skip
 
 
 def _tell_what_is_taken() -> None:

@@ -17,6 +17,10 @@ from headway.launch.machine import VISIBLE, Machine
 _WORKER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
+MOST_COMMANDS = 64
+"""Machines whose commands are written out; those of more differ in their --machine_rank alone."""
+
+
 @dataclass(frozen=True)
 class Program:
     """What the user wants started: a script, a module or a program, and its own arguments."""
@@ -155,6 +159,7 @@ def make(resolved: Resolved, program: Program, machine: Machine, environment: Ma
             order = _task_order(resolved, order, task, machine)
         argv = (machine.python, "-m", "headway.launch", "agent", order.encode())
         additions.update(_network(order, machine, environment, num_machines))
+        additions.update(_silence(resolved, environment))
     inherited = (*_WORKER_VARIABLES, env.CONTROL)
     removals = tuple(name for name in inherited if name in environment and name not in additions)
     banner = _banner(resolved, machine, num_machines, num_local, threads)
@@ -373,6 +378,21 @@ def _network(order: AgentOrder, machine: Machine, environment: Mapping[str, str]
     return additions
 
 
+def _silence(resolved: Resolved, environment: Mapping[str, str]) -> dict[str, str]:
+    """No C++ warnings: an engine's retries and lost sockets, which the launcher tells of in a sentence.
+
+    They stay where the user asks for them by torch's own variables, by --debug, or by HEADWAY_LOG_LEVEL=debug.
+    """
+    is_asked_for = any(name in environment for name in ("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG"))
+    if (
+        is_asked_for
+        or resolved.get("debug", False)
+        or environment.get("HEADWAY_LOG_LEVEL", "").strip().lower() in ("debug", "10")
+    ):
+        return {}
+    return {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+
+
 def _banner(resolved: Resolved, machine: Machine, num_machines: int, num_local: int, threads: _Threads) -> str:
     world_size = num_machines * num_local
     device = machine.torch_device
@@ -395,7 +415,7 @@ def _banner(resolved: Resolved, machine: Machine, num_machines: int, num_local: 
 
 
 def commands_per_machine(resolved: Resolved, program: Program, own_address: str, free_port: int) -> list[str]:
-    """What to type on each machine of a run that no cluster starts.
+    """What to type on each machine of a run that no cluster starts, on MOST_COMMANDS of them.
 
     Args:
         resolved: the settings; they are repeated, as the other machines have neither this environment nor this file.
@@ -412,4 +432,5 @@ def commands_per_machine(resolved: Resolved, program: Program, own_address: str,
             words += ([setting.flag] if value else []) if setting.kind == "switch" else [setting.flag, str(value)]
     words += ["--main_process_ip", address, "--main_process_port", str(port)]
     tail = [program.target, *program.args]
-    return [shlex.join([*words, "--machine_rank", str(rank), *tail]) for rank in range(resolved.get("num_machines", 1))]
+    num_shown = min(resolved.get("num_machines", 1), MOST_COMMANDS)
+    return [shlex.join([*words, "--machine_rank", str(rank), *tail]) for rank in range(num_shown)]

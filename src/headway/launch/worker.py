@@ -149,19 +149,31 @@ def _prepare_script(target: str) -> CodeType:
     sys.path.insert(0, path)
     spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
     if spec is None or spec.loader is None:
-        raise LaunchError(f"{target} is no Python file, and no folder or archive with a __main__.py")
+        raise LaunchError(f"{target} is not a Python file, nor a folder or archive with a __main__.py")
     return _from_spec(spec, target)
 
 
 def _prepare_module(target: str) -> CodeType:
     """Set up `python -m TARGET`."""
     _set_first_path(os.getcwd())
-    spec = importlib.util.find_spec(target)
+    spec = _find(target)
     if spec is not None and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{target}.__main__")
+        spec = _find(f"{target}.__main__")
+        if spec is None:
+            raise LaunchError(f"-m {target}: this package has no __main__.py; name the module in it that is to run")
     if spec is None or spec.loader is None:
-        raise LaunchError(f"--module {target}: there is no module of this name that can be run")
+        raise LaunchError(f"-m {target}: there is no module of this name that can be run")
     return _from_spec(spec, spec.origin or target)
+
+
+def _find(name: str) -> importlib.machinery.ModuleSpec | None:
+    """The module's spec; its package is imported for it, and what that raises is the user's to see."""
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            return None
+        raise
 
 
 def _from_spec(spec: importlib.machinery.ModuleSpec, origin: str) -> CodeType:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from headway.errors import CollectiveError, ConfigError
 from headway.ops.tree import Tree, map_tensors, structure, tensors
+from headway.runtime.callers import SAVE, missed_save
 from headway.runtime.ledger import Entry, Ledger
 from headway.runtime.process import ProcessRuntime
 
@@ -25,7 +26,7 @@ _HEADER = 3
 _FOLDS: dict[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "min": min, "max": max}
 # torch 2.13 renamed it.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_OPERATIONS = ("numbers", "gather", "reduce", "broadcast", "pad", "objects", "object", "barrier")
+_OPERATIONS = ("numbers", "gather", "reduce", "broadcast", "pad", "objects", "object", "barrier", SAVE)
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _CARRIED = frozenset({
     torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
@@ -64,11 +65,16 @@ class Collectives:
 
     # ---------------------------------------------------------------- small numbers
 
-    def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's `values` (as many on each rank; exact for integers up to 2^53), by rank."""
+    def gather_numbers(self, values: Sequence[float], operation: str = "numbers") -> list[list[float]]:
+        """Every rank's `values` (as many on each rank; exact for integers up to 2^53), by rank.
+
+        Args:
+            values: this rank's.
+            operation: what the exchange is called where ranks miss it.
+        """
         if self.world_size == 1:
             return [list(values)]
-        return self._agree("numbers", "", values)
+        return self._agree(operation, "", values)
 
     def start_sum(self, values: Sequence[float]) -> Pending | list[float]:
         """Begin to sum `values` over the ranks, element by element; `finish_sum` waits for the result."""
@@ -264,6 +270,10 @@ class Collectives:
             f"  rank {rank}: {operation} #{entry.sequence} at {site} of {signature or 'nothing'}"
             for rank, (operation, site, signature, _) in enumerate(lines)
         )
+        saving = [rank for rank, (operation, *_) in enumerate(lines) if operation == SAVE]
+        if saving and len(saving) < len(lines):
+            who = f"rank{'s' if len(saving) > 1 else ''} {', '.join(map(str, saving))}"
+            raise CollectiveError(f"{missed_save(who, lines[saving[0]][1])}\n{told}")
         raise CollectiveError(
             "ranks called collectives that do not fit together:\n"
             f"{told}\nEvery rank must make the same calls in the same order, with equal structures, dtypes and shapes "

@@ -11,6 +11,7 @@ from headway.errors import ConfigError
 from headway.ops.collectives import Collectives
 from headway.ops.partition import split
 from headway.ops.tree import Tree
+from headway.runtime.callers import Passes, only_for
 from headway.runtime.process import ProcessRuntime
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -80,25 +81,26 @@ class RankAware:
 
     def on_main_process(self, function: Function | None = None) -> Any:
         """Decorator: run on rank 0 only; the other ranks get None."""
-        return self._only(function, lambda: self.is_main_process)
+        return self._only(function, "on_main_process", lambda rank, _: rank == 0)
 
     def on_local_main_process(self, function: Function | None = None) -> Any:
         """Decorator: run on the first process of each machine only; the others get None."""
-        return self._only(function, lambda: self.is_local_main_process)
+        return self._only(function, "on_local_main_process", lambda _, local: local == 0)
 
     def on_last_process(self, function: Function | None = None) -> Any:
         """Decorator: run on the highest rank only; the others get None."""
-        return self._only(function, lambda: self.is_last_process)
+        last = self.num_processes - 1
+        return self._only(function, "on_last_process", lambda rank, _: rank == last)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Any:
         """Decorator: run on rank `process_index` only; the others get None."""
         wanted = self._index(process_index, self.num_processes, "process_index")
-        return self._only(function, lambda: self.process_index == wanted)
+        return self._only(function, "on_process", lambda rank, _: rank == wanted)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
         """Decorator: run on that local rank of each machine only; the others get None."""
         wanted = self._index(local_process_index, self.runtime.local_world_size, "local_process_index")
-        return self._only(function, lambda: self.local_process_index == wanted)
+        return self._only(function, "on_local_process", lambda _, local: local == wanted)
 
     @staticmethod
     def _index(index: int | None, count: int, name: str) -> int:
@@ -106,13 +108,16 @@ class RankAware:
             raise ConfigError(f"{name}={index!r}; give a number from 0 to {count - 1}")
         return index
 
-    def _only(self, function: Function | None, is_wanted: Callable[[], bool]) -> Any:
+    def _only(self, function: Function | None, name: str, passes: Passes) -> Any:
         if function is None:  # used as @accelerator.on_...(): called with options first
-            return partial(self._only, is_wanted=is_wanted)
+            return partial(self._only, name=name, passes=passes)
 
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs) if is_wanted() else None
+            if not passes(self.process_index, self.local_process_index):
+                return None
+            with only_for(name, passes):
+                return function(*args, **kwargs)
 
         return run
 

@@ -13,6 +13,10 @@ class Precision(Protocol):
     name: str
     is_mixed: bool
 
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """torch's gradient scaler, where there is one."""
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass."""
 
@@ -24,6 +28,9 @@ class Precision(Protocol):
 
     def adjust(self) -> None:
         """No optimizer waits for a step: the scale may change now."""
+
+    def settle(self, num_optimizers: int) -> None:
+        """Adjust where all of so many optimizers have stepped; what is asked about the scale now is up to date."""
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer's gradients true values; harmless when repeated."""
@@ -52,6 +59,7 @@ class FullPrecision:
 
     name = "no"
     is_mixed = False
+    scaler: torch.amp.GradScaler | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:
         """No autocast."""
@@ -66,6 +74,9 @@ class FullPrecision:
         return 1.0
 
     def adjust(self) -> None:
+        """There is no scale."""
+
+    def settle(self, num_optimizers: int) -> None:
         """There is no scale."""
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:

@@ -62,7 +62,7 @@ class Fp16Precision(Bf16Precision):
     def __init__(self, hardware: Hardware, options: EngineOptions) -> None:
         super().__init__(hardware, options)
         chosen = options.scaler
-        self.scaler = torch.amp.GradScaler(
+        self.scaler: torch.amp.GradScaler = torch.amp.GradScaler(
             hardware.kind, init_scale=chosen.init_scale, growth_factor=chosen.growth_factor,
             backoff_factor=chosen.backoff_factor, growth_interval=chosen.growth_interval, enabled=chosen.enabled,
         )  # fmt: skip
@@ -86,6 +86,11 @@ class Fp16Precision(Bf16Precision):
             self._unscaled.clear()
             self._stepped.clear()
             self._dropped.clear()
+
+    def settle(self, num_optimizers: int) -> None:
+        """Adjust where all of so many optimizers have stepped: none of them waits with the old scale."""
+        if len(self._stepped) >= num_optimizers:
+            self.adjust()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, once per window."""

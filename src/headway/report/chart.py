@@ -175,11 +175,13 @@ def _lines(frame: Frame, panel: Panel) -> list[str]:
 
 
 def _path(frame: Frame, xs: Sequence[float], values: Sequence[float | None]) -> str:
+    """The line; a value between two gaps is a line of no length, whose round ends are a dot."""
     parts = []
     is_open = False
-    for x, value in zip(xs, values, strict=True):
+    for index, (x, value) in enumerate(zip(xs, values, strict=True)):
         if value is not None:
-            parts.append(f"{'L' if is_open else 'M'}{x:.1f} {frame.y(value):.1f}")
+            is_alone = not is_open and (index + 1 == len(values) or values[index + 1] is None)
+            parts.append(f"{'L' if is_open else 'M'}{x:.1f} {frame.y(value):.1f}{'h0' if is_alone else ''}")
         is_open = value is not None
     return "".join(parts)
 

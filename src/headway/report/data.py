@@ -230,7 +230,7 @@ def _events(run: Run, place: _Placing) -> list[Event]:
     known = [each.time for each in run.events if each.name == "restart"]
     ends = [*(start.time for start in run.starts[2:]), math.inf]
     for start, end in zip(run.starts[1:], ends, strict=False):
-        if not any(start.time - 1 <= moment < end - 1 for moment in known):
+        if not start.is_after_end and not any(start.time - 1 <= moment < end - 1 for moment in known):
             details = {"attempt": start.attempt}
             found.append(
                 Event("restart", place.step(None, start.time), place.seconds(start.time), details, has_step=False)

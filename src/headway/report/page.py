@@ -12,8 +12,9 @@ from typing import Any
 
 from headway.report import chart, events, facts, palette
 from headway.report.data import RunData
-from headway.report.panels import Line, Panel, cut_off, domain, has_finite, panels
+from headway.report.panels import Line, Panel, cut_off, domain, has_finite, panels, single_values
 from headway.report.tables import event_table, overview, settings, sign, swatch
+from headway.report.tables import single_values as single_table
 
 _HEADINGS = ("Training", "Evaluation", "Speed", "Memory", "More")
 
@@ -32,7 +33,9 @@ def html_page(runs: Sequence[RunData]) -> str:
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
     body = [_head(runs), overview(runs), _toolbar(runs)]
-    body += [_charts(drawn, runs, ends), event_table(runs), settings(runs), _foot()]
+    single = single_values(runs, drawn)
+    charts = "" if single and not drawn else _charts(drawn, runs, ends)
+    body += [charts, single_table(runs, single), event_table(runs), settings(runs), _foot()]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -144,7 +147,7 @@ def _keys(panel: Panel, runs: Sequence[RunData]) -> str:
 
 
 def _foot() -> str:
-    from headway import __version__
+    from headway.version import __version__
 
     made = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     return (

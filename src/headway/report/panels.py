@@ -89,7 +89,7 @@ _PHASES = ("forward", "backward", "optimizer", "evaluation")
 
 
 def panels(runs: Sequence[RunData]) -> list[Panel]:
-    """The charts in the order of the page."""
+    """The charts in the order of the page; a series of one value alone gets none, see `single_values`."""
     names = list(dict.fromkeys(name for run in runs for name in run.series))
     limit = max(MIN_BUCKETS, min(MAX_BUCKETS, ALL_BUCKETS // max(1, sum(len(run.series) for run in runs))))
     drawn = _Drawing(runs, limit)
@@ -104,11 +104,27 @@ def panels(runs: Sequence[RunData]) -> list[Panel]:
     found += [Panel("Evaluation", _titled(name[len("eval_") :]), lines=drawn.lines({name: ""})) for name in evaluations]
     others = [name for name in left if name not in evaluations]
     found += [Panel("More", name, _unit(name), lines=drawn.lines({name: ""}), is_smoothed=True) for name in others]
+    found = [panel for panel in found if any(line.series.count > 1 for line in panel.lines)]
     for section in {panel.section for panel in found}:
         narrow = [panel for panel in found if panel.section == section and not panel.is_wide]
         if len(narrow) % 2:
             narrow[-1].is_wide = True  # it would leave a hole beside it
     return found
+
+
+def single_values(runs: Sequence[RunData], drawn: Sequence[Panel]) -> dict[str, list[tuple[float, float] | None]]:
+    """By name, each run's (step, value) of what has one value in each run, and so no chart.
+
+    Args:
+        runs: the runs.
+        drawn: their charts.
+    """
+    taken = {line.name for panel in drawn for line in panel.lines} | {"epoch"}
+    names = dict.fromkeys(name for run in runs for name in run.series if name not in taken)
+    return {
+        name: [(run.series[name][0][0], run.series[name][0][2]) if name in run.series else None for run in runs]
+        for name in names
+    }
 
 
 def _memory(drawn: "_Drawing", names: Sequence[str]) -> Iterator[Panel]:

@@ -211,11 +211,14 @@
 
   // Only numbers and the page's own words go into these strings; names from a log are set as text.
   const path = (frame, own, values, [from, to]) => {
-    let drawn = "", isOpen = false;
+    let drawn = "", wasThere = false;
+    const has = (index) => index <= to && values[index] !== null && (!frame.isLog || values[index] > 0);
     for (let index = from; index <= to; index++) {
-      const value = values[index], isThere = value !== null && (!frame.isLog || value > 0);
-      if (isThere) drawn += `${isOpen && !own.begins.has(index) ? "L" : "M"}${frame.x(own.x[index]).toFixed(1)} ${frame.y(value).toFixed(1)}`;
-      isOpen = isThere;
+      const isThere = has(index), begins = !wasThere || own.begins.has(index);
+      // One between two gaps is a line of no length, whose round ends are a dot.
+      const isAlone = begins && (!has(index + 1) || own.begins.has(index + 1));
+      if (isThere) drawn += `${begins ? "M" : "L"}${frame.x(own.x[index]).toFixed(1)} ${frame.y(values[index]).toFixed(1)}${isAlone ? "h0" : ""}`;
+      wasThere = isThere;
     }
     return drawn;
   };

@@ -1,6 +1,6 @@
 """The tables of the page: figures at a glance, events, differences of settings, and each run's own lists."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from headway.report import events, facts, palette
@@ -41,6 +41,31 @@ def _cell(fact: facts.Fact | None) -> str:
         return '<td class="none">-</td>'
     note = f"<small>{escape(fact.note)}</small>" if fact.note else ""
     return f"<td>{escape(fact.value)}{note}</td>"
+
+
+def single_values(runs: Sequence[RunData], values: Mapping[str, Sequence[tuple[float, float] | None]]) -> str:
+    """What was logged once, as figures: a row for each name, a column for each run."""
+    if not values:
+        return ""
+    head = (
+        "".join(f"<th>{swatch(index)}{escape(run.label)}</th>" for index, run in enumerate(runs))
+        if len(runs) > 1
+        else "<th>Value</th>"
+    )
+    rows = []
+    for name, found in values.items():
+        cells = ""
+        for run, each in zip(runs, found, strict=True):
+            if each is None:
+                cells += '<td class="none">-</td>'
+            else:
+                step = f"<small>step {text(each[0])}</small>" if run.has_steps else ""
+                cells += f"<td>{escape(facts.figure(name, each[1]))}{step}</td>"
+        rows.append(f"<tr><th>{escape(name)}</th>{cells}</tr>")
+    return (
+        '<section><h2>Single values</h2><div class="card scroll figures"><table>'
+        f"<thead><tr><th>Name</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
 
 
 def event_table(runs: Sequence[RunData]) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.runtime import frames as stacks
+from headway.runtime.callers import SAVE, missed_save
 from headway.runtime.views import LATE, Call, View
 from headway.units import format_seconds
 
@@ -69,7 +70,12 @@ def excuse(view: View, patience: float) -> str:
     """Why the others must wait for this rank without complaint; "" where there is no reason."""
     if view.state == "t" or stacks.is_in_debugger(view.frames):
         return "a debugger holds it"
-    if view.writing_age < patience and (stacks.is_saving(view.frames) or view.phase.startswith("saving")):
+    is_at_the_door = view.wait is not None and view.wait.group == "headway"  # what it writes then are stacks, asked for
+    if (
+        not is_at_the_door
+        and view.writing_age < patience
+        and (stacks.is_saving(view.frames) or view.phase.startswith("saving"))
+    ):
         return "it writes a file"
     return ""
 
@@ -117,6 +123,9 @@ def headline(verdict: Verdict) -> str:
 def text(verdict: Verdict) -> str:
     """The report as people read it."""
     lines = [headline(verdict)]
+    saving = [view for view in verdict.waiting if view.operation == SAVE]
+    if saving and len(saving) < verdict.world_size:
+        lines.append(f"  {missed_save(_ranks(saving), where(saving[0]))}")
     for view in verdict.missing:
         lines += _about_missing(view, verdict.waiting[0])
     told: dict[str, list[View]] = {}

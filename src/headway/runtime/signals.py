@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -32,12 +32,14 @@ class SignalFlags:
 
     Attributes:
         heard: set by each signal that comes, for a thread that waits for one.
+        listeners: called by the thread when a signal comes.
         times: when the first and the last one came, by the monotonic clock; None before.
     """
 
     def __init__(self, signals: Iterable[int] = DEFAULT) -> None:
         self.heard = threading.Event()
         self.times: tuple[float, float] | None = None
+        self.listeners: list[Callable[[], None]] = []
         self._signals = tuple(signals)
         self._seen: set[int] = set()
         self._former: dict[int, Any] = {}
@@ -124,8 +126,21 @@ class SignalFlags:
                 self.times = (now if self.times is None else self.times[0], now)
                 self._seen.update(known)
                 self.heard.set()
+                for hear in list(self.listeners):
+                    hear()
             if self._former_fd >= 0:  # who listened before goes on to hear of everything
                 os.write(self._former_fd, numbers)
+
+
+def listened_for() -> tuple[int, ...]:
+    """The signals that somebody in this process listens for, by number."""
+    return tuple(sorted({number for flags in _listening for number in flags._signals}))
+
+
+def tell(hear: Callable[[], None]) -> None:
+    """Call `hear` in a thread when a signal comes that somebody in this process listens for."""
+    for flags in _listening:
+        flags.listeners.append(hear)
 
 
 def _leave_alone() -> None:

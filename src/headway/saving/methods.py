@@ -2,20 +2,23 @@
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from headway.checkpoint.folders import committed
-from headway.checkpoint.manifest import read_manifest
+from headway.checkpoint.foreign import explain, foreign_in
+from headway.checkpoint.manifest import MANIFEST, read_manifest
 from headway.checkpoint.saver import Policy
 from headway.checkpoint.state import Collected
 from headway.config.preemption import Preemption
 from headway.config.run import ProjectConfiguration
 from headway.errors import CheckpointError, ConfigError, StateError
 from headway.log import get_logger
+from headway.runtime.callers import Callers, calling_ranks
+from headway.saving.arguments import check_load_arguments, check_save_arguments
 from headway.saving.evaluation import Beginning
 from headway.saving.preemption import Guard
 from headway.saving.run import Restored, RunState
@@ -56,6 +59,8 @@ class Saving:
         self._owes_epochs = False
         self._last: tuple[Path, tuple[object, ...]] | None = None
         self._guard: Guard | None = None
+        self._has_told_alone = False
+        self._earlier = self._find_earlier()
 
     # ---------------------------------------------------------------- save
 
@@ -65,10 +70,12 @@ class Saving:
         return self._iteration
 
     def save_state(self, output_dir: str | Path | None = None, safe_serialization: bool = True, *, blocking: bool = True,
-                   metric: float | None = None) -> Path:  # fmt: skip
+                   metric: float | None = None, **save_model_func_kwargs: Any) -> Path:  # fmt: skip
         """Commit a checkpoint of everything prepared and registered; every rank calls it.
 
-        It is on the disk when this returns. A kill at any moment before leaves the former checkpoint as it was.
+        It is on the disk when this returns. A kill at any moment before leaves the former checkpoint as it was. Called under a
+        condition that lets one rank pass only (`if accelerator.is_main_process:`), that rank writes everything but the other
+        ranks' random streams, and says so once.
 
         Args:
             output_dir: its folder; a checkpoint that is there is exchanged for the new one. Not read with automatic naming,
@@ -77,32 +84,58 @@ class Saving:
             blocking: False: return when the state is copied to host memory, and write behind the loop. The next save waits
                 for it; an error is raised by the next `accumulate`, save, or `end_training`.
             metric: how good this state is, for `ProjectConfiguration(keep_best=...)`.
+            save_model_func_kwargs: accepted for the name's sake: what engines that are not in use take.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
             CheckpointError: on every rank, where any could not write; former checkpoints are intact.
-            ConfigError: no folder was given, and there is no automatic naming.
+            ConfigError: no folder was given, and there is no automatic naming; or an unknown argument.
         """
-        return self._commit(output_dir, blocking, metric)
+        check_save_arguments(save_model_func_kwargs)
+        runtime = self._run_state.runtime
+        callers = calling_ranks(runtime)
+        if len(callers.ranks) == runtime.world_size or callers.ranks[0] not in (0, runtime.rank):
+            return self._commit(output_dir, blocking, metric)
+        if callers.ranks[0] == runtime.rank:
+            self._tell_alone(callers)
+            return self._commit(output_dir, blocking, metric, is_alone=True)
+        # The first process of another machine, say: rank 0 writes.
+        folder = self._folder_for(output_dir)
+        self._iteration += self.project_configuration.automatic_checkpoint_naming
+        return folder
+
+    def _tell_alone(self, callers: Callers) -> None:
+        if not self._has_told_alone:
+            self._has_told_alone = True
+            log.warning(
+                "save_state at %s is called on rank %d only, %s: the checkpoint holds everything but the random streams of the other "
+                "ranks, which are derived anew after a resume. To keep them too, call it on every rank",
+                callers.call_site, callers.ranks[0], callers.reason, main_process_only=False,
+            )  # fmt: skip
 
     def _commit(self, output_dir: str | Path | None, is_blocking: bool, metric: float | None,
-                before: Beginning | None = None) -> Path:  # fmt: skip
+                before: Beginning | None = None, is_alone: bool = False) -> Path:  # fmt: skip
         run, project = self._run_state, self.project_configuration
-        run.saver.wait()
+        run.saver.wait(is_alone)
+        if not is_alone:  # some ranks may have saved without the others
+            self._iteration = run.saver.meet(self._iteration)
         folder = self._folder_for(output_dir)
-        collected, about = run.collect(before)
+        collected, about = run.collect(before, is_alone)
         about |= {"iteration": self._iteration, "metric": None if metric is None else float(metric)}
         is_automatic = project.automatic_checkpoint_naming
         policy = Policy(
-            project.total_limit if is_automatic else None, self._protected(folder, metric), is_automatic, is_blocking
-        )
+            project.total_limit if is_automatic else None, self._protected(folder, metric), is_automatic, is_blocking,
+            is_alone=is_alone,
+        )  # fmt: skip
         fill = (lambda staging: self._call_save_hooks(collected, staging)) if self._save_hooks else None
-        run.saver.save(folder, collected, about, policy, fill)
+        place = run.place(before)  # asks the user's objects, and the random streams are read after them
+        run.saver.save(folder, collected, about, policy, fill, lambda: run.seal(collected, before, is_alone))
         if is_automatic:
             self._iteration += 1
-        self._last = folder, run.place(before)
+        if not is_alone:
+            self._last = folder, place
         return folder
 
     def wait_for_save(self) -> None:
@@ -141,8 +174,15 @@ class Saving:
         self._guard = Guard(settings, run, self._save_to_end)
         run.is_saving, run.at_fetch = True, self._guard.at_fetch
 
+    def stop_watching(self) -> None:
+        """Leave signals and deadlines alone from now on, where the training is over; every rank calls it."""
+        if self._guard is not None:
+            self._guard.stop()
+            self._run_state.at_fetch = None
+
     def _begin_micro_batch(self) -> None:
         """A check of a loop that has no prepared loader in iteration, and of the save behind the loop."""
+        self._check_resumed()
         self._run_state.saver.poll()
         if self._guard is not None and self._run_state.is_without_loader:
             self._guard.check()
@@ -152,7 +192,10 @@ class Saving:
         run = self._run_state
         try:
             run.saver.wait()
-            if self._last is not None and self._last[1] == run.place(before) and not run.custom:
+            is_here = self._last is not None and self._last[1] == run.place(before) and not run.custom
+            # A save of one rank alone may have put it out.
+            if run.saver.is_agreed(is_here and self._last is not None and (self._last[0] / MANIFEST).is_file()):
+                assert self._last is not None
                 return self._last[0]
         except CheckpointError as error:
             log.warning("%s; another one is saved now", error)
@@ -165,15 +208,36 @@ class Saving:
                 raise ConfigError(
                     "save_state() needs a folder; give one, or set ProjectConfiguration(automatic_checkpoint_naming=True)"
                 )
-            return Path(output_dir).absolute()
+            return Path(output_dir).expanduser().absolute()
         folder = self._parent() / f"checkpoint_{self._iteration}"
-        others = [path for path in committed(folder.parent) if (_number(path) or 0) >= self._iteration]
+        others = self._later_ones()
         if others:
-            raise CheckpointError(
-                f"{folder.parent} already has {others[0].name}, from an earlier run; go on from it with "
-                "accelerator.resume('latest') before the first save, or give another project_dir"
-            )
+            raise CheckpointError(_used(others[0]))
         return folder
+
+    def _later_ones(self) -> list[Path]:
+        """Checkpoints with numbers that this run has still to give, newest first."""
+        return [path for path in committed(self._parent()) if (_number(path) or 0) >= self._iteration]
+
+    def _find_earlier(self) -> tuple[Path, tuple[int, int]] | None:
+        """The newest checkpoint of an earlier run in this run's way, before it has saved itself, and which file it is."""
+        project = self.project_configuration
+        if not project.automatic_checkpoint_naming or project.project_dir is None:
+            return None
+        found = self._later_ones()
+        return (found[0], _identity(found[0])) if found else None
+
+    def _check_resumed(self) -> None:
+        """Training begins: refuse it here, rather than at the first save, where an earlier run's checkpoints are in the way.
+
+        Raises:
+            CheckpointError: they are, and nothing was resumed.
+        """
+        if self._earlier is None:
+            return
+        (folder, identity), self._earlier = self._earlier, None
+        if folder.parent == self._parent() and (folder / MANIFEST).exists() and _identity(folder) == identity:
+            raise CheckpointError(_used(folder))
 
     def _parent(self) -> Path:
         project = self.project_configuration
@@ -194,13 +258,12 @@ class Saving:
             return ()
         scores = {} if metric is None else {folder: float(metric)}
         for path in committed(folder.parent):
-            if (_number(path) or 0) < self.project_configuration.iteration:
-                continue  # an earlier run's
             try:
-                known = read_manifest(path).about.get("metric")
+                about = read_manifest(path).about
             except CheckpointError:
                 continue  # a damaged one is not the best one
-            if isinstance(known, float):
+            known = about.get("metric")
+            if isinstance(known, float) and about.get("run", "") == self._run_state.run_id:
                 scores[path] = known
         if not scores:
             return ()
@@ -260,21 +323,25 @@ class Saving:
 
     # ---------------------------------------------------------------- load
 
-    def load_state(self, input_dir: str | Path | None = None, load_kwargs: dict[str, Any] | None = None, *,
-                   strict: bool = False) -> Restored:  # fmt: skip
+    def load_state(self, input_dir: str | Path | None = None, load_kwargs: Mapping[str, Any] | None = None, *,
+                   strict: bool = False, **load_model_func_kwargs: Any) -> Restored:  # fmt: skip
         """Take a checkpoint up, after prepare: all of it or nothing; every rank calls it.
 
         Args:
             input_dir: its folder; None, with automatic naming: the newest one that verifies.
             load_kwargs: accepted for the name's sake: nothing is unpickled.
             strict: refuse a checkpoint of another world size, batch size, precision or version.
+            load_model_func_kwargs: accepted for the name's sake: `map_location` ("cpu" or "on_device"), as the state goes
+                to where each object is; and what engines that are not in use take.
 
         Returns:
             What was restored and what differs; printable.
 
         Raises:
             CheckpointError: on every rank: missing, damaged, or it does not fit; nothing is changed then.
+            ConfigError: no folder was given, and there is no automatic naming; or an unknown argument.
         """
+        check_load_arguments({**(load_kwargs or {}), **load_model_func_kwargs})
         self._run_state.saver.wait()
         if input_dir is None:
             if not self.project_configuration.automatic_checkpoint_naming:
@@ -283,25 +350,29 @@ class Saving:
                 )
             folder = self._newest()
             if folder is None:
-                raise CheckpointError(f"{self._parent()} holds no checkpoint")
+                raise CheckpointError(f"{self._parent()} holds no checkpoint; save_state() makes the first one")
         else:
-            folder = Path(input_dir).absolute()
+            folder = Path(input_dir).expanduser().absolute()
         restored = self._run_state.load(folder, strict, self._load_hooks)
+        self._earlier = None
         iteration = restored.about.get("iteration")
         if self.project_configuration.automatic_checkpoint_naming and isinstance(iteration, int):
             # What lies beyond it was not resumed from, and must not be taken for its continuation.
-            newest = max((_number(path) or 0 for path in committed(folder.parent)), default=iteration)
+            there = [*committed(folder.parent), *committed(self._parent())]
+            newest = max((_number(path) or 0 for path in there), default=iteration)
             self._iteration = self._run_state.saver.largest(max(iteration, newest)) + 1
         log.info(str(restored))
         return restored
 
-    def resume(self, checkpoint: str | Path = "latest", *, strict: bool = False) -> Restored | None:
+    def resume(self, checkpoint: str | Path = "latest", *, strict: bool = False,
+               run: str | None = None) -> Restored | None:  # fmt: skip
         """Go on from a checkpoint where there is one; call it after prepare, and loop over `epochs(n)`.
 
         Args:
             checkpoint: "latest": the newest one in the project's folder that verifies; one that does not is named and
                 passed over. Or a folder.
             strict: as for load_state.
+            run: with "latest", look among the checkpoints of this run only: "run" in their manifests. None: among all.
 
         Returns:
             What was restored, or None where "latest" found nothing yet.
@@ -309,7 +380,7 @@ class Saving:
         Raises:
             CheckpointError: on every rank: damaged (a folder that was given), or it does not fit.
         """
-        folder = self._newest() if str(checkpoint) == "latest" else Path(checkpoint).absolute()
+        folder = self._newest(run) if str(checkpoint) == "latest" else Path(checkpoint).expanduser().absolute()
         if folder is None:
             log.info("no checkpoint in %s yet: training begins at the start", self._parent())
             return None
@@ -319,10 +390,13 @@ class Saving:
             loader.before_pass = self._check_epochs
         return restored
 
-    def _newest(self) -> Path | None:
-        folder, passed_over = self._run_state.saver.newest(self._parent())
+    def _newest(self, run: str | None = None) -> Path | None:
+        folder, passed_over = self._run_state.saver.newest(self._parent(), run)
         for line in passed_over:
             log.warning("a checkpoint is passed over: %s", line)
+        foreign = foreign_in(self._parent()) if folder is None else None
+        if foreign is not None and not passed_over:
+            raise CheckpointError(f"{explain(foreign)}. To begin without it, give another project_dir")
         if folder is None and passed_over:
             raise CheckpointError(
                 f"{self._parent()} holds {len(passed_over)} checkpoints, and all of them are damaged:\n  "
@@ -354,6 +428,19 @@ class Saving:
                 f"this run was resumed in epoch {self._run_state.epoch}, but the loop does not go by it: write `for epoch in "
                 "accelerator.epochs(num_epochs):` in place of `for epoch in range(num_epochs):`"
             )
+
+
+def _used(earlier: Path) -> str:
+    return (
+        f"{earlier.parent} already has {earlier.name}, from an earlier run, and this run has not resumed from it. Go on from it with "
+        "accelerator.resume('latest') after prepare(), or give another project_dir"
+    )
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    """Which file a checkpoint's manifest is."""
+    found = (folder / MANIFEST).stat()
+    return found.st_ino, found.st_mtime_ns
 
 
 def _number(path: Path) -> int | None:

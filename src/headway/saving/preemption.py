@@ -51,6 +51,10 @@ class Guard:
         if self._stopping.check(run.num_windows, lambda: _where(run, None)):
             self._answer(None)
 
+    def stop(self) -> None:
+        """Listen no more."""
+        self._stopping.stop()
+
     def _answer(self, before: Beginning | None) -> None:
         self.is_preempted = True
         reason, update = self._stopping.reason, self._run.clock.num_updates

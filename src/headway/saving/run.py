@@ -1,9 +1,9 @@
 """The state of a run: what a checkpoint takes from an Accelerator's objects, and puts back."""
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from headway.strategies.base import Strategy
 from headway.training.accumulation import Accumulation
 from headway.training.clock import Clock
 from headway.training.prepare import Preparation
+from headway.version import __version__
 
 log = get_logger(__name__)
 
@@ -66,6 +67,7 @@ class RunState:
         notes: what other parts want to find in each manifest again.
         at_fetch: called with a loader before each of its batches, where the run may be asked to end.
         evaluations: where a save in an evaluation goes back to.
+        run_id: of the run, in each of its manifests; that of the run that is resumed. None before the first save or load.
 
     Args:
         runtime, collectives, strategy, precision, preparation, accumulation, clock: the Accelerator's.
@@ -78,6 +80,7 @@ class RunState:
         self.epoch = 0
         self.is_saving = False
         self.notes: dict[str, Any] = {}
+        self.run_id: str | None = None
         self.at_fetch: Callable[[PreparedLoader], None] | None = None
         self.evaluations = Evaluations(accumulation, lambda: preparation.loaders, self._read_streams, self.next_epoch)
         self._began: dict[int, int] | None = None
@@ -95,6 +98,11 @@ class RunState:
     def models(self) -> list[torch.nn.Module]:
         """The prepared models, as the user made them."""
         return list(self._preparation.models)
+
+    @property
+    def runtime(self) -> ProcessRuntime:
+        """This process."""
+        return self._runtime
 
     @property
     def loaders(self) -> list[PreparedLoader]:
@@ -165,11 +173,14 @@ class RunState:
         models = [getattr(model, "_orig_mod", model) for model in map(self._strategy.unwrap, preparation.models)]
         return Parts(models, [each.optimizer for each in preparation.optimizers], others, self._strategy.export_state)
 
-    def collect(self, before: Beginning | None = None) -> tuple[Collected, dict[str, Any]]:
-        """The state of all ranks, and what a reader of the manifest wants to know; every rank calls it.
+    def collect(self, before: Beginning | None = None, is_alone: bool = False) -> tuple[Collected, dict[str, Any]]:
+        """The state of all ranks but their random streams, and what a reader of the manifest wants to know.
+
+        Every rank calls it, or, with `is_alone`, this one without the others.
 
         Args:
             before: the beginning of the evaluation in progress, which a resumed run is to go back to.
+            is_alone: replicated state and this rank's own is all there is.
         """
         is_unfinished = self._accumulation.is_unfinished
         if is_unfinished:
@@ -179,20 +190,30 @@ class RunState:
             )  # fmt: skip
         collected = collect(self._parts())
         mark = self._mark if is_unfinished else None
-        marked = None if mark is None else mark.streams
-        streams = self._read_streams() if marked is None else marked
-        self.is_saving = True
-        own = {"streams": streams, "loaders": self._loader_states(mark)}
-        if before is not None and not is_unfinished:
-            own = {"streams": before.streams, "loaders": before.states}
-        for rank, told in enumerate(self._collectives.gather_objects(own)):
-            for name, value in told.items():
-                collected.state.setdefault(name, []).append(encode(value, f"{name}/{rank}", collected.tensors))
+        states = self._loader_states(mark) if before is None or is_unfinished else before.states
+        self._add("loaders", states, collected, is_alone)
         run, about = self._run_state(), self._about(is_unfinished)
         if before is not None and not is_unfinished:
             run["epoch"] = about["epoch"] = before.epoch
         collected.state["run"] = run
-        return collected, self._collectives.broadcast_object(about)
+        about = about | {"saved_by": [self._runtime.rank]} if is_alone else self._collectives.broadcast_object(about)
+        self.run_id = about["run"]
+        return collected, about
+
+    def seal(self, collected: Collected, before: Beginning | None = None, is_alone: bool = False) -> None:
+        """Add the random streams, after all else of the user's that may draw from them has run; called like `collect`."""
+        is_unfinished = self._accumulation.is_unfinished
+        marked = self._mark.streams if is_unfinished and self._mark is not None else None
+        streams = self._read_streams() if marked is None else marked
+        if before is not None and not is_unfinished:
+            streams = before.streams
+        self._add("streams", streams, collected, is_alone)
+        self.is_saving = True
+
+    def _add(self, name: str, own: Any, collected: Collected, is_alone: bool) -> None:
+        """Every rank's value; of a rank alone only its own."""
+        told = {self._runtime.rank: own} if is_alone else dict(enumerate(self._collectives.gather_objects(own)))
+        collected.state[name] = [encode(value, f"{name}/{rank}", collected.tensors) for rank, value in told.items()]
 
     def _loader_states(self, mark: Mark | None) -> list[dict[str, Any]]:
         states = [each.run_state() for each in self._preparation.loaders]
@@ -252,9 +273,9 @@ class RunState:
         return {
             "num_updates": self._clock.num_updates, "epoch": self.next_epoch(), "world_size": self._runtime.world_size,
             "accumulation": self._accumulation.num_steps, "global_batch": self._batch.size(),
-            "was_in_mid_window": is_unfinished,
+            "was_in_mid_window": is_unfinished, "run": secrets.token_hex(8) if self.run_id is None else self.run_id,
             "device": self._runtime.hardware.kind, "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "versions": {"headway": version("headway"), "torch": torch.__version__}, "notes": dict(self.notes),
+            "versions": {"headway": __version__, "torch": torch.__version__}, "notes": dict(self.notes),
         }  # fmt: skip
 
     # ---------------------------------------------------------------- back
@@ -302,11 +323,16 @@ class RunState:
         before, now = about["world_size"], self._runtime.world_size
         if before != now:
             lines.append(f"world {before} -> {now}; random streams are derived anew from (seed, update, rank)")
+        elif len(saved_by := _saved_by(about)) < now:
+            lines.append(
+                f"saved on rank {', '.join(map(str, saved_by))} alone, without the others' random streams: they are derived anew "
+                "from (seed, update, rank)"
+            )
         lines += self._plan(about, run).lines
         if run["precision"] != self._precision.name:
             lines.append(f"mixed_precision {run['precision']} -> {self._precision.name}")
         for name, was in about["versions"].items():
-            if was != (now_is := {"headway": version("headway"), "torch": torch.__version__}.get(name)):
+            if was != (now_is := {"headway": __version__, "torch": torch.__version__}.get(name)):
                 lines.append(f"{name} {was} -> {now_is}")
         if len(found.state["loaders"][0]) != len(self._preparation.loaders):
             lines.append(
@@ -321,6 +347,7 @@ class RunState:
     def _take_up(self, manifest: Manifest, found: Collected) -> None:
         about, run, preparation, rank = manifest.about, found.state["run"], self._preparation, self._runtime.rank
         is_same_world = about["world_size"] == self._runtime.world_size
+        self.run_id = str(about.get("run", ""))
         self._clock.resume(run["num_updates"])
         for optimizer, count in zip(preparation.optimizers, run["optimizer_updates"]):
             optimizer.num_updates = count
@@ -333,20 +360,28 @@ class RunState:
         self._batch.carry_out(plan)
         if plan.is_kept:
             preparation.keep_ticks(*run["ticks"])
-        states = decode(found.state["loaders"][rank if is_same_world else 0], found.tensors)
+        saved_by = _saved_by(about)
+        is_own = is_same_world and rank in saved_by
+        states = decode(found.state["loaders"][saved_by.index(rank) if is_own else 0], found.tensors)
         for loader, state, seed in zip(preparation.loaders, states, run["seeds"]):
             loader.seed = seed
             loader.load_state_dict(state)
         known = preparation.loaders
-        self._accumulation.trained_on += [known[number] for number in run["trained_on"] if number < len(known)]
+        self._accumulation.trained_on += [known[number] for number in run.get("trained_on", ()) if number < len(known)]
         self.epoch, self._mark = run["epoch"], None
-        self._began = {each.seed: each.next_epoch for each in preparation.loaders} if run["counts_epochs"] else None
+        self._began = {each.seed: each.next_epoch for each in preparation.loaders} if run.get("counts_epochs") else None
         self.evaluations.forget()
-        streams = decode(found.state["streams"][rank if is_same_world else 0], found.tensors)
+        streams = decode(found.state["streams"][saved_by.index(rank) if is_own else 0], found.tensors)
         loaders = streams.pop("loaders", None)
-        if is_same_world:
+        if is_own:
             write_streams(streams, self._runtime.hardware)
         else:
             derive_streams(run["seed"], run["num_updates"], rank)
-            loaders = streams["torch"] if loaders is None else loaders
+        if loaders is None and not is_same_world:
+            loaders = streams["torch"]
         preparation.loader_stream.load_state(loaders)
+
+
+def _saved_by(about: Mapping[str, Any]) -> list[int]:
+    """The ranks whose own state a checkpoint holds, in its order."""
+    return list(about.get("saved_by") or range(about["world_size"]))

@@ -77,6 +77,9 @@ class Strategy(Protocol):
     def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
         """The context of a micro-batch: do gradients travel in its backward?"""
 
+    def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """A block in which nothing of the model travels, neither gradients nor buffers, whatever `accumulate` says."""
+
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
         """Add the gradient of `loss * factor`."""
 

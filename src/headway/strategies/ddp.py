@@ -7,8 +7,8 @@ and a model may be called on one rank alone; and the average over ranks is undon
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class DDPStrategy(SingleStrategy):
         self._engines: dict[int, DistributedDataParallel] = {}
         self._learned: set[int] = set()
         self._reduced: dict[int, str] = {}
+        self._local: set[int] = set()
 
     def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
         """Wrap in DDP, which gives all ranks rank 0's values.
@@ -99,18 +100,39 @@ class DDPStrategy(SingleStrategy):
             return nullcontext()
         return engine.no_sync()
 
+    @contextmanager
+    def keep_local(self, model: torch.nn.Module) -> Iterator[None]:
+        """DDP's no_sync for the whole block; reducers are not armed and buffers stay.
+
+        Raises:
+            UnsupportedError: a static graph, which DDP learns from a backward that travels.
+        """
+        if self._options.static_graph:
+            raise UnsupportedError(
+                "static_graph=True needs gradients that travel, which local SGD keeps back; leave it out"
+            )
+        engine = self._engines.get(id(model))
+        self._local.add(id(model))
+        try:
+            with nullcontext() if engine is None else engine.no_sync():
+                yield
+        finally:
+            self._local.discard(id(model))
+
     def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
         """Arm the reducers again: DDP ignores a second backward over one forward, and ranks would drift apart."""
         for model in models:
             engine = self._engines.get(id(model))
-            if engine is not None:
+            if engine is not None and id(model) not in self._local:
                 engine.reducer.prepare_for_backward([])
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """Give all ranks rank 0's buffers (running statistics, say)."""
         if not self._options.broadcast_buffers:
             return
-        for engine in self._engines.values():
+        for key, engine in self._engines.items():
+            if key in self._local:
+                continue
             buffers = [buffer for buffer in engine.module.buffers() if buffer.numel()]
             if buffers and engine.module.training:
                 # The engine's own coalesced broadcast: one message for all buffers.

@@ -67,6 +67,16 @@ class ReplicaStrategy(SingleStrategy):
         """Gradients stay local until `reduce_gradients`."""
         return nullcontext()
 
+    def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Refused: a batch in pieces is agreed on by all ranks.
+
+        Raises:
+            UnsupportedError: on several processes, always.
+        """
+        raise UnsupportedError(
+            "microbatching='auto' sums every batch over the ranks, which local SGD does not; drop one of the two"
+        )
+
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
         """Add the gradient of this rank's part of the average."""
         super().backward(loss, factor / self.data_shard.count, precision, **kwargs)

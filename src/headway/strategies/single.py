@@ -37,6 +37,10 @@ class SingleStrategy:
         """Nothing travels."""
         return nullcontext()
 
+    def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Nothing travels."""
+        return nullcontext()
+
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
         """Run backward with `factor` as the gradient of the loss: no extra operation is recorded."""
         loss = precision.scale_loss(loss)

@@ -105,6 +105,9 @@ class Feed:
         choices: the trackers of this rank.
         is_main: rank 0 writes the log.
         position: the update that the loop is at.
+
+    Attributes:
+        begun: when, in seconds since 1970.
     """
 
     def __init__(self, project: str, folder: Path | None, choices: Sequence[Choice], is_main: bool,
@@ -122,7 +125,7 @@ class Feed:
         self._is_continuing = False
         self._is_settled = False
         self._num_at_start = 0
-        self._begun = time.time()
+        self.begun = time.time()
         if folder is not None and is_main:
             self._open(folder)
 
@@ -143,7 +146,7 @@ class Feed:
     # ---------------------------------------------------------------- begin
 
     def start(self, config: dict[str, Any], init_kwargs: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any],
-              is_continuing: bool) -> None:  # fmt: skip
+              is_continuing: bool, since: float | None = None) -> None:  # fmt: skip
         """Write the first line and begin the trackers.
 
         Args:
@@ -151,12 +154,17 @@ class Feed:
             init_kwargs: for each tracker's class, by its name.
             about: world_size, device and versions.
             is_continuing: is it the run that the log knows, as far as one can tell now?
+            since: this process has ended the run before, and goes on with it; when it had begun it. None: it has not.
         """
         self._config, self._num_at_start = config, self._position()
-        self._write("run", self.project, config, **about)
-        restarts = env.get_int("TORCHELASTIC_RESTART_COUNT") or 0
-        if restarts or (self.before is not None and not self.before.is_ended):
-            self.event("restart", None, {"restart_count": restarts})
+        if since is not None and (self.runlog is None or self.before is not None):
+            self.begun, self._is_settled, is_continuing = since, True, True
+            self._write("reopen")
+        else:
+            self._write("run", self.project, config, **about)
+            restarts = env.get_int("TORCHELASTIC_RESTART_COUNT") or 0
+            if restarts or (self.before is not None and not self.before.is_ended):
+                self.event("restart", None, {"restart_count": restarts})
         self._is_continuing = is_continuing and bool(self._identities)
         for choice in self._choices:
             name = choice.name if isinstance(choice, Tracker) else choice[0]
@@ -287,7 +295,7 @@ class Feed:
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Write the last line, and end the trackers, one after the other; who takes long is named."""
-        told = {"num_updates": self._position(), "seconds": round(time.time() - self._begun, 3)} | dict(summary or {})
+        told = {"num_updates": self._position(), "seconds": round(time.time() - self.begun, 3)} | dict(summary or {})
         self._write("end", told)
         if self.runlog is not None:
             self.runlog.close()

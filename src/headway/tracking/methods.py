@@ -2,7 +2,6 @@
 
 import platform
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -19,6 +18,7 @@ from headway.tracking.pictures import pictures
 from headway.tracking.runlog import plain
 from headway.tracking.select import select_trackers
 from headway.tracking.values import flatten, to_python
+from headway.version import __version__
 
 log = get_logger(__name__)
 
@@ -55,14 +55,17 @@ class Tracking:
         has_folder = self.project_configuration.logging_dir is not None
         self._choices = select_trackers(log_with, has_folder=has_folder, is_main=is_main)
         self._feed: Feed | None = None
+        self._is_begun = False
         self._resumed: events.Happening | None = None
+        self._ended: tuple[tuple[str, Path | None], float] | None = None
         events.subscribe(self._hear)
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: _Kwargs | None = None) -> None:
         """Begin a run: its log in `<logging_dir>/<project_name>/log.jsonl`, and the trackers of `log_with`.
 
         A folder that has a log is continued: a run that was killed and is resumed goes on in the same log and in the same
-        runs of the trackers. A run that is under way ends first.
+        runs of the trackers. A run that is under way ends first; one that this Accelerator has ended is opened again, which is
+        no further attempt.
 
         Args:
             project_name: names the folder, the project or experiment of the trackers.
@@ -80,6 +83,7 @@ class Tracking:
         values = plain(_as_mapping(config))
         self.end_trackers()
         is_main, place = self.runtime.is_main_process, self.project_configuration.logging_dir
+        self._is_begun = place is not None
         choices = [each for each in self._choices if is_main or not getattr(each, "main_process_only", True)]
         folder = None if place is None else Path(place).absolute() / project_name
         if not choices and not (is_main and folder is not None):
@@ -87,7 +91,9 @@ class Tracking:
             return
         feed = Feed(project_name, folder, choices, is_main, lambda: self._progress.num_updates)
         about = {"world_size": self.runtime.world_size, "device": self.runtime.hardware.kind, "versions": _versions()}
-        feed.start(values, init_kwargs or {}, about, self._is_continuing(feed))
+        same = self._ended is not None and self._ended[0] == (project_name, folder) and self._progress.num_updates > 0
+        since = self._ended[1] if self._ended is not None and same else None
+        feed.start(values, init_kwargs or {}, about, self._is_continuing(feed), since)
         self._feed, self._at_exit = feed, flush_at_exit(feed)
         if self._resumed is not None:
             self._hear(self._resumed)
@@ -106,7 +112,8 @@ class Tracking:
         """Log values of one step; any rank may call it, rank 0 writes.
 
         Args:
-            values: names to numbers, texts, 0-d tensors, numpy scalars, or mappings of them (names are joined with '/').
+            values: names to numbers, texts, 0-d tensors, numpy scalars, or mappings of them (names are joined with '/'). None is
+                left out; so are tensors, of any shape, where no tracker and no log listens.
             step: None: the number of updates so far.
             log_kwargs: for each tracker's own `log`, by its name.
 
@@ -114,9 +121,9 @@ class Tracking:
             TrackingError: on every rank that called: a value of another kind, with its name.
             StateError: `log_with` was given, but no run was begun.
         """
-        flat = flatten(values)
+        flat = flatten(values, is_heard=self._has_trackers or self._is_begun)
         feed = self._ready()
-        if feed is not None:
+        if feed is not None and (flat or not values):
             feed.log({name: to_python(value) for name, value in flat.items()}, self._step(step), log_kwargs or {})
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: _Kwargs | None = None) -> None:
@@ -242,6 +249,7 @@ class Tracking:
         feed, self._feed = self._feed, None
         if feed is not None:
             self._at_exit.detach()
+            self._ended = (feed.project, feed.folder), feed.begun
             feed.finish(_plain_summary(summary))
 
 
@@ -260,4 +268,4 @@ def _as_mapping(config: Any) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    return {"headway": version("headway"), "torch": torch.__version__, "python": platform.python_version()}
+    return {"headway": __version__, "torch": torch.__version__, "python": platform.python_version()}

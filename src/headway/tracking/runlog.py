@@ -11,6 +11,7 @@ event      event, step (or null) and details: "resumed", "checkpoint", "out_of_m
 image      name, step, file (relative to the folder)
 artifact   the same
 end        summary
+reopened   the process that wrote "end" writes more: an evaluation after the training, say; another "end" follows
 =========  =====================================================================================================
 
 A line is one write, so that a kill tears the last one at most; the next start takes a torn line off before it appends.
@@ -26,6 +27,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from headway.errors import StateError, TrackingError
@@ -35,6 +37,7 @@ FORMAT = 1
 SUPERSEDING = frozenset({"resumed", "started_over"})
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAX_DEPTH = 50
+_MAX_REPR = 200
 
 Value = float | int | bool | str
 Point = tuple[int | None, float, Value]
@@ -88,6 +91,11 @@ class RunLog:
         )  # fmt: skip
         return self._attempt
 
+    def reopen(self) -> None:
+        """Go on after the `end` of the same process; in place of `run`, where the log has begun."""
+        self._attempt = self._num_before
+        self._write("reopened")
+
     def values(self, step: int | None, values: Mapping[str, Value]) -> None:
         """Append values of one step."""
         self._write("values", step=step, values=plain(dict(values)))
@@ -135,7 +143,10 @@ class RunLog:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """`value` as strict JSON has it: mappings, lists, numbers, texts; not-a-number as text, anything else as its repr."""
+    """`value` as strict JSON has it: mappings, lists, numbers, texts; not-a-number as text.
+
+    Of anything else the repr, cut to 200 characters; of a function the name, as the repr of a bound method holds its object's.
+    """
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -151,7 +162,12 @@ def plain(value: Any, depth: int = 0) -> Any:
             return {str(key): plain(item, depth + 1) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [plain(item, depth + 1) for item in value]
-    return str(value) if isinstance(value, Path) else repr(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, FunctionType | BuiltinFunctionType | MethodType):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = repr(value)
+    return text if len(text) <= _MAX_REPR else text[:_MAX_REPR] + "..."
 
 
 def _mend(path: Path) -> int:
@@ -245,6 +261,7 @@ class Start:
     Attributes:
         time: seconds since 1970.
         attempt: 1 for the first.
+        is_after_end: the start before it had ended properly.
         project: the run's name.
         config: what it was configured with.
         world_size: processes.
@@ -259,6 +276,7 @@ class Start:
     world_size: int
     device: str
     versions: dict[str, str]
+    is_after_end: bool = False
 
 
 @dataclass
@@ -376,6 +394,8 @@ class _Reader:
         elif kind in ("image", "artifact"):
             where = self.run.path.parent / str(entry["file"])
             self.run.media.append(Medium(kind, str(entry["name"]), entry.get("step"), moment, where))
+        elif kind == "reopened":
+            self.run.summary = None
         elif kind == "end":
             self.run.summary = dict(entry.get("summary") or {})
 
@@ -386,10 +406,11 @@ class _Reader:
                 f"{self.run.path} is of format {version!r}, and this version of Headway reads up to {FORMAT}; upgrade it"
             )
         self.attempt += 1
-        self.run.summary = None
+        is_after_end, self.run.summary = self.run.summary is not None, None
         self.run.starts.append(
             Start(moment, self.attempt, str(entry.get("project", "")), dict(entry.get("config") or {}),
-                  int(entry.get("world_size", 1)), str(entry.get("device", "")), dict(entry.get("versions") or {}))
+                  int(entry.get("world_size", 1)), str(entry.get("device", "")), dict(entry.get("versions") or {}),
+                  is_after_end)
         )  # fmt: skip
 
     def _supersede(self, step: int) -> None:

@@ -10,8 +10,13 @@ from headway.errors import TrackingError
 from headway.tracking.runlog import Value
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], prefix: str = "", is_heard: bool = True) -> dict[str, Any]:
     """Nested mappings as one, names joined with '/'; everything in it can be logged. Nothing is read from a device.
+
+    Args:
+        values: a None among them is left out: there was no such value this time.
+        prefix: of the names.
+        is_heard: False: nothing is kept, and tensors of any shape are left out.
 
     Raises:
         TrackingError: naming the first entry that cannot be.
@@ -24,7 +29,9 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             raise TrackingError(f"log() takes names as text; {key!r} is {_describe(key)}")
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            flat |= flatten(value, f"{name}/")
+            flat |= flatten(value, f"{name}/", is_heard)
+        elif value is None or (not is_heard and isinstance(value, torch.Tensor | numpy.ndarray)):
+            continue
         elif is_loggable(value):
             flat[name] = value
         else:

@@ -8,8 +8,10 @@ from typing import Any
 
 from headway.config.strategies import ActivationCheckpointing
 from headway.errors import ConfigError
+from headway.trainer.checking import checked
 from headway.trainer.optimizer import OPTIMIZERS, SCHEDULES
 from headway.trainer.spellings import with_other_spellings
+from headway.trainer.surroundings import Surroundings
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "eval_strategy": ("no", "steps", "epoch"),
@@ -18,15 +20,21 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train_sampling_strategy": ("random", "sequential", "group_by_length"),
     "log_level": (None, "passive", "debug", "detail", "info", "warning", "error", "critical"),
 }
-_AT_LEAST = {
-    "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1, "learning_rate": 0, "weight_decay": 0, "warmup_steps": 0,
-    "label_smoothing_factor": 0, "dataloader_num_workers": 0, "eval_delay": 0, "save_total_limit": 1,
-}  # fmt: skip
+
+
+_WORDS = (
+    "eval_strategy",
+    "save_strategy",
+    "logging_strategy",
+    "lr_scheduler_type",
+    "optim",
+    "train_sampling_strategy",
+)
 
 
 @with_other_spellings
 @dataclass
-class TrainingArguments:
+class TrainingArguments(Surroundings):
     """How a `Trainer` trains. A name that is not known here is an error that says the nearest one.
 
     Attributes:
@@ -35,7 +43,7 @@ class TrainingArguments:
         per_device_eval_batch_size: likewise for evaluation.
         gradient_accumulation_steps: micro-batches per update.
         num_train_epochs: passes over the data; may be a fraction.
-        max_steps: updates; above 0 it decides instead of the epochs.
+        max_steps: updates; above 0 it decides instead of the epochs; -1 and 0: the epochs do.
         learning_rate: the highest one.
         lr_scheduler_type: the schedule's name, one of `headway.trainer.optimizer.SCHEDULES`.
         lr_scheduler_kwargs: further settings of it.
@@ -79,6 +87,7 @@ class TrainingArguments:
         group_by_length: the same by its old name.
         length_column_name: the column of lengths; where there is none, `input_ids` are measured.
         use_cpu: compute on the CPU.
+        do_train, do_eval, do_predict: for scripts that ask for them; the Trainer does not.
         resume_from_checkpoint: as `Trainer.train` takes it.
         skip_memory_metrics: False: results carry the peak of each phase.
         accelerator_config: further arguments of `headway.Accelerator`, by name.
@@ -116,7 +125,7 @@ class TrainingArguments:
     logging_first_step: bool = False
     logging_dir: str | Path | None = None
     run_name: str | None = None
-    report_to: str | list[str] | None = "none"
+    report_to: None | str | list[str] = "none"  # noqa: RUF036  (the order that HfArgumentParser understands)
     log_level: str | None = None
     disable_tqdm: bool | None = None
     eval_strategy: str = "no"
@@ -145,22 +154,34 @@ class TrainingArguments:
     group_by_length: bool = False
     length_column_name: str = "length"
     use_cpu: bool = False
-    resume_from_checkpoint: str | Path | bool | None = None
+    do_train: bool = False
+    do_eval: bool = False
+    do_predict: bool = False
+    resume_from_checkpoint: str | Path | None = None  # True and False, too; HfArgumentParser knows no such union
     skip_memory_metrics: bool = True
     accelerator_config: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.output_dir = "trainer_output" if self.output_dir is None else self.output_dir
-        for name in ("eval_strategy", "save_strategy", "logging_strategy", "lr_scheduler_type", "optim",
-                     "train_sampling_strategy"):  # fmt: skip
+        for name in _WORDS:
             value = getattr(self, name)
             # Enumerations of other libraries carry the word as their value.
             setattr(self, name, str(getattr(value, "value", value)).lower())
+        asked = str(self.resume_from_checkpoint).lower()
+        if asked in ("true", "false"):  # a command line gives it as text, or as a path
+            object.__setattr__(self, "resume_from_checkpoint", asked == "true")
+        self.gradient_checkpointing = False if self.gradient_checkpointing is None else self.gradient_checkpointing
+        for name, value in checked(self, TrainingArguments).items():
+            setattr(self, name, value)
         self._take_old_forms()
         self._check_choices()
         self._check_numbers()
         self._check_contradictions()
-        if self.metric_for_best_model is None and (self.load_best_model_at_end or self.save_strategy == "best"):
+        if self.metric_for_best_model is None and (
+            self.load_best_model_at_end
+            or self.save_strategy == "best"
+            or self.lr_scheduler_type == "reduce_lr_on_plateau"
+        ):
             self.metric_for_best_model = "loss"
         if self.metric_for_best_model is not None and self.greater_is_better is None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
@@ -176,10 +197,6 @@ class TrainingArguments:
         if self.warmup_ratio is not None:
             if self.warmup_steps:
                 raise ConfigError("warmup_ratio and warmup_steps are two lengths of one warm-up; give one")
-            if not 0 <= self.warmup_ratio < 1:
-                raise ConfigError(
-                    f"warmup_ratio={self.warmup_ratio!r}; give a share of all updates, 0 or more and below 1"
-                )
             self.warmup_steps, self.warmup_ratio = self.warmup_ratio, None
 
     def _check_choices(self) -> None:
@@ -189,10 +206,6 @@ class TrainingArguments:
                 raise ConfigError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(map(str, words))}")
 
     def _check_numbers(self) -> None:
-        for name, least in _AT_LEAST.items():
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, str) or not value >= least):
-                raise ConfigError(f"{name}={value!r}; give a number, {least} or more")
         size = self.per_device_train_batch_size
         if size != "largest" and (isinstance(size, str | bool) or not isinstance(size, int) or size < 1):
             raise ConfigError(
@@ -202,10 +215,6 @@ class TrainingArguments:
             value = getattr(self, name)
             if value is not None and (not value > 0 or (value >= 1 and value != int(value))):
                 raise ConfigError(f"{name}={value!r}; give whole updates, 1 or more, or a share of all, below 1")
-        if self.label_smoothing_factor >= 1:
-            raise ConfigError(f"label_smoothing_factor={self.label_smoothing_factor!r}; give a share below 1")
-        if self.max_steps <= 0 and not self.num_train_epochs >= 0:
-            raise ConfigError(f"num_train_epochs={self.num_train_epochs!r}; give a number, 0 or more")
 
     def _check_contradictions(self) -> None:
         if self.bf16 and self.fp16:
@@ -224,6 +233,10 @@ class TrainingArguments:
             )
         if self.load_best_model_at_end or self.save_strategy == "best":
             self._check_best()
+        if self.lr_scheduler_type == "reduce_lr_on_plateau" and self.eval_strategy == "no":
+            raise ConfigError(
+                "lr_scheduler_type='reduce_lr_on_plateau' goes by evaluations, and eval_strategy is 'no'; make it 'steps' or 'epoch'"
+            )
         if self.gradient_checkpointing:
             self.checkpointing_plan()
 

@@ -13,11 +13,12 @@ from headway.config.run import DataLoaderConfiguration, ProjectConfiguration
 from headway.errors import ConfigError, DataError
 from headway.log import get_logger
 from headway.memory.batch_size import find_executable_batch_size
+from headway.ops.tree import to_device
 from headway.runtime.device import detect
 from headway.trainer.collate import Collating, Collator, drop_columns, find_label_names, kept_columns
 from headway.trainer.data import check_dataset, length_of, make_loader, train_sampler
 from headway.trainer.loss import LossFunction, LossOf, take_count
-from headway.trainer.optimizer import create_optimizer, create_schedule
+from headway.trainer.optimizer import create_optimizer, create_schedule, decaying_names
 from headway.trainer.records import next_number
 from headway.trainer.reporting import Reporting
 
@@ -93,10 +94,19 @@ class Building(Reporting):
 
     # ---------------------------------------------------------------- loaders
 
+    def _prepare_input(self, data: Any) -> Any:
+        """On the device."""
+        return to_device(data, self.accelerator.device)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """What each step does with its batch first; one of a prepared loader is on the device already. May be overridden."""
+        return inputs
+
     def _loader(self, dataset: Any, batch_size: int, sampler: Any = None, drop_last: bool = False) -> DataLoader[Any]:
         count = self._loss_of.count
-        collate = Collating(self.data_collator, self._kept, count)
-        dataset = drop_columns(dataset, self._kept)
+        labels = {*self.label_names, "labels", "label", "label_ids"}
+        collate = Collating(self.data_collator, self._kept, count, labels)
+        dataset = drop_columns(dataset, self._kept, labels)
         return make_loader(
             dataset, self.args, batch_size, collate, sampler, drop_last, self.accelerator.device.type == "cuda"
         )
@@ -116,9 +126,18 @@ class Building(Reporting):
             raise DataError("the Trainer was given no train_dataset, so there is nothing to train on")
         check_dataset(self.train_dataset)
         args, size = self.args, self._train_batch_size
-        update = size * args.gradient_accumulation_steps * self.accelerator.num_processes
-        sampler = train_sampler(self.train_dataset, args, update)
+        sampler = self._get_train_sampler(self.train_dataset)
         return self._loader(self.train_dataset, size, sampler, args.dataloader_drop_last)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """The order of the training data; None for a stream. May be overridden."""
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        size = self._train_batch_size * self.args.gradient_accumulation_steps * self.accelerator.num_processes
+        return train_sampler(dataset, self.args, size)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        """The order of evaluation data; None: as it is. May be overridden."""
+        return None
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """The evaluation data, not yet prepared.
@@ -135,22 +154,46 @@ class Building(Reporting):
         if dataset is None:
             raise DataError("the Trainer was given no eval_dataset; give one to it or to evaluate()")
         check_dataset(dataset)
-        return self._loader(dataset, self.args.per_device_eval_batch_size)
+        return self._loader(dataset, self.args.per_device_eval_batch_size, self._get_eval_sampler(dataset))
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         """The data to predict, not yet prepared."""
         check_dataset(test_dataset)
-        return self._loader(test_dataset, self.args.per_device_eval_batch_size)
+        sampler = self._get_eval_sampler(test_dataset)
+        return self._loader(test_dataset, self.args.per_device_eval_batch_size, sampler)
 
     # ---------------------------------------------------------------- optimizer and schedule
 
-    def create_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer by the arguments; what was given to the Trainer goes first."""
-        return create_optimizer(self.model, self.args, self._optimizer_cls_and_kwargs)
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Set `optimizer` and `lr_scheduler` where they are None; an override may do it in its own way."""
+        if self.optimizer is None:
+            # An override may set the attribute itself.
+            self.optimizer = self.create_optimizer() or self.optimizer
+        if self.lr_scheduler is None:
+            self.lr_scheduler = self.create_scheduler(num_training_steps, self.optimizer) or self.lr_scheduler
 
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer) -> Any:
-        """The schedule by the arguments, counted in updates."""
-        return create_schedule(optimizer, self.args, num_training_steps)
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """The optimizer by the arguments; what was given to the Trainer goes first.
+
+        Args:
+            model: None: the Trainer's.
+        """
+        chosen = self.model if model is None else model
+        decaying = self.get_decay_parameter_names(chosen)
+        return create_optimizer(chosen, self.args, self._optimizer_cls_and_kwargs, decaying)
+
+    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
+        """The names of the parameters that decay: all but biases and parameters of norms."""
+        return decaying_names(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """The schedule by the arguments, counted in updates.
+
+        Args:
+            num_training_steps: updates.
+            optimizer: None: the Trainer's.
+        """
+        return create_schedule(self.optimizer if optimizer is None else optimizer, self.args, num_training_steps)
 
     # ---------------------------------------------------------------- the largest batch
 

@@ -173,6 +173,11 @@ class Callbacks:
         self.all.append(made)
         self._listening.clear()
 
+    @property
+    def callbacks(self) -> list[Any]:
+        """All of them, in the order in which they are told."""
+        return self.all
+
     def pop(self, callback: Any) -> Any:
         """Take out an object, or the first one of a class; None where there is none."""
         for known in self.all:

@@ -1,14 +1,17 @@
 """From rows to a batch: columns that forward takes, padding, and the count of labels that a loss is a mean over."""
 
 import inspect
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, get_worker_info
 
 from headway.errors import DataError
+from headway.log import get_logger
+
+log = get_logger(__name__)
 
 NUM_ITEMS = "_num_items"
 """The batch's key for the number of its labels that count; taken out before the model sees the batch."""
@@ -45,25 +48,48 @@ def kept_columns(model: torch.nn.Module, label_names: Sequence[str]) -> set[str]
     return None if names is None else {*names, *label_names, *_LABELS}
 
 
-def drop_columns(dataset: Any, kept: set[str] | None) -> Any:
+def drop_columns(dataset: Any, kept: set[str] | None, labels: Collection[str] = _LABELS) -> Any:
     """A dataset of the `datasets` library without the columns that are not kept; anything else is given back as it is.
 
+    Args:
+        dataset: the rows.
+        kept: the columns that stay; None: all.
+        labels: the names of labels.
+
     Raises:
-        DataError: nothing would be left.
+        DataError: nothing would be left but labels.
     """
+    if kept is not None and isinstance(dataset, list) and dataset and isinstance(dataset[0], Mapping):
+        unused = [name for name in dataset[0] if name not in kept]
+        if unused:
+            _check_left(list(dataset[0]), kept, labels)
+            _say_dropped(unused)
+        return dataset  # the collator leaves them out
     columns = getattr(dataset, "column_names", None)
     if kept is None or not isinstance(columns, list) or not hasattr(dataset, "remove_columns"):
         return dataset
     unused = [name for name in columns if name not in kept]
-    if len(unused) == len(columns):
-        raise DataError(_nothing_left(columns, kept))
+    _check_left(columns, kept, labels)
+    if unused:
+        _say_dropped(unused)
     return dataset.remove_columns(unused) if unused else dataset
 
 
-def _nothing_left(columns: Sequence[str], kept: set[str]) -> str:
-    return (
-        f"none of the dataset's columns ({', '.join(columns)}) is one that the model's forward takes ({', '.join(sorted(kept))}); "
-        "rename the columns, or pass remove_unused_columns=False and a data_collator"
+def _say_dropped(unused: Sequence[str]) -> None:
+    log.warning_once(
+        "columns that the model's forward does not take are left out: %s; remove_unused_columns=False keeps them",
+        ", ".join(sorted(unused)),
+    )
+
+
+def _check_left(columns: Sequence[str], kept: set[str], labels: Collection[str]) -> None:
+    """Is anything left that a model can predict from?"""
+    if any(name in kept and name not in labels for name in columns):
+        return
+    wanted = ", ".join(sorted(kept - {*labels, *_LABELS})) or "none but labels"
+    raise DataError(
+        f"of the dataset's columns ({', '.join(columns)}) the model's forward takes none but labels; it takes {wanted}. Make those "
+        "(tokenise texts, say), rename the columns, or pass remove_unused_columns=False and a data_collator"
     )
 
 
@@ -169,10 +195,12 @@ class Collating:
         collate: the user's collator, or a `Collator`.
         kept: the columns that stay; None: all.
         count: from a batch to the number of its labels that count; None: a mean over samples.
+        labels: the names of labels.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], kept: set[str] | None,
-                 count: Callable[[Any], int | None] | None) -> None:  # fmt: skip
+                 count: Callable[[Any], int | None] | None, labels: Collection[str] = _LABELS) -> None:  # fmt: skip
+        self.labels = labels
         self.collate = collate
         self.kept = kept
         self.count = count
@@ -183,8 +211,9 @@ class Collating:
         if kept is not None and isinstance(rows[0], Mapping):
             unused = [name for name in rows[0] if name not in kept]
             if unused:
-                if len(unused) == len(rows[0]):
-                    raise DataError(_nothing_left(list(rows[0]), kept))
+                _check_left(list(rows[0]), kept, self.labels)
+                if get_worker_info() is None:  # each worker would say it, in each epoch
+                    _say_dropped(unused)
                 rows = [{name: value for name, value in row.items() if name in kept} for row in rows]
         batch = self.collate(rows)
         if self.count is not None and isinstance(batch, MutableMapping):

@@ -82,8 +82,16 @@ def train_sampler(dataset: Any, args: "TrainingArguments", batch_size: int) -> S
         dataset: the training data, with all of its columns.
         args: the strategy.
         batch_size: rows of an update, over all processes.
+
+    Raises:
+        DataError: a stream is to be grouped, or rows have no length.
     """
     if isinstance(dataset, IterableDataset):
+        if args.train_sampling_strategy == "group_by_length":
+            raise DataError(
+                "train_sampling_strategy='group_by_length' sorts rows, and a stream has no length and no rows to choose from; group "
+                "them in the stream, or give a dataset with a length"
+            )
         return None
     if args.train_sampling_strategy == "group_by_length":
         return LengthGroupedSampler(find_lengths(dataset, args.length_column_name), batch_size)

@@ -36,10 +36,11 @@ class ProgressCallback(TrainerCallback):
         self._table: NotebookTable | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Show the bar; a resumed run's is over the updates that are left."""
+        """Show the bar; a resumed run's goes on from where it was."""
         if state.is_world_process_zero:
-            left = range(state.global_step, state.max_steps)
-            self._bar = track(left, description="training" if not state.global_step else f"training from {left.start}")
+            # One more than there are, so that the bar is still there for what is logged after the last update.
+            steps = range(state.global_step, max(state.max_steps, state.global_step) + 1)
+            self._bar = track(steps, description="training", total=state.max_steps, initial=state.global_step)
             self._steps = iter(self._bar)
             next(self._steps, None)
             self._table = NotebookTable() if in_notebook() else None
@@ -114,14 +115,19 @@ def _close(steps: Iterator[int] | None) -> None:
 def show_summary(state: TrainerState) -> None:
     """Print how the training went, and its evaluations, to standard error."""
     last = state.log_history[-1] if state.log_history else {}
-    table = Table(title="training", title_justify="left", show_header=False)
+    table = Table(title="training", title_justify="left", title_style="", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_row("updates", f"{state.global_step:,}")
     table.add_row("epochs", f"{state.epoch:.4g}")
     for name in _OF_THE_END:
         if name in last:
-            table.add_row(name.removeprefix("train_").replace("_", " "), format_value(name, last[name]))
+            words = "mean loss" if name == "train_loss" else name.removeprefix("train_").replace("_", " ")
+            table.add_row(words, format_value(name, last[name]))
+    losses = [entry for entry in state.log_history if "loss" in entry]
+    if losses:
+        where = "" if losses[-1]["step"] == state.global_step else f" at update {losses[-1]['step']}"
+        table.add_row("last loss", format_value("loss", losses[-1]["loss"]) + where)
     evaluations = [entry for entry in state.log_history if any(name.startswith("eval_") for name in entry)]
     if evaluations:
         for name, value in evaluations[-1].items():
@@ -129,4 +135,5 @@ def show_summary(state: TrainerState) -> None:
                 table.add_row(f"last {name}", format_value(name, value))
     if state.best_metric is not None:
         table.add_row("best metric", f"{state.best_metric:.4g} at update {state.best_global_step}")
-    Console(file=sys.stderr).print(table)
+    # FORCE_COLOR makes no terminal of a file.
+    Console(file=sys.stderr, force_terminal=None if sys.stderr.isatty() else False).print(table)

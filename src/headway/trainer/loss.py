@@ -40,6 +40,7 @@ class LossOf:
         self.count = LabelCount(is_shifted(model))
         self._takes_count = function is not None and "num_items_in_batch" in _parameters(function)
         self._forward_names = forward_parameters(model)
+        self._is_called = False
 
     def __call__(self, model: torch.nn.Module, inputs: Any, num_items: int | None = None) -> tuple[torch.Tensor, Any]:
         """(loss, outputs): the loss is a mean.
@@ -48,6 +49,9 @@ class LossOf:
             LossError: the model gives none.
         """
         if self.function is None and not self.smoothing:
+            if not self._is_called:
+                check_call(model, inputs)
+                self._is_called = True
             outputs = call(model, inputs)
             return find_loss(outputs, model), outputs
         inputs, labels = self.split(inputs)
@@ -113,6 +117,29 @@ def call(model: torch.nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, tuple | list):
         return model(*inputs)
     return model(inputs)
+
+
+def check_call(model: torch.nn.Module, inputs: Any) -> None:
+    """Can the model be called with a whole batch, labels included, so that it may return a loss?
+
+    Raises:
+        LossError: its forward does not take what is in the batch.
+    """
+    try:
+        signature = inspect.signature(model.forward)
+        if isinstance(inputs, Mapping):
+            signature.bind(**inputs)
+        elif isinstance(inputs, tuple | list):
+            signature.bind(*inputs)
+    except ValueError:  # it has no signature to look at
+        return
+    except TypeError as error:
+        what = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else f"{len(inputs)} values"
+        raise LossError(
+            f"{type(model).__name__}.forward{signature} cannot be called with a batch of {what} ({error}). Without a loss function "
+            "the model is given the whole batch, and returns its loss; give the Trainer a loss_function(outputs, labels), or let "
+            "forward take the labels"
+        ) from None
 
 
 def loss_among(outputs: Any) -> torch.Tensor | None:

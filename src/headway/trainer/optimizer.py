@@ -2,7 +2,7 @@
 
 import ast
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +30,28 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 _OF_ADAMS_KIND = (torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam)
 
 
-def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The parameters that learn, in two groups: those that decay, and biases and parameters of norms, which do not."""
-    spared = {
-        id(parameter)
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if "bias" in name.lower() or "norm" in type(module).__name__.lower()
-    }
+def decaying_names(model: torch.nn.Module) -> list[str]:
+    """The names of the parameters that decay: all but biases and parameters of norms."""
+    return [
+        f"{place}.{name}" if place else name
+        for place, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+        if "bias" not in name.lower() and "norm" not in type(module).__name__.lower()
+    ]
+
+
+def parameter_groups(
+    model: torch.nn.Module, weight_decay: float, decaying: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """The parameters that learn, in two groups: those that decay, and those that do not.
+
+    Args:
+        model: whose.
+        weight_decay: of the first group.
+        decaying: their names; None: `decaying_names`.
+    """
+    names = set(decaying_names(model) if decaying is None else decaying)
+    spared = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name not in names}
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in learning if id(p) not in spared], "weight_decay": weight_decay},
@@ -46,29 +60,36 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
     return [group for group in groups if group["params"]]
 
 
+def optimizer_settings(args: "TrainingArguments") -> dict[str, Any]:
+    """What the optimizer that the arguments name is made with, beside the parameters."""
+    kind, settings = OPTIMIZERS[args.optim]
+    settings = {"lr": args.learning_rate, **settings}
+    if kind in _OF_ADAMS_KIND:
+        settings |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    return settings | read_settings(args.optim_args)
+
+
 def create_optimizer(model: torch.nn.Module, args: "TrainingArguments",
-                     given: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None) -> torch.optim.Optimizer:  # fmt: skip
+                     given: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+                     decaying: Sequence[str] | None = None) -> torch.optim.Optimizer:  # fmt: skip
     """The optimizer that the arguments name.
 
     Args:
         model: whose parameters it updates.
         args: name, rate, decay and further settings.
         given: a class and its settings, in place of the name.
+        decaying: the names of the parameters that decay; None: all but biases and those of norms.
 
     Raises:
         ConfigError: nothing to learn, or settings that the optimizer does not take.
     """
-    groups = parameter_groups(model, args.weight_decay)
+    groups = parameter_groups(model, args.weight_decay, decaying)
     if not groups:
         raise ConfigError(f"{type(model).__name__} has no parameters with requires_grad=True: nothing would be trained")
     if given is not None:
         kind, settings = given
         return kind(groups, **settings)
-    kind, settings = OPTIMIZERS[args.optim]
-    settings = {"lr": args.learning_rate, **settings}
-    if kind in _OF_ADAMS_KIND:
-        settings |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    settings |= read_settings(args.optim_args)
+    kind, settings = OPTIMIZERS[args.optim][0], optimizer_settings(args)
     try:
         return kind(groups, **settings)
     except TypeError as error:

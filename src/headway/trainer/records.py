@@ -10,9 +10,9 @@ import torch
 
 from headway.checkpoint.folders import committed
 from headway.checkpoint.layout import read_tensors, verify
-from headway.errors import ConfigError
 from headway.trainer.callbacks import Callbacks, TrainerControl, TrainerState
 from headway.trainer.losses import LossBook
+from headway.trainer.rehearsal import check_wanted
 
 if TYPE_CHECKING:
     from headway.trainer.arguments import TrainingArguments
@@ -24,27 +24,22 @@ _MODEL = "model/0/"
 class Record:
     """Registered with the Accelerator: the state, the losses and the callbacks' states.
 
-    Attributes:
-        first_checkpoint: the number of the run's first checkpoint; others in the folder are those of earlier runs.
-
     Args:
         state, control, losses, callbacks: the Trainer's; control: asked for, because callbacks may exchange it.
-        first_checkpoint: of a run that begins now.
     """
 
-    def __init__(self, state: TrainerState, control: Callable[[], TrainerControl], losses: LossBook, callbacks: Callbacks,
-                 first_checkpoint: int) -> None:  # fmt: skip
+    def __init__(
+        self, state: TrainerState, control: Callable[[], TrainerControl], losses: LossBook, callbacks: Callbacks
+    ) -> None:
         self.state = state
         self.control = control
         self.losses = losses
         self.callbacks = callbacks
-        self.first_checkpoint = first_checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """Everything."""
         return {
             "state": self.state.state_dict(), "losses": self.losses.state_dict(), "callbacks": self.callbacks.state_dict(),
-            "first_checkpoint": self.first_checkpoint,
             # Not empty where the run was asked to end in an evaluation, say: the resumed one owes it.
             "owed": self.control().flags()[2:],
         }  # fmt: skip
@@ -54,7 +49,6 @@ class Record:
         self.state.load_state_dict(state["state"])
         self.losses.load_state_dict(state["losses"])
         self.callbacks.load_state_dict(state["callbacks"])
-        self.first_checkpoint = state["first_checkpoint"]
         self.control().set_flags([False, False, *state["owed"]])
 
 
@@ -74,15 +68,12 @@ def note_best(state: TrainerState, args: "TrainingArguments", metrics: dict[str,
     """Is this the best evaluation so far? Then note it.
 
     Raises:
-        ConfigError: the metric to go by is not among them.
+        ConfigError: the metric to go by is not among them, or not a number.
     """
     name = args.wanted_metric
     if name is None:
         return False
-    if name not in metrics:
-        raise ConfigError(
-            f"metric_for_best_model={args.metric_for_best_model!r} is not among the evaluation's metrics: {', '.join(metrics)}"
-        )
+    check_wanted(name, args.metric_for_best_model or name, metrics)
     value, best = float(metrics[name]), state.best_metric
     if math.isnan(value) or (best is not None and not (value > best if args.greater_is_better else value < best)):
         return False

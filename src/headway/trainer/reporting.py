@@ -38,6 +38,14 @@ class Reporting:
     is_in_train: bool
     _monitor: MemoryMonitor | None = None
 
+    def is_world_process_zero(self) -> bool:
+        """Is this process rank 0 of all machines?"""
+        return self.accelerator.is_main_process
+
+    def is_local_process_zero(self) -> bool:
+        """Is this the first process of its machine?"""
+        return self.accelerator.is_local_main_process
+
     # ---------------------------------------------------------------- callbacks
 
     def tell(self, event: str, **more: Any) -> None:
@@ -64,11 +72,12 @@ class Reporting:
 
     # ---------------------------------------------------------------- the log
 
-    def log(self, logs: dict[str, Any]) -> None:
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Log values: to `state.log_history`, callbacks, the run's log and its trackers.
 
         Args:
             logs: by name; `epoch` is added.
+            start_time: accepted for the name's sake.
         """
         logs.setdefault("epoch", round(self.state.epoch, 6))
         self.state.log_history.append({**logs, "step": self.state.global_step})

@@ -33,6 +33,21 @@ class EvalPrediction(NamedTuple):
     label_ids: Any
 
 
+class EvalLoopOutput(NamedTuple):
+    """What `Trainer.evaluation_loop` returns.
+
+    Attributes:
+        predictions, label_ids: as in `EvalPrediction`; None where only the loss was asked for.
+        metrics: by name.
+        num_samples: rows of all ranks.
+    """
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, float]
+    num_samples: int | None
+
+
 class PredictionOutput(NamedTuple):
     """What `Trainer.predict` returns.
 

@@ -1,44 +1,45 @@
 """The Trainer: the whole loop, on top of the Accelerator and nothing else."""
 
 import inspect
-import json
 import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from headway.errors import CheckpointError, ConfigError, DataError
+from headway.errors import CheckpointError, ConfigError, DataError, Preempted
 from headway.log import get_logger
 from headway.memory.monitor import MemoryMonitor
 from headway.ops.tree import find_batch_size
 from headway.runtime.seed import set_seed
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Callbacks, TrainerControl, TrainerState
+from headway.trainer.continuing import Mark, agreed, begin, leave_mark, read_mark, remove_mark
 from headway.trainer.data import length_of
 from headway.trainer.display import PrinterCallback, ProgressCallback
-from headway.trainer.evaluating import Evaluating
 from headway.trainer.flow import DefaultFlowCallback
+from headway.trainer.given import check_pairs, checked_arguments, missing_checkpoint
 from headway.trainer.loss import LossFunction, take_count
 from headway.trainer.losses import LossBook
+from headway.trainer.other_names import NOT_SERVED, OtherNames, check_hooks
 from headway.trainer.records import Record, checkpoint_path, load_weights, note_best
 from headway.trainer.results import TrainOutput, speed
 
 log = get_logger(__name__)
 
 
-class Trainer(Evaluating):
+class Trainer(OtherNames):
     """Trains a model by `TrainingArguments`; evaluates and predicts with it.
 
     The whole loop, with each event of a callback where it fires::
 
         train():
-            prepare model, optimizer, schedule, loaders; resume            # on_init_end was told when it was built
+            prepare model, optimizer, schedule, loaders                    # on_init_end was told when it was built
+            check_evaluation(); resume
             on_train_begin
             for epoch in accelerator.epochs(num_epochs):
                 on_epoch_begin
@@ -92,8 +93,9 @@ class Trainer(Evaluating):
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None, *,
         loss_function: LossFunction | None = None, tokenizer: Any = None,
     ) -> None:  # fmt: skip
-        self.args = args = TrainingArguments() if args is None else args
-        _check_pairs(
+        check_hooks(type(self))
+        self.args = args = checked_arguments(model, args)
+        check_pairs(
             args, compute_loss_func, loss_function, processing_class, tokenizer, optimizers, optimizer_cls_and_kwargs
         )
         if args.log_level not in (None, "passive"):
@@ -129,12 +131,16 @@ class Trainer(Evaluating):
 
     # ---------------------------------------------------------------- train
 
-    def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> TrainOutput:
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None, trial: Any = None,
+              ignore_keys_for_eval: list[str] | None = None) -> TrainOutput:  # fmt: skip
         """Train to the end; every rank calls it. A second call trains anew, from the model as it is.
 
         Args:
             resume_from_checkpoint: True: go on from the newest checkpoint in `output_dir` that verifies, or begin where there is
-                none yet. A folder: from that one. None: as the arguments say.
+                none yet. A folder: from that one. None: as the arguments say; where those say nothing either, go on where the same
+                command was asked to end (exit code 75), else begin. False: begin, whatever there is.
+            trial: of a hyperparameter search: not served.
+            ignore_keys_for_eval: as `ignore_keys` of the evaluations on the way.
 
         Returns:
             (global_step, training_loss, metrics); see `TrainOutput`.
@@ -145,7 +151,12 @@ class Trainer(Evaluating):
             MemoryExhausted: not even one row fits, where memory is seen to.
         """
         args = self.args
+        if trial is not None:
+            raise ConfigError(f"train(trial=...): {NOT_SERVED['hyperparameter_search']}")
+        self._ignored_in_evaluations = ignore_keys_for_eval
         asked = args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        self._check_folder(asked)
+        self._training = begin(args.output_dir or ".")
         if self._has_trained:
             self.accelerator.end_trackers()
             self.accelerator = self.create_accelerator()
@@ -160,8 +171,17 @@ class Trainer(Evaluating):
             with MemoryMonitor(by_phase=not args.skip_memory_metrics) as self._monitor:
                 self.is_in_train = True
                 self._prepare()
+                self.check_evaluation()
                 self._resume(asked)
-                return self._train()
+                output = self._train()
+                if self.accelerator.preempted:  # with Preemption(exits=False)
+                    self._leave_mark(self._newest, asked)
+                elif self.accelerator.is_local_main_process:
+                    remove_mark(args.output_dir or ".", self._training)
+                return output
+        except Preempted as told:
+            self._leave_mark(told.checkpoint, asked)
+            raise
         finally:
             self._release()
 
@@ -177,16 +197,16 @@ class Trainer(Evaluating):
         self.train_dataloader = accelerator.prepare_data_loader(self.get_train_dataloader())
         self._count_updates()
         self.model.to(accelerator.device)
-        optimizer = self.create_optimizer() if self._given_optimizer is None else self._given_optimizer
-        scheduler = self._given_scheduler
-        if scheduler is None:
-            scheduler = self.create_scheduler(self.state.max_steps, optimizer)
-        _, self.optimizer, self.lr_scheduler = accelerator.prepare(self.model, optimizer, scheduler, strict=True)
+        self.optimizer, self.lr_scheduler = self._given_optimizer, self._given_scheduler
+        self.create_optimizer_and_scheduler(self.state.max_steps)
+        _, self.optimizer, self.lr_scheduler = accelerator.prepare(
+            self.model, self.optimizer, self.lr_scheduler, strict=True
+        )
         if args.eval_strategy != "no" or args.eval_on_start:
             for key in self.eval_dataset if isinstance(self.eval_dataset, dict) else [None]:
                 self._eval_loader(key)
-        self._record = Record(self.state, lambda: self.control, self.losses, self.callbacks, accelerator.save_iteration)
-        accelerator.register_for_checkpointing(self._record)
+        record = Record(self.state, lambda: self.control, self.losses, self.callbacks)
+        accelerator.register_for_checkpointing(record)
         set_seed(args.seed, device_specific=True)  # dropout differs from rank to rank
 
     def _count_updates(self) -> None:
@@ -215,26 +235,54 @@ class Trainer(Evaluating):
             args.interval(name, state.max_steps) for name in ("logging_steps", "eval_steps", "save_steps")
         )
 
+    def _check_folder(self, asked: str | Path | bool | None) -> None:
+        """Is the folder to resume from there? Asked before anything is prepared; one machine that has it is enough."""
+        if asked is not None and not isinstance(asked, bool):
+            told = self.accelerator.collectives.gather_objects(missing_checkpoint(asked, self.args.output_dir or "."))
+            if all(told):
+                raise CheckpointError(str(told[0]))
+
     def _resume(self, asked: str | Path | bool | None) -> None:
-        accelerator = self.accelerator
-        if asked:
-            restored = accelerator.resume("latest" if asked is True else asked)
-            if restored is not None:
-                # The best checkpoint is looked for among those of this run.
-                accelerator.project_configuration = replace(
-                    accelerator.project_configuration, iteration=self._record.first_checkpoint
-                )
-        elif self._record.first_checkpoint:
-            log.info(
-                "%s holds checkpoints of an earlier run; this one's are numbered from %d on. resume_from_checkpoint=True goes on "
-                "from the newest", self.args.output_dir, self._record.first_checkpoint,
+        """Go on from where the arguments say, or from where the same command was asked to end."""
+        accelerator, folder = self.accelerator, self.args.output_dir or "."
+        mark = agreed(accelerator.collectives.gather_objects(read_mark(folder)))
+        if mark is not None and mark.is_meant(self._training, asked):
+            log.warning(
+                "%s was asked to end after update %d, and goes on from its newest checkpoint; resume_from_checkpoint=False begins "
+                "at the start", folder, mark.update,
             )  # fmt: skip
+            self._resume_marked(mark)
+        else:
+            if accelerator.is_local_main_process:
+                remove_mark(folder, self._training)
+            if asked:
+                accelerator.resume("latest" if asked is True else asked)
+            elif accelerator.save_iteration:
+                log.info(
+                    "%s holds checkpoints of earlier runs, which stay; this one's are numbered from %d on. "
+                    "resume_from_checkpoint=True goes on from the newest", folder, accelerator.save_iteration,
+                )  # fmt: skip
         self.state.global_step = accelerator.num_updates
         self.control.should_training_stop = self.state.global_step >= self.state.max_steps
         self.begin_run()
         if not self.state.global_step:
             # The first step tells readers of the log that this is no continuation of what may stand in it.
             accelerator.log({"epoch": 0.0}, step=0)
+
+    def _resume_marked(self, mark: Mark) -> None:
+        try:
+            self.accelerator.resume("latest", run=mark.run)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}\nThis was to go on where the same command was asked to end; resume_from_checkpoint=False begins anew"
+            ) from error
+
+    def _leave_mark(self, checkpoint: str | Path, asked: str | Path | bool | None) -> None:
+        """The run was asked to end: note where the same command goes on."""
+        if asked is False:
+            log.warning("the same command begins at the start, as it says resume_from_checkpoint=False; True goes on")
+        elif self.accelerator.is_local_main_process:
+            leave_mark(self.args.output_dir or ".", checkpoint, self._training, asked, self.state.global_step)
 
     def _train(self) -> TrainOutput:
         """The loop over epochs; see the class."""
@@ -319,6 +367,7 @@ class Trainer(Evaluating):
             inputs: on the device.
             num_items_in_batch: how many of its labels count; None: the loss is a mean over samples.
         """
+        inputs = self._prepare_inputs(inputs)
         more: dict[str, Any] = {"num_items_in_batch": num_items_in_batch} if self._takes_count else {}
         with self.accelerator.autocast():
             loss: torch.Tensor = self.compute_loss(model, inputs, **more)
@@ -354,7 +403,9 @@ class Trainer(Evaluating):
         control.should_log = False
         metrics: dict[str, Any] | None = None
         if control.should_evaluate:
-            metrics = self.evaluate()
+            # Given only where it is there: an override may not know it.
+            ignored = self._ignored_in_evaluations
+            metrics = self.evaluate() if ignored is None else self.evaluate(ignore_keys=ignored)
             control = self.control
             control.should_evaluate = False
             is_best = note_best(state, self.args, metrics)
@@ -364,7 +415,7 @@ class Trainer(Evaluating):
                 control.should_save = is_best
         is_due, control.should_save = control.should_save and state.global_step != self._last_saved, False
         if is_due:
-            self._save(metrics)
+            self._checkpoint(metrics)
 
     def _log_training(self) -> None:
         loss = self.losses.take()
@@ -375,14 +426,14 @@ class Trainer(Evaluating):
         self._last_logged = self.state.global_step
         self.log(logs)
 
-    def _save(self, metrics: dict[str, Any] | None) -> None:
+    def _checkpoint(self, metrics: dict[str, Any] | None) -> None:
         """Take a checkpoint, and write it behind the loop."""
         state, args = self.state, self.args
         value = None if metrics is None else metrics.get(args.wanted_metric or "")
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(checkpoint_path(args.output_dir or ".", self.accelerator.save_iteration))
         metric = None if value is None or math.isnan(value) else float(value)
-        self.accelerator.save_state(blocking=False, metric=metric)
+        self._newest = self.accelerator.save_state(blocking=False, metric=metric)
         self._last_saved = state.global_step
         self.tell("on_save")
 
@@ -417,6 +468,7 @@ class Trainer(Evaluating):
                 callback.close()
         self.model.zero_grad(set_to_none=True)
         self._undo(self.accelerator)
+        self.accelerator.stop_watching()  # an evaluation that follows has nothing to save
         self.optimizer, self.lr_scheduler = self._given_optimizer, self._given_scheduler
         self.train_dataloader = None
         self._eval_loaders = {}
@@ -428,54 +480,3 @@ class Trainer(Evaluating):
                 self.accelerator.wait_for_save()
             except CheckpointError as error:
                 log.warning("the last checkpoint was not written: %s", error)
-
-    # ---------------------------------------------------------------- files
-
-    def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the weights as safetensors, the model's config and the processing class; every rank calls it.
-
-        Args:
-            output_dir: None: that of the arguments.
-        """
-        folder = Path(output_dir or self.args.output_dir or ".")
-        self.accelerator.save_model(self.model, folder)
-        if not self.accelerator.is_main_process:
-            return
-        for part in (
-            getattr(self.model, "config", None),
-            getattr(self.model, "generation_config", None),
-            self.processing_class,
-        ):
-            if callable(getattr(part, "save_pretrained", None)):
-                part.save_pretrained(folder)  # type: ignore[union-attr]
-        (folder / "training_args.json").write_text(self.args.to_json_string() + "\n")
-
-    def save_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Write metrics to `<output_dir>/<split>_results.json`, from the main process."""
-        if self.accelerator.is_main_process:
-            folder = Path(self.args.output_dir or ".")
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{split}_results.json").write_text(json.dumps(metrics, indent=2, sort_keys=True) + "\n")
-
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print metrics, one a line, from the main process."""
-        if self.accelerator.is_main_process:
-            print(f"***** {split} metrics *****")
-            for name in sorted(metrics):
-                print(f"  {name} = {metrics[name]}")
-
-
-def _check_pairs(args: TrainingArguments, first: Any, second: Any, processing_class: Any, tokenizer: Any,
-                 optimizers: tuple[Any, Any], named: Any) -> None:  # fmt: skip
-    """Refuse what was given twice by two names."""
-    if first is not None and second is not None:
-        raise ConfigError("compute_loss_func and loss_function are two names of one thing; give one")
-    if processing_class is not None and tokenizer is not None:
-        raise ConfigError("tokenizer is the old name of processing_class; give one")
-    if optimizers[0] is not None and named is not None:
-        raise ConfigError("optimizers and optimizer_cls_and_kwargs are two optimizers; give one")
-    if optimizers[0] is not None and args.per_device_train_batch_size == "largest":
-        raise ConfigError(
-            "per_device_train_batch_size='largest' makes updates on trial, which would change the optimizer that you give; let the "
-            "Trainer make it (optim, optimizer_cls_and_kwargs), or give a number"
-        )

@@ -133,6 +133,9 @@ class Accumulation:
         active: the loaders in iteration, innermost last.
         sync_with_loader: a loader's last batch closes the window.
         sync_each: reduce gradients at every micro-batch.
+
+    Attributes:
+        is_held: somebody makes windows by hand, and this micro-batch does not end one: step and zero_grad wait.
     """
 
     def __init__(self, num_steps: int, strategy: Strategy, precision: Precision, policy: LossPolicy,
@@ -155,6 +158,7 @@ class Accumulation:
         self.piece: Piece | None = None
         self.guard: FiniteGuard | None = None
         self.meter: Throughput | None = None
+        self.is_held = False
         self._windows: dict[tuple[int, ...], Window] = {}
         self._is_inside = False
 
@@ -189,7 +193,7 @@ class Accumulation:
         loader = self.loader if self.sync_with_loader else None
         is_end = loader is not None and loader.is_last
         window.is_last = (is_end or window.num_done >= self.num_steps) and (piece is None or piece.is_last)
-        self.current, self.is_last, self._is_inside = window, window.is_last, True
+        self.current, self.is_last, self._is_inside, self.is_held = window, window.is_last, True, False
         return window.is_last or self.sync_each
 
     def end(self, is_failed: bool = False) -> None:
@@ -217,13 +221,18 @@ class Accumulation:
     @property
     def is_final(self) -> bool:
         """Are the gradients those of a whole window, so that clip and step may act?"""
-        return self.current.is_closed
+        return self.current.is_closed and not self.is_held
+
+    @property
+    def will_step(self) -> bool:
+        """Does the micro-batch in hand end its window?"""
+        return self.is_last and not self.is_held
 
     @property
     def is_fresh(self) -> bool:
         """Does no gradient of a window in progress lie in the tensors, so that zero_grad may act?"""
         window = self.current
-        return window.is_closed or not window.has_gradient
+        return (window.is_closed or not window.has_gradient) and not self.is_held
 
     @property
     def is_partial(self) -> bool:

@@ -109,7 +109,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """
         accumulation = self._accumulation
         if not accumulation.is_final:
-            if accumulation.is_last:
+            if accumulation.will_step:
                 log.warning_once(
                     "step() came at the end of a window whose last micro-batch ran no accelerator.backward(): its gradients are "
                     "not final, so no update was made; the window goes on. Is loss.backward() called instead?"

@@ -4,7 +4,14 @@ import psutil
 import pytest
 import torch
 
-from headway import get_max_memory
+from headway import (
+    cpu_offload,
+    dispatch_model,
+    get_balanced_memory,
+    get_max_memory,
+    infer_auto_device_map,
+    load_checkpoint_and_dispatch,
+)
 from headway.bigmodel import budget
 from headway.errors import DeviceMapError
 
@@ -48,3 +55,35 @@ def test_devices():
     for wrong in (True, -1, "gpu", 1.5, None):
         with pytest.raises(DeviceMapError, match="is no device"):
             budget.as_device(wrong)
+
+
+ABSENT = 4000  # no machine has so many
+
+
+def test_a_plan_for_another_machine_is_said_to_be_one(caplog):
+    model = torch.nn.Linear(3, 3)
+    assert infer_auto_device_map(model, {ABSENT: "1GB"}) == {"": ABSENT}
+    assert f"names {ABSENT}, and this machine has " in caplog.text
+    assert "for another machine" in caplog.text
+    caplog.clear()
+    assert get_balanced_memory(model, {"cpu": "1GB"}) == {"cpu": 10**9}
+    assert caplog.text == ""
+
+
+def test_a_budget_for_a_device_that_is_not_here_places_nothing(tmp_path):
+    model = torch.nn.Linear(3, 3)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        DeviceMapError, match=rf"max_memory={{{ABSENT}: '1GB'}} names {ABSENT}, and this machine has .*'cpu'"
+    ):
+        load_checkpoint_and_dispatch(model, tmp_path, device_map="auto", max_memory={ABSENT: "1GB"})
+    assert not hasattr(model, "hf_device_map")
+    load_checkpoint_and_dispatch(model, tmp_path, device_map="auto", max_memory={"cpu": "1GB"})
+
+
+def test_a_device_to_run_on_that_is_not_here():
+    model = torch.nn.Linear(3, 3)
+    with pytest.raises(DeviceMapError, match=f"execution_device={ABSENT} cannot compute here: this machine has "):
+        cpu_offload(model, ABSENT)
+    with pytest.raises(DeviceMapError, match=f"main_device={ABSENT} cannot compute here"):
+        dispatch_model(model, {"": "cpu"}, main_device=ABSENT)

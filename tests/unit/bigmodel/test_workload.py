@@ -24,9 +24,10 @@ def test_real_models_can_be_measured(name):
     assert all(parameter.is_meta for parameter in model.parameters())
     # Keys and values of four layers; T5 also keeps those of the encoder's output, in each of the decoder's.
     cache = {"mixtral": 2 * 4 * 2 * 64 * 32 * 4, "t5": 2 * 2 * 4 * 2 * 64 * 64 * 4, "vit": 0}
-    expected = cache.get(name, 2 * 4 * 2 * 64 * 64 * 4)
+    assert row.kept == cache.get(name, 2 * 4 * 2 * 64 * 64 * 4)
+    # Logits come and go: they are the caller's, and part of the peak.
     outputs = {"vit": 2 * 17 * 64 * 4 + 2 * 64 * 4, "t5": 2 * 64 * 100 * 4 + 2 * 64 * 64 * 4}
-    assert row.kept == expected + outputs.get(name, 2 * 64 * 100 * 4)
+    assert row.passing >= outputs.get(name, 2 * 64 * 100 * 4)
 
 
 def test_a_cache_grows_with_the_workload_and_can_be_left_out():
@@ -46,7 +47,7 @@ def test_a_cache_grows_with_the_workload_and_can_be_left_out():
     loaded = infer_auto_device_map(
         model, {0: "1GB"}, model._no_split_modules, dtype="bfloat16", workload=Workload(1, 16)
     )
-    assert loaded.plan.row(0).kept == (sum(one) + 16 * 100 * 4) // 2
+    assert loaded.plan.row(0).kept == sum(one) // 2
 
 
 def test_the_plan_leaves_room_for_what_a_real_forward_keeps():
@@ -68,7 +69,7 @@ def test_the_plan_leaves_room_for_what_a_real_forward_keeps():
     fits = infer_auto_device_map(model, {0: 2 * size, 1: 2 * size})
     assert list(fits.values()) == [0, 0, 1, 1]
     full = infer_auto_device_map(
-        model, {0: 2 * size + 4 * row, 1: 2 * size + 5 * row}, "Stage", workload=Workload(inputs=inputs)
+        model, {0: 2 * size + 4 * row, 1: 2 * size + 4 * row}, "Stage", workload=Workload(inputs=inputs)
     )
     assert list(full.values()) == [0, 0, 1, 1]
     assert full.plan.headroom(0) == full.plan.headroom(1) == 0

@@ -1,17 +1,20 @@
 import contextlib
+import hashlib
 import json
+import tracemalloc
 from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from safetensors.torch import load_file, safe_open
 
 from headway.checkpoint import folders, writer
-from headway.checkpoint.layout import read_tensors, verify
+from headway.checkpoint.layout import read_state, read_tensors, verify
 from headway.checkpoint.manifest import MANIFEST, Chunk, Entry, Manifest, Written, read_manifest
-from headway.checkpoint.shards import write_shard
+from headway.checkpoint.shards import describe, write_shard
 from headway.errors import CheckpointError
 from tests.unit.checkpoint.amount import EXAMPLES
 
@@ -166,7 +169,7 @@ def test_a_missing_manifest_is_no_checkpoint(tmp_path):
 
 
 SMALL = Manifest({"a": Entry((4, 2), "float32", (Chunk((0, 0), (2, 2), "f", "a"), Chunk((2, 0), (2, 2), "f", "b")))},
-                 {"f": Written("f", 10, "0" * 64)}, {"t": "a"}, {"x": [1]}, {"y": 2})  # fmt: skip
+                 {"f": Written("f", 10, ("0" * 32,))}, {"t": "a"}, {"x": [1]}, {"y": 2})  # fmt: skip
 
 
 def test_chunks_are_joined(tmp_path):
@@ -180,7 +183,9 @@ def test_chunks_are_joined(tmp_path):
     lambda c: c["tensors"]["a"]["chunks"].pop(), lambda c: c["tensors"]["a"]["chunks"][1].update(offsets=[1, 0]),
     lambda c: c["tensors"]["a"]["chunks"][1].update(offsets=[3, 0]), lambda c: c["tensors"]["a"].update(dtype="load"),
     lambda c: c["tensors"]["a"].update(shape=[-4, 2]), lambda c: c["tensors"]["a"]["chunks"][0].update(file="g"),
-    lambda c: c["files"].update({"../up": {"bytes": 1, "sha256": ""}}), lambda c: c["aliases"].update(z="none"),
+    lambda c: c["files"].update({"../up": {"bytes": 1, "xxh3_128": [""]}}), lambda c: c["aliases"].update(z="none"),
+    lambda c: c["files"]["f"].update(xxh3_128=[]), lambda c: c["files"]["f"].update(xxh3_128=["", ""]),
+    lambda c: c["files"]["f"].update(xxh3_128="0"), lambda c: c["files"]["f"].update(xxh3_128=[1]),
     lambda c: c["files"]["f"].update(bytes=True), lambda c: c.pop("state"), lambda c: c.update(tensors=[]),
 ])  # fmt: skip
 def test_a_manifest_that_contradicts_itself_is_refused(change):
@@ -195,12 +200,61 @@ def test_a_manifest_that_contradicts_itself_is_refused(change):
 
 def test_another_version_or_file_is_said():
     whole = json.loads(SMALL.encode())
-    with pytest.raises(CheckpointError, match="version 2"):
-        Manifest.decode(json.dumps({**whole, "version": 2}).encode())
+    for version in (3, None, True, [2]):
+        with pytest.raises(CheckpointError, match=r"of version .* of the format; this Headway reads versions 1 and 2"):
+            Manifest.decode(json.dumps({**whole, "version": version}).encode())
     with pytest.raises(CheckpointError, match="no manifest"):
         Manifest.decode(b"{}")
     with pytest.raises(CheckpointError, match="damaged"):
         Manifest.decode(SMALL.encode().replace(b'"y": 2', b'"y": 3'))
+
+
+def as_version_1(folder):
+    """Let a checkpoint's manifest be what Headway wrote before XXH3: SHA-256 for each file."""
+    found = read_manifest(folder)
+    files = {name: Written(name, each.num_bytes, (hashlib.sha256((folder / name).read_bytes()).hexdigest(),), "sha256")
+             for name, each in found.files.items()}  # fmt: skip
+    old = replace(found, files=files, version=1)
+    (folder / MANIFEST).write_bytes(old.encode())
+    return old
+
+
+def test_files_are_hashed_with_xxh3(tmp_path):
+    save(tmp_path)
+    folder = tmp_path / "checkpoint_1"
+    whole = json.loads((folder / MANIFEST).read_text())
+    assert whole["version"] == 2
+    for name, entry in whole["content"]["files"].items():
+        assert entry == {
+            "bytes": (folder / name).stat().st_size,
+            "xxh3_128": [xxhash.xxh3_128_hexdigest((folder / name).read_bytes())],
+        }
+
+
+def test_old_manifests_are_read_and_verified_with_their_own_hash(tmp_path):
+    save(tmp_path)
+    folder = tmp_path / "checkpoint_1"
+    old = as_version_1(folder)
+    whole = json.loads((folder / MANIFEST).read_text())
+    assert whole["version"] == 1
+    assert all(entry.keys() == {"bytes", "sha256"} for entry in whole["content"]["files"].values())
+    found = verify(folder)
+    assert found == old
+    assert found.sha256 == old.sha256  # who hands it on writes it as it was
+    path = folder / "model-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises(CheckpointError, match=r"is damaged: .* \(SHA-256 differs\)"):
+        verify(folder)
+
+
+def test_reading_takes_little_memory(tmp_path):
+    path = tmp_path / "large"
+    path.write_bytes(bytes(40_000_000))
+    tracemalloc.start()
+    describe(path, "large")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4_000_000
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -261,3 +315,68 @@ def test_snapshot_buffers_are_used_again():
     second = snapshot.take(source)
     assert second["model/0/a"].data_ptr() == first["model/0/a"].data_ptr()
     assert torch.equal(second["model/0/a"], source["model/0/a"])
+
+
+LARGE = {
+    "model/0/w": torch.randn(3, 2_000_003), "optimizer/0/w/exp_avg": torch.randn(5_000_017), "optimizer/0/w/step": torch.tensor(3.0),
+    "optimizer/0/w/flags": torch.randn(1001) > 0, "optimizer/0/w/odd": torch.randn(77).double(),
+    "optimizer/0/w/none": torch.zeros(0, 4),
+    "custom/0/c": torch.randn(9).to(torch.complex64), "custom/0/t": torch.arange(35.0).reshape(5, 7).t(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_verified", [True, False])
+def test_the_state_is_read_into_memory_of_its_own(tmp_path, is_verified):
+    save(tmp_path, tensors=LARGE, aliases={})
+    folder = tmp_path / "checkpoint_1"
+    manifest = read_manifest(folder)
+    assert len(manifest.files["optimizer-00000.safetensors"].digests) == 2
+    assert len(manifest.files["model-00000.safetensors"].digests) == 2
+    read, owned = read_state(folder, manifest, is_verified)
+    assert list(read) == list(manifest.tensors)
+    assert owned == {name for name in LARGE if not name.startswith("model/")}
+    for name, tensor in LARGE.items():
+        assert read[name].dtype == tensor.dtype, name
+        assert torch.equal(read[name], tensor), name
+    for name in owned:
+        read[name].zero_()  # no view of a file, nor of one another
+    assert torch.equal(read_state(folder, manifest, True)[0]["optimizer/0/w/exp_avg"], LARGE["optimizer/0/w/exp_avg"])
+
+
+@pytest.mark.parametrize("place", [3, 200, 17_000_000, -1])
+def test_a_flipped_byte_is_found_and_its_piece_named(tmp_path, place):
+    save(tmp_path, tensors=LARGE, aliases={})
+    folder = tmp_path / "checkpoint_1"
+    manifest = read_manifest(folder)
+    path = folder / "optimizer-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"optimizer-00000\.safetensors is damaged"):
+        verify(folder, manifest)
+    with pytest.raises(CheckpointError, match=r"optimizer-00000\.safetensors is damaged"):
+        read_state(folder, manifest, True)
+    if place > 2**24:
+        with pytest.raises(CheckpointError, match="its bytes 16,777,216 to "):
+            verify(folder, manifest)
+
+
+def test_fuzzed_headers_are_an_error_or_the_same(tmp_path):
+    save(tmp_path)
+    folder = tmp_path / "checkpoint_1"
+    manifest = read_manifest(folder)
+    path = folder / "optimizer-00000.safetensors"
+    right = path.read_bytes()
+
+    @settings(max_examples=EXAMPLES, deadline=None)
+    @given(st.integers(0, len(right) - 49), st.integers(0, 255), st.booleans())
+    def fuzz(place, value, is_verified):
+        path.write_bytes(right[:place] + bytes([value]) + right[place + 1 :])
+        try:
+            read, _ = read_state(folder, manifest, is_verified)
+        except CheckpointError:
+            return
+        assert not is_verified or path.read_bytes() == right
+        assert read["optimizer/0/a/exp_avg"].shape == TENSORS["optimizer/0/a/exp_avg"].shape
+
+    fuzz()

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -5,7 +7,7 @@ from safetensors.torch import load_file
 
 from headway.cli.main import group
 from headway.errors import CheckpointError, ConfigError
-from tests.unit.checkpoint.test_layout import TENSORS, save
+from tests.unit.checkpoint.test_layout import TENSORS, as_version_1, save
 
 
 def run(*words):
@@ -20,7 +22,10 @@ def test_inspect_prints_what_is_there_and_verifies(tmp_path):
     assert "model/0/a  float32 [3, 4]" in told
     assert "model/0/tied  tied to model/0/a" in told
     assert "optimizer/0  1 tensor, 12 values, 48 B" in told
-    assert "files are as they were written" in told
+    assert "files are as they were written, by their XXH3-128" in told
+    assert ", each with its XXH3-128\n" in told
+    as_version_1(tmp_path / "checkpoint_1")
+    assert "as they were written, by their SHA-256" in run("inspect", tmp_path / "checkpoint_1", "--verify").output
 
 
 def test_inspect_finds_damage_only_when_asked_to_read(tmp_path):
@@ -30,8 +35,28 @@ def test_inspect_finds_damage_only_when_asked_to_read(tmp_path):
     assert run("inspect", tmp_path / "checkpoint_1").exit_code == 0
     with pytest.raises(CheckpointError, match=r"model-00000\.safetensors is damaged"):
         raise run("inspect", tmp_path / "checkpoint_1", "--verify").exception
+    (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="no committed checkpoint"):
-        raise run("inspect", tmp_path).exception
+        raise run("inspect", tmp_path / "empty").exception
+    with pytest.raises(CheckpointError, match=r"checkpoint_2 does not exist; .* holds checkpoint_1"):
+        raise run("inspect", tmp_path / "checkpoint_2").exception
+
+
+@pytest.mark.parametrize("folder", ["checkpoints", "."])
+def test_inspect_lists_a_folder_of_checkpoints(tmp_path, folder):
+    parent = tmp_path / "checkpoints"
+    for number in (9, 10):
+        about = {"num_updates": 10 * number, "epoch": 1, "saved_at": "2026-11-22T00:00:00Z"}
+        save(parent, final=parent / f"checkpoint_{number}", nonce=f"{number:016x}", about=about)
+    (parent / "checkpoint_9" / "manifest.json").write_text("{}")
+    lines = run("inspect", tmp_path / folder).output.splitlines()
+    assert lines[0] == f"{parent} holds 2 checkpoints, the newest first:"
+    assert lines[1].startswith("  checkpoint_10  after 100 updates, epoch 1, ")
+    assert lines[1].endswith(", saved 2026-11-22T00:00:00Z")
+    assert lines[2].startswith("  checkpoint_9   damaged: ")
+    assert lines[3] == f"one of them: headway inspect {parent / 'checkpoint_10'}"
+    with pytest.raises(ConfigError, match=r"folder of 2 checkpoints .*; give one of them"):
+        raise run("inspect", tmp_path / folder, "--verify").exception
 
 
 def test_merge_writes_plain_weights(tmp_path):
@@ -41,4 +66,22 @@ def test_merge_writes_plain_weights(tmp_path):
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(weights["a"], TENSORS["model/0/a"])
     with pytest.raises(ConfigError, match="holds the models 0"):
-        raise run("merge", tmp_path / "checkpoint_1", tmp_path / "out", "--model", "2").exception
+        raise run("merge", tmp_path / "checkpoint_1", tmp_path / "new", "--model", "2").exception
+
+
+def test_merge_replaces_nothing_unasked(tmp_path):
+    save(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    weights = out / "model-00001-of-00002.safetensors"
+    weights.write_text("precious")
+    with pytest.raises(ConfigError, match=r"holds weights already \(model-00001-of-00002.*--overwrite"):
+        raise run("merge", tmp_path / "checkpoint_1", out).exception
+    assert weights.read_text() == "precious"
+    assert run("merge", tmp_path / "checkpoint_1", out, "--overwrite").exit_code == 0
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    for place, said in ((out / "config.json", "is not a folder"), (Path("/dev/null"), "is not a folder"),
+                        (tmp_path / "checkpoint_1", "is a checkpoint; give another folder")):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            raise run("merge", tmp_path / "checkpoint_1", place, "--overwrite").exception

@@ -118,3 +118,25 @@ def _read_until(terminal, shown, expected):
                 os.write(terminal, b"\x1b[1;1R")
             shown += piece
     return shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "log_dir: 2024-01-02",
+        "gpu_ids: !!set {0, 1}",
+        "num_processes: &n [*n]",
+        "role: .nan",
+        "num_processes: 0x" + "f" * 5000,
+    ],
+)
+def test_an_update_of_values_that_json_does_not_have_is_one_error(tmp_path, capsys, text):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main.main(["config", "update", "--config_file", str(path)])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("headway: error: ")
+    assert said.count("\n") == 1
+    assert path.read_text() == text

@@ -55,7 +55,7 @@ def placed(model, max_memory, dtype="float32"):
 
 
 def test_a_config_alone(run, folder):
-    said = run(folder, "--inference")
+    said = run(folder)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     parameters = sum(p.numel() for p in model.parameters())
     num_bytes = 2 * parameters + sum(buffer.nbytes for buffer in model.buffers())
@@ -69,7 +69,7 @@ def test_a_config_alone(run, folder):
     # The ceiling is the measured bandwidth over the bytes read.
     read = parse_bytes(re.search(r"read for each token: (.*)", said)[1])
     measured = parse_bytes(re.search(r"main memory (\S+ \S+)/s", said)[1])
-    rate = float(re.search(r"([\d.e+]+) tokens/s", rows["bfloat16"])[1])
+    rate = float(re.search(r"([\d.,]+) tokens/s", rows["bfloat16"])[1].replace(",", ""))
     assert rate == pytest.approx(measured / read, rel=0.02)
 
 
@@ -77,22 +77,65 @@ def test_a_checkpoint_and_a_workload(run, tmp_path, monkeypatch):
     monkeypatch.setattr(bandwidth, "_PIECE", 1 << 14)
     config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
     transformers.LlamaForCausalLM(config).half().save_pretrained(tmp_path, max_shard_size="100kB")
-    said = run(tmp_path, "--inference", "--num_tokens", "64", "--batch-size", "3", "--dtype", "float16")
+    said = run(tmp_path, "--num_tokens", "64", "--batch-size", "3", "--dtype", "float16")
     assert re.search(r"stored: .* KiB in \d file\(s\), float16", said)
     cache = 2 * 2 * 3 * 64 * 64 * 2  # keys and values, layers, samples, tokens, width, bytes
     logits = 3 * 64 * 100 * 2
-    assert f" {(cache + logits) / 1024:.1f} KiB" in said
+    assert re.search(rf"cpu +\d+ +\S+ KiB  {cache / 1024:.1f} KiB", said)
+    assert f"cache: 512 B for each token of each sample; {cache / 1024:.1f} KiB for 3 samples of 64 tokens" in said
+    assert f"logits of all these tokens: {logits / 1024:.1f} KiB, counted with the activations; 600 B where" in said
     assert 'device_map="auto" in float16' in said
     next(tmp_path.glob("model-00001-of-*.safetensors")).unlink()
-    assert "shards are missing" in run(tmp_path, "--inference", code=1)
+    assert "shards are missing" in run(tmp_path, code=1)
+
+
+def test_no_mode_and_no_exponents(run, folder):
+    said = run(folder)
+    assert "cache: 512 B for each token of each sample\n" in said
+    assert "logits" not in said
+    assert not re.search(r"\d[eE][+-]?\d", said)
+    with_flag = run(folder, "--inference")  # as it was spelt before
+    assert [line.split()[:1] for line in with_flag.splitlines()] == [line.split()[:1] for line in said.splitlines()]
+
+
+REAL = {
+    "grouped": transformers.LlamaConfig(**SIZES, num_key_value_heads=2),
+    "sliding": transformers.MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=8),
+    "gpt2": transformers.GPT2Config(n_embd=32, n_layer=3, n_head=2, vocab_size=50),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_cache_is_that_of_a_real_forward(name, batch_size):
+    model = transformers.AutoModelForCausalLM.from_config(REAL[name]).eval()
+
+    def real(num_tokens, num_samples=batch_size):
+        with torch.no_grad():
+            outputs = model(torch.zeros(num_samples, num_tokens, dtype=torch.long), use_cache=True)
+        # What memory holds: with a sliding window the last keys are a view of all of the prompt's.
+        kept = [
+            value
+            for layer in outputs.past_key_values.layers
+            for value in vars(layer).values()
+            if torch.is_tensor(value)
+        ]
+        return sum(
+            {x.data_ptr(): x.untyped_storage().nbytes() for x in kept if x.numel()}.values()
+        ), outputs.logits.nbytes
+
+    found = estimate.generation(model, "float32", Workload(batch_size, 24))
+    assert (found.cache, found.logits) == real(24)
+    one, two = real(1, 1)[0], real(2, 1)[0]
+    assert (found.per_sample, found.per_token) == (2 * one - two, two - one)
+    assert found.last_logits == real(1)[1]
 
 
 def test_what_cannot_be_estimated_says_why(run, tmp_path, folder):
-    assert "no folder with a config.json" in run(tmp_path / "none", "--inference", code=2)
-    assert "add --inference" in run(folder, code=2)
-    assert "needs --num_tokens" in run(folder, "--inference", "--batch_size", 2, code=2)
+    assert "no folder with a config.json" in run(tmp_path / "none", code=2)
+    assert "needs --num_tokens" in run(folder, "--batch_size", 2, code=2)
     (folder / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
-    assert "transformers builds no model of its config.json" in run(folder, "--inference", code=2)
+    assert "transformers builds no model of its config.json" in run(folder, code=2)
 
 
 def test_code_in_the_folder_is_not_run(run, folder):
@@ -100,7 +143,7 @@ def test_code_in_the_folder_is_not_run(run, folder):
     content |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
     (folder / "config.json").write_text(json.dumps(content))
     (folder / "mine.py").write_text("import pathlib; pathlib.Path('ran').touch()\n")
-    assert "transformers builds no model" in run(folder, "--inference", code=2)
+    assert "transformers builds no model" in run(folder, code=2)
     assert not list(folder.rglob("ran"))
 
 
@@ -109,7 +152,7 @@ def test_a_model_that_fits_nowhere_has_no_rate(folder, monkeypatch, run):
         raise DeviceMapError("the largest layer fits nowhere")
 
     monkeypatch.setattr(estimate, "resolve_device_map", refuse)
-    said = run(folder, "--inference")
+    said = run(folder)
     assert said.count("does not fit") == 4
     assert "no placement in bfloat16: the largest layer fits nowhere" in said
 

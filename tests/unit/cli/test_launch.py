@@ -88,7 +88,9 @@ def test_equals_signs(run):
     assert run("--num-processes=2", "train.py").world_size == 2
 
 
-def test_modules_and_programs(run):
+def test_modules_and_programs(run, tmp_path):
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg/train.py").touch()
     assert run("-m", "pkg.train", "-x").argv == ("/venv/bin/python", "-m", "pkg.train", "-x")
     assert run("--no-python", "echo", "-x").argv == ("echo", "-x")
     assert "--module" in run("-m", "--no_python", "x")
@@ -119,6 +121,10 @@ def test_the_environment_and_the_file_are_read(run, monkeypatch, tmp_path):
         (["-n", "0", "train.py"], "must be a whole number, 1 or more"),
         (["--mixed_precision", "fp8", "train.py"], "must be one of no, bf16, fp16"),
         (["missing.py"], "there is no script 'missing.py'"),
+        (["trian.py"], "there is no script 'trian.py' (looked in "),
+        (["trian.py"], "; did you mean train.py?"),
+        (["x" * 3000], f"the script '{'x' * 60}... (3000 characters)' cannot be read: File name too long"),
+        (["--main_process_port", "99999", "train.py"], "must be a whole number, 0 to 65535"),
         ([], "Missing argument 'SCRIPT'"),
         (["--use-fsdp", "train.py"], "--use_fsdp is no flag of `headway launch`: sharded training"),
         (["--dynamo_backend", "inductor", "train.py"], "torch.compile(model)"),
@@ -163,3 +169,13 @@ def test_a_misspelt_command(capsys):
         main.main(["lanch", "train.py"])
     assert ended.value.code == 2
     assert "'lanch' is no command of headway; did you mean launch?" in capsys.readouterr().err
+
+
+def test_the_commands_of_very_many_machines_are_not_all_written_out(run, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.main(["launch", "--cpu", "--num_machines", "2147483647", "--dry-run", "train.py"])
+    assert ended.value.code == 2
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1].endswith("--machine_rank 0 train.py")
+    assert shown[-1] == "# and so on to machine 2147483646, each with its own --machine_rank"
+    assert len(shown) < 200

@@ -21,7 +21,7 @@ EXAMPLES = settings(
 
 def of_kind(setting):
     if setting.kind == "integer":
-        return st.integers(setting.minimum, 2**31 - 1)
+        return st.integers(setting.minimum, setting.maximum)
     if setting.kind == "number":
         return st.floats(setting.minimum or 0, 1e6, allow_nan=False)
     if setting.kind == "switch":
@@ -80,7 +80,7 @@ def test_any_bytes_give_settings_or_a_clear_error(content):
         ("cpu: 1", "cpu=1 .* must be true or false"),
         ("mixed_precision: yes", "mixed_precision=True .* one of no, bf16, fp16"),
         ("- 1", "one setting a line"),
-        ("a: [", "no valid YAML"),
+        ("a: [", "not valid YAML"),
         ("module: true", "module .* is no setting"),
     ],
 )
@@ -117,3 +117,25 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         write(LaunchConfig(), tmp_path / "file" / "default_config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 50_000, "nested more than 16 levels deep"),
+        (b"a: " + b"{b: " * 50_000, "nested more than 16 levels deep"),
+        (b"num_processes: &n [*n]", "uses the alias \\*n; write the value out"),
+        (b"a: &a [x]\nb: &b [*a, *a]\n", "uses the alias \\*a"),
+        (b"cpu: !!bool maybe", "is not valid YAML: 'maybe' is not a value of its kind"),
+        (b"num_processes: !!int two", "is not valid YAML: "),
+        (b"num_processes: 0x" + b"f" * 5000, "num_processes=a number of 20000 bits .* must be a whole number"),
+        (b"num_processes: " + b"9" * 5000, "is not valid YAML: Exceeds the limit"),
+        (b"role: [" + b"x, " * 500 + b"]", r"role=.*\.\.\. \(2500 characters\) .* must be text"),
+        (b" " * 2_000_000, "has 2,000,000 bytes"),
+        (b"log_dir: 2024-01-02", r"log_dir=datetime.date\(2024, 1, 2\) .* must be text"),
+    ],
+    ids=["brackets", "braces", "itself", "anchors", "bool", "int", "hex", "digits", "long", "large", "date"],
+)
+def test_a_hostile_file_is_one_error(content, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(content, "c.yaml")

@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -37,6 +38,50 @@ def test_a_lost_connection_is_a_consequence_even_if_it_is_noticed_first():
     assert Report((death(0, rec=LOST), death(1, code=3)), 2).first.rank == 1
     assert Report((death(0, rec=LOST), death(1, code=-9)), 2).first.rank == 1
     assert Report((death(0, rec=LOST),), 2).first.rank == 0
+
+
+def test_lost_connections_are_a_plain_line():
+    text = Report((death(0, rec=record(at=11.0)), death(1, rec=LOST)), 2).text()
+    assert text.splitlines()[-1] == "headway: rank 1 then lost its connection to rank 0 (train.py:9)"
+    assert "gloo" not in text
+
+
+def test_lost_connections_of_several_ranks_are_one_line():
+    late = replace(LOST, line="train.py:12")
+    deaths = (death(0, rec=LOST), death(1, code=-9), death(2, rec=LOST), death(3, rec=late), death(4, code=5))
+    text = Report(deaths, 6).text()
+    assert text.splitlines()[2:] == [
+        "headway: ranks 0, 2 then lost their connection to the others (train.py:9)",
+        "headway: rank 3 then lost its connection to the others (train.py:12)",
+        "headway: then rank 4: ended with exit code 5",
+        "headway: the other 1 process has been ended",
+    ]
+
+
+def test_what_is_kept_is_the_whole_text(tmp_path):
+    noisy = replace(LOST, text=f"{LOST.text}. This is typically caused by a remote worker crashing. GLHF! 🏖️")
+    report = Report((death(0, rec=noisy),), 2)
+    report.write(tmp_path / "failure.json")
+    kept = json.loads((tmp_path / "failure.json").read_text())["first"]["record"]
+    assert kept["text"] == noisy.text
+
+
+def test_the_screen_shows_the_short_trace_and_the_record_keeps_both(tmp_path, monkeypatch):
+    from headway.config.files import read
+
+    def fails():
+        read(tmp_path / "none.yaml")
+
+    for level, is_short in (("info", True), ("debug", False)):
+        monkeypatch.setenv("HEADWAY_LOG_LEVEL", level)
+        with pytest.raises(ValueError, match="cannot be read") as raised:
+            fails()
+        assert write_record(tmp_path / "error.json", raised.value, "a note")
+        found = read_record(tmp_path / "error.json")
+        assert "headway/config/files.py" in found.trace
+        shown = Report((death(0, rec=found),), 2).text()
+        assert ("headway/config/files.py" not in shown) is is_short
+        assert shown.endswith(("a note", "a note\nheadway: the other 1 process has been ended"))
 
 
 def test_identical_failures_are_counted():

@@ -215,3 +215,20 @@ def test_the_printed_plan_is_a_command_that_a_shell_runs():
         ["sh", "-c", made.shell()], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "RANK": "0"}
     )
     assert json.loads(shown.stdout.splitlines()[0])["num_processes"] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "is_silent"),
+    [
+        ({"num_processes": 2}, {}, True),
+        ({"num_processes": 2}, {"HEADWAY_LOG_LEVEL": "debug"}, False),
+        ({"num_processes": 2}, {"TORCH_DISTRIBUTED_DEBUG": "INFO"}, False),
+        ({"num_processes": 2}, {"TORCH_CPP_LOG_LEVEL": "INFO"}, False),
+        ({"num_processes": 2, "debug": True}, {}, False),
+        ({"num_processes": 1}, {}, False),
+    ],
+)
+def test_an_engines_own_warnings_are_left_to_who_asks_for_them(settings, environment, is_silent):
+    layer = {name: Value(value, "here") for name, value in settings.items()}
+    planned = make(resolve([layer]), Program("train.py"), Machine("box", "/bin/python", 4, loopback="lo"), environment)
+    assert (planned.additions.get("TORCH_CPP_LOG_LEVEL") == "ERROR") is is_silent

@@ -124,9 +124,57 @@ def test_nothing_but_marks(tmp_path):
     log = Log(tmp_path / "run")
     log.run()
     log.values(1, loss="nan")
+    log.values(2, loss="nan")
     page = html_page(load([log.write()]))
     Reader(page)
     assert "no finite value" in page
+
+
+def test_one_value_is_a_figure_and_no_chart(tmp_path):
+    """What the Trainer logs at its end, say; a chart of one point shows nothing."""
+    paths = []
+    for name, runtime in (("a", 95.0), ("b", 3.0)):
+        log = Log(tmp_path / name)
+        log.run()
+        for step in (1, 2):
+            log.values(step, loss=1.0 / step)
+        log.values(2, train_runtime=runtime, eval_loss=0.5, **({"only": 7} if name == "b" else {}))
+        paths.append(log.write())
+    page = html_page(load(paths[:1]))
+    assert len(charts(page)) == 1
+    assert [circle.get("r") for circle in charts(page)[0].iter("circle")] == [
+        "3"
+    ]  # eval_loss, beside the curve of the loss
+    table = page.partition("<h2>Single values</h2>")[2].partition("</section>")[0]
+    assert re.findall(r"<tr><th>(.*?)</th>(.*?)</tr>", table)[1:] == [
+        ("train_runtime", "<td>1 min 35 s<small>step 2</small></td>")
+    ]
+    table = html_page(load(paths)).partition("<h2>Single values</h2>")[2].partition("</section>")[0]
+    rows = dict(re.findall(r"<tr><th>(.*?)</th>(.*?)</tr>", table))
+    assert rows["only"] == '<td class="none">-</td><td>7<small>step 2</small></td>'
+    assert "1 min 35 s" in rows["train_runtime"]
+    assert "Single values" not in html_page(load([lively(tmp_path / "lively", steps=50)]))
+
+
+def test_nothing_but_single_values(tmp_path):
+    log = Log(tmp_path / "run")
+    log.run()
+    log.values(1, accuracy=0.75)
+    page = html_page(load([log.write()]))
+    Reader(page)
+    assert charts(page) == []
+    assert "<td>0.75<small>" in page
+    assert "logged no values" not in page
+
+
+def test_a_value_between_gaps_is_a_dot(tmp_path):
+    log = Log(tmp_path / "run")
+    log.run()
+    for step, loss in enumerate((1.0, 2.0, "nan", 3.0, "nan", 1.0, 2.0)):
+        log.values(step, loss=loss)
+    (loss,) = charts(html_page(load([log.write()])))
+    line = next(path for path in loss.iter("path") if path.get("class", "").startswith("line"))
+    assert len(re.findall(r"M[\d.]+ [\d.]+h0", line.get("d"))) == 1
 
 
 def test_several_runs(three):
@@ -149,7 +197,9 @@ def test_what_a_log_says_is_never_markup(tmp_path):
     for name in ("a", "b"):
         log = Log(tmp_path / f"{name} <b>&'\"")
         log.run(EVIL, {EVIL: EVIL, "nested": {EVIL: name}}, device=EVIL, versions={EVIL: EVIL})
-        log.values(1, **{EVIL: 1.0, "loss": 2.0, f"eval_{EVIL}": 1.0, f"memory/{EVIL}": 5.0, "text": EVIL})
+        for step in (1, 2):
+            log.values(step, **{EVIL: 1.0, "loss": 2.0, f"eval_{EVIL}": 1.0, f"memory/{EVIL}": 5.0, "text": EVIL})
+        log.values(2, **{f"single {EVIL}": 1.0})
         log.event(EVIL, 1, **{EVIL: EVIL})
         log.event("out_of_memory", 1, note=EVIL)
         log.line("end", summary={EVIL: EVIL})

@@ -31,7 +31,8 @@ def test_several_runs_have_a_colour_each_and_a_chart_for_each_phase(tmp_path):
 def test_other_values_have_charts_of_their_own(tmp_path):
     log = Log(tmp_path / "run")
     log.run()
-    log.values(1, reward=1.0, steps_per_second=3.0, spilled_bytes=10)
+    for step in (1, 2):
+        log.values(step, reward=1.0, steps_per_second=3.0, spilled_bytes=10)
     found = panels(load([log.write()]))
     assert [(panel.section, panel.title, panel.unit) for panel in found] == [
         ("More", "reward", "number"), ("More", "steps_per_second", "rate"), ("More", "spilled_bytes", "bytes"),

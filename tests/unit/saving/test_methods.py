@@ -1,8 +1,12 @@
 import json
+import random
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -10,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator, ProjectConfiguration
 from headway.checkpoint.layout import verify
 from headway.errors import CheckpointError, ConfigError, StateError
+from headway.tracking.runlog import read_run
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +83,60 @@ def test_a_new_run_never_writes_over_an_old_one():
     again, *_ = build()
     with pytest.raises(CheckpointError, match="already has checkpoint_0, from an earlier run"):
         again.save_state()
+
+
+def test_a_forgotten_resume_is_said_before_training():
+    accelerator, *objects = build()
+    learn(accelerator, *objects)
+    accelerator.save_state()
+    for train in (learn, plain_backward, as_a_function):
+        again, model, *rest = build()
+        before = model.weight.detach().clone()
+        with pytest.raises(
+            CheckpointError, match=r"already has checkpoint_0, from an earlier run.*accelerator\.resume"
+        ):
+            train(again, model, *rest)
+        assert torch.equal(model.weight, before)
+
+
+def plain_backward(accelerator, model, optimizer, loader):
+    for (x,) in loader:
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+
+
+def as_a_function(accelerator, model, optimizer, loader):
+    for (x,) in loader:
+        accelerator.forward_backward((x,), lambda piece: model(piece[0]).mean())
+
+
+@pytest.mark.parametrize("act", [
+    lambda accelerator: accelerator.resume("latest"), lambda accelerator: accelerator.load_state(),
+    lambda accelerator: accelerator.load_state("run/checkpoints/checkpoint_0"),
+    lambda accelerator: shutil.rmtree("run"),
+    lambda accelerator: setattr(accelerator, "project_configuration", replace(accelerator.project_configuration, project_dir="b")),
+])  # fmt: skip
+def test_a_resume_or_another_folder_is_no_forgotten_one(act):
+    accelerator, *_ = build()
+    accelerator.save_state()
+    again, *objects = build()
+    act(again)
+    list(again.epochs(0))
+    learn(again, *objects)
+    again.save_state()
+    learn(again, *objects)
+
+
+def test_evaluating_in_a_used_folder_is_fine():
+    accelerator, *_ = build()
+    accelerator.save_state()
+    again, model, _, loader = build()
+    with torch.no_grad():
+        assert sum(len(again.gather_for_metrics(model(x))) for (x,) in loader) == 12
+    numbered, *objects = build(iteration=1)  # as who counts on after the earlier run
+    learn(numbered, *objects)
+    by_hand, *objects = build(automatic_checkpoint_naming=False)
+    learn(by_hand, *objects)
 
 
 def test_nothing_there_yet_is_no_error():
@@ -207,6 +266,101 @@ def test_hooks_add_files_and_take_models_out():
     assert (accelerator.save_state() / "model-00000.safetensors").exists()
 
 
+class Drawing(Counter):
+    """Draws in its state_dict, from all streams."""
+
+    def state_dict(self):
+        draw()
+        return super().state_dict()
+
+
+def draw():
+    return random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_what_draws_random_numbers_in_a_save_is_before_the_state(blocking):
+    accelerator, *_ = build()
+    accelerator.register_for_checkpointing(Drawing())
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: draw())
+    folder = accelerator.save_state(blocking=blocking)
+    after = draw()
+    accelerator.wait_for_save()
+    again, *_ = build()
+    again.register_for_checkpointing(Drawing())
+    again.load_state(folder)
+    assert draw() == after
+
+
+def test_losses_after_a_save_with_a_hook_that_draws_are_those_of_the_resumed_run():
+    def losses(accelerator, model, optimizer, loader):
+        found = []
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                loss = model(torch.nn.functional.dropout(x, 0.5)).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    accelerator, *objects = build()
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: torch.randn(7))
+    losses(accelerator, *objects)
+    folder = accelerator.save_state()
+    whole = losses(accelerator, *objects)
+    again, *objects = build()
+    again.load_state(folder)
+    assert losses(again, *objects) == whole
+
+
+@pytest.mark.parametrize("given", [
+    {"map_location": None}, {"map_location": "cpu"}, {"map_location": "on_device"}, {"map_location": torch.device("cpu")},
+    {"load_kwargs": {"map_location": "cpu", "weights_only": False}}, {"load_kwargs": None}, {"load_module_strict": False},
+])  # fmt: skip
+def test_load_takes_what_accelerate_hands_on(given):
+    accelerator, model, *_ = build()
+    folder = accelerator.save_state()
+    torch.nn.init.zeros_(model.weight)
+    accelerator.load_state(folder, **given)
+    assert model.weight.abs().sum() > 0
+
+
+def test_arguments_that_nobody_knows_are_said():
+    accelerator, *_ = build()
+    folder = accelerator.save_state(client_state={}, exclude_frozen_parameters=True)
+    with pytest.raises(ConfigError, match=r"load_state\(\) has no argument 'maplocation'; did you mean map_location"):
+        accelerator.load_state(folder, maplocation="cpu")
+    with pytest.raises(ConfigError, match=r"map_location='somewhere'.*allowed are None, 'cpu', 'on_device'"):
+        accelerator.load_state(folder, map_location="somewhere")
+    with pytest.raises(ConfigError, match=r"load_state\(\) has no argument 'zzz'; allowed: input_dir"):
+        accelerator.load_state(folder, {"zzz": 1})
+    with pytest.raises(ConfigError, match=r"save_state\(\) has no argument 'blokcing'; did you mean blocking"):
+        accelerator.save_state(blokcing=False)
+    assert names() == ["checkpoint_0", "latest"]
+
+
+def test_a_missing_folder_or_a_file_is_said():
+    accelerator, *_ = build()
+    folder = accelerator.save_state()
+    with pytest.raises(CheckpointError, match=r"checkpoint_9 does not exist; .* holds checkpoint_0"):
+        accelerator.load_state(folder.parent / "checkpoint_9")
+    with pytest.raises(CheckpointError, match="is a file; a checkpoint is a folder"):
+        accelerator.resume(folder / "model-00000.safetensors")
+    with pytest.raises(CheckpointError, match="is a folder with one checkpoint in it"):
+        accelerator.load_state("run")
+
+
+def test_the_event_of_a_save_tells_its_size():
+    accelerator, *_ = build(logging_dir="run")
+    accelerator.init_trackers("log")
+    folder = accelerator.save_state()
+    accelerator.end_training()
+    (event,) = [event for event in read_run("run/log").events if event.name == "checkpoint"]
+    sizes = [path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json"]
+    assert event.details == {"folder": str(folder), "bytes": sum(sizes)}
+
+
 def test_a_save_behind_the_loop_is_the_state_of_its_moment():
     accelerator, model, optimizer, loader = build()
     learn(accelerator, model, optimizer, loader)
@@ -260,3 +414,43 @@ def test_a_save_behind_a_loop_that_ends_is_finished(tmp_path):
     ran = subprocess.run([sys.executable, "-c", LEAVES, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     verify(tmp_path / "checkpoints" / "checkpoint_0")
+
+
+def test_a_failure_after_the_commit_ends_no_later_save(monkeypatch, caplog):
+    """Old checkpoints that cannot be removed: the save is told as done, and the next ones go on."""
+    accelerator, *_ = build(total_limit=1)
+    accelerator.save_state()
+    real = shutil.rmtree
+
+    def fails(path, *args, **kwargs):
+        if Path(path).name == ".removing-checkpoint_0":
+            raise OSError(5, "Input/output error", str(path))
+        real(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", fails)
+        assert [accelerator.save_state().name for _ in range(3)] == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
+    assert names() == [".removing-checkpoint_0", "checkpoint_3", "latest"]
+    assert caplog.text.count("could not be removed") == 2  # by its name, and once as what is left of it
+    accelerator.save_state(blocking=False)
+    accelerator.wait_for_save()
+    assert names() == ["checkpoint_4", "latest"]
+
+
+def test_a_link_among_the_checkpoints_is_removed_and_not_what_it_leads_to():
+    accelerator, *_ = build(total_limit=1)
+    folder = accelerator.save_state()
+    folder.rename("elsewhere")
+    folder.symlink_to(Path("elsewhere").absolute(), target_is_directory=True)
+    accelerator.save_state()
+    accelerator.save_state()
+    assert names() == ["checkpoint_2", "latest"]
+    verify(Path("elsewhere"))
+
+
+def test_latest_that_cannot_be_written_ends_no_save(caplog):
+    accelerator, *_ = build()
+    Path("run/checkpoints/latest/x").mkdir(parents=True)
+    verify(accelerator.save_state())
+    verify(accelerator.save_state())
+    assert "the file 'latest' beside it could not be written" in caplog.text

@@ -85,7 +85,7 @@ def test_what_cannot_be_logged_is_an_error_with_or_without_trackers():
     accelerator = build(folder=None)
     accelerator.log({"loss": 1.0})  # nothing keeps it, as asked
     with pytest.raises(TrackingError, match="'loss'"):
-        accelerator.log({"loss": torch.ones(3)})
+        accelerator.log({"loss": [1.0]})
 
 
 @pytest.mark.parametrize(
@@ -287,3 +287,19 @@ def test_beginnings_and_ends_leave_the_random_streams_alone():
     accelerator.log({"loss": 1.0})
     accelerator.end_trackers()
     assert state() == before
+
+
+def test_values_that_are_not_there_and_tensors_without_a_tracker(tmp_path):
+    silent = build(folder=None)
+    silent.log({"loss": torch.zeros(4), "lr": None, "norm": numpy.zeros((2, 2))})
+    placed = build(folder=tmp_path)
+    placed.init_trackers("run")
+    placed.log({"loss": None}, step=1)
+    placed.log({"loss": torch.tensor(2.0), "lr": None, "norm": numpy.float64(0.5)}, step=2)
+    with pytest.raises(TrackingError, match=r"a tensor of shape \(4,\).*for 'loss'"):
+        placed.log({"loss": torch.zeros(4)}, step=3)
+    placed.end_trackers()
+    run = read_run(tmp_path / "run")
+    assert {name: [point[::2] for point in points] for name, points in run.values.items()} == {
+        "loss": [(2, 2.0)], "norm": [(2, 0.5)],
+    }  # fmt: skip

@@ -283,3 +283,40 @@ def test_a_value_that_holds_itself_ends():
     loop = {}
     loop["loop"] = loop
     assert json.dumps(plain(loop))
+
+
+def test_what_is_not_a_value_stays_short():
+    class Large:
+        def __repr__(self):
+            return "x" * 60_000
+
+        def size(self):
+            return 1
+
+    told = plain(
+        {"method": Large().size, "function": plain, "built in": len, "object": Large(), "nested": [Large().size]}
+    )
+    assert told["method"].endswith("Large.size")
+    assert told["nested"] == [told["method"]]
+    assert told["function"] == "headway.tracking.runlog.plain"
+    assert told["built in"] == "builtins.len"
+    assert told["object"] == "x" * 200 + "..."
+
+
+def test_a_log_that_its_own_process_opens_again_is_one_attempt(tmp_path):
+    for _ in range(2):
+        log = RunLog(tmp_path)
+        assert log.run("p") == log.attempt
+        log.values(1, {"loss": 1.0})
+        log.end({"num_updates": 1})
+        log.close()
+        again = RunLog(tmp_path)
+        again.reopen()
+        assert not read_run(tmp_path).is_ended
+        again.values(1, {"eval_loss": 2.0})
+        again.end({"num_updates": 1})
+        again.close()
+    run = read_run(tmp_path)
+    assert [(start.attempt, start.is_after_end) for start in run.starts] == [(1, False), (2, True)]
+    assert run.is_ended
+    assert run.values["eval_loss"][-1][2] == 2.0

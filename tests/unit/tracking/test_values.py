@@ -43,7 +43,6 @@ def test_nested_mappings_become_names_with_slashes():
         ({"a": {"loss": torch.ones(2)}}, r"a tensor of shape \(2,\).*for 'a/loss'.*reduce it first"),
         ({"one": torch.ones(1)}, r"shape \(1,\).*'one'"),
         ({"a": numpy.ones((2, 3))}, r"an array of shape \(2, 3\)"),
-        ({"a": None}, "NoneType 'None' for 'a'"),
         ({"a": [1, 2]}, r"list '\[1, 2\]' for 'a'"),
         ({"a": 1j}, "complex"),
         ({"a": torch.tensor(1j)}, "complex64"),
@@ -56,3 +55,21 @@ def test_nested_mappings_become_names_with_slashes():
 def test_anything_else_is_an_error_that_names_it(values, message):
     with pytest.raises(TrackingError, match=message):
         flatten(values)
+
+
+def test_none_is_left_out():
+    assert flatten({"loss": 1.0, "lr": None, "nested": {"a": None, "b": 2}}) == {"loss": 1.0, "nested/b": 2}
+
+
+def test_tensors_are_left_out_where_nobody_listens():
+    values = {
+        "loss": torch.zeros(()),
+        "rows": torch.zeros(4),
+        "nested": {"array": numpy.zeros(3)},
+        "text": "a",
+    }
+    assert flatten(values, is_heard=False) == {"text": "a"}
+    with pytest.raises(TrackingError, match="'rows'"):
+        flatten(values)
+    with pytest.raises(TrackingError, match="'odd'"):
+        flatten({"odd": object()}, is_heard=False)

@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+from typing import get_type_hints
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headway import TrainingArguments
 from headway.errors import ConfigError
+from headway.trainer.checking import RANGES
 from headway.trainer.spellings import ACCEPTED, ANSWERS
 
 
@@ -35,7 +38,90 @@ def test_other_spellings_mean_an_argument_that_exists(name, own):
 
 @pytest.mark.parametrize("name", sorted(ANSWERS))
 def test_names_of_other_versions_are_answered(name):
-    assert ANSWERS[name] in refused(**{name: 1})
+    assert ANSWERS[name] in refused(**{name: "asked for"})
+    assert ANSWERS[name] in refused(**{name: 7})
+
+
+def test_every_argument_of_transformers_is_taken_or_answered():
+    """And with transformers' own default each is taken, so that a script may pass all of them."""
+    import transformers
+
+    own = {field.name for field in dataclasses.fields(TrainingArguments)}
+    for field in dataclasses.fields(transformers.TrainingArguments):
+        assert field.name in own or field.name in ACCEPTED or field.name in ANSWERS, field.name
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if field.name != "dataloader_prefetch_factor":
+            TrainingArguments(**{field.name: default})
+
+
+def test_what_scripts_ask_the_arguments_about_their_place():
+    args = TrainingArguments(use_cpu=True, do_train=True)
+    assert (args.world_size, args.process_index, args.local_process_index, args.local_rank) == (1, 0, 0, -1)
+    assert (args.n_gpu, args.device.type, args.should_save, args.do_train, args.do_eval) == (
+        0,
+        "cpu",
+        True,
+        True,
+        False,
+    )
+    assert (args.train_batch_size, args.get_process_log_level()) == (8, 20)
+    with args.main_process_first(desc="tokenising"):
+        pass
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(TrainingArguments)])
+def test_every_argument_is_held_to_its_type(name):
+    assert f"{name}=" in refused(**{name: object()})
+    kinds = str(get_type_hints(TrainingArguments)[name])
+    if "bool" in kinds and "str" not in kinds:
+        assert "True or False" in refused(**{name: "yes"})
+        assert "True or False" in refused(**{name: 2})
+    if ("int" in kinds or "float" in kinds) and "str" not in kinds:
+        assert "number" in refused(**{name: "7"})
+        assert "number" in refused(**{name: True})
+        assert f"{name}=nan" in refused(**{name: float("nan")})
+    if "int" in kinds and "float" not in kinds and "str" not in kinds:
+        assert "number" in refused(**{name: 2.5})
+    if "None" not in kinds and name not in ("output_dir", "gradient_checkpointing"):
+        assert f"{name}=" in refused(**{name: None})
+
+
+@pytest.mark.parametrize("name", sorted(RANGES))
+def test_every_number_is_held_to_its_range(name):
+    limits = RANGES[name]
+    told = refused(**{name: -7})
+    assert f"{limits.low:g} or more" in told
+    if limits.below < 2:
+        assert "below 1" in refused(**{name: 1})
+
+
+def test_a_command_line_as_scripts_read_it(tmp_path):
+    """transformers' parser makes an option of each field, and writes over the fields' types."""
+    from transformers import HfArgumentParser
+
+    line = ["--output_dir", str(tmp_path), "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--bf16",
+            "--max_steps", "5", "--do_train", "--resume_from_checkpoint", "True", "--report_to", "tensorboard",
+            "--label_names", "a", "b"]  # fmt: skip
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(line)
+    found = (args.per_device_train_batch_size, args.learning_rate, args.bf16, args.max_steps, args.do_train)
+    assert found == (4, 1e-3, True, 5, True)
+    assert (args.resume_from_checkpoint, args.trackers, args.label_names) == (True, ["tensorboard"], ["a", "b"])
+    assert TrainingArguments(save_total_limit=None, disable_tqdm=None).save_total_limit is None
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(["--resume_from_checkpoint", "folder"])
+    assert str(args.resume_from_checkpoint) == "folder"
+
+
+def test_what_means_the_same_is_taken():
+    args = TrainingArguments(max_steps=-1, bf16=0, fp16=numpy.bool_(False), num_train_epochs=numpy.int64(2), save_total_limit=2.0,
+                             resume_from_checkpoint="True", gradient_checkpointing=None, push_to_hub=False, local_rank=-1,
+                             learning_rate=numpy.float32(0.5))  # fmt: skip
+    assert (args.max_steps, args.num_train_epochs, args.save_total_limit, args.learning_rate) == (-1, 2, 2, 0.5)
+    found = (args.bf16, args.fp16, args.gradient_checkpointing, args.resume_from_checkpoint)
+    assert found == (False, False, False, True)
+    assert all(type(value) is bool for value in found)
+    assert type(args.save_total_limit) is int
+    assert "-1 and 0: as many as num_train_epochs says" in refused(max_steps=-7)
+    assert "bf16='yes'; give True or False" in refused(bf16="yes")
 
 
 def test_unknown_names_get_the_nearest():
@@ -64,6 +150,7 @@ def test_one_argument_by_two_names_is_refused():
         ({"save_steps": 0}, "whole updates"),
         ({"warmup_ratio": 0.1, "warmup_steps": 10}, "one warm-up"),
         ({"warmup_ratio": 1.5}, "share of all updates"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "goes by evaluations"),
         ({"group_by_length": True, "train_sampling_strategy": "sequential"}, "two ways to sample"),
         ({"label_smoothing_factor": 1.0}, "below 1"),
         ({"auto_find_batch_size": True, "per_device_train_batch_size": "largest"}, "both see to memory"),

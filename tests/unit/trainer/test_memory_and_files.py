@@ -7,6 +7,10 @@ import torch
 
 from headway import Trainer, TrainerCallback
 from headway.errors import BatchSizeError, ConfigError, MemoryExhausted
+from headway.report import load
+from headway.report.events import kinds
+from headway.report.facts import headline
+from headway.tracking.runlog import read_run
 from headway.trainer.display import PrinterCallback, ProgressCallback
 from tests.unit.trainer.models import Net, Points, arguments, losses, make, texts, weights
 
@@ -138,3 +142,24 @@ def test_rows_of_like_length_share_a_batch(tmp_path):
     assert padding[1] * 4 < padding[0]
     assert sorted(width for batch in widths[16:] for width in batch) == sorted(len(row["input_ids"]) for row in rows)
     assert max(widths[16]) == max(len(row["input_ids"]) for row in rows), "the longest comes first"
+
+
+def test_training_and_then_evaluating_is_one_attempt(tmp_path):
+    """Nor is a training that begins after one has ended a restart."""
+    trainer = make(tmp_path, evaluation=Points(4))
+    trainer.train()
+    trainer.evaluate()
+    trainer.evaluate(metric_key_prefix="test")
+    run = read_run(tmp_path / "run")
+    assert len(run.starts) == 1
+    assert run.events == []
+    assert run.is_ended
+    assert run.summary["seconds"] > trainer.state.log_history[-3]["train_runtime"]
+    (data,) = load([tmp_path / "run"])
+    assert {"loss", "eval_loss", "test_loss"} <= set(data.series)
+    assert data.events == []
+    assert [fact.note for fact in headline(data) if fact.name == "Duration"] == [""]
+    assert "restart" not in kinds([data])
+    trainer.train()
+    (data,) = load([tmp_path / "run"])
+    assert [event.kind for event in data.events] == ["started_over"]

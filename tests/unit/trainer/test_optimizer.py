@@ -123,7 +123,8 @@ def test_all_schedules_are_compared():
 
 
 def test_a_plateau_goes_by_its_metric():
-    plateau = schedule("reduce_lr_on_plateau", metric_for_best_model="accuracy", lr_scheduler_kwargs={"patience": 0})
+    given = {"metric_for_best_model": "accuracy", "eval_strategy": "epoch"}
+    plateau = schedule("reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0}, **given)
     assert plateau.mode == "max"
     for value in (0.5, 0.4):
         plateau.step(value)

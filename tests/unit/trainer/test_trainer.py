@@ -154,7 +154,7 @@ def test_datasets_of_hugging_face_lose_the_columns_that_forward_does_not_take(tm
     plain = Trainer(WithLoss(), arguments(tmp_path), train_dataset=Points(20))
     plain.train()
     assert losses(trainer) == pytest.approx(losses(plain), abs=1e-6)
-    with pytest.raises(DataError, match="none of the dataset's columns"):
+    with pytest.raises(DataError, match="takes none but labels"):
         Trainer(WithLoss(), arguments(tmp_path), train_dataset=Dataset.from_dict({"text": ["a"]})).train()
 
 
@@ -364,7 +364,7 @@ def test_a_later_run_does_not_take_an_earlier_runs_best_for_its_own(tmp_path):
     trainer.train()
     assert trainer.state.best_model_checkpoint.endswith("checkpoint_4")
     left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("checkpoint_*"))
-    assert left == ["checkpoint_4"]
+    assert left == ["checkpoint_2", "checkpoint_4"]  # the earlier run's best is its own business
 
 
 def test_training_stops_when_nothing_gets_better(tmp_path):

@@ -1,0 +1,106 @@
+"""What lies where a checkpoint was looked for and is none: nothing, a file, checkpoints, or another program's; and what to do."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+"""The file that makes a folder a checkpoint."""
+
+_NUMBER = re.compile(r"(\d+)$")
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+            "diffusion_pytorch_model.safetensors", "adapter_model.safetensors")  # fmt: skip
+_PROGRAMS = {
+    "transformers' Trainer": re.compile(r"trainer_state\.json|rng_state(_\d+)?\.pth|training_args\.bin"),
+    "Accelerate": re.compile(
+        r"random_states_\d+\.pkl|optimizer(_\d+)?\.bin|scheduler(_\d+)?\.bin|sampler(_\d+)?\.bin|custom_checkpoint_\d+\.pkl"
+        r"|pytorch_model_fsdp_\d+|dl_state_dict(_\d+)?\.bin"
+    ),
+    "DeepSpeed": re.compile(r"zero_to_fp32\.py|mp_rank_\d+_model_states\.pt|global_step\d+"),
+    "torch.distributed.checkpoint": re.compile(r"\.metadata|.+\.distcp"),
+}
+
+
+def explain(path: Path) -> str:
+    """Why `path` is not a checkpoint of Headway's, and what to do instead."""
+    if not path.exists():
+        return f"{path} does not exist{_beside(path)}"
+    if not path.is_dir():
+        folder = f"; give its folder, {path.parent}" if path.name == MANIFEST else ""
+        return f"{path} is a file; a checkpoint is a folder that save_state wrote{folder}"
+    for parent in (path, path / "checkpoints"):
+        inside = checkpoints_in(parent)
+        if inside:
+            many = (
+                "a folder with one checkpoint in it" if len(inside) == 1 else f"a folder of {len(inside)} checkpoints"
+            )
+            return f"{parent} is {many} ({_listed(inside)}); give one of them, as in {parent / inside[0]}"
+    name, files = program_of(path)
+    if name:
+        return (
+            f"{path} is a checkpoint of {name} ({_listed(files)}), not of Headway: its training state is pickled, and is not read."
+            f"{_weights_of(path)}"
+        )
+    weights = _weights_of(path)
+    if weights:
+        return f"{path} holds weights, but not a checkpoint of Headway's ({MANIFEST} is not there).{weights}"
+    return f"{path} is no committed checkpoint: it has no {MANIFEST}; give a folder that save_state wrote"
+
+
+def program_of(folder: Path) -> tuple[str, list[str]]:
+    """(the program that left a checkpoint in the folder, its files that say so); ("", []) where none did."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    for program, pattern in _PROGRAMS.items():
+        files = [name for name in names if pattern.fullmatch(name)]
+        if files:
+            return program, files
+    return "", []
+
+
+def foreign_in(parent: Path) -> Path | None:
+    """The newest checkpoint of another program in a folder."""
+    if not parent.is_dir():
+        return None
+    found = [
+        path for path in parent.iterdir() if path.is_dir() and not path.name.startswith(".") and program_of(path)[0]
+    ]
+    return max(found, key=_order, default=None)
+
+
+def checkpoints_in(parent: Path) -> list[str]:
+    """The names of the committed checkpoints in a folder, the newest (by the number at its end) first."""
+    if not parent.is_dir():
+        return []
+    found = [path for path in parent.iterdir() if not path.name.startswith(".") and (path / MANIFEST).is_file()]
+    return [path.name for path in sorted(found, key=_order, reverse=True)]
+
+
+def _order(path: Path) -> tuple[int, str]:
+    number = _NUMBER.search(path.name)
+    return (int(number[1]) if number else -1, path.name)
+
+
+def _beside(path: Path) -> str:
+    parent = path.parent
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    inside = checkpoints_in(parent)
+    if inside:
+        return f"; {parent} holds {_listed(inside)}"
+    if parent != path.parent:
+        return f", and neither does {path.parent}; give a folder that save_state wrote"
+    return "; give a folder that save_state wrote"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _weights_of(folder: Path) -> str:
+    found = [name for name in _WEIGHTS if (folder / name).is_file()]
+    if not found:
+        return ""
+    return (
+        f' Its weights can be: headway.load_checkpoint_in_model(model, "{folder / found[0]}") before prepare(); the optimizer, the '
+        "schedule and the place in the data begin anew"
+    )

@@ -1,0 +1,207 @@
+"""A checkpoint's files read by several threads, piece by piece, each compared with its hash while it is in the processor's cache.
+
+Files are read, not mapped: a bad sector of a mapped file would end the process, where reading gives an error.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from headway.checkpoint.manifest import TITLES, Manifest, Written
+from headway.checkpoint.shards import CODES
+from headway.checkpoint.values import dtype_named
+from headway.errors import CheckpointError
+
+_BLOCK = 1024 * 1024
+"""What is read at once stays in the processor's cache until it is hashed."""
+
+_MAX_READERS = 8
+_MAX_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class Place:
+    """Memory that a part of a file is read into: from `start` on in the file."""
+
+    start: int
+    memory: memoryview
+
+
+def read_files(folder: Path, files: Sequence[Written], places: Mapping[str, Sequence[Place]] | None = None,
+               is_verified: bool = True) -> None:  # fmt: skip
+    """Read whole files, and compare every byte with what was written; of memory it takes 1 MiB a thread.
+
+    Args:
+        folder: where they lie.
+        files: what was written.
+        places: by file, where its bytes are kept, in order; None: nowhere.
+        is_verified: compare; else only what has a place is read.
+
+    Raises:
+        CheckpointError: with the first file that is not as it was.
+    """
+    wanted = places or {}
+    for written in files:
+        _check_size(folder / written.name, written)
+    readers = ThreadPoolExecutor(max(1, min(_MAX_READERS, os.cpu_count() or 1)), "headway-read")
+    with readers:
+        tasks = [
+            readers.submit(_read_piece, folder / written.name, written, piece, wanted.get(written.name, ()), is_verified)
+            for written in files for piece in written.pieces() if is_verified or written.name in wanted
+        ]  # fmt: skip
+        try:
+            for task in tasks:  # in order, so that it is always the first bad file which is named
+                task.result()
+        finally:
+            readers.shutdown(cancel_futures=True)
+
+
+def _check_size(path: Path, written: Written) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    if size != written.num_bytes:
+        raise CheckpointError(
+            f"{path} has {size} bytes; {written.num_bytes} were written. It is truncated, or another file"
+        )
+
+
+def _read_piece(
+    path: Path, written: Written, piece: tuple[int, int, str], places: Sequence[Place], is_verified: bool
+) -> None:
+    start, length, wanted = piece
+    digest: Any = hashlib.sha256() if written.algorithm == "sha256" else xxhash.xxh3_128()
+    try:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            for offset, view in _targets(start, start + length, places):
+                if os.preadv(handle, [view], offset) != len(view):
+                    raise CheckpointError(f"{path} became shorter while it was read")
+                if is_verified:
+                    digest.update(view)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    if is_verified and digest.hexdigest() != wanted:
+        raise CheckpointError(
+            f"{path} is damaged: its bytes {start:,} to {start + length:,} are not those that were written "
+            f"({TITLES[written.algorithm]} differs)"
+        )
+
+
+def _targets(start: int, end: int, places: Sequence[Place]) -> Iterator[tuple[int, memoryview]]:
+    """(offset, memory) of blocks from `start` to `end`: the places where there are any, else a block that is used again."""
+    spare = memoryview(bytearray(_BLOCK))
+    low, high = 0, len(places)
+    while low < high:  # the first place that ends behind `start`
+        middle = (low + high) // 2
+        if places[middle].start + len(places[middle].memory) <= start:
+            low = middle + 1
+        else:
+            high = middle
+    offset = start
+    while offset < end:
+        place = places[low] if low < len(places) else None
+        if place is None or offset < place.start:
+            count = min(_BLOCK, end - offset, _BLOCK if place is None else place.start - offset)
+            yield offset, spare[:count]
+        else:
+            first = offset - place.start
+            count = min(_BLOCK, end - offset, len(place.memory) - first)
+            yield offset, place.memory[first : first + count]
+            low += first + count == len(place.memory)
+        offset += count
+
+
+def read_owned(folder: Path, manifest: Manifest, names: Sequence[str], is_verified: bool) -> dict[str, torch.Tensor]:
+    """Tensors of one chunk each, in memory of their own; with `is_verified` after every file of the checkpoint was compared.
+
+    Raises:
+        CheckpointError: a file is not as it was, or lacks what the manifest places there.
+    """
+    files = list(manifest.files.values())
+    for written in files:
+        _check_size(folder / written.name, written)
+    try:
+        found, places = _allocate(folder, manifest, names)
+    except CheckpointError:
+        if is_verified:  # most likely damaged, which says more
+            read_files(folder, files)
+        raise
+    read_files(folder, files, places, is_verified)
+    return found
+
+
+def _allocate(
+    folder: Path, manifest: Manifest, names: Sequence[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, list[Place]]]:
+    """Tensors without values yet, and by file where they are read from."""
+    found: dict[str, torch.Tensor] = {}
+    places: dict[str, list[Place]] = {}
+    headers: dict[str, _Header] = {}
+    for name in names:
+        entry = manifest.tensors[name]
+        chunk = entry.chunks[0]
+        if chunk.file not in headers:
+            headers[chunk.file] = _header(folder / chunk.file, manifest.files[chunk.file].num_bytes)
+        dtype = dtype_named(entry.dtype)
+        start = headers[chunk.file].find(chunk.key, dtype, entry.shape)
+        tensor = found[name] = torch.empty(entry.shape, dtype=dtype)
+        if tensor.numel():
+            flat = tensor.reshape(-1).view(torch.uint8)
+            places.setdefault(chunk.file, []).append(Place(start, memoryview(flat.numpy())))  # type: ignore[arg-type]
+    for file, each in places.items():
+        each.sort(key=lambda place: place.start)
+        if any(one.start + len(one.memory) > other.start for one, other in pairwise(each)):
+            raise CheckpointError(f"{folder / file} has tensors that overlap")
+    return found, places
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What lies where in a safetensors file; its data begins at `start`."""
+
+    path: Path
+    size: int
+    start: int
+    entries: dict[str, Any]
+
+    def find(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
+        """Where a tensor's bytes begin, which must be as the manifest has it."""
+        code, num_bytes = CODES.get(dtype), prod(shape) * dtype.itemsize
+        wanted = (code, list(shape)) if code else ("U8", [num_bytes])
+        try:
+            entry = self.entries[key]
+            begin, end = (self.start + int(offset) for offset in entry["data_offsets"])
+            is_alike = (entry["dtype"], entry["shape"]) == wanted
+        except (TypeError, KeyError, ValueError):
+            raise CheckpointError(f"{self.path} lacks the tensor {key!r} that the manifest places there") from None
+        if not is_alike or end - begin != num_bytes or not self.start <= begin <= end <= self.size:
+            raise CheckpointError(f"{self.path}: {key} is not as the manifest says, {dtype} of {tuple(shape)}")
+        return begin
+
+
+def _header(path: Path, size: int) -> _Header:
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            entries = json.loads(file.read(length)) if length <= min(size - 8, _MAX_HEADER) else None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no readable safetensors file: {error}") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path} is no readable safetensors file: its header is too long, or not an object")
+    return _Header(path, size, 8 + length, entries)

@@ -1,0 +1,149 @@
+"""Nested batches as functions: moving, converting, joining and walking them."""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+
+from headway.ops.tree import Tree, leaves, map_tensors
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """Is it a tensor?"""
+    return isinstance(tensor, torch.Tensor)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Is it a named tuple?"""
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """The items of `generator` in a container of the type of `obj` (a list, tuple or named tuple)."""
+    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
+
+
+def recursively_apply(func: Callable[..., Any], data: Tree, *args: Any, test_type: Callable[[Any], bool] = is_torch_tensor,
+                      error_on_other_type: bool = False, **kwargs: Any) -> Tree:  # fmt: skip
+    """Apply `func` to what `test_type` accepts in nested lists, tuples and dicts; the containers keep their types.
+
+    Args:
+        func: called with each accepted leaf and the further arguments.
+        data: nested containers.
+        args, kwargs: for `func`.
+        test_type: what is a leaf for `func`; default: tensors.
+        error_on_other_type: False: other leaves pass through.
+
+    Raises:
+        TypeError: another leaf, where that is an error.
+    """
+
+    def walk(node: Tree) -> Tree:
+        if isinstance(node, tuple | list):
+            return honor_type(node, (walk(item) for item in node))
+        if isinstance(node, Mapping):
+            return type(node)({key: walk(value) for key, value in node.items()})  # type: ignore[call-arg]
+        if test_type(node):
+            return func(node, *args, **kwargs)
+        if error_on_other_type:
+            name = getattr(func, "__name__", "the function")
+            raise TypeError(f"{name} got a {type(node).__name__}; give lists, tuples or dicts of what it takes")
+        return node
+
+    return walk(data)
+
+
+def send_to_device(
+    tensor: Tree, device: Any, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
+) -> Tree:
+    """The same structure with every tensor on `device`; objects with a `to` method of their own move themselves.
+
+    Args:
+        tensor: nested containers.
+        device: a torch.device or what makes one.
+        non_blocking: do not wait for the copies.
+        skip_keys: entries of dicts that stay where they are.
+    """
+    skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
+
+    def walk(node: Tree) -> Tree:
+        if hasattr(node, "to"):
+            try:
+                return node.to(device, non_blocking=non_blocking)
+            except TypeError:  # a `to` of its own that knows no such option
+                return node.to(device)
+        if isinstance(node, tuple | list):
+            return honor_type(node, (walk(item) for item in node))
+        if isinstance(node, Mapping):
+            moved = {key: value if key in skipped else walk(value) for key, value in node.items()}
+            return _like(node, moved)
+        return node
+
+    return walk(tensor)
+
+
+def _like(node: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """A mapping of the same type; a defaultdict and its like are copied and filled, since their constructors differ."""
+    if type(node) is dict:
+        return values
+    twin: Any = copy.copy(node)
+    for key, value in values.items():
+        twin[key] = value
+    return twin
+
+
+def convert_to_fp32(tensor: Tree) -> Tree:
+    """The same structure with float16 and bfloat16 tensors as float32."""
+    halves = (torch.float16, torch.bfloat16)
+    return map_tensors(lambda leaf: leaf.float() if leaf.dtype in halves else leaf, tensor)
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: what the function returns in half precision comes back in float32."""
+
+    @wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(model_forward(*args, **kwargs))
+
+    return forward
+
+
+def concatenate(data: Sequence[Tree], dim: int = 0) -> Tree:
+    """Join structures of one shape tensor by tensor along `dim`.
+
+    Args:
+        data: a list of tensors, or of nested lists, tuples and dicts of them.
+        dim: the dimension.
+
+    Raises:
+        TypeError: leaves that are not tensors, of several structures.
+    """
+    first = data[0]
+    if isinstance(first, tuple | list):
+        return honor_type(first, (concatenate([each[index] for each in data], dim) for index in range(len(first))))
+    if isinstance(first, Mapping):
+        return _like(first, {key: concatenate([each[key] for each in data], dim) for key in first})
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(data), dim=dim)
+    if len(data) == 1:
+        return first
+    raise TypeError(f"concatenate got a {type(first).__name__}; give tensors, or lists, tuples or dicts of them")
+
+
+def slice_tensors(
+    data: Tree, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Tree:
+    """The same structure with every tensor cut to `tensor_slice`; the last two arguments are accepted and not needed."""
+    return map_tensors(lambda leaf: leaf[tensor_slice], data)
+
+
+def listify(data: Tree) -> Tree:
+    """The same structure with every tensor as a (nested) list of numbers."""
+    return map_tensors(lambda leaf: (leaf.float() if leaf.dtype == torch.bfloat16 else leaf).tolist(), data)
+
+
+def find_device(data: Tree) -> torch.device | None:
+    """Where the first tensor lies; None without one."""
+    return next((leaf.device for leaf in leaves(data) if isinstance(leaf, torch.Tensor)), None)

@@ -1,0 +1,75 @@
+"""The names of Accelerate that Headway serves beside its own, the place of each, and Accelerate's module paths; torch-free.
+
+Names that are Headway's own too (`Accelerator`, `set_seed`, ...) stand in `headway/__init__.py`. What is not served has a
+sentence in `not_served.py`. Together they answer for every public name of Accelerate; a house test compares.
+"""
+
+_BY_PLACE = {
+    "headway.familiar.kinds": "DistributedType DynamoBackend PrecisionType RNGType",
+    "headway.familiar.state": "AcceleratorState GradientState PartialState is_initialized wait_for_everyone",
+    "headway.familiar.layouts": """
+        DeepSpeedPlugin DummyOptim DummyScheduler FullyShardedDataParallelPlugin MegatronLMPlugin ParallelismConfig
+        TorchDynamoPlugin TorchTensorParallelPlugin
+    """,
+    "headway.familiar.exchange": """
+        broadcast broadcast_object_list copy_tensor_to_devices gather gather_object pad_across_processes reduce
+        synchronize_rng_state
+    """,
+    "headway.familiar.batches": """
+        concatenate convert_outputs_to_fp32 convert_to_fp32 find_device honor_type is_namedtuple is_torch_tensor listify
+        recursively_apply send_to_device slice_tensors
+    """,
+    "headway.familiar.environment": """
+        are_libraries_initialized clear_environment convert_bytes convert_file_size_to_int get_int_from_env get_pretty_name
+        is_port_in_use merge_dicts parse_choice_from_env parse_flag_from_env patch_environment
+        purge_accelerate_environment recursive_getattr str_to_bool write_basic_config
+    """,
+    "headway.familiar.available": """
+        compare_versions is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_amdsmi_available is_bf16_available
+        is_bitsandbytes_multi_backend_available is_bnb_available is_boto3_available is_clearml_available
+        is_comet_ml_available is_cuda_available is_datasets_available is_deepspeed_available is_dvclive_available
+        is_fp16_available is_fp8_available is_habana_gaudi1 is_hpu_available is_import_timer_available is_lomo_available
+        is_matplotlib_available is_megatron_lm_available is_mlflow_available is_mlu_available is_mps_available
+        is_msamp_available is_musa_available is_neuron_available is_npu_available is_numpy_available is_pandas_available
+        is_peft_available is_pippy_available is_pynvml_available is_pytest_available is_rich_available is_rocm_available
+        is_sagemaker_available is_schedulefree_available is_sdaa_available is_swanlab_available is_tensorboard_available
+        is_timm_available is_torch_distributed_available is_torch_version is_torch_xla_available is_torchao_available
+        is_torchdata_available is_torchdata_stateful_dataloader_available is_torchvision_available is_tqdm_available
+        is_trackio_available is_transformer_engine_available is_transformer_engine_mxfp8_available
+        is_transformers_available is_triton_available is_wandb_available is_weights_only_available is_xccl_available
+        is_xpu_available
+    """,
+    "headway.familiar.models": """
+        extract_model_from_parallel get_module_class_from_name get_module_children_bottom_up has_compiled_regions
+        is_compiled_module is_peft_model model_has_dtensor
+    """,
+    "headway.familiar.files": """
+        SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME WEIGHTS_NAME load load_state_dict save
+    """,
+    "headway.familiar.bar": "tqdm",
+    "headway.bigmodel.tensors": "set_module_tensor_to_device",
+}
+SERVED: dict[str, str] = {name: place for place, names in _BY_PLACE.items() for name in names.split()}
+"""Name -> module, for what is Accelerate's and not one of Headway's own names."""
+
+RENAMED: dict[str, tuple[str, str]] = {
+    "AcceleratedOptimizer": ("headway.training.optimizer", "PreparedOptimizer"),
+    "AcceleratedScheduler": ("headway.training.scheduler", "PreparedScheduler"),
+    "DistributedOperationException": ("headway.errors", "CollectiveError"),
+    "DataLoaderShard": ("headway.data.loader", "PreparedLoader"),
+    "MultiProcessAdapter": ("headway.log", "RankLogger"),
+    "should_reduce_batch_size": ("headway.memory.oom", "is_out_of_memory"),
+}
+"""Name -> (module, what it is called there), for `isinstance` above all."""
+
+_MODULES = """
+    big_modeling checkpointing data_loader hooks inference launchers local_sgd logging memory_utils optimizer
+    parallelism_config scheduler state utils utils.ao utils.bnb utils.constants utils.dataclasses utils.deepspeed
+    utils.environment utils.fsdp_utils utils.imports utils.launch utils.megatron_lm utils.memory utils.modeling utils.offload
+    utils.operations utils.other utils.random utils.rich utils.torch_xla utils.tqdm utils.transformer_engine utils.versions
+"""
+MODULES = frozenset(_MODULES.split())
+"""Accelerate's modules under the names that a changed import gives them: `headway.utils`, `headway.state`, ...
+
+Not among them: `accelerator` and `tracking`, which Headway has itself.
+"""

@@ -1,0 +1,172 @@
+"""Public names of Accelerate that Headway does not serve, each with a sentence that says why and what to use instead."""
+
+_FSDP = "FSDP is not there yet; it is planned. Until then replicas train with DDP"
+_DEEPSPEED = "DeepSpeed is not there yet; it is planned. Until then replicas train with DDP"
+_MEGATRON = "Megatron-LM is not there yet; it is planned. Until then replicas train with DDP"
+_PIPELINE = (
+    "pipelines are not there yet; `load_checkpoint_and_dispatch(..., device_map='auto')` spreads a model over devices"
+)
+_FP8 = "fp8 is not there yet; it is planned. Until then use mixed_precision='bf16'"
+_QUANTISED = (
+    "Headway loads no quantised weights; load the model with transformers' `quantization_config` and prepare it"
+)
+_SAGEMAKER = "SageMaker's own launching is not served; start the script with torchrun or `headway launch` there"
+_PARALLEL = (
+    "tensor, context and sequence parallelism are not there yet; they are planned. Until then replicas train with DDP"
+)
+_FILES = (
+    "a checkpoint of Headway's has files and a manifest of its own (docs/checkpoints.md); use save_state, load_state and "
+    "`headway inspect`"
+)
+_LOADERS = (
+    "prepared loaders are one class, `headway.data.loader.PreparedLoader`, that cuts the order of any sampler; use "
+    "accelerator.prepare(loader), skip_first_batches and DataLoaderConfiguration"
+)
+_INSIDE = "this belongs to Accelerate's inner workings and has no counterpart; leave the call out"
+_LAUNCH = "`headway launch` builds its own commands (`--dry-run` shows them); use it, or notebook_launcher"
+_TRACKER = "this tracker is not built in; subclass `headway.Tracker` and give an instance to log_with"
+_BUILT_IN = "give its name to log_with ('tensorboard', 'wandb', 'mlflow'); accelerator.get_tracker(name) returns it"
+_COMPILE = "compile the model yourself before prepare(): `model = torch.compile(model)`"
+_NUMA = "start with `headway launch --enable_cpu_affinity`"
+_CONSTANT = "this version bound or table concerns Accelerate itself; leave the check out"
+
+_BY_SENTENCE = {
+    _FSDP: """
+        FSDP2_PYTORCH_VERSION FSDP2_STATE_DICT_TYPE FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME
+        FSDP_PYTORCH_VERSION FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE disable_fsdp_ram_efficient_loading
+        enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names
+        fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters
+        get_fsdp2_grad_scaler get_parameters_from_modules load_fsdp_model load_fsdp_optimizer merge_fsdp_weights
+        save_fsdp_model save_fsdp_optimizer compile_regions_fsdp2
+    """,
+    _DEEPSPEED: """
+        DEEPSPEED_MULTINODE_LAUNCHERS DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper
+        GatheredParameters HfDeepSpeedConfig compile_regions_deepspeed deepspeed_required get_active_deepspeed_plugin
+        map_pytorch_optim_to_deepspeed prepare_deepspeed_cmd_env BETA_SP_AVAILABLE_DEEPSPEED_VERSION
+    """,
+    _MEGATRON: """
+        AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep MODEL_CONFIGS_TO_MEGATRON_PARSERS MegatronEngine
+        MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper
+        add_model_config_to_megatron_parser avg_losses_across_data_parallel_group finish_mpu_init
+        gather_across_data_parallel_groups initialize model_provider_func parse_bert_config parse_glm4_moe_config
+        parse_gpt2_config parse_llama_config parse_t5_config prepare_model_optimizer_scheduler
+    """,
+    _PIPELINE: "build_pipeline find_pippy_batch_size generate_device_map pad_input_tensors pippy_forward prepare_pippy",
+    _FP8: """
+        AORecipeKwargs FP8BackendType FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs apply_fp8_autowrap
+        check_cuda_fp8_capability contextual_fp8_autocast convert_model convert_model_to_fp8_ao
+        filter_first_and_last_linear_layers filter_linear_layers find_first_last_linear_layers has_ao_layers
+        has_transformer_engine_layers setup_fp8_env torchao_required
+    """,
+    _QUANTISED: """
+        BnbQuantizationConfig get_keys_to_not_convert get_parameter_device get_quantized_model_device_map
+        has_4bit_bnb_layers load_and_quantize_model quantize_and_offload_8bit replace_with_bnb_layers
+    """,
+    _SAGEMAKER: """
+        ComputeEnvironment SageMakerConfig SAGEMAKER_PARALLEL_EC2_INSTANCES SAGEMAKER_PYTHON_VERSION SAGEMAKER_PYTORCH_VERSION
+        SAGEMAKER_TRANSFORMERS_VERSION SageMakerDistributedType prepare_sagemager_args_inputs
+    """,
+    _PARALLEL: """
+        BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
+        DTENSOR_PYTORCH_VERSION DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig
+        get_model_tp_size prepare_extend_env_parallelism_config
+    """,
+    _FILES: """
+        MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_PATTERN_NAME
+        SAMPLER_NAME SCALER_NAME SCHEDULER_NAME WEIGHTS_INDEX_NAME WEIGHTS_PATTERN_NAME load_accelerator_state
+        load_custom_state save_accelerator_state save_custom_state
+    """,
+    _LOADERS: """
+        BatchSamplerShard DataLoaderAdapter DataLoaderDispatcher DataLoaderStateMixin IterableDatasetShard
+        SeedableRandomSampler SkipBatchSampler SkipDataLoader get_sampler
+    """,
+    "use accelerator.prepare, or prepare_data_loader, prepare_model, prepare_optimizer and prepare_scheduler on it": (
+        "prepare_data_loader prepare_optimizer prepare_scheduler"
+    ),
+    _INSIDE: """
+        BaseEnum CPUInformation CUDA_DISTRIBUTED_TYPES CannotPadNestedTensorWarning ConvertOutputsToFp32
+        EnumWithContains KwargsHandler MITA_PROFILING_AVAILABLE_PYTORCH_VERSION STR_OPERATION_TO_FUNC
+        SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING SharedDict ThreadLocalSharedDict TORCH_DISTRIBUTED_OPERATION_TYPES
+        TORCH_SAFE_GLOBALS TensorInformation XPU_PROFILING_AVAILABLE_PYTORCH_VERSION chained_operation
+        check_device_same check_os_kernel check_tied_parameters_in_config check_tied_parameters_on_same_device
+        compute_module_total_buffer_size convert_dict_to_env_variables do_nothing fallback_allocate
+        gather_tensor_shape get_cpu_distributed_information get_current_device_type get_data_structure get_module_leaves
+        get_module_size_with_ties get_shape get_non_persistent_buffers id_tensor_storage ignorant_find_batch_size
+        initialize_tensors is_tensor_information is_torch_xpu_tensor move_to_device patch_optimizer_step verify_operation
+    """,
+    _CONSTANT: """
+        ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT TORCH_DYNAMO_MODES
+        TORCH_LAUNCH_PARAMS TYPE_CHECKING USE_TORCH_XLA
+    """,
+    _LAUNCH: """
+        PrepareForLaunch env_var_path_add prepare_multi_gpu_env prepare_simple_launcher_cmd_env prepare_tpu test_launch
+    """,
+    _TRACKER: "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker SwanLabTracker TrackioTracker register_tracker_class",
+    _BUILT_IN: """
+        LOGGER_TYPE_TO_CLASS MLflowTracker TensorBoardTracker WandBTracker filter_trackers get_available_trackers
+    """,
+    _COMPILE: "compile_regions has_repeated_blocks is_repeated_blocks",
+    _NUMA: "override_numa_affinity set_numa_affinity",
+    "Accelerate's commands have counterparts: `headway launch`, `config`, `env`, `estimate`, `merge`, `test`": "commands",
+    "Accelerate's helpers for tests belong to it; go on importing them from accelerate.test_utils": "test_utils",
+    "TPUs are not driven yet; use a CPU, CUDA, XPU or MPS machine": "install_xla",
+    "`headway env` and `headway doctor` say what this machine has": (
+        "check_cuda_p2p_ib_support get_driver_version get_gpu_info"
+    ),
+    "the launcher and notebook_launcher take free ports by themselves": "get_free_port",
+    "accelerator.scaler is the scaler in use; give GradScalerKwargs to kwargs_handlers": "get_grad_scaler",
+    "use accelerator.autocast(), which follows the run's precision": "get_mixed_precision_context_manager",
+    "accelerator.save(obj, file, safe_serialization=True) and save_model keep shared tensors once": (
+        "clean_state_dict_for_safetensors"
+    ),
+    "load_checkpoint_in_model keeps tied parameters tied; find_tied_parameters names them": "retie_parameters",
+    "accelerator.get_state_dict(model) reads offloaded weights too": (
+        "get_state_dict_from_offload get_state_dict_offloaded_model"
+    ),
+    "casting layer by layer is not served; load the model in the dtype that it shall have": (
+        "LayerwiseCastingHook attach_layerwise_casting_hooks"
+    ),
+}
+NAMES: dict[str, str] = {name: why for why, names in _BY_SENTENCE.items() for name in names.split()}
+"""Name -> sentence."""
+
+MEMBERS: dict[str, str] = {
+    "ao_recipe_handler": _FP8,
+    "autocast_handler": "give AutocastKwargs to kwargs_handlers; accelerator.options.autocast holds them",
+    "context_parallel_rank": _PARALLEL,
+    "data_parallel_rank": "every process is a replica: use accelerator.process_index",
+    "data_parallel_shard_rank": _FSDP,
+    "ddp_handler": "give DistributedDataParallelKwargs to kwargs_handlers; accelerator.options.ddp holds them",
+    "deepspeed_ulysses_dl_adapter": _PARALLEL,
+    "delayed_fp8_autocast": _FP8,
+    "device_placement": "say it when you prepare: prepare(..., device_placement=[...])",
+    "flag_tensor": "use set_trigger() and check_trigger()",
+    "fp8_enabled": _FP8,
+    "fp8_recipe_handler": _FP8,
+    "has_fp8_handler": _FP8,
+    "has_lomo_optimizer": "LOMO is not served; use another optimizer",
+    "init_handler": "give InitProcessGroupKwargs to kwargs_handlers; accelerator.options.process_group holds them",
+    "log_with": "accelerator.trackers lists the trackers in use",
+    "msamp_recipe_handler": _FP8,
+    "pipeline_parallel_rank": _PIPELINE,
+    "profile_handler": "give ProfileKwargs to kwargs_handlers or to accelerator.profile()",
+    "rng_types": "say it when you build the Accelerator",
+    "scaler_handler": "give GradScalerKwargs to kwargs_handlers; accelerator.options.scaler holds them",
+    "step": "accelerator.num_updates counts updates, accelerator.sync_gradients says whether this micro-batch ends a window",
+    "step_scheduler_with_optimizer": "say it when you build the Accelerator",
+    "te_recipe_handler": _FP8,
+    "tensor_parallel_rank": _PARALLEL,
+}
+"""Member of Accelerate's Accelerator -> sentence."""
+
+
+def advice(name: str) -> str | None:
+    """What an error says about a name of Accelerate's that is not served; None for any other name."""
+    why = NAMES.get(name)
+    return None if why is None else f"headway has no {name!r}: {why}"
+
+
+def member_advice(name: str) -> str | None:
+    """The same for a member of the Accelerator."""
+    why = MEMBERS.get(name)
+    return None if why is None else f"Headway's Accelerator has no {name!r}: {why}"

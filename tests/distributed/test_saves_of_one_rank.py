@@ -1,0 +1,413 @@
+"""`save_state` under `if accelerator.is_main_process:`, as public scripts have it: rank 0 writes, nobody waits, all go on from it."""
+
+import logging
+import os
+import random
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator, ProjectConfiguration, set_seed
+from headway.checkpoint.layout import verify
+from headway.checkpoint.manifest import read_manifest
+from headway.errors import CheckpointError, CollectiveError
+from headway.runtime import process
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_launch import launch
+
+ALONE = (
+    "saved on rank 0 alone, without the others' random streams: they are derived anew from (seed, update, rank)"
+)  # fmt: skip
+
+
+class Training:
+    """Two ranks, a model with dropout, and a loop that a script's own code is run in after each update."""
+
+    def __init__(self, output_dir=None, **project):
+        set_seed(5)
+        config = ProjectConfiguration(output_dir, automatic_checkpoint_naming=True, **project) if project else None
+        self.accelerator = accelerator = Accelerator(cpu=True, project_config=config)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+        x = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
+        loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=3, shuffle=True)
+        self.model, self.optimizer, self.loader = accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), 0.01), loader
+        )
+        self.losses = []
+
+    def train(self, num_updates, after_update=lambda training, step: None):
+        for x, y in self.loader:
+            with self.accelerator.accumulate(self.model):
+                loss = (self.model(x) - y).square().mean()
+                self.accelerator.backward(loss)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+            after_update(self, self.accelerator.num_updates)
+            if self.accelerator.num_updates >= num_updates:
+                break
+        return self
+
+    def weights(self):
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+
+# -------------------------------------------------------------------- the forms of public scripts
+
+
+def folder_of(args, step):
+    return os.path.join(args.output_dir, f"checkpoint-{step}")
+
+
+def diffusers(args, accelerator, step):
+    if accelerator.sync_gradients:
+        if accelerator.is_main_process:
+            if step % args.checkpointing_steps == 0:
+                save_path = os.path.join(args.output_dir, f"checkpoint-{step}")
+                accelerator.save_state(save_path)
+
+
+def diffusers_with_rotation(args, accelerator, step):
+    if accelerator.is_main_process:
+        if step % args.checkpointing_steps == 0:
+            if args.checkpoints_total_limit is not None and os.path.isdir(args.output_dir):
+                checkpoints = os.listdir(args.output_dir)
+                checkpoints = [d for d in checkpoints if d.startswith("checkpoint")]
+                checkpoints = sorted(checkpoints, key=lambda x: int(x.split("-")[1]))
+                if len(checkpoints) >= args.checkpoints_total_limit:
+                    num_to_remove = len(checkpoints) - args.checkpoints_total_limit + 1
+                    for removing in checkpoints[0:num_to_remove]:
+                        shutil.rmtree(os.path.join(args.output_dir, removing))
+            accelerator.save_state(os.path.join(args.output_dir, f"checkpoint-{step}"))
+
+
+def deepspeed_or_main(args, accelerator, step):
+    distributed_type = "MULTI_CPU"
+    if accelerator.is_main_process or distributed_type == "DEEPSPEED":
+        if step % args.checkpointing_steps == 0:
+            accelerator.save_state(folder_of(args, step))
+
+
+def condition_in_one(args, accelerator, step):
+    if step % args.checkpointing_steps == 0 and accelerator.is_main_process:
+        accelerator.save_state(output_dir=folder_of(args, step))
+
+
+def local_main(args, accelerator, step):
+    if accelerator.is_local_main_process and step % args.checkpointing_steps == 0:
+        accelerator.save_state(folder_of(args, step), safe_serialization=False)
+
+
+def process_index(args, accelerator, step):
+    if step % args.checkpointing_steps == 0:
+        if accelerator.process_index == 0:
+            accelerator.save_state(folder_of(args, step))
+
+
+def guard_clause(args, accelerator, step):
+    if not accelerator.is_main_process or step % args.checkpointing_steps != 0:
+        return
+    os.makedirs(args.output_dir, exist_ok=True)
+    accelerator.save_state(folder_of(args, step))
+
+
+def helper_save(accelerator, path):
+    logging.info("saving %s", path)
+    accelerator.save_state(path)
+
+
+def helper(args, accelerator, step):
+    if accelerator.is_main_process:
+        if step % args.checkpointing_steps == 0:
+            helper_save(accelerator, folder_of(args, step))
+
+
+def decorated(args, accelerator, step):
+    @accelerator.on_main_process
+    def save():
+        accelerator.save_state(folder_of(args, step))
+
+    if step % args.checkpointing_steps == 0:
+        save()
+
+
+def alias(args, accelerator, step):
+    is_master = accelerator.is_main_process
+    if is_master and step % args.checkpointing_steps == 0:
+        accelerator.save_state(folder_of(args, step))
+
+
+def plain_rank(args, accelerator, step):
+    if dist.get_rank() == 0 and step % args.checkpointing_steps == 0:
+        accelerator.save_state(folder_of(args, step))
+
+
+def behind_the_loop(args, accelerator, step):
+    if accelerator.is_main_process and step % args.checkpointing_steps == 0:
+        accelerator.save_state(folder_of(args, step), blocking=False)
+
+
+FORMS = (diffusers, diffusers_with_rotation, deepspeed_or_main, condition_in_one, local_main, process_index, guard_clause,
+         helper, decorated, alias, plain_rank, behind_the_loop)  # fmt: skip
+
+
+def form(root, save):
+    """Train, save on the way, train on, and load on all ranks; what was found."""
+    args = SimpleNamespace(output_dir=f"{root}/{save.__name__}", checkpointing_steps=2, checkpoints_total_limit=1)
+    kept = {}
+
+    def after_update(training, step):
+        save(args, training.accelerator, step)
+        kept[step] = training.weights()
+
+    first = Training().train(5, after_update)
+    first.accelerator.wait_for_save()
+    path = Path(args.output_dir, "checkpoint-4")
+    first.accelerator.wait_for_everyone()
+    manifest = verify(path)
+    again = Training()
+    restored = again.accelerator.load_state(path)
+    same_weights = torch.equal(again.weights(), kept[4])
+    again.train(5)
+    try:
+        Training().accelerator.load_state(path, strict=True)
+        refused = ""
+    except CheckpointError as error:
+        refused = str(error)
+    names = sorted(each.name for each in Path(args.output_dir).iterdir())
+    return {
+        "names": names, "saved_by": manifest.about["saved_by"], "same weights": same_weights, "refused": refused,
+        "differences": restored.differences, "updates": restored.about["num_updates"],
+        "next loss": (first.losses[-1], again.losses[-1]),
+    }  # fmt: skip
+
+
+def forms(root):
+    return {save.__name__: form(root, save) for save in FORMS}
+
+
+def load_on_one(root):
+    training = Training()
+    restored = training.accelerator.load_state(f"{root}/diffusers/checkpoint-4")
+    training.train(6)
+    return restored.differences, training.accelerator.num_updates, training.losses
+
+
+def test_the_forms_of_public_scripts(tmp_path):
+    both = run_ranks(forms, 2, str(tmp_path), timeout=240)
+    for name in both[0]:
+        for rank, found in enumerate(each[name] for each in both):
+            where = name, rank
+            assert found["saved_by"] == [0], where
+            assert found["same weights"], where
+            assert found["updates"] == 4, where
+            assert found["differences"] == [ALONE], where
+            assert ALONE in found["refused"], where
+            kept = (
+                ["checkpoint-4", "latest"]
+                if name == "diffusers_with_rotation"
+                else ["checkpoint-2", "checkpoint-4", "latest"]
+            )
+            assert found["names"] == kept, where
+        straight, resumed = both[0][name]["next loss"]  # rank 0 has its own random stream, so its dropout
+        assert straight == resumed, name
+    differences, updates, losses = run_ranks(load_on_one, 1, str(tmp_path))[0]
+    assert differences[0].startswith("world 2 -> 1; random streams are derived anew")
+    assert "accumulation 1 -> 2 to keep the global batch of 6" in differences
+    assert updates == 6
+    assert all(loss == loss for loss in losses)
+
+
+# -------------------------------------------------------------------- numbers, rotation, hooks; saves of all ranks after it
+
+
+def numbered(root):
+    told = {}
+    training = Training(f"{root}/run", total_limit=2)
+    accelerator, parent = training.accelerator, Path(root, "run", "checkpoints")
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: Path(folder, "mine").write_text("ema"))
+    with_warnings = Warnings()
+    sequence = accelerator.collectives.ledger.sequence
+    for _ in range(2):
+        if accelerator.is_main_process:
+            accelerator.save_state()
+    told["collectives"] = accelerator.collectives.ledger.sequence - sequence
+    told["all ranks"] = accelerator.save_state().name
+    training.train(2)
+    all_behind = accelerator.save_state(blocking=False).name
+    if accelerator.is_main_process:  # one of all ranks is still being written
+        accelerator.save_state(blocking=False)
+    training.train(4)
+    told["behind"] = all_behind, accelerator.save_state(blocking=False).name
+    accelerator.wait_for_save()
+    accelerator.wait_for_everyone()
+    told["names"] = sorted(path.name for path in parent.iterdir())
+    if accelerator.is_main_process:
+        told["hook"] = (accelerator.save_state() / "mine").read_text()
+    accelerator.wait_for_everyone()
+    told["warnings"] = list(with_warnings.texts)
+
+    again = Training(f"{root}/run", total_limit=2)
+    restored = again.accelerator.resume("latest")
+    told["resumed"] = restored.folder.name, restored.differences, again.accelerator.save_iteration
+    if again.accelerator.is_main_process:
+        again.accelerator.save_state()
+    told["then"] = again.accelerator.save_state().name
+    told["whole"] = read_manifest(parent / told["then"]).about.get("saved_by")
+    return told
+
+
+class Warnings(logging.Handler):
+    """The warnings about saves from here on."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+        logging.getLogger("headway.saving.methods").addHandler(self)
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def test_numbers_rotation_and_hooks(tmp_path):
+    first, second = run_ranks(numbered, 2, str(tmp_path))
+    assert first["collectives"] == second["collectives"] == 0
+    assert first["hook"] == "ema"
+    for told in (first, second):
+        assert told["all ranks"] == "checkpoint_2"
+        assert told["behind"] == ("checkpoint_3", "checkpoint_5")
+        assert told["names"] == ["checkpoint_4", "checkpoint_5", "latest"]
+        assert told["resumed"] == ("checkpoint_6", [ALONE], 7)
+        assert told["then"] == "checkpoint_8"
+        assert told["whole"] is None
+    (text,) = first["warnings"]
+    assert second["warnings"] == []
+    assert "is called on rank 0 only, under `if accelerator.is_main_process:`" in text
+    assert "random streams of the other ranks" in text
+    assert "call it on every rank" in text
+
+
+def best(root):
+    training = Training(f"{root}/best", total_limit=1, keep_best="max")
+    for metric in (0.1, 0.9, 0.3):
+        if training.accelerator.is_main_process:
+            training.accelerator.save_state(metric=metric)
+    training.accelerator.wait_for_everyone()
+    return sorted(path.name for path in Path(root, "best", "checkpoints").iterdir())
+
+
+def no_place(root):
+    """A save that fails on rank 0: it says so there, and the others go on."""
+    training = Training()
+    Path(root, "file").write_text("no folder")
+    training.accelerator.wait_for_everyone()
+    told = ""
+    if training.accelerator.is_main_process:
+        try:
+            training.accelerator.save_state(f"{root}/file/checkpoint-1")
+        except CheckpointError as error:
+            told = str(error)
+    training.train(3)
+    return told, training.accelerator.num_updates
+
+
+def last_rank(root):
+    training = Training()
+    training.train(2)
+    drawn = None
+    if training.accelerator.is_last_process:
+        training.accelerator.save_state(f"{root}/last")
+        drawn = random.random()
+    training.accelerator.wait_for_everyone()
+    again = Training()
+    restored = again.accelerator.load_state(f"{root}/last")
+    return restored.differences[0][:22], torch.equal(again.weights(), training.weights()), (drawn, random.random())
+
+
+def several(root):
+    return best(root), no_place(root), last_rank(root)
+
+
+def test_the_best_a_failure_and_another_rank(tmp_path):
+    first, second = run_ranks(several, 2, str(tmp_path))
+    assert first[0] == second[0] == ["checkpoint_1", "checkpoint_2", "latest"]
+    assert "rank 0: FileExistsError" in first[1][0]
+    assert (first[1][1], second[1]) == (3, ("", 3))
+    for told in (first[2], second[2]):
+        assert told[:2] == ("saved on rank 1 alone,", True)
+    drawn, again = second[2][2]
+    assert drawn == again
+
+
+# -------------------------------------------------------------------- killed after it; where it cannot be seen
+
+KILLED = """
+import os, signal, torch
+from headway import Accelerator, ProjectConfiguration, set_seed
+set_seed(1)
+accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration("run", automatic_checkpoint_naming=True))
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.Adam(model.parameters(), 0.01)
+loader = torch.utils.data.DataLoader(torch.randn(80, 4), batch_size=2, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+restored = accelerator.resume("latest")
+for epoch in accelerator.epochs(1):
+    for x in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.is_main_process and accelerator.num_updates % 4 == 0:
+            accelerator.save_state()
+        if restored is None and accelerator.num_updates == 10 and accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+if accelerator.is_main_process:
+    print("ended", restored.about["num_updates"], accelerator.num_updates, accelerator.save_iteration, flush=True)
+"""
+
+
+def test_killed_after_it_and_resumed(tmp_path):
+    ran = launch(tmp_path, KILLED, "-n", "2", "--cpu", "--max_restarts", "1")
+    assert ran.returncode == 0, ran.stderr
+    assert "ended 8 20 5" in ran.stdout
+    assert ran.stderr.count("is called on rank 0 only") <= 2  # once a start
+
+
+UNSEEN = """
+source = '''
+import time
+from headway import Accelerator
+accelerator = Accelerator(cpu=True)
+if accelerator.is_main_process:
+    accelerator.save_state("there")
+while True:
+    time.sleep(0.1)
+'''
+exec(source)
+"""
+
+
+def unseen(root):
+    """The rank that does not save comes to another collective."""
+    accelerator = Accelerator(cpu=True)
+    source = "if accelerator.is_main_process:\n    accelerator.save_state(root)\naccelerator.wait_for_everyone()\n"
+    try:
+        exec(compile(source, "<unseen>", "exec"), {"accelerator": accelerator, "root": f"{root}/there"})
+    except CollectiveError as error:
+        return str(error)
+    finally:
+        process.reset()
+    return ""
+
+
+def test_where_the_condition_cannot_be_seen(tmp_path):
+    for told in run_ranks(unseen, 2, str(tmp_path)):
+        assert told.startswith("save_state was called on rank 0 only, at <unseen>:2: call it on every rank")
+    ran = launch(tmp_path, UNSEEN, "-n", "2", "--cpu", "--patience", "4")
+    assert ran.returncode != 0
+    assert "save_state was called on rank 0 only, at train.py:11: call it on every rank" in ran.stderr
+    assert "this run hangs: rank 1 of 2 is missing from save_state" in ran.stderr

@@ -1,0 +1,142 @@
+"""Every public name of Accelerate, and every member of its Accelerator, is served or has a sentence."""
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+from functools import cache
+
+import accelerate
+import accelerate.utils
+import pytest
+
+import headway
+from headway.familiar.modules import find
+from headway.familiar.names import MODULES, RENAMED, SERVED
+from headway.familiar.not_served import MEMBERS, NAMES
+
+pytestmark = pytest.mark.filterwarnings("ignore:memory_utils has been reorganized")
+
+PRIVATE = ("accelerate.commands", "accelerate.test_utils")
+OWN = {"accelerator", "tracking"}
+
+
+@cache
+def modules():
+    found = [info.name for info in pkgutil.walk_packages(accelerate.__path__, "accelerate.")]
+    return [name for name in found if not name.startswith(PRIVATE)]
+
+
+@cache
+def public_names():
+    """Name -> where Accelerate defines it."""
+    found = {}
+    for name in ["accelerate", *modules()]:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:  # its rich module asks for a variable to be set
+            continue
+        for each, value in vars(module).items():
+            home = getattr(value, "__module__", None)
+            is_home = callable(value) and isinstance(home, str) and home.startswith("accelerate")
+            if (
+                not each.startswith("_")
+                and not inspect.ismodule(value)
+                and (is_home or (each.isupper() and not callable(value)))
+            ):
+                found.setdefault(each, name)
+    return found
+
+
+def test_there_is_something_to_compare():
+    assert len(modules()) > 30
+    assert len(public_names()) > 350
+
+
+def test_every_public_name_is_served_or_explained():
+    answered = {*headway.__all__, *SERVED, *RENAMED, *NAMES}
+    assert sorted(set(public_names()) - answered) == []
+
+
+def test_no_name_is_both():
+    assert (set(SERVED) | set(RENAMED) | set(headway.__all__)) & set(NAMES) == set()
+    assert set(SERVED) & set(headway.__all__) == set()
+
+
+@pytest.mark.parametrize("name", sorted({*SERVED, *RENAMED}))
+def test_what_is_served_is_there_and_explains_itself(name):
+    value = find(name)
+    assert isinstance(value, str) or inspect.getdoc(value)
+
+
+def test_what_is_explained_is_a_sentence():
+    assert [why for why in {*NAMES.values(), *MEMBERS.values()} if len(why.split()) < 4 or why.endswith(".")] == []
+
+
+def test_every_module_path_is_there():
+    assert {name.removeprefix("accelerate.") for name in modules()} == MODULES | OWN
+
+
+@pytest.fixture(scope="module")
+def members():
+    """Those of Accelerate's class and of an object of it."""
+    accelerate.state.AcceleratorState._reset_state(True)
+    made = accelerate.Accelerator(cpu=True)
+    accelerate.state.AcceleratorState._reset_state(True)
+    return {name for name in {*dir(made), *vars(made)} if not name.startswith("_")}
+
+
+def test_every_member_is_served_or_explained(members):
+    ours = headway.Accelerator(cpu=True)
+    assert sorted(members - set(dir(ours)) - set(MEMBERS)) == []
+    assert set(MEMBERS) & set(dir(ours)) == set()
+
+
+def test_arguments_come_in_the_same_order():
+    theirs, ours = (list(inspect.signature(kind).parameters) for kind in (accelerate.Accelerator, headway.Accelerator))
+    assert ours[: len(theirs)] == theirs
+
+
+HANDLERS = """
+    AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs GradientAccumulationPlugin
+    InitProcessGroupKwargs ProfileKwargs ProjectConfiguration TorchDynamoPlugin ParallelismConfig
+""".split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize("name", HANDLERS)
+def test_settings_have_the_same_fields(name):
+    theirs, ours = (
+        {field.name for field in dataclasses.fields(kind) if field.init}
+        for kind in (getattr(accelerate.utils, name), getattr(headway, name))
+    )
+    assert theirs - ours == set()
+
+
+METHODS = """
+    accumulate autocast backward clip_grad_norm_ clip_grad_value_ free_memory gather gather_for_metrics get_state_dict
+    get_tracker no_sync on_process pad_across_processes prepare_data_loader prepare_model prepare_optimizer prepare_scheduler
+    reduce register_for_checkpointing save save_model skip_first_batches split_between_processes unscale_gradients unwrap_model
+    lomo_backward maybe_context_parallel trigger_sync_in_backward verify_device_map join_uneven_inputs print profile
+""".split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_take_the_same_arguments_by_name(name):
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    theirs = inspect.signature(getattr(accelerate.Accelerator, name)).parameters.values()
+    ours = set(inspect.signature(getattr(headway.Accelerator, name)).parameters)
+    assert [each.name for each in theirs if each.kind not in variable and each.name not in ours] == []
+
+
+STATES = ["PartialState", "AcceleratorState", "GradientState"]
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_have_the_same_members(name):
+    made = accelerate.state.AcceleratorState, accelerate.Accelerator(cpu=True)
+    theirs = getattr(accelerate.state, name)()
+    wanted = {each for each in {*dir(theirs), *vars(theirs)} if not each.startswith("_")}
+    del made
+    accelerate.state.AcceleratorState._reset_state(True)
+    ours = headway.Accelerator(cpu=True), getattr(headway, name)()
+    assert sorted(wanted - set(dir(ours[1])) - {"get_deepspeed_plugin", "select_deepspeed_plugin"}) == []

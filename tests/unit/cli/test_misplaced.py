@@ -1,0 +1,127 @@
+"""Flags of the launcher after the script: said, with the line to type; a script's own flags are left in peace."""
+
+import shlex
+
+import pytest
+
+from headway.cli import main
+from headway.launch.machine import Machine
+
+MACHINE = Machine("box", "/venv/bin/python", 8, loopback="lo")
+
+TAKES = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("-n", "--name")
+parser.add_argument("--log_dir")
+"""
+FIELDS = "from dataclasses import dataclass\n@dataclass\nclass Arguments:\n    mixed_precision: str = 'no'\n"
+TRAINER = "from transformers import HfArgumentParser, TrainingArguments\nHfArgumentParser(TrainingArguments)\n"
+OTHERS = "import subprocess\nsubprocess.run(['sort', '-n', 'x'])\n"
+
+
+@pytest.fixture
+def launch(monkeypatch, tmp_path, capsys):
+    """Type a line; give back what was said, and the arguments that the script gets."""
+    plans = []
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "train.py": "",
+        "takes.py": TAKES,
+        "fields.py": FIELDS,
+        "trainer.py": TRAINER,
+        "others.py": OTHERS,
+    }.items():
+        (tmp_path / name).write_text(text)
+    for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "HEADWAY_RUN", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("headway.launch.machine.look", lambda environment: MACHINE)
+    monkeypatch.setattr("headway.launch.run.execute", lambda plan, environment, is_quiet: plans.append(plan))
+
+    def go(line):
+        plans.clear()
+        with pytest.raises(SystemExit) as ended:
+            main.main(["launch", *shlex.split(line)])
+        assert ended.value.code == 0
+        return capsys.readouterr().err, plans[0]
+
+    return go
+
+
+@pytest.mark.parametrize(
+    ("line", "which", "meant", "silenced"),
+    [
+        ("train.py -n 2", "-n 2", "-n 2 train.py", "-- train.py -n 2"),
+        ("--cpu train.py --lr 1 -n2 --x", "-n2", "--cpu -n2 train.py --lr 1 --x", "--cpu -- train.py --lr 1 -n2 --x"),
+        ("train.py --num-processes=2 'a b'", "--num-processes=2", "--num-processes=2 train.py 'a b'", None),
+        ("train.py --num_processes 2", "--num_processes 2", "--num_processes 2 train.py", None),
+        ("-n 2 train.py --multi_gpu --mixed-precision bf16", "--multi_gpu, --mixed-precision bf16", None, None),
+        ("train.py -n 2 -- -q", "-n 2", "-n 2 train.py -- -q", None),
+        ("train.py --dry-run", "--dry-run", "--dry-run train.py", None),
+        ("others.py -n 2", "-n 2", "-n 2 others.py", None),
+        ("takes.py --num_processes 2", "--num_processes 2", "--num_processes 2 takes.py", None),
+        ("trainer.py --num_processes 2", "--num_processes 2", None, None),
+        ("--no_python echo -n --num_machines 2", "--num_machines 2", None, None),
+    ],
+)
+def test_a_flag_after_the_script_is_said_with_the_line_to_type(launch, line, which, meant, silenced):
+    said, plan = launch(line)
+    first, launcher, script = said.splitlines()
+    assert first.startswith(f"headway: warning: {which} after ")
+    assert plan.world_size == (2 if line.startswith("-n 2") else 1)
+    # Both lines do what they say, and neither is warned about.
+    launcher, script = (text.partition("?")[2].strip() for text in (launcher, script))
+    assert meant is None or launcher == f"headway launch {meant}"
+    assert silenced is None or script == f"headway launch {silenced}"
+    again, silent = launch(script.removeprefix("headway launch "))
+    assert again == ""
+    assert silent.argv == plan.argv
+    if which.startswith(("-n", "--num-p", "--num_p")):
+        again, several = launch(launcher.removeprefix("headway launch "))
+        assert again == ""
+        assert several.world_size == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "-- train.py -n 2",  # said to be the script's
+        "train.py -- -n 2",
+        "-n 4 train.py -n 2",  # the launcher has its own
+        "--num-processes 4 train.py -n 2",
+        "train.py -n two",  # cannot be the launcher's
+        "train.py -n",
+        "train.py --mixed_precision fp32 -m0 -nx - a=b --nn 2 -h --help",
+        "takes.py -n 2 --log_dir logs",  # the script's text says that it takes them
+        "fields.py --mixed_precision bf16",
+        "trainer.py --gradient_accumulation_steps 4 --debug",
+        "--no_python sh -c true -m -n 2",
+    ],
+)
+def test_what_is_the_scripts_is_left_in_peace(launch, line):
+    said, plan = launch(line)
+    assert said == ""
+    assert plan.world_size == (4 if "4 train" in line else 1)
+
+
+def test_a_module_too(launch, tmp_path):
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg/takes.py").write_text(TAKES)
+    assert launch("-m pkg.takes -n 2")[0] == ""
+    assert "meant for the launcher?  headway launch -m --cpu pkg.takes\n" in launch("-m pkg.takes --cpu")[0]
+
+
+def test_one_task_of_a_cluster_says_it(launch, monkeypatch):
+    for name, value in {
+        "JOB_ID": "7",
+        "STEP_ID": "0",
+        "STEP_NUM_NODES": "1",
+        "STEP_NUM_TASKS": "2",
+        "NODEID": "0",
+    }.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    for rank, is_said in (("0", True), ("1", False)):
+        monkeypatch.setenv("SLURM_PROCID", rank)
+        monkeypatch.setenv("SLURM_LOCALID", rank)
+        assert ("warning" in launch("train.py -n 2")[0]) is is_said

@@ -1,0 +1,34 @@
+"""The version: one place, above every gate that scripts wrote for Accelerate, and in what a run leaves behind."""
+
+import torch
+from click.testing import CliRunner
+from packaging import version
+from setuptools.config.pyprojecttoml import read_configuration
+
+import headway
+from headway import Accelerator
+from headway.cli import inspect
+from headway.version import __version__
+from tests.house.tree_of_source import ROOT
+
+
+def test_there_is_one_place():
+    assert headway.__version__ == __version__
+    assert read_configuration(ROOT / "pyproject.toml")["project"]["version"] == __version__
+
+
+def test_it_is_a_year_a_month_and_a_number_above_every_gate():
+    year, month, number = (int(part) for part in __version__.split("."))
+    assert year >= 2026
+    assert 1 <= month <= 12
+    assert number >= 0
+    assert version.parse(__version__) >= version.parse("0.16.0")
+    assert version.parse(__version__) > version.parse("1.15.0")
+
+
+def test_a_checkpoint_says_it(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.save_state(tmp_path / "saved")
+    report = CliRunner().invoke(inspect.command, [str(tmp_path / "saved")])
+    assert f"headway {__version__}" in report.output

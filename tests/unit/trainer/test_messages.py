@@ -1,0 +1,135 @@
+"""Ordinary mistakes with a Trainer: each is said at once, in words that say what to do."""
+
+import datasets
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from headway import Trainer, TrainingArguments
+from headway.errors import CheckpointError, ConfigError, DataError, LossError
+from headway.trainer.collate import log
+from tests.unit.trainer.models import Net, Points, WithLoss, arguments, cross_entropy, make
+
+ROWS = [
+    {"x": row, "labels": int(row.sum() > 0)} for row in torch.randn(8, 5, generator=torch.Generator().manual_seed(0))
+]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(ROWS)
+
+
+@pytest.fixture(autouse=True)
+def _says_it_again():
+    log._seen.clear()
+
+
+# ---------------------------------------------------------------- the loss
+
+
+def test_a_model_that_does_not_take_labels(tmp_path):
+    for data in (Points(8), ROWS):
+        with pytest.raises(
+            LossError, match=r"Net.forward\(x\) cannot be called with a batch of (2 values|x, labels)"
+        ) as told:
+            Trainer(Net(), arguments(tmp_path), train_dataset=data).train()
+        assert "give the Trainer a loss_function(outputs, labels)" in str(told.value)
+
+
+def test_a_model_that_takes_labels_and_returns_no_loss(tmp_path):
+    class Silent(Net):
+        def forward(self, x, labels=None):
+            return {"logits": self.body(x)}
+
+    with pytest.raises(
+        LossError, match="Silent returned no loss \\(keys logits\\); let its forward return a dict with 'loss'"
+    ):
+        Trainer(Silent(), arguments(tmp_path), train_dataset=ROWS).train()
+
+
+# ---------------------------------------------------------------- columns
+
+
+@pytest.mark.parametrize("make_data", [list, lambda rows: datasets.Dataset.from_list([{**r, "x": r["x"].tolist()} for r in rows])],
+                         ids=["rows", "datasets"])  # fmt: skip
+def test_dropped_columns_are_named_once(tmp_path, caplog, make_data):
+    data = make_data([{**row, "index": 3, "text": "a"} for row in ROWS])
+    Trainer(WithLoss(), arguments(tmp_path, num_train_epochs=2), train_dataset=data).train()
+    told = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert len(told) == 1
+    assert "forward does not take are left out: index, text; remove_unused_columns=False keeps them" in told[0]
+
+
+@pytest.mark.parametrize("make_data", [list, datasets.Dataset.from_list], ids=["rows", "datasets"])
+@pytest.mark.parametrize("columns", [{"text": "a", "label": 1}, {"text": "a"}])
+def test_texts_that_were_not_tokenised(tmp_path, make_data, columns):
+    with pytest.raises(DataError, match=r"takes none but labels; it takes x\. Make those \(tokenise texts, say\)"):
+        Trainer(WithLoss(), arguments(tmp_path), train_dataset=make_data([columns] * 8)).train()
+
+
+# ---------------------------------------------------------------- what it is given
+
+
+def test_arguments_and_model_the_wrong_way_round(tmp_path):
+    args = arguments(tmp_path)
+    with pytest.raises(ConfigError, match=r"the arguments came in the model's place; give Trainer\(model, args"):
+        Trainer(args, Net())
+    with pytest.raises(
+        ConfigError, match=r"the Trainer got tests's Points as args, which are headway.TrainingArguments"
+    ):
+        Trainer(Net(), Points())
+
+
+def test_arguments_of_transformers(tmp_path):
+    import transformers
+
+    theirs = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ConfigError, match=r"got transformers's TrainingArguments as args.*with the same arguments"):
+        Trainer(Net(), theirs)
+
+
+def test_streams_where_a_length_is_needed(tmp_path):
+    with pytest.raises(
+        ConfigError, match="the training data has no length, so epochs cannot be counted; set max_steps"
+    ):
+        Trainer(WithLoss(), arguments(tmp_path), train_dataset=Stream()).train()
+    grouped = arguments(tmp_path, max_steps=2, train_sampling_strategy="group_by_length")
+    with pytest.raises(DataError, match="a stream has no length and no rows to choose from"):
+        Trainer(WithLoss(), grouped, train_dataset=Stream()).train()
+    largest = arguments(tmp_path, max_steps=2, per_device_train_batch_size="largest")
+    with pytest.raises(ConfigError, match="a stream has none to try; give a number"):
+        Trainer(WithLoss(), largest, train_dataset=Stream()).train()
+    with pytest.raises(DataError, match="a generator is no dataset"):
+        Trainer(WithLoss(), arguments(tmp_path), train_dataset=(row for row in ROWS)).train()
+
+
+# ---------------------------------------------------------------- a folder to resume from
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path):
+    def told(asked):
+        with pytest.raises(CheckpointError) as error:
+            make(tmp_path).train(resume_from_checkpoint=asked)
+        return str(error.value)
+
+    assert "'nowhere' does not exist. Of this run's checkpoints, there are none; True goes on" in told("nowhere")
+    make(tmp_path, save_strategy="epoch").train()
+    folder = tmp_path / "run"
+    assert f"does not exist. Of this run's checkpoints, there are checkpoint_0 in {folder}/checkpoints;" in told(
+        "checkpoint_1"
+    )
+    assert "is a run's folder, not a checkpoint. Of this run's checkpoints, there are checkpoint_0" in told(folder)
+    theirs = tmp_path / "checkpoint-500"
+    theirs.mkdir()
+    (theirs / "trainer_state.json").write_text("{}")
+    assert "is a checkpoint of transformers, which cannot be gone on from" in told(theirs)
+    assert "is a file; a checkpoint is a folder" in told(theirs / "trainer_state.json")
+    assert TrainingArguments(resume_from_checkpoint="true").resume_from_checkpoint is True
+
+
+def test_a_loss_function_needs_no_labels_in_forward(tmp_path):
+    assert (
+        Trainer(Net(), arguments(tmp_path), train_dataset=Points(8), loss_function=cross_entropy).train().global_step
+        == 2
+    )

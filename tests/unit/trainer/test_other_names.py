@@ -1,0 +1,169 @@
+"""Names of transformers' Trainer: each is served or answered, and an override that would do nothing is refused."""
+
+import inspect
+import json
+
+import pytest
+import torch
+import transformers
+from torch.utils.data import DataLoader, SequentialSampler
+
+from headway import Trainer
+from headway.errors import ConfigError, MemberNotServed
+from headway.trainer.other_names import HOOKS, NOT_SERVED
+from tests.unit.trainer.models import Points, WithLoss, arguments, make, weights
+
+THEIRS = [name for name in dir(transformers.Trainer) if not hasattr(object, name)]
+OURS = {name for each in Trainer.__mro__[:-1] for name in vars(each)}
+
+
+@pytest.mark.parametrize("name", [name for name in THEIRS if not name.startswith("_")])
+def test_every_public_name_is_served_or_answered(name, tmp_path):
+    if name in OURS:
+        assert name not in NOT_SERVED
+        return
+    trainer = make(tmp_path)
+    with pytest.raises(MemberNotServed, match=name) as told:
+        getattr(trainer, name)
+    assert NOT_SERVED[name] in str(told.value)
+    assert not hasattr(trainer, name)  # scripts ask first
+
+
+@pytest.mark.parametrize("name", [name for name in THEIRS if name in OURS and callable(getattr(Trainer, name))])
+def test_every_argument_of_a_served_method_is_taken(name):
+    if name in ("create_accelerator", "__init__"):
+        return
+    theirs, ours = (inspect.signature(getattr(each, name)).parameters for each in (transformers.Trainer, Trainer))
+    takes_any = {parameter.kind for parameter in ours.values()} & {inspect.Parameter.VAR_KEYWORD}
+    assert takes_any or list(ours)[: len(theirs)] == list(theirs)
+
+
+def test_private_methods_by_their_names_mean_the_same():
+    """A method of ours that happens to be called like one of theirs would be overridden by mistake."""
+    shared = {name for name in THEIRS if name.startswith("_") and not name.startswith("__")} & OURS
+    assert shared == {"_get_collator_with_removed_columns", "_get_eval_sampler", "_get_learning_rate", "_get_train_sampler",
+                      "_prepare_input", "_prepare_inputs", "_remove_unused_columns", "_save"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(HOOKS))
+def test_an_override_that_would_do_nothing_is_refused(name, tmp_path):
+    kind = type("Own", (Trainer,), {name: lambda self, *args, **kwargs: None})
+    with pytest.raises(ConfigError, match=f"Own overrides what is not called here: {name}: "):
+        kind(WithLoss(), arguments(tmp_path))
+    assert name in THEIRS or name == "_evaluate"
+
+
+class Own(Trainer):
+    """Overrides as scripts have them."""
+
+    def __init__(self, *args, **kwargs):
+        self.called = []
+        super().__init__(*args, **kwargs)
+
+    def create_optimizer_and_scheduler(self, num_training_steps):
+        self.called.append(num_training_steps)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.5)
+        super().create_optimizer_and_scheduler(num_training_steps)
+
+    def get_decay_parameter_names(self, model):
+        return []
+
+    def _get_train_sampler(self, train_dataset=None):
+        self.called.append("sampler")
+        return SequentialSampler(train_dataset)
+
+    def _prepare_inputs(self, inputs):
+        self.called.append("inputs")
+        return inputs
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ):
+        self.called.append(description)
+        output = super().evaluation_loop(dataloader, description, False, ignore_keys, metric_key_prefix)
+        return output._replace(metrics={f"{metric_key_prefix}_own": float(output.predictions.sum())})
+
+    def _save(self, output_dir=None, state_dict=None):
+        self.called.append("save")
+        super()._save(output_dir, state_dict)
+
+
+class Rows(Points):
+    def __getitem__(self, index):
+        return {"x": self.x[index], "labels": int(self.y[index])}
+
+
+def test_overrides_are_called(tmp_path):
+    trainer = Own(WithLoss(), arguments(tmp_path, eval_strategy="epoch"), train_dataset=Rows(8), eval_dataset=Rows(6))
+    trainer.train()
+    assert set(trainer.called) == {2, "sampler", "inputs", "Evaluation"}
+    assert "eval_own" in trainer.state.log_history[2]
+    assert trainer.evaluate()["eval_own"] == trainer.state.log_history[2]["eval_own"]
+    assert len(trainer.predict(Rows(6)).predictions) == 6
+    trainer.save_model(tmp_path / "saved")
+    assert "save" in trainer.called
+    assert (tmp_path / "saved" / "model.safetensors").exists()
+
+
+def test_the_evaluation_loop_by_itself(tmp_path):
+    trainer = Trainer(
+        WithLoss(), arguments(tmp_path), eval_dataset=Rows(7), compute_metrics=lambda p: {"rows": len(p[0])}
+    )
+    found = trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation")
+    assert (len(found.predictions), len(found.label_ids), found.num_samples) == (7, 7, 7)
+    assert found.metrics["eval_rows"] == 7
+    assert found.metrics["eval_loss"] == trainer.evaluate()["eval_loss"]
+    old = trainer.prediction_loop(
+        trainer.get_eval_dataloader(), "Prediction", prediction_loss_only=True, metric_key_prefix="x"
+    )
+    assert (old.predictions, "x_loss" in old.metrics) == (None, True)
+
+
+def test_small_names(tmp_path):
+    trainer = Trainer(
+        WithLoss(), arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=Rows(8), tokenizer="words"
+    )
+    assert (trainer.is_world_process_zero(), trainer.is_local_process_zero()) == (True, True)
+    assert trainer.get_num_trainable_parameters() == len(weights(trainer.model))
+    assert trainer.get_total_train_batch_size(trainer.args) == 8
+    assert trainer.num_examples(DataLoader(Rows(5), batch_size=2)) == 5
+    assert (trainer.tokenizer, trainer.model_wrapped) == ("words", trainer.model)
+    assert trainer.callback_handler.callbacks == trainer.callbacks.all
+    assert (trainer.is_fsdp_enabled, trainer.is_deepspeed_enabled, trainer.get_tp_size()) == (False, False, 1)
+    kind, settings = Trainer.get_optimizer_cls_and_kwargs(trainer.args)
+    assert (kind, settings["lr"]) == (torch.optim.AdamW, 0.01)
+    with pytest.raises(ConfigError, match="no optimizer before"):
+        trainer.get_learning_rates()
+    with pytest.raises(ConfigError, match="no model_init"):
+        trainer.call_model_init()
+    with pytest.raises(ConfigError, match="Optuna"):
+        trainer.train(trial={})
+
+
+def test_files(tmp_path):
+    trainer = Trainer(
+        WithLoss(), arguments(tmp_path, eval_strategy="epoch"), train_dataset=Rows(8), eval_dataset=Rows(4)
+    )
+    metrics = trainer.train().metrics
+    trainer.save_metrics("train", metrics)
+    trainer.save_metrics("eval", {"eval_loss": 1.0})
+    trainer.save_state()
+    trainer.create_model_card(language="en", dataset=None)
+    folder = tmp_path / "run"
+    state = json.loads((folder / "trainer_state.json").read_text())
+    assert (state["global_step"], state["log_history"]) == (2, trainer.state.log_history)
+    everything = json.loads((folder / "all_results.json").read_text())
+    assert everything == {**metrics, "eval_loss": 1.0}
+    card = (folder / "README.md").read_text()
+    assert card.startswith("# run\n")
+    assert "- language: en" in card
+    assert "- eval_loss: " in card
+    assert "dataset" not in card

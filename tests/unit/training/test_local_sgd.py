@@ -1,0 +1,32 @@
+"""Local SGD on one process; the averages are in tests/distributed/test_familiar.py."""
+
+import pytest
+import torch
+
+from headway import Accelerator, LocalSGD
+from headway.errors import ConfigError, PrepareError
+from headway.training.local_sgd import _groups
+
+
+def test_one_process_needs_no_averages():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as block:
+        for _ in range(3):
+            block.step()
+    assert block.num_steps == 3
+    assert not block.enabled
+
+
+def test_impossible_settings():
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match="local_sgd_steps=0"):
+        LocalSGD(accelerator, torch.nn.Linear(1, 1), 0)
+    with pytest.raises(PrepareError, match="got a int"):
+        LocalSGD(accelerator, 3, 2)
+
+
+def test_a_large_model_is_averaged_in_groups(monkeypatch):
+    monkeypatch.setattr("headway.training.local_sgd._GROUP_BYTES", 8)
+    parameters = [torch.nn.Parameter(torch.ones(n)) for n in (1, 1, 3, 1)]
+    assert [[p.numel() for p in group] for group in _groups(parameters)] == [[1, 1], [3], [1]]
