@@ -1,3 +1,5 @@
+import time
+
 """The built-in trackers against the real packages: what they wrote is read back with these packages' own readers."""
 
 import logging
@@ -71,6 +73,7 @@ def test_tensorboard():
 
 def test_tensorboard_passes_over_what_a_resume_supersedes():
     use(start("tensorboard"))
+    time.sleep(1.1)  # event files are read in the order of their names, which begin with the second
     accelerator = start("tensorboard")
     writer = accelerator.get_tracker("tensorboard", unwrap=True)
     accelerator.get_tracker("tensorboard").rewind(1)
