@@ -1,9 +1,9 @@
-import time
 
 """The built-in trackers against the real packages: what they wrote is read back with these packages' own readers."""
 
 import logging
 import socket
+import time
 from pathlib import Path
 
 import pytest
