@@ -355,7 +355,7 @@ def test_the_launcher_passes_it_on_both_ways(tmp_path):
 
 
 def test_a_failure_stays_one(tmp_path):
-    """The launcher ends the other ranks by a signal, which is no request to save."""
+    """The launcher ends the other ranks by a signal, which is not a request to save."""
     code, _, err = launched(tmp_path, "fails")
     assert code == 1
     assert "headway: rank 1 of 2 failed first" in err

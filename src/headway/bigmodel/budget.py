@@ -126,7 +126,7 @@ def as_device(device: object) -> Device:
         if found is not None:
             return found.type if found.type in ("cpu", "mps", "meta") else found.index or 0
     raise DeviceMapError(
-        f"{device!r} is no device; give an accelerator's index (0, 1, ...), 'cuda:0', 'mps', 'cpu' or 'disk'"
+        f"{device!r} is not a device; give an accelerator's index (0, 1, ...), 'cuda:0', 'mps', 'cpu' or 'disk'"
     )
 
 

@@ -41,7 +41,7 @@ def check_target(final: Path) -> None:
                 f"{final} holds files, but no checkpoint of Headway's, and would be replaced as a whole; give a new folder"
             )
     elif final.exists() or final.is_symlink():
-        raise CheckpointError(f"{final} is no folder; give the name of a folder for the checkpoint")
+        raise CheckpointError(f"{final} is not a folder; give the name of a folder for the checkpoint")
 
 
 def commit(staging: Path, final: Path, manifest: Manifest) -> None:

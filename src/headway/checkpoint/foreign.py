@@ -44,7 +44,7 @@ def explain(path: Path) -> str:
     weights = _weights_of(path)
     if weights:
         return f"{path} holds weights, but not a checkpoint of Headway's ({MANIFEST} is not there).{weights}"
-    return f"{path} is no committed checkpoint: it has no {MANIFEST}; give a folder that save_state wrote"
+    return f"{path} is not a committed checkpoint: it has no {MANIFEST}; give a folder that save_state wrote"
 
 
 def program_of(folder: Path) -> tuple[str, list[str]]:

@@ -281,7 +281,7 @@ class PreparedLoader(DataLoader[Any]):
         """Let the next pass go on from there, on any number of ranks; samples consumed before are not fetched.
 
         Raises:
-            StateError: this is no loader's state.
+            StateError: this is not a loader's state.
         """
         self._position.load_state_dict(state)
         self._feed.load_state(state.get("source", {}))

@@ -273,7 +273,7 @@ class Agent(LocalElasticAgent):
         return ended
 
     def _close(self, grace: int) -> None:
-        """End all workers, which are told that this is no request to save."""
+        """End all workers, which are told that this is not a request to save."""
         assert self._pcontext is not None
         self._tell_to_end()
         self._pcontext.close(timeout=grace)

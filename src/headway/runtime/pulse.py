@@ -156,7 +156,7 @@ class Pulse:
 
     @property
     def is_told_to_end(self) -> bool:
-        """Has the agent said that the run is over, so that its signal is no request to save?"""
+        """Has the agent said that the run is over, so that its signal is not a request to save?"""
         return bool(self._memory[_IS_TOLD_AT])
 
     def enter(self, operation: str, site: str) -> int:

@@ -210,9 +210,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _foreign(path: Path) -> str:
-    return (
-        f"{path} is no run log of Headway's: its first line is no JSON object with 'kind' and 'time'; give another file"
-    )
+    return f"{path} is not a run log of Headway's: its first line is not a JSON object with 'kind' and 'time'; give another file"
 
 
 # -------------------------------------------------------------------- read

@@ -121,10 +121,10 @@ def asks_for_nothing(name: str, value: Any) -> bool:
 def explain_unknown(name: str, known: Collection[str]) -> str:
     """What to tell whoever gave the argument `name`."""
     if name in ANSWERS:
-        return f"{name} is no argument: {ANSWERS[name]}"
+        return f"{name} is not an argument: {ANSWERS[name]}"
     near = difflib.get_close_matches(name, [*known, *ACCEPTED], n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else "see docs/trainer.md for those that there are"
-    return f"{name} is no argument of TrainingArguments; {hint}"
+    return f"{name} is not an argument of TrainingArguments; {hint}"
 
 
 def translate(given: dict[str, Any], known: Collection[str]) -> dict[str, Any]:

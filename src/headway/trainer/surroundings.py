@@ -26,7 +26,7 @@ _NOT_SERVED = {
 
 
 class Surroundings:
-    """Names of transformers' TrainingArguments that are no arguments."""
+    """Names of transformers' TrainingArguments that are not arguments."""
 
     per_device_train_batch_size: int | str
     per_device_eval_batch_size: int

@@ -266,7 +266,7 @@ class Trainer(OtherNames):
         self.control.should_training_stop = self.state.global_step >= self.state.max_steps
         self.begin_run()
         if not self.state.global_step:
-            # The first step tells readers of the log that this is no continuation of what may stand in it.
+            # The first step tells readers of the log that this is not a continuation of what may stand in it.
             accelerator.log({"epoch": 0.0}, step=0)
 
     def _resume_marked(self, mark: Mark) -> None:

@@ -79,8 +79,8 @@ class _Plan:
             self._check(len(tree), f"a list of {len(tree)} items")
             return self._sequence(tree)
         raise MetricError(
-            f"gather_for_metrics got a {type(tree).__name__} ({tree!r:.40}), which is no entry per sample; give tensors, arrays or "
-            "lists with one row per sample. For a number per rank use reduce_mean(total, weight)"
+            f"gather_for_metrics got a {type(tree).__name__} ({tree!r:.40}), which does not hold one entry per sample; give "
+            "tensors, arrays or lists with one row per sample. For a number per rank use reduce_mean(total, weight)"
         )
 
     def _is_structure(self, values: list[Any]) -> bool:

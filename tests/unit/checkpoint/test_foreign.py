@@ -58,7 +58,7 @@ def test_a_checkpoint_of_accelerate_is_named_and_its_weights_load_as_told(tmp_pa
     (["random_states_0.pkl", "sampler.bin", "scheduler.bin", "optimizer.bin"],
      "(optimizer.bin, random_states_0.pkl, sampler.bin and 1 more)"),
     (["model.safetensors"], "holds weights, but not a checkpoint of Headway's"),
-    (["notes.txt"], "is no committed checkpoint: it has no manifest.json; give a folder that save_state wrote"),
+    (["notes.txt"], "is not a committed checkpoint: it has no manifest.json; give a folder that save_state wrote"),
 ])  # fmt: skip
 def test_other_folders_are_named(tmp_path, files, said):
     for name in files:

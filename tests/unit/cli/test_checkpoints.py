@@ -36,7 +36,7 @@ def test_inspect_finds_damage_only_when_asked_to_read(tmp_path):
     with pytest.raises(CheckpointError, match=r"model-00000\.safetensors is damaged"):
         raise run("inspect", tmp_path / "checkpoint_1", "--verify").exception
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="no committed checkpoint"):
+    with pytest.raises(CheckpointError, match="not a committed checkpoint"):
         raise run("inspect", tmp_path / "empty").exception
     with pytest.raises(CheckpointError, match=r"checkpoint_2 does not exist; .* holds checkpoint_1"):
         raise run("inspect", tmp_path / "checkpoint_2").exception

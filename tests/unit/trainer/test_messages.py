@@ -100,7 +100,7 @@ def test_streams_where_a_length_is_needed(tmp_path):
     largest = arguments(tmp_path, max_steps=2, per_device_train_batch_size="largest")
     with pytest.raises(ConfigError, match="a stream has none to try; give a number"):
         Trainer(WithLoss(), largest, train_dataset=Stream()).train()
-    with pytest.raises(DataError, match="a generator is no dataset"):
+    with pytest.raises(DataError, match="a generator is not a dataset"):
         Trainer(WithLoss(), arguments(tmp_path), train_dataset=(row for row in ROWS)).train()
 
 

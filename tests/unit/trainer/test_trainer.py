@@ -181,9 +181,9 @@ def test_what_is_missing_is_said(tmp_path):
         make(tmp_path).evaluate()
     with pytest.raises(LossError, match="returned no loss"):
         Trainer(Net(), arguments(tmp_path), train_dataset=list(Points(8).x)).train()
-    with pytest.raises(DataError, match="is no dataset"):
+    with pytest.raises(DataError, match="is not a dataset"):
         Trainer(Net(), arguments(tmp_path), train_dataset=3.5).train()
-    with pytest.raises(ConfigError, match="is no callback"):
+    with pytest.raises(ConfigError, match="is not a callback"):
         make(tmp_path, callbacks=[object()])
 
 
