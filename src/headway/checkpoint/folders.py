@@ -150,7 +150,7 @@ def _discard(folder: Path) -> None:
     try:
         remove(folder)
     except OSError as error:
-        log.warning_once("%s could not be removed (%s); the checkpoints beside it are whole", folder, error)
+        log.warning_once("%s could not be removed (%s); the other checkpoints are intact", folder, error)
 
 
 def remove(folder: Path) -> None:

@@ -189,7 +189,7 @@ class _Header:
         except (TypeError, KeyError, ValueError):
             raise CheckpointError(f"{self.path} lacks the tensor {key!r} that the manifest places there") from None
         if not is_alike or end - begin != num_bytes or not self.start <= begin <= end <= self.size:
-            raise CheckpointError(f"{self.path}: {key} is not as the manifest says, {dtype} of {tuple(shape)}")
+            raise CheckpointError(f"{self.path}: {key} is not {dtype} of {tuple(shape)}, as the manifest says")
         return begin
 
 

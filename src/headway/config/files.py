@@ -104,7 +104,7 @@ def _check_shape(events: Iterable[Any], name: str) -> None:
         depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
         if depth > _DEEPEST:
             raise ConfigError(
-                f"the config file {name} is nested more than {_DEEPEST - 2} levels deep; write one setting a line"
+                f"the config file {name} is nested more than {_DEEPEST - 2} levels deep; write one setting per line"
             )
         if kind == "AliasEvent":
             raise ConfigError(

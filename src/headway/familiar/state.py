@@ -267,7 +267,7 @@ class GradientState:
         self._run = _run or _latest()
         if gradient_accumulation_plugin is not None and self._run is None:
             raise UnsupportedError(
-                "GradientState(plugin) sets nothing here; give the plugin to Accelerator(gradient_accumulation_plugin=...)"
+                "GradientState(plugin) has no effect; give the plugin to Accelerator(gradient_accumulation_plugin=...)"
             )
 
     @property

@@ -305,7 +305,7 @@ class Agent(LocalElasticAgent):
             _say(self.report.text())
             self._keep(self.report)
             attempt = self._order.max_restarts - self._remaining_restarts
-            _say(f"headway: starting all processes anew ({attempt} of {self._order.max_restarts} restarts)")
+            _say(f"headway: starting all processes again ({attempt} of {self._order.max_restarts} restarts)")
             self.report = None
         self._memory = MemoryWatch()
         self._watch.end()

@@ -292,7 +292,7 @@ def _min_machines(resolved: Resolved, num_machines: int, backend: str) -> int:
         raise ConfigError(f"min_machines={fewest} ({origin}) must be at most num_machines={num_machines}")
     if fewest < num_machines and (backend != "c10d" or not resolved.get("max_restarts", 0)):
         raise ConfigError(
-            f"min_machines={fewest} ({origin}) starts the processes anew with fewer machines: add --max_restarts N, and leave "
+            f"min_machines={fewest} ({origin}) starts the processes again with fewer machines: add --max_restarts N, and leave "
             "--rdzv_backend static out"
         )
     return fewest

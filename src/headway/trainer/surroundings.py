@@ -92,7 +92,7 @@ class Surroundings:
     def __getattr__(self, name: str) -> Any:
         # Asked for only where the object lacks it.
         if name in _NOT_SERVED:
-            raise MemberNotServed(f"TrainingArguments.{name} is not here: {_NOT_SERVED[name]}")
+            raise MemberNotServed(f"TrainingArguments.{name} is not served: {_NOT_SERVED[name]}")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     @property

@@ -64,7 +64,9 @@ def test_dropped_columns_are_named_once(tmp_path, caplog, make_data):
 @pytest.mark.parametrize("make_data", [list, datasets.Dataset.from_list], ids=["rows", "datasets"])
 @pytest.mark.parametrize("columns", [{"text": "a", "label": 1}, {"text": "a"}])
 def test_texts_that_were_not_tokenised(tmp_path, make_data, columns):
-    with pytest.raises(DataError, match=r"takes none but labels; it takes x\. Make those \(tokenise texts, say\)"):
+    with pytest.raises(
+        DataError, match=r"takes only labels; it takes x\. Provide those \(tokenise texts, for example\)"
+    ):
         Trainer(WithLoss(), arguments(tmp_path), train_dataset=make_data([columns] * 8)).train()
 
 
@@ -113,7 +115,7 @@ def test_a_folder_that_is_no_checkpoint(tmp_path):
             make(tmp_path).train(resume_from_checkpoint=asked)
         return str(error.value)
 
-    assert "'nowhere' does not exist. Of this run's checkpoints, there are none; True goes on" in told("nowhere")
+    assert "'nowhere' does not exist; this run has no checkpoint; True resumes" in told("nowhere")
     make(tmp_path, save_strategy="epoch").train()
     folder = tmp_path / "run"
     assert f"does not exist. Of this run's checkpoints, there are checkpoint_0 in {folder}/checkpoints;" in told(
@@ -123,7 +125,7 @@ def test_a_folder_that_is_no_checkpoint(tmp_path):
     theirs = tmp_path / "checkpoint-500"
     theirs.mkdir()
     (theirs / "trainer_state.json").write_text("{}")
-    assert "is a checkpoint of transformers, which cannot be gone on from" in told(theirs)
+    assert "is a checkpoint of transformers, which cannot be resumed" in told(theirs)
     assert "is a file; a checkpoint is a folder" in told(theirs / "trainer_state.json")
     assert TrainingArguments(resume_from_checkpoint="true").resume_from_checkpoint is True
 

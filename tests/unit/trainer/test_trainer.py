@@ -154,7 +154,7 @@ def test_datasets_of_hugging_face_lose_the_columns_that_forward_does_not_take(tm
     plain = Trainer(WithLoss(), arguments(tmp_path), train_dataset=Points(20))
     plain.train()
     assert losses(trainer) == pytest.approx(losses(plain), abs=1e-6)
-    with pytest.raises(DataError, match="takes none but labels"):
+    with pytest.raises(DataError, match="takes only labels"):
         Trainer(WithLoss(), arguments(tmp_path), train_dataset=Dataset.from_dict({"text": ["a"]})).train()
 
 
