@@ -1,4 +1,4 @@
-"""What lies where a checkpoint was looked for and is none: nothing, a file, checkpoints, or another program's; and what to do."""
+"""What a path holds that is not a checkpoint (nothing, a file, several checkpoints, another program's), and what to do."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What scripts read off an Accelerator beside its own members: states, the gradient scaler, plugins that are None."""
+"""What scripts read from an Accelerator besides its own members: states, the gradient scaler, plugins that are None."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Waiting for the other machines: who waits for whom and until when is said at once, and a taken port by who holds it."""
+"""Waiting for the other machines: says at once who waits for whom and until when, and who holds a taken port."""
 
 import math
 import socket

@@ -1,4 +1,4 @@
-"""Arguments that Accelerate's save_state and load_state hand on to engines: which are taken for the name's sake."""
+"""Arguments that Accelerate's save_state and load_state pass on to engines: which ones are accepted without effect."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

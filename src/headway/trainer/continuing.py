@@ -1,4 +1,4 @@
-"""The mark of a training that was asked to end: by it the same command goes on where that one stopped.
+"""The mark that a preempted training leaves, by which the same command resumes it.
 
 It lies beside the checkpoints, `<output_dir>/preempted.json`, from the moment when a run has saved and ends with exit code
 75 until the training ends well, or another is begun in its place. A kill in between leaves it, so a job that is preempted and

@@ -1,4 +1,4 @@
-"""What a Trainer is given: mistakes of which the first sign would come late, or in words that say nothing."""
+"""Checks what a Trainer is given, for mistakes that would show late or with an unhelpful message."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What scripts ask the training arguments about the place where they run; thin, the Accelerator knows more."""
+"""What scripts ask the training arguments about where they run; thin, since the Accelerator knows more."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

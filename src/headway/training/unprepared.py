@@ -1,4 +1,4 @@
-"""Notices what trains past the prepared objects: it looks right and is not.
+"""Notices training that bypasses the prepared objects, which looks right and is not.
 
 An optimizer's first step is looked at once, through torch's own hook for steps; every step must not fall into a window
 in progress, which is a few attribute checks. Nothing here asks other ranks. What cannot be told apart from a legitimate
