@@ -73,7 +73,7 @@ def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, Any
     if size != num_bytes:
         state = "missing" if size is None else f"{size} bytes"
         raise CheckpointError(
-            f"{path} is {state}, but its entry says {list(shape)} {dtype}, {num_bytes} bytes; offload the model anew"
+            f"{path} is {state}, but its entry says {list(shape)} {dtype}, {num_bytes} bytes; offload the model again"
         )
     with path.open("rb") as file:
         view = mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_COPY)

@@ -1,7 +1,7 @@
 """The checkpoint format, version 2: what a manifest says, and how it is written and checked.
 
 A checkpoint is a folder of safetensors files and one `manifest.json`; it exists when the manifest does. The manifest
-names every tensor by its logical name (`model/0/` and the bare module's name, say), its global shape and dtype, and
+names every tensor by its logical name (e.g. `model/0/` and the bare module's name), its global shape and dtype, and
 the chunks it lies in; every file with its length and the XXH3-128 of each 16 MiB of it; tied names; and as JSON what is no
 tensor::
 

@@ -135,7 +135,7 @@ class PartialState(RankAware):
 
     @staticmethod
     def _reset_state() -> None:
-        """End the runtime, and the process group where Headway started it; the next state or Accelerator starts anew."""
+        """End the runtime, and the process group where Headway started it; the next state or Accelerator starts a new one."""
         global _runtime, _door
         process.reset()
         _runtime = _door = None

@@ -165,7 +165,7 @@ class Agent(LocalElasticAgent):
         return None if is_failure or not found else found[0]
 
     def _end_preempted(self, worker_group: WorkerGroup, left: PreemptedRun) -> RunResult:
-        """End a run that has saved: no failure, and nothing is started anew."""
+        """End a run that has saved: no failure, and nothing is restarted."""
         self._remaining_restarts = 0
         self.report = left
         self._end_the_rest()
@@ -173,7 +173,7 @@ class Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED, failures=result.failures)
 
     def _end_for(self, worker_group: WorkerGroup, reason: str) -> RunResult:
-        """End all workers of a run that was aborted; it is not started anew."""
+        """End all workers of a run that was aborted; it is not restarted."""
         self._remaining_restarts = 0
         self.report = Ended(reason, worker_group.workers[0].world_size)
         self._end_the_rest(HANG_GRACE)

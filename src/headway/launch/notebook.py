@@ -55,7 +55,7 @@ def notebook_launcher(
         rdzv_endpoint: the same as one text, "address:port".
         rdzv_backend, rdzv_conf, rdzv_id: as for `headway launch`. With num_nodes=1 nothing meets, and these, the address and
             the port change nothing: the launcher binds a free port.
-        max_restarts: how often all processes are started anew after a failure.
+        max_restarts: how often all processes are started again after a failure.
         monitor_interval: seconds between looks at the processes.
         log_line_prefix_template: taken for compatibility; a rank's lines appear in the cell as they are written, without a prefix.
         cpu: compute on the CPU even where there is an accelerator.

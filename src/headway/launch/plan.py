@@ -267,7 +267,7 @@ def _order(resolved: Resolved, program: Program, num_machines: int, num_local: i
         backend = resolved.get("rdzv_backend", "c10d" if max_restarts else "static")
         if backend == "static" and max_restarts:
             raise ConfigError(
-                f"rdzv_backend=static ({resolved.origin('rdzv_backend')}) cannot start several machines anew "
+                f"rdzv_backend=static ({resolved.origin('rdzv_backend')}) cannot start several machines again "
                 f"(max_restarts={max_restarts}); use --rdzv_backend c10d"
             )
         endpoint = _endpoint(resolved, num_machines)

@@ -265,5 +265,5 @@ def _forget() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # A forked child (a data-loading worker, say) shares the mapping, but is not the rank.
+    # A forked child (e.g. a data-loading worker) shares the mapping, but is not the rank.
     os.register_at_fork(after_in_child=_forget)

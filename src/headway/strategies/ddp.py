@@ -127,7 +127,7 @@ class DDPStrategy(SingleStrategy):
                 engine.reducer.prepare_for_backward([])
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
-        """Give all ranks rank 0's buffers (running statistics, say)."""
+        """Give all ranks rank 0's buffers (e.g. running statistics)."""
         if not self._options.broadcast_buffers:
             return
         for key, engine in self._engines.items():

@@ -69,7 +69,7 @@ class Trainer(OtherNames):
         data_collator: from a list of rows to a batch; None: stacks and pads.
         train_dataset, eval_dataset: of the datasets library, torch's, or lists of rows; `eval_dataset` may be a dict of several.
         processing_class: a tokenizer or the like: pads, and is saved with the model. `tokenizer` is its old name.
-        model_init: makes the model anew for each training, in place of `model`.
+        model_init: makes a new model for each training, in place of `model`.
         compute_loss_func: the same as `loss_function`.
         compute_metrics: a function of an `EvalPrediction`, or an object with `update(predictions, labels)` and `compute()`,
             which keeps memory flat.
@@ -133,7 +133,7 @@ class Trainer(OtherNames):
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, trial: Any = None,
               ignore_keys_for_eval: list[str] | None = None) -> TrainOutput:  # fmt: skip
-        """Train to the end; every rank calls it. A second call trains anew, from the model as it is.
+        """Train to the end; every rank calls it. A second call is a new training, from the model as it is.
 
         Args:
             resume_from_checkpoint: True: go on from the newest checkpoint in `output_dir` that verifies, or begin where there is
