@@ -42,7 +42,7 @@ def main() -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    accelerator.print(accelerator.resume("latest") or "begins anew")
+    accelerator.print(accelerator.resume("latest") or "starts from the beginning")
     total = torch.zeros(())
     for _ in accelerator.epochs(NUM_EPOCHS):
         for batch in loader:

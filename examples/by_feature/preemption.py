@@ -34,7 +34,7 @@ def main() -> float:
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
 
-    accelerator.resume("latest")  # feature: nothing there yet is no error
+    accelerator.resume("latest")  # feature: nothing there yet is not an error
     for epoch in accelerator.epochs(NUM_EPOCHS):  # feature
         model.train()
         for inputs, targets in train_loader:

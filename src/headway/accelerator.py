@@ -308,7 +308,7 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
 
         Args:
             loss: a scalar.
-            weight: over how many items the loss was taken (tokens, say), on this rank; None: the valid samples of the
+            weight: over how many items the loss was taken (e.g. tokens), on this rank; None: the valid samples of the
                 micro-batch in iteration. Either on all ranks or on none.
             reduction: "mean": the loss is a mean over those items; "sum": their sum.
             kwargs: for torch.autograd.backward (retain_graph, create_graph, inputs).

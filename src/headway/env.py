@@ -31,7 +31,7 @@ def get_int(name: str) -> int | None:
     """Return the variable as an integer, or None where it is unset or empty.
 
     Raises:
-        ConfigError: the variable is set to something that is no integer.
+        ConfigError: the variable is set to something that is not an integer.
     """
     text = os.environ.get(name)
     if text is None or not text.strip():

@@ -7,7 +7,7 @@
     |   `-- DeviceMapError                       a device map or a memory budget that does not fit the model
     |-- PrepareError           (TypeError)     prepare() got an object it cannot prepare, or in the wrong combination
     |-- DataError              (ValueError)    a batch, loader or sampler that cannot be split, padded or counted
-    |-- LossError              (ValueError)    backward() got something that is no loss
+    |-- LossError              (ValueError)    backward() got something that is not a loss
     |-- MetricError            (ValueError)    gather_for_metrics() got something that is not per sample
     |-- StateError             (RuntimeError)  a call at a moment when it makes no sense
     |-- UnsupportedError       (RuntimeError)  the strategy or the hardware cannot do what was asked
@@ -18,7 +18,7 @@
     |-- MemoryExhausted        (RuntimeError)  memory ran out, and nothing smaller is left to try
     |-- CollectiveError        (RuntimeError)  ranks called a collective with arguments that do not fit together
     |-- CheckpointError        (RuntimeError)  a checkpoint that is missing, incomplete, damaged or does not fit
-    |-- TrackingError          (ValueError)    a value that cannot be logged, or a file that is no run's log
+    |-- TrackingError          (ValueError)    a value that cannot be logged, or a file that is not a run's log
     |-- CallError              (TypeError)     a decorated function was called with arguments that do not fit it
     |-- BatchSizeError         (RuntimeError)  no batch size fits into memory
     |-- PeerOutOfMemory        (RuntimeError)  another rank ran out of memory, so the attempt ends on this one too
@@ -58,7 +58,7 @@ class DataError(HeadwayError, ValueError):
 
 
 class LossError(HeadwayError, ValueError):
-    """backward() was given something that is no scalar loss, or an impossible weight."""
+    """backward() was given something that is not a scalar loss, or an impossible weight."""
 
 
 class MetricError(HeadwayError, ValueError):
@@ -102,7 +102,7 @@ class CheckpointError(HeadwayError, RuntimeError):
 
 
 class TrackingError(HeadwayError, ValueError):
-    """A value cannot be logged, or a file is no run's log."""
+    """A value cannot be logged, or a file is not a run's log."""
 
 
 class CallError(HeadwayError, TypeError):

@@ -1,4 +1,4 @@
-"""A progress bar in a notebook's output: HTML that is drawn anew in its place, without any widget library."""
+"""A progress bar in a notebook's output: HTML that is redrawn in place, without any widget library."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ _STYLE = "font-family: var(--jp-code-font-family, monospace); font-size: 13px; w
 
 
 def in_notebook() -> bool:
-    """Does this code run in a Jupyter kernel, whose outputs can be drawn anew? IPython on a terminal is none."""
+    """Does this code run in a Jupyter kernel, whose outputs can be redrawn? IPython on a terminal is not one."""
     interactive = sys.modules.get("IPython")
     shell = interactive.get_ipython() if interactive is not None else None
     kernel = None if shell is None else getattr(shell, "kernel", None)
@@ -57,7 +57,7 @@ class NotebookBar:
 
 
 class NotebookTable:
-    """A table in the output of the cell that runs, drawn anew in its place."""
+    """A table in the output of the cell that runs, redrawn in place."""
 
     def __init__(self) -> None:
         self._handle: Any = None

@@ -52,7 +52,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         total: how many items there will be, those done before included; None: the iterable's length where it has one.
         initial: how many of them were done before; None: 0, or where a prepared loader was resumed.
         main_process_only: only rank 0 shows anything; False: the first process of each machine does too.
-        interval: seconds between plain lines where the output is no terminal.
+        interval: seconds between plain lines where the output is not a terminal.
         file: where to write; default: standard error.
     """
 

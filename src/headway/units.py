@@ -19,7 +19,7 @@ def parse_bytes(size: int | str) -> int:
     Decimal units (KB, MB, GB, TB) are powers of 1000, binary ones (KiB, MiB, GiB, TiB) powers of 1024; case does not matter.
 
     Raises:
-        ConfigError: the text is no size, or negative.
+        ConfigError: the text is not a size, or negative.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
@@ -29,7 +29,7 @@ def parse_bytes(size: int | str) -> int:
     if match is None or match[2].lower() not in _FACTORS:
         units = "KB, MB, GB, TB, KiB, MiB, GiB, TiB"
         raise ConfigError(
-            f"{size!r} is no size; write a number of bytes, or a number with one of {units}, such as '10GiB'"
+            f"{size!r} is not a size; write a number of bytes, or a number with one of {units}, such as '10GiB'"
         )
     return int(float(match[1]) * _FACTORS[match[2].lower()])
 

@@ -329,7 +329,7 @@ def settings_and_means() -> None:
     accelerator = Accelerator(cpu=True, global_batch_size=24)
     accelerator.prepare(DataLoader(TensorDataset(x, y), batch_size=4))
     assert accelerator.gradient_accumulation_steps == 3
-    with pytest.raises(ConfigError, match=r"global_batch_size=4 is no multiple .*\(8 samples\)"):
+    with pytest.raises(ConfigError, match=r"global_batch_size=4 is not a multiple .*\(8 samples\)"):
         Accelerator(cpu=True, global_batch_size=4).prepare(DataLoader(TensorDataset(x, y), batch_size=4))
     split = Accelerator(cpu=True, global_batch_size=24, split_batches=True)
     split.prepare(DataLoader(TensorDataset(x, y), batch_size=4))

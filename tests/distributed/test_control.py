@@ -197,7 +197,7 @@ def test_an_abort_is_the_report(tmp_path):
     assert ran.returncode == 1
     assert ran.stderr.count("ended the run: the disk is full") == 1
     assert "headway: rank 1 of 2 (host " in ran.stderr
-    assert "starting all processes anew" not in ran.stderr
+    assert "starting all processes again" not in ran.stderr
     assert "the disk is full" in json.loads((tmp_path / "logs/failure.json").read_text())["reason"]
 
 

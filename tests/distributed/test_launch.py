@@ -183,7 +183,7 @@ def test_restarts(tmp_path):
     body += "dist.barrier()\n"
     ran = launch(tmp_path, body, "--cpu", "-n", "2", "--max_restarts", "1", "--log_dir", "logs")
     assert ran.returncode == 0, ran.stderr
-    assert "starting all processes anew (1 of 1 restarts)" in ran.stderr
+    assert "starting all processes again (1 of 1 restarts)" in ran.stderr
     assert "once" in (tmp_path / "logs/attempt0/rank1.log").read_text()
     assert (tmp_path / "logs/attempt1/rank1.log").exists()
 

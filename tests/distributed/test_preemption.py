@@ -347,7 +347,7 @@ def test_the_launcher_passes_it_on_both_ways(tmp_path):
         ) in err
         assert f"after update {max(curve)}; checkpoint {tmp_path}/run/checkpoints/checkpoint_" in err
         assert ("headway: SIGTERM: the ranks save and end" in err) == (how == "SIGTERM")
-        assert "starting all processes anew" not in err
+        assert "starting all processes again" not in err
         assert "Traceback" not in err
     code, losses, err = launched(tmp_path, "ends")
     assert code == 0, err
@@ -355,7 +355,7 @@ def test_the_launcher_passes_it_on_both_ways(tmp_path):
 
 
 def test_a_failure_stays_one(tmp_path):
-    """The launcher ends the other ranks by a signal, which is no request to save."""
+    """The launcher ends the other ranks by a signal, which is not a request to save."""
     code, _, err = launched(tmp_path, "fails")
     assert code == 1
     assert "headway: rank 1 of 2 failed first" in err

@@ -20,7 +20,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.test_launch import launch
 
 ALONE = (
-    "saved on rank 0 alone, without the others' random streams: they are derived anew from (seed, update, rank)"
+    "saved on rank 0 alone, without the others' random streams: these are derived from (seed, update, rank)"
 )  # fmt: skip
 
 
@@ -216,7 +216,7 @@ def test_the_forms_of_public_scripts(tmp_path):
         straight, resumed = both[0][name]["next loss"]  # rank 0 has its own random stream, so its dropout
         assert straight == resumed, name
     differences, updates, losses = run_ranks(load_on_one, 1, str(tmp_path))[0]
-    assert differences[0].startswith("world 2 -> 1; random streams are derived anew")
+    assert differences[0].startswith("world 2 -> 1; random streams are derived from")
     assert "accumulation 1 -> 2 to keep the global batch of 6" in differences
     assert updates == 6
     assert all(loss == loss for loss in losses)

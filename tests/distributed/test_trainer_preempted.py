@@ -96,7 +96,7 @@ def test_the_same_command_goes_on(tmp_path, num_processes):
     assert min(second) in range(max(first) + 1, max(first) + 8)
     code, last, resumed, err = run(tmp_path, num_processes)
     assert code == 0, err
-    assert "goes on from its newest checkpoint" in err
+    assert "resumes from its newest checkpoint" in err
     assert min(last) == max(second) + 1
     assert {**first, **second, **last} == {k: v for k, v in curve.items() if k in {**first, **second, **last}}
     assert set(curve) - {*first, *second, *last} <= set(range(max(first) + 1, min(second)))

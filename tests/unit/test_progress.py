@@ -1,4 +1,4 @@
-"""Progress: plain lines where the output is no terminal, a bar on one, silence on other ranks."""
+"""Progress: plain lines where the output is not a terminal, a bar on one, silence on other ranks."""
 
 import io
 import time

@@ -262,7 +262,7 @@ def align_module_device(module: nn.Module, execution_device: Where | None = None
         return
     places = _own_places(module, False, False)
     homes = {name: own._value(name, place) if own is not None else place.tensor for name, place in places.items()}
-    with torch.no_grad():  # copies to look at and to write to are no part of a graph
+    with torch.no_grad():  # copies to look at and to write to are not part of a graph
         uses = _hang(places, homes, _device(execution_device))
     try:
         yield

@@ -38,7 +38,7 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
         return _measured(detect())
     budgets = _read(max_memory)
     if absent := absent_from_here(budgets):
-        logger.warning_once(f"{_said(absent, max_memory)}: what is planned with it is for another machine")
+        logger.warning_once(f"{_said(absent, max_memory)}: a plan made with it is for another machine")
     return budgets
 
 
@@ -51,7 +51,7 @@ def check_presence(max_memory: Mapping[Device, int | str] | None) -> None:
     if max_memory is not None and (absent := absent_from_here(_read(max_memory))):
         raise DeviceMapError(
             f"{_said(absent, max_memory)}; name devices that are here, such as max_memory={{'cpu': '8GiB'}}, or leave "
-            "max_memory out: what is free is measured then"
+            "max_memory out to use what is free"
         )
 
 
@@ -126,7 +126,7 @@ def as_device(device: object) -> Device:
         if found is not None:
             return found.type if found.type in ("cpu", "mps", "meta") else found.index or 0
     raise DeviceMapError(
-        f"{device!r} is no device; give an accelerator's index (0, 1, ...), 'cuda:0', 'mps', 'cpu' or 'disk'"
+        f"{device!r} is not a device; give an accelerator's index (0, 1, ...), 'cuda:0', 'mps', 'cpu' or 'disk'"
     )
 
 

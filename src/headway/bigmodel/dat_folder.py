@@ -38,7 +38,7 @@ def offload_weight(weight: torch.Tensor, weight_name: str, offload_folder: str |
         The index given.
 
     Raises:
-        ConfigError: the tensor has no values, or its name is no file name.
+        ConfigError: the tensor has no values, or its name is not a file name.
     """
     path = _path(offload_folder, weight_name)
     if weight.is_meta:
@@ -73,7 +73,7 @@ def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, Any
     if size != num_bytes:
         state = "missing" if size is None else f"{size} bytes"
         raise CheckpointError(
-            f"{path} is {state}, but its entry says {list(shape)} {dtype}, {num_bytes} bytes; offload the model anew"
+            f"{path} is {state}, but its entry says {list(shape)} {dtype}, {num_bytes} bytes; offload the model again"
         )
     with path.open("rb") as file:
         view = mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_COPY)
@@ -92,7 +92,7 @@ def _entry(name: str, info: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, 
 
 def _path(folder: str | Path, name: str) -> Path:
     if Path(name).name != name or "\0" in name:
-        raise ConfigError(f"{name!r} is no name of a tensor that can be a file in {folder}")
+        raise ConfigError(f"{name!r} is not a name of a tensor that can be a file in {folder}")
     return Path(folder) / f"{name}.dat"
 
 
@@ -100,7 +100,7 @@ def read_offload_index(offload_folder: str | Path) -> dict[str, dict[str, Any]]:
     """The folder's `index.json`.
 
     Raises:
-        CheckpointError: there is none, or it is no index.
+        CheckpointError: there is none, or it is not an index.
     """
     path = Path(offload_folder) / INDEX
     try:
@@ -108,7 +108,7 @@ def read_offload_index(offload_folder: str | Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as an offload index ({error})") from error
     if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
-        raise CheckpointError(f"{path} is no offload index: it gives no entry for each name")
+        raise CheckpointError(f"{path} is not an offload index: it gives no entry for each name")
     return index
 
 

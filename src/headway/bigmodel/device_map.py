@@ -197,7 +197,7 @@ def get_balanced_memory(
     all where the model does not fit them. With one accelerator and `max_memory=None`, a tenth of it is left free.
 
     Args:
-        low_zero: leave as much room as can be on the first accelerator (for generation, say) and balance the others.
+        low_zero: leave as much room as can be on the first accelerator (e.g. for generation) and balance the others.
 
     The other arguments and errors are those of infer_auto_device_map.
     """

@@ -93,7 +93,7 @@ def dispatch_model(
     Parts on an accelerator stay and run there. Parts on "cpu" and "disk" run on the main device: where that is an
     accelerator, their weights are copied ahead of use; where it is the CPU, they are used where they lie, and those on
     disk are read ahead. Outside of a forward every weight holds its real values, so a state dict is that of the
-    undivided model. A model that has been dispatched before is placed anew.
+    undivided model. A model that has been dispatched before is placed again.
 
     Args:
         device_map: as for load_checkpoint_and_dispatch().

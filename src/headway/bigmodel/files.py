@@ -133,14 +133,14 @@ def _choose(folder: Path) -> Path:
 
 def _download(source: str) -> Path:
     if not _HUB_ID.fullmatch(source):
-        raise CheckpointError(f"{source} does not exist, and is no id of a model on the Hub ('owner/name') either")
-    hub = require("huggingface_hub", f"{source!r} is no local path, and downloading it needs", "huggingface_hub")
+        raise CheckpointError(f"{source} does not exist, and is not an id of a model on the Hub ('owner/name') either")
+    hub = require("huggingface_hub", f"{source!r} is not a local path, and downloading it needs", "huggingface_hub")
     for patterns in (["*.safetensors", "*.safetensors.index.json"], ["*.bin", "*.bin.index.json"]):
         try:
             folder = Path(hub.snapshot_download(source, allow_patterns=patterns))
         except Exception as error:
             raise CheckpointError(
-                f"{source!r} is no local file or folder, and could not be had from the Hub: {error}"
+                f"{source!r} is not a local file or folder, and could not be had from the Hub: {error}"
             ) from error
         if any(folder.glob(patterns[0])):
             return folder
@@ -193,7 +193,7 @@ def _ties(metadata: dict[str, Any], tensors: dict[str, Stored]) -> dict[str, str
 
 def _open_file(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
     if not path.is_file():
-        raise CheckpointError(f"{path} is no file")
+        raise CheckpointError(f"{path} is not a file")
     if path.suffix in (".bin", ".pt", ".pth"):
         return dict(_open_pickled(path)), {}
     if path.suffix != ".safetensors":
@@ -212,7 +212,7 @@ def _open_pickled(path: Path) -> Iterator[tuple[str, Stored]]:
             "nothing was executed. Ask its author for safetensors"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise CheckpointError(f"{path}: holds a {type(state).__name__} that is no dict of names and tensors")
+        raise CheckpointError(f"{path}: holds a {type(state).__name__} that is not a dict of names and tensors")
     for name, tensor in state.items():
         is_mapped = _is_zip(path) and tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
         yield name, Stored(path, tensor.dtype, tuple(tensor.shape), is_mapped, tensor.detach())

@@ -242,7 +242,7 @@ def _complaint(
             "A buffer that no checkpoint holds is computed by its module: build with init_empty_weights(), which does that."
         )
     if missing:
-        lines.append("To keep what a part of the model has (a new head, say), load the checkpoint into the other part.")
+        lines.append("To keep what a part of the model has (e.g. a new head), load the checkpoint into the other part.")
     return " ".join(lines)
 
 

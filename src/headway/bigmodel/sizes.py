@@ -41,7 +41,7 @@ def as_dtype(dtype: Dtype | None) -> torch.dtype | CustomDtype | None:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         custom = ", ".join(kind.value for kind in CustomDtype)
-        raise ConfigError(f"{dtype!r} is no dtype; give one of torch's, its name ('bfloat16'), or one of {custom}")
+        raise ConfigError(f"{dtype!r} is not a dtype; give one of torch's, its name ('bfloat16'), or one of {custom}")
     return found
 
 

@@ -216,7 +216,7 @@ def _moved(parameter: nn.Parameter, place: torch.device) -> nn.Parameter:
     if type(parameter) is nn.Parameter:
         moved = nn.Parameter(data, requires_grad=parameter.requires_grad)
     else:
-        # Subclasses (quantised weights, say) have constructors of their own: the tensor's type is what has to survive.
+        # Subclasses (e.g. quantised weights) have constructors of their own: the tensor's type is what has to survive.
         moved = data.as_subclass(type(parameter)).requires_grad_(parameter.requires_grad)  # type: ignore[assignment]
     moved.__dict__.update(parameter.__dict__)
     return moved

@@ -66,7 +66,7 @@ def demands(
 
 
 def cache_and_outputs(model: nn.Module, workload: Workload, dtype: Dtype | None = None) -> tuple[int, int]:
-    """Bytes of what one forward keeps for the next (a KV cache), and of the tensors that it returns (logits, say).
+    """Bytes of what one forward keeps for the next (a KV cache), and of the tensors that it returns (e.g. logits).
 
     The arguments and errors are those of `demands`.
     """

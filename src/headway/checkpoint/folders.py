@@ -41,7 +41,7 @@ def check_target(final: Path) -> None:
                 f"{final} holds files, but no checkpoint of Headway's, and would be replaced as a whole; give a new folder"
             )
     elif final.exists() or final.is_symlink():
-        raise CheckpointError(f"{final} is no folder; give the name of a folder for the checkpoint")
+        raise CheckpointError(f"{final} is not a folder; give the name of a folder for the checkpoint")
 
 
 def commit(staging: Path, final: Path, manifest: Manifest) -> None:
@@ -150,7 +150,7 @@ def _discard(folder: Path) -> None:
     try:
         remove(folder)
     except OSError as error:
-        log.warning_once("%s could not be removed (%s); the checkpoints beside it are whole", folder, error)
+        log.warning_once("%s could not be removed (%s); the other checkpoints are intact", folder, error)
 
 
 def remove(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What lies where a checkpoint was looked for and is none: nothing, a file, checkpoints, or another program's; and what to do."""
+"""What a path holds that is not a checkpoint (nothing, a file, several checkpoints, another program's), and what to do."""
 
 import re
 from collections.abc import Sequence
@@ -38,13 +38,13 @@ def explain(path: Path) -> str:
     name, files = program_of(path)
     if name:
         return (
-            f"{path} is a checkpoint of {name} ({_listed(files)}), not of Headway: its training state is pickled, and is not read."
+            f"{path} is a checkpoint of {name} ({_listed(files)}), not of Headway: its training state is pickled and is not read."
             f"{_weights_of(path)}"
         )
     weights = _weights_of(path)
     if weights:
-        return f"{path} holds weights, but not a checkpoint of Headway's ({MANIFEST} is not there).{weights}"
-    return f"{path} is no committed checkpoint: it has no {MANIFEST}; give a folder that save_state wrote"
+        return f"{path} holds weights, but is not a checkpoint of Headway's ({MANIFEST} is missing).{weights}"
+    return f"{path} is not a committed checkpoint: it has no {MANIFEST}; give a folder that save_state wrote"
 
 
 def program_of(folder: Path) -> tuple[str, list[str]]:
@@ -101,6 +101,6 @@ def _weights_of(folder: Path) -> str:
     if not found:
         return ""
     return (
-        f' Its weights can be: headway.load_checkpoint_in_model(model, "{folder / found[0]}") before prepare(); the optimizer, the '
-        "schedule and the place in the data begin anew"
+        f' To load its weights, call headway.load_checkpoint_in_model(model, "{folder / found[0]}") before prepare(); the '
+        "optimizer, the schedule and the position in the data start from the beginning"
     )

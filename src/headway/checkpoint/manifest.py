@@ -1,7 +1,7 @@
 """The checkpoint format, version 2: what a manifest says, and how it is written and checked.
 
 A checkpoint is a folder of safetensors files and one `manifest.json`; it exists when the manifest does. The manifest
-names every tensor by its logical name (`model/0/` and the bare module's name, say), its global shape and dtype, and
+names every tensor by its logical name (e.g. `model/0/` and the bare module's name), its global shape and dtype, and
 the chunks it lies in; every file with its length and the XXH3-128 of each 16 MiB of it; tied names; and as JSON what is no
 tensor::
 
@@ -95,7 +95,7 @@ class Manifest:
         tensors: entries by logical name.
         files: what was written, by file name.
         aliases: tied names, and the name that holds their values.
-        state: everything that is no tensor, as `values.encode` made it.
+        state: everything that is not a tensor, as `values.encode` made it.
         about: counters, world and versions: what a reader may want to know before it loads.
         version: of the format.
     """
@@ -131,7 +131,7 @@ class Manifest:
         try:
             whole = json.loads(data)
             if not isinstance(whole, dict) or whole.get("format") != FORMAT:
-                raise CheckpointError(f"{where} is no manifest of a Headway checkpoint")
+                raise CheckpointError(f"{where} is not a manifest of a Headway checkpoint")
             version = whole.get("version")
             if type(version) is not int or version not in _BY_VERSION:
                 raise CheckpointError(
@@ -183,7 +183,9 @@ def _read_content(content: Any, version: int) -> Manifest:
     aliases = {str(name): str(target) for name, target in content["aliases"].items()}
     for name, target in aliases.items():
         if target not in tensors or name in tensors:
-            raise CheckpointError(f"the tied name {name!r} stands for {target!r}, which is no tensor of its own here")
+            raise CheckpointError(
+                f"the tied name {name!r} stands for {target!r}, which is not a tensor of its own here"
+            )
     state, about = content["state"], content["about"]
     if not isinstance(state, dict) or not isinstance(about, dict):
         raise CheckpointError("the manifest's state and about must be objects")
@@ -267,5 +269,5 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest.decode(path.read_bytes(), str(path))
     except OSError as error:
         raise CheckpointError(
-            f"{folder} is no committed checkpoint: {MANIFEST} cannot be read ({error.strerror or error})"
+            f"{folder} is not a committed checkpoint: {MANIFEST} cannot be read ({error.strerror or error})"
         ) from error

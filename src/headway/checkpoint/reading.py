@@ -189,7 +189,7 @@ class _Header:
         except (TypeError, KeyError, ValueError):
             raise CheckpointError(f"{self.path} lacks the tensor {key!r} that the manifest places there") from None
         if not is_alike or end - begin != num_bytes or not self.start <= begin <= end <= self.size:
-            raise CheckpointError(f"{self.path}: {key} is not as the manifest says, {dtype} of {tuple(shape)}")
+            raise CheckpointError(f"{self.path}: {key} is not {dtype} of {tuple(shape)}, as the manifest says")
         return begin
 
 
@@ -201,7 +201,7 @@ def _header(path: Path, size: int) -> _Header:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no readable safetensors file: {error}") from error
+        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{path} is no readable safetensors file: its header is too long, or not an object")
+        raise CheckpointError(f"{path} is not a readable safetensors file: its header is too long, or not an object")
     return _Header(path, size, 8 + length, entries)

@@ -1,4 +1,4 @@
-"""Hands a checkpoint on to machines with empty disks of their own: one that came in the place of a lost one, say.
+"""Hands a checkpoint on to machines with empty disks of their own: such as one that replaces a lost one.
 
 Its files travel in bounded pieces from one machine that holds it, are forced to the disk, verified and committed there as in a save.
 """

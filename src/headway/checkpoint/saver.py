@@ -34,7 +34,7 @@ class Policy:
 
     Attributes:
         keep: checkpoints that stay, this one included; None: all.
-        protected: folders that stay whatever their age (the best one, say).
+        protected: folders that stay whatever their age (e.g. the best one).
         owns_parent: the parent folder holds this run's checkpoints and nothing else.
         is_blocking: return when the checkpoint is on the disk; False: write behind the loop.
         timeout: seconds to wait for the other ranks' parts.

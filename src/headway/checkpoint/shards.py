@@ -126,7 +126,7 @@ def read_shard(path: Path, wanted: Iterable[tuple[str, torch.dtype, Sequence[int
                     raise CheckpointError(f"{path} lacks the tensor {name!r} that the manifest places there")
                 found[name] = _shaped(file.get_tensor(name), dtype, shape, f"{path}: {name}")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is no readable safetensors file: {error}") from error
+        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
     return found
 
 

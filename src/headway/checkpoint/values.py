@@ -141,7 +141,7 @@ def dtype_named(name: Any) -> torch.dtype:
     """
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"{name!r} is no dtype of torch {torch.__version__}")
+        raise CheckpointError(f"{name!r} is not a dtype of torch {torch.__version__}")
     return found
 
 

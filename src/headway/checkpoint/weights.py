@@ -114,7 +114,7 @@ def save_object(obj: Any, path: str | Path, safe_serialization: bool = False) ->
     """Write an object with torch.save, or a dict of tensors with safetensors; a reader sees the old file or the new.
 
     Raises:
-        ConfigError: safetensors was asked for, and this is no dict of tensors.
+        ConfigError: safetensors was asked for, and this is not a dict of tensors.
     """
     path = Path(path)
     staged = path.with_name(f".{path.name}.tmp")

@@ -14,7 +14,7 @@ from headway.memory import remembered
     cls=GroupedCommand,
     params=[
         GroupedOption(["--file"], group="Input", type=click.Path(path_type=Path), help="Another file than the usual one."),
-        GroupedOption(["--clear"], group="Output", is_flag=True, help="Remove the file, so that searches begin anew."),
+        GroupedOption(["--clear"], group="Output", is_flag=True, help="Remove the file, so that searches start from scratch."),
     ],
     help="Print the batch sizes that find_executable_batch_size(search='largest') remembers.",
 )  # fmt: skip

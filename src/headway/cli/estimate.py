@@ -9,7 +9,7 @@ from headway.cli.options import GroupedCommand, GroupedOption, examples
 from headway.errors import ConfigError
 from headway.units import format_bytes, format_number
 
-_ABOUT = """Say what running the model in FOLDER takes, what of it fits this machine, and how fast it can be at most.
+_ABOUT = """Say what running the model in FOLDER takes, what fits on this machine, and how fast it can run at most.
 
 FOLDER is on this machine and holds a transformers `config.json`, with or without weights. The model is built without memory. The
 rate is a ceiling: bandwidth, measured here in about two seconds, over the bytes that each token has to read.
@@ -107,7 +107,7 @@ def _generation(model: Any, dtype: str, workload: Any, unit: str) -> list[str]:
     samples = f"{workload.batch_size} sample{'s' if workload.batch_size > 1 else ''}"
     last = ""
     if found.last_logits is not None:
-        last = f"; {format_bytes(found.last_logits)} where the last token's alone are asked for, as generate() does"
+        last = f"; {format_bytes(found.last_logits)} if only the last token's are asked for, as generate() does"
     return [
         f"{growth}; {format_bytes(found.cache)} for {samples} of {workload.num_tokens:,} tokens",
         f"logits of all these tokens: {format_bytes(found.logits)}, counted with the activations{last}",
@@ -127,12 +127,12 @@ def _ceiling(model: Any, stored: Any, bandwidths: Any, unit: str) -> list[str]:
             f"reading the stored weights once takes at least {format_number(size / disk)} s, unless they are in the page cache"
         )
     share, unit = expert_share(model), unit.partition("s/")[0]
-    mixture = f", of the experts {share:.0%}" if share < 1 else ""
+    mixture = f", and {share:.0%} of the experts" if share < 1 else ""
     return [
         *lines,
         f"'at most' is a ceiling, not a forecast: bandwidth over the bytes that each {unit} has to read, which are",
-        f"all weights once (of an input embedding of its own a row{mixture}). Computing and caches take no time in it.",
-        "What a run with offloaded weights reaches stands in its log after the second forward.",
+        f"all weights once (but one row of an untied input embedding{mixture}). Computing and caches are left out.",
+        "A run with offloaded weights logs the rate it reaches after its second forward.",
     ]
 
 
@@ -145,7 +145,7 @@ command = GroupedCommand(
         GroupedOption(["--dtype"], group="What", type=click.Choice(_DTYPES), metavar="|".join(_DTYPES),
                       help="Place the model in this dtype.  [default: what the config says]"),
         GroupedOption(["--num_tokens"], metavar="N", group="Workload", type=click.IntRange(min=1),
-                      help="Count in the cache and the activations of this many tokens of each sample."),
+                      help="Include the cache and activations of this many tokens per sample."),
         GroupedOption(["--batch_size"], metavar="N", group="Workload", type=click.IntRange(min=1),
                       help="Samples at once, with --num_tokens.  [default: 1]"),
     ],

@@ -20,7 +20,7 @@ from headway.units import format_bytes
         GroupedOption(["--tensors"], group="Output", is_flag=True, help="List every tensor with its shape and dtype."),
         GroupedOption(["--verify"], group="Output", is_flag=True, help="Read every byte and compare it with its hash."),
     ],
-    help="Print what CHECKPOINT (a folder that save_state wrote) holds, or which checkpoints are in a folder of them.",
+    help="Print what CHECKPOINT (a folder that save_state wrote) holds, or list the checkpoints in a folder.",
 )
 def command(checkpoint: Path, tensors: bool, verify: bool) -> None:
     """Read the manifest and print it."""
@@ -63,7 +63,7 @@ def listing(parent: Path) -> list[str]:
         except CheckpointError as error:
             said = f"damaged: {error}"
         lines.append(f"  {name:{width}}  {said}")
-    return [*lines, f"one of them: headway inspect {parent / names[0]}"]
+    return [*lines, f"for one of them: headway inspect {parent / names[0]}"]
 
 
 def summary(manifest: Manifest) -> list[str]:

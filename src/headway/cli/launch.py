@@ -12,10 +12,10 @@ from headway.errors import ConfigError
 
 _ABOUT = """Start SCRIPT with its own ARGS on every accelerator of this machine, or as the flags say.
 
-Flags go before SCRIPT and may be spelt with dashes or underscores; everything after SCRIPT is the script's own (put `--` before
-SCRIPT where it takes a flag of the same name). What
-stands in the script wins over flags, flags over HEADWAY_* variables, variables over the config file. One process is a
-plain `python SCRIPT`; several are kept by torch's elastic agent, and the first failure ends them all.
+Flags go before SCRIPT and may be spelt with dashes or underscores; everything after SCRIPT is the script's own. If
+SCRIPT takes a flag of the same name, put `--` before SCRIPT. Settings in the script win over flags, flags over HEADWAY_*
+variables, variables over the config file. One process is a plain `python SCRIPT`; several are kept by torch's elastic
+agent, and the first failure ends them all.
 """
 
 _EPILOG = examples([

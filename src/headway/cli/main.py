@@ -62,7 +62,7 @@ class LazyGroup(click.Group):
             from headway.config.values import did_you_mean
 
             hint = did_you_mean(args[0], list(_COMMANDS))
-            raise ConfigError(f"{args[0]!r} is no command of headway{hint or '; there are ' + ', '.join(_COMMANDS)}")
+            raise ConfigError(f"{args[0]!r} is not a command of headway{hint or '; there are ' + ', '.join(_COMMANDS)}")
         return super().resolve_command(ctx, args)
 
 

@@ -20,7 +20,7 @@ from headway.errors import ConfigError
         GroupedOption(["--max_shard_size"], group="Output", default="10GB", show_default=True,
                       help="Cut into files of at most this size."),
         GroupedOption(["--overwrite"], group="Output", is_flag=True,
-                      help="Replace weights that OUTPUT holds already."),
+                      help="Replace weights that OUTPUT already holds."),
     ],
     help="Write the weights in CHECKPOINT to the folder OUTPUT as model.safetensors, or as shards with an index.",
 )  # fmt: skip
@@ -49,7 +49,7 @@ def check_output(output: Path, may_overwrite: bool) -> None:
     """
     if output.exists() and not output.is_dir():
         raise ConfigError(
-            f"OUTPUT {output} is not a folder; give a folder for the weights, which is made where missing"
+            f"OUTPUT {output} is not a folder; give a folder for the weights, which is created if missing"
         )
     if (output / MANIFEST).exists():
         raise ConfigError(f"OUTPUT {output} is a checkpoint; give another folder for the weights")

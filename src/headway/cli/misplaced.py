@@ -1,4 +1,4 @@
-"""Flags of the launcher that stand after the script, and so go to the script: found, and answered with what to type."""
+"""Launcher flags typed after the script, which go to the script: found, and answered with what to type."""
 
 import ast
 import shlex

@@ -104,7 +104,7 @@ def _check_shape(events: Iterable[Any], name: str) -> None:
         depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
         if depth > _DEEPEST:
             raise ConfigError(
-                f"the config file {name} is nested more than {_DEEPEST - 2} levels deep; write one setting a line"
+                f"the config file {name} is nested more than {_DEEPEST - 2} levels deep; write one setting per line"
             )
         if kind == "AliasEvent":
             raise ConfigError(
@@ -135,7 +135,7 @@ def settings_in(mapping: Mapping[str, Any], name: str) -> dict[str, Value]:
     for key, value in mapping.items():
         origin = f"file: {name} key {key}"
         if key not in KEYS:
-            raise ConfigError(f"{key} ({origin}) is no setting{_what_to_do(key)}")
+            raise ConfigError(f"{key} ({origin}) is not a setting{_what_to_do(key)}")
         if value is not None:  # `key:` with nothing behind it decides nothing
             layer[key] = Value(from_file(SETTINGS[key], value, origin), origin)
     return layer

@@ -153,7 +153,7 @@ _TABLE = (
     Setting("max_restarts", "integer", _CARE, "How often all processes are started again after a failure.", minimum=0,
             default="0"),
     Setting("patience", "number", _CARE, "Seconds that a rank, or a machine at the start, may keep the others waiting; "
-            "0: for ever.", minimum=0,
+            "0: forever.", minimum=0,
             default="600", is_for_workers=True),
     Setting("monitor_interval", "number", _CARE, "Seconds between looks at the processes.", minimum=0, default="0.1"),
     Setting("machine_patience", "number", _CARE, "Seconds of silence after which another machine counts as lost.",
@@ -163,7 +163,7 @@ _TABLE = (
     Setting("log_dir", "text", _CARE, "Folder for one log file per rank and failure.json."),
     Setting("tee", "choice", _CARE, "What the log files hold: 0 nothing, 1 stdout, 2 stderr, 3 both.", short="-t",
             choices=("0", "1", "2", "3"), default="3 with --log_dir"),
-    Setting("role", "text", _CARE, "Word before the number of a process where its lines have a prefix: [rank 0].", default="rank"),
+    Setting("role", "text", _CARE, "Word before the process number in line prefixes: [rank 0].", default="rank"),
     Setting("debug", "switch", _CARE, "Let torch check every collective (TORCH_DISTRIBUTED_DEBUG=DETAIL); slow."),
     Setting("quiet", "switch", _CARE, "Leave the banner out.", short="-q"),
     Setting("module", "switch", _SCRIPT, "SCRIPT is a module, as in python -m.", short="-m", is_for_files=False),

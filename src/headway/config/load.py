@@ -27,7 +27,7 @@ __all__ = [
 COMMAND_LINE = "command line"
 VERSION = 1
 
-# Variables of Headway that are no settings of a launch.
+# Variables of Headway that are not settings of a launch.
 _OTHER_VARIABLES = ("HEADWAY_RUN", "HEADWAY_HOME", "HEADWAY_DEVICE", "HEADWAY_LOG_LEVEL", "HEADWAY_CONFIG_FILE",
                     "HEADWAY_CONTROL", "HEADWAY_PULSE")  # fmt: skip
 
@@ -81,7 +81,7 @@ def resolve(layers: Sequence[Layer], *, force: bool = False) -> Resolved:
     for layer in layers:
         for name, value in layer.items():
             if name not in SETTINGS:
-                raise ConfigError(f"{name} ({value.origin}) is no setting{did_you_mean(name, list(SETTINGS))}")
+                raise ConfigError(f"{name} ({value.origin}) is not a setting{did_you_mean(name, list(SETTINGS))}")
             chosen.setdefault(name, value)
     config = LaunchConfig(**{name: entry.value for name, entry in chosen.items()})
     return Resolved(config, {name: entry.origin for name, entry in chosen.items()}, force)
@@ -108,7 +108,7 @@ def environment_layer(environment: Mapping[str, str]) -> dict[str, Value]:
         if hint:
             close = hint.removeprefix("; did you mean ").removesuffix("?")
             raise ConfigError(
-                f"the environment variable {variable} is no setting; did you mean {SETTINGS[close].variable}? "
+                f"the environment variable {variable} is not a setting; did you mean {SETTINGS[close].variable}? "
                 "Rename or unset it"
             )
     return found

@@ -44,13 +44,13 @@ class Preemption:
         """The signals' numbers.
 
         Raises:
-            ConfigError: a name that is no signal, or one that cannot be caught.
+            ConfigError: a name that is not a signal, or one that cannot be caught.
         """
         allowed = {one.name: int(one) for one in signal.Signals if one.name not in ("SIGKILL", "SIGSTOP")}
         unknown = [name for name in self.signals if name not in allowed]
         if unknown:
             raise ConfigError(
-                f"Preemption(signals={self.signals!r}): {unknown[0]!r} is no signal that a process can catch; give names such as "
+                f"Preemption(signals={self.signals!r}): {unknown[0]!r} is not a signal that a process can catch; give names such as "
                 "'SIGTERM' and 'SIGUSR1'"
             )
         return tuple(allowed[name] for name in self.signals)

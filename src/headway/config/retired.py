@@ -82,4 +82,4 @@ def refuse(flag: str) -> None:
     """
     text = advice(flag)
     if text is not None:
-        raise ConfigError(f"{flag} is no flag of `headway launch`: {text}")
+        raise ConfigError(f"{flag} is not a flag of `headway launch`: {text}")

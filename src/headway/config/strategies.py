@@ -155,7 +155,7 @@ def collect_options(handlers: list[Any] | None) -> EngineOptions:
     """Sort `kwargs_handlers` by what they are for; a subclass counts as its parent.
 
     Raises:
-        ConfigError: an object that is no handler, or two of one kind.
+        ConfigError: an object that is not a handler, or two of one kind.
     """
     kinds: dict[str, type] = {
         "ddp": DistributedDataParallelKwargs,

@@ -95,7 +95,7 @@ def _translate_key(made: Translation, key: str, value: Any, origin: str) -> None
         _translate_unknown(made, key, value, text)
     else:
         hint = did_you_mean(key, [*_SAME, *_RENAMED, *_SECTIONS])
-        raise ConfigError(f"{key} ({origin}) is no key of Accelerate's config files{hint or '; take it out'}")
+        raise ConfigError(f"{key} ({origin}) is not a key of Accelerate's config files{hint or '; take it out'}")
 
 
 def _translate_type(made: Translation, kind: str, origin: str) -> None:

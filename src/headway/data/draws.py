@@ -15,7 +15,7 @@ class LoaderStream:
     """The stream that the loaders of one run draw from.
 
     On one process it is torch's global one, as in plain torch. On several ranks it is a copy of that, made when the first
-    pass begins: what training draws on a rank (dropout on a CPU, say) depends on the number of ranks, and must not decide
+    pass begins: what training draws on a rank (e.g. dropout on a CPU) depends on the number of ranks, and must not decide
     which samples come after a resume on another number. Each draw moves the process's own stream on as well, so that what
     training draws (noise, dropout) is what it would be after a plain loader's draws.
 

@@ -70,7 +70,7 @@ class PreparedLoader(DataLoader[Any]):
         self.meter: FetchMeter | None = None
 
     def __getattr__(self, name: str) -> Any:
-        # Asked for only where this object lacks it; before __init__ (while unpickling, say) there is no source.
+        # Asked for only where this object lacks it; before __init__ (e.g. while unpickling) there is no source.
         if name.startswith("__") or "_source" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self._source, name)
@@ -281,7 +281,7 @@ class PreparedLoader(DataLoader[Any]):
         """Let the next pass go on from there, on any number of ranks; samples consumed before are not fetched.
 
         Raises:
-            StateError: this is no loader's state.
+            StateError: this is not a loader's state.
         """
         self._position.load_state_dict(state)
         self._feed.load_state(state.get("source", {}))

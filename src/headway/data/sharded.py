@@ -46,7 +46,7 @@ class Agreement:
 
     def _agree(self, piece: Piece | None) -> Piece | None:
         if piece is not None and piece.batches:
-            # The loop may change the batch it gets (pop a key, say): the spare has containers of its own.
+            # The loop may change the batch it gets (e.g. pop a key): the spare has containers of its own.
             self._spare = piece._replace(batches=copy_containers(piece.batches))
         rows = self._collectives.gather_numbers([*_count(piece), self._spare is not None])
         has_piece = [row[0] >= 0 for row in rows]

@@ -32,7 +32,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Pre
         num_batches: batches of one rank to skip.
 
     Raises:
-        DataError: the number is negative, or this is no DataLoader.
+        DataError: the number is negative, or this is not a DataLoader.
     """
     if not isinstance(dataloader, DataLoader):
         raise DataError(f"skip_first_batches got a {type(dataloader).__name__}; give a DataLoader, prepared or not")

@@ -1,4 +1,4 @@
-"""How a worker process begins where the run listens for signals: it leaves the answer to its rank.
+"""How a worker process starts in a run that listens for signals: it leaves the response to its rank.
 
 SLURM, systemd and a terminal send a signal to every process of a job. A worker that it ended would take its rank along
 before that has saved. So a worker that a signal reaches asks whether its rank has heard one too, and then goes on: the

@@ -142,7 +142,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
     if precision not in ("no", "bf16", "fp16"):
         raise ConfigError(f"mixed_precision={mixed_precision!r}; allowed: 'no', 'bf16', 'fp16'")
     if path.exists():
-        print(f"{path} exists already and is left alone; edit it with `headway config`, or give another save_location")
+        print(f"{path} already exists and was left alone; edit it with `headway config`, or give another save_location")
         return False
     write(LaunchConfig(mixed_precision=precision), path)
     return path

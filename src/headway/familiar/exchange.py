@@ -1,4 +1,4 @@
-"""Exchange between processes as functions: gather, reduce, broadcast and their like, through the one door."""
+"""Exchange between processes as functions: gather, reduce, broadcast and the like, through the one door."""
 
 from typing import Any
 

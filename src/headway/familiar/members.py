@@ -1,4 +1,4 @@
-"""What scripts read off an Accelerator beside its own members: states, the gradient scaler, plugins that are None."""
+"""What scripts read from an Accelerator besides its own members: states, the gradient scaler, plugins that are None."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -134,7 +134,7 @@ class Familiar:
                                no_restore_buffers: Any = None) -> Iterator[None]:  # fmt: skip
         """Run the block as it is: there is no context parallelism yet, and every process holds whole sequences."""
         log.warning_once(
-            "maybe_context_parallel changes nothing: there is no context parallelism yet, sequences stay whole"
+            "maybe_context_parallel has no effect: there is no context parallelism yet, so sequences stay whole"
         )
         yield
 

@@ -1,4 +1,4 @@
-"""The names of Accelerate that Headway serves beside its own, the place of each, and Accelerate's module paths; torch-free.
+"""The names of Accelerate that Headway serves besides its own, where each is defined, and Accelerate's module paths; torch-free.
 
 Names that are Headway's own too (`Accelerator`, `set_seed`, ...) stand in `headway/__init__.py`. What is not served has a
 sentence in `not_served.py`. Together they answer for every public name of Accelerate; a house test compares.

@@ -19,10 +19,10 @@ _FILES = (
     "`headway inspect`"
 )
 _LOADERS = (
-    "prepared loaders are one class, `headway.data.loader.PreparedLoader`, that cuts the order of any sampler; use "
+    "prepared loaders are one class, `headway.data.loader.PreparedLoader`, which shares out the order of any sampler; use "
     "accelerator.prepare(loader), skip_first_batches and DataLoaderConfiguration"
 )
-_INSIDE = "this belongs to Accelerate's inner workings and has no counterpart; leave the call out"
+_INSIDE = "this is internal to Accelerate and has no counterpart; leave the call out"
 _LAUNCH = "`headway launch` builds its own commands (`--dry-run` shows them); use it, or notebook_launcher"
 _TRACKER = "this tracker is not built in; subclass `headway.Tracker` and give an instance to log_with"
 _BUILT_IN = "give its name to log_with ('tensorboard', 'wandb', 'mlflow'); accelerator.get_tracker(name) returns it"
@@ -108,8 +108,8 @@ _BY_SENTENCE = {
     _COMPILE: "compile_regions has_repeated_blocks is_repeated_blocks",
     _NUMA: "override_numa_affinity set_numa_affinity",
     "Accelerate's commands have counterparts: `headway launch`, `config`, `env`, `estimate`, `merge`, `test`": "commands",
-    "Accelerate's helpers for tests belong to it; go on importing them from accelerate.test_utils": "test_utils",
-    "TPUs are not driven yet; use a CPU, CUDA, XPU or MPS machine": "install_xla",
+    "Accelerate's test helpers are its own; keep importing them from accelerate.test_utils": "test_utils",
+    "TPUs are not supported yet; use a CPU, CUDA, XPU or MPS machine": "install_xla",
     "`headway env` and `headway doctor` say what this machine has": (
         "check_cuda_p2p_ib_support get_driver_version get_gpu_info"
     ),
@@ -123,7 +123,7 @@ _BY_SENTENCE = {
     "accelerator.get_state_dict(model) reads offloaded weights too": (
         "get_state_dict_from_offload get_state_dict_offloaded_model"
     ),
-    "casting layer by layer is not served; load the model in the dtype that it shall have": (
+    "casting layer by layer is not served; load the model in the dtype that you want": (
         "LayerwiseCastingHook attach_layerwise_casting_hooks"
     ),
 }
@@ -139,7 +139,7 @@ MEMBERS: dict[str, str] = {
     "ddp_handler": "give DistributedDataParallelKwargs to kwargs_handlers; accelerator.options.ddp holds them",
     "deepspeed_ulysses_dl_adapter": _PARALLEL,
     "delayed_fp8_autocast": _FP8,
-    "device_placement": "say it when you prepare: prepare(..., device_placement=[...])",
+    "device_placement": "pass it to prepare(..., device_placement=[...])",
     "flag_tensor": "use set_trigger() and check_trigger()",
     "fp8_enabled": _FP8,
     "fp8_recipe_handler": _FP8,
@@ -150,10 +150,10 @@ MEMBERS: dict[str, str] = {
     "msamp_recipe_handler": _FP8,
     "pipeline_parallel_rank": _PIPELINE,
     "profile_handler": "give ProfileKwargs to kwargs_handlers or to accelerator.profile()",
-    "rng_types": "say it when you build the Accelerator",
+    "rng_types": "pass it to Accelerator(rng_types=...)",
     "scaler_handler": "give GradScalerKwargs to kwargs_handlers; accelerator.options.scaler holds them",
     "step": "accelerator.num_updates counts updates, accelerator.sync_gradients says whether this micro-batch ends a window",
-    "step_scheduler_with_optimizer": "say it when you build the Accelerator",
+    "step_scheduler_with_optimizer": "pass it to Accelerator(step_scheduler_with_optimizer=...)",
     "te_recipe_handler": _FP8,
     "tensor_parallel_rank": _PARALLEL,
 }

@@ -135,7 +135,7 @@ class PartialState(RankAware):
 
     @staticmethod
     def _reset_state() -> None:
-        """End the runtime, and the process group where Headway started it; the next state or Accelerator starts anew."""
+        """End the runtime, and the process group where Headway started it; the next state or Accelerator starts a new one."""
         global _runtime, _door
         process.reset()
         _runtime = _door = None
@@ -267,7 +267,7 @@ class GradientState:
         self._run = _run or _latest()
         if gradient_accumulation_plugin is not None and self._run is None:
             raise UnsupportedError(
-                "GradientState(plugin) sets nothing here; give the plugin to Accelerator(gradient_accumulation_plugin=...)"
+                "GradientState(plugin) has no effect; give the plugin to Accelerator(gradient_accumulation_plugin=...)"
             )
 
     @property

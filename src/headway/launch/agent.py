@@ -165,7 +165,7 @@ class Agent(LocalElasticAgent):
         return None if is_failure or not found else found[0]
 
     def _end_preempted(self, worker_group: WorkerGroup, left: PreemptedRun) -> RunResult:
-        """End a run that has saved: no failure, and nothing is started anew."""
+        """End a run that has saved: no failure, and nothing is restarted."""
         self._remaining_restarts = 0
         self.report = left
         self._end_the_rest()
@@ -173,7 +173,7 @@ class Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED, failures=result.failures)
 
     def _end_for(self, worker_group: WorkerGroup, reason: str) -> RunResult:
-        """End all workers of a run that was aborted; it is not started anew."""
+        """End all workers of a run that was aborted; it is not restarted."""
         self._remaining_restarts = 0
         self.report = Ended(reason, worker_group.workers[0].world_size)
         self._end_the_rest(HANG_GRACE)
@@ -273,7 +273,7 @@ class Agent(LocalElasticAgent):
         return ended
 
     def _close(self, grace: int) -> None:
-        """End all workers, which are told that this is no request to save."""
+        """End all workers, which are told that this is not a request to save."""
         assert self._pcontext is not None
         self._tell_to_end()
         self._pcontext.close(timeout=grace)
@@ -305,7 +305,7 @@ class Agent(LocalElasticAgent):
             _say(self.report.text())
             self._keep(self.report)
             attempt = self._order.max_restarts - self._remaining_restarts
-            _say(f"headway: starting all processes anew ({attempt} of {self._order.max_restarts} restarts)")
+            _say(f"headway: starting all processes again ({attempt} of {self._order.max_restarts} restarts)")
             self.report = None
         self._memory = MemoryWatch()
         self._watch.end()

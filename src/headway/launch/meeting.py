@@ -1,4 +1,4 @@
-"""Waiting for the other machines: who waits for whom and until when is said at once, and a taken port by who holds it."""
+"""Waiting for the other machines: says at once who waits for whom and until when, and who holds a taken port."""
 
 import math
 import socket
@@ -167,8 +167,8 @@ def late(absent: Sequence[int], num_machines: int, waiting: Waiting, where: str,
     """The error of a meeting that not all have come to; `absent` is empty where all have come and yet did not begin."""
     who = f"{named(absent, unit)} did not come" if absent else f"not all {unit}s began"
     return (
-        f"the {num_machines} {unit}s did not meet at {where}: {who} {waiting.limit()}. Start the launcher there by its own command, "
-        "as `headway launch` without --machine_rank prints them"
+        f"the {num_machines} {unit}s did not meet at {where}: {who} {waiting.limit()}. Start the launcher there with its own "
+        "command; `headway launch` without --machine_rank prints the commands"
     )
 
 

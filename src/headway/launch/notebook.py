@@ -55,7 +55,7 @@ def notebook_launcher(
         rdzv_endpoint: the same as one text, "address:port".
         rdzv_backend, rdzv_conf, rdzv_id: as for `headway launch`. With num_nodes=1 nothing meets, and these, the address and
             the port change nothing: the launcher binds a free port.
-        max_restarts: how often all processes are started anew after a failure.
+        max_restarts: how often all processes are started again after a failure.
         monitor_interval: seconds between looks at the processes.
         log_line_prefix_template: taken for compatibility; a rank's lines appear in the cell as they are written, without a prefix.
         cpu: compute on the CPU even where there is an accelerator.
@@ -77,7 +77,7 @@ def notebook_launcher(
             f"notebook_launcher got args={args!r}; give the function's arguments as a tuple: args=({args!r},)"
         )
     if log_line_prefix_template is not None:
-        logger.warning_once("log_line_prefix_template changes nothing: lines of the ranks have no prefix in a notebook")
+        logger.warning_once("log_line_prefix_template has no effect: lines of ranks have no prefix in a notebook")
     given: dict[str, Any] = {
         "num_processes": num_processes, "mixed_precision": mixed_precision, "cpu": cpu or None, "max_restarts": max_restarts or None,
         "monitor_interval": None if monitor_interval == 0.1 else monitor_interval,
@@ -156,7 +156,7 @@ def _meeting(num_nodes: int, node_rank: int, master_addr: str, use_port: str | i
         named = [f"{name}={given!r}" for name, (given, default) in unused.items() if str(given) != str(default)]
         if named:
             logger.warning_once(
-                f"{', '.join(named)}: nothing to do, as on one machine the launcher binds a free port by itself"
+                f"{', '.join(named)}: not needed, since on one machine the launcher binds a free port by itself"
             )
         return {}
     address, port = (rdzv_endpoint.rpartition(":")[::2]) if rdzv_endpoint else (master_addr, use_port)
@@ -167,8 +167,8 @@ def _meeting(num_nodes: int, node_rank: int, master_addr: str, use_port: str | i
         )
     if num_nodes > 1 and address == LOOPBACK:
         raise ConfigError(
-            f"notebook_launcher(num_nodes={num_nodes}) meets at master_addr={address!r}, where each machine finds itself; give the "
-            "address of the machine with node_rank=0, as the others reach it"
+            f"notebook_launcher(num_nodes={num_nodes}) meets at master_addr={address!r}, which every machine takes for itself; give "
+            "the address of the machine with node_rank=0 by which the others reach it"
         )
     conf = ",".join(f"{key}={value}" for key, value in (rdzv_conf or {}).items())
     return {

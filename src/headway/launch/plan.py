@@ -267,7 +267,7 @@ def _order(resolved: Resolved, program: Program, num_machines: int, num_local: i
         backend = resolved.get("rdzv_backend", "c10d" if max_restarts else "static")
         if backend == "static" and max_restarts:
             raise ConfigError(
-                f"rdzv_backend=static ({resolved.origin('rdzv_backend')}) cannot start several machines anew "
+                f"rdzv_backend=static ({resolved.origin('rdzv_backend')}) cannot start several machines again "
                 f"(max_restarts={max_restarts}); use --rdzv_backend c10d"
             )
         endpoint = _endpoint(resolved, num_machines)
@@ -292,7 +292,7 @@ def _min_machines(resolved: Resolved, num_machines: int, backend: str) -> int:
         raise ConfigError(f"min_machines={fewest} ({origin}) must be at most num_machines={num_machines}")
     if fewest < num_machines and (backend != "c10d" or not resolved.get("max_restarts", 0)):
         raise ConfigError(
-            f"min_machines={fewest} ({origin}) starts the processes anew with fewer machines: add --max_restarts N, and leave "
+            f"min_machines={fewest} ({origin}) starts the processes again with fewer machines: add --max_restarts N, and leave "
             "--rdzv_backend static out"
         )
     return fewest

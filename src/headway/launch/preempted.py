@@ -1,4 +1,4 @@
-"""The report of a run that was asked to end: its ranks have saved and ended, which is no failure."""
+"""The report of a run that was asked to end: its ranks have saved and ended, which is not a failure."""
 
 import json
 from dataclasses import asdict, dataclass

@@ -175,9 +175,10 @@ def _at_the_meeting(order: AgentOrder, waiting: meeting.Waiting, make: Callable[
     strange = f"what answers at {order.endpoint} is not the launcher of {order.unit} 0"
     try:
         return meeting.in_time(
-            make, waiting, f"{me} waits for an answer from {order.endpoint}, where {order.unit} 0 may not listen but another program",
-            f"{strange}, or hangs: see that it has started with this address and port, or choose another port on all machines, such "
-            f"as --main_process_port {free_port()}",
+            make, waiting,
+            f"{me} waits for an answer from {order.endpoint}, where another program may listen in place of {order.unit} 0",
+            f"{strange}, or it hangs: check that it was started with this address and port, or choose another port on all machines, "
+            f"such as --main_process_port {free_port()}",
         )  # fmt: skip
     except (RendezvousError, RuntimeError) as error:
         if order.machine_rank == 0 and meeting.is_taken(error):

@@ -30,7 +30,7 @@ def execute(plan: Plan, environment: Mapping[str, str], *, is_quiet: bool = Fals
     path = program if os.sep in program else _on_path(program)
     if path is None:
         raise LaunchError(
-            f"{program!r} is no program on PATH; give its path, or leave --no_python out to run a Python script"
+            f"{program!r} is not a program on PATH; give its path, or leave --no_python out to run a Python script"
         )
     try:
         os.execve(path, list(plan.argv), plan.environment(environment))

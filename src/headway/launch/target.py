@@ -1,4 +1,4 @@
-"""Can what a launch names be started? Looked at before any process is: the script's file, or the module, without running it."""
+"""Checks that a launch's script or module can be started: before any process starts, and without running it."""
 
 import importlib.machinery
 import importlib.util

@@ -110,7 +110,7 @@ class Attempt:
         self._lost: tuple[int, ...] = ()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
-        """Call `function(size, ...)`; an error that is no out-of-memory error of any rank is raised."""
+        """Call `function(size, ...)`; an error that is not an out-of-memory error of any rank is raised."""
         token = _current.set(self)
         try:
             result = function(self.size, *args, **kwargs)

@@ -87,7 +87,7 @@ def find_executable_batch_size(
         max_batch_size: where "largest" stops to grow; None: 65536, or `starting_batch_size` with `keep_global_batch`.
         cache: "largest" remembers what it found for this function, model, input shapes and device, and next time tries
             that first. True: in the user's configuration folder; a path: in that file; False: not at all.
-        cache_key: whatever else the size depends on (a sequence length read from a file, say); only its str() counts.
+        cache_key: whatever else the size depends on (e.g. a sequence length read from a file); only its str() counts.
 
     Returns:
         The decorated function, or a decorator.

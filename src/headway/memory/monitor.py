@@ -27,7 +27,7 @@ class Meter(Protocol):
         """The highest use since the last reset."""
 
     def reset(self) -> None:
-        """Begin anew from the present use."""
+        """Start over from the present use."""
 
     def close(self) -> None:
         """End what measures."""
@@ -95,7 +95,7 @@ class SampledMeter:
         return max(self._highest, self._now())
 
     def reset(self) -> None:
-        """Begin anew from the present use."""
+        """Start over from the present use."""
         self._highest = self._now()
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ def offloading(min_bytes: int = MIN_BYTES) -> AbstractContextManager[Any]:
 
 
 def _is_worth_it(tensor: torch.Tensor, min_bytes: int) -> bool:
-    # A weight is saved as a view of the parameter (its transpose, say).
+    # A weight is saved as a view of the parameter (e.g. its transpose).
     base = tensor if tensor._base is None else tensor._base
     is_weight = isinstance(base, torch.nn.Parameter)
     return (

@@ -52,7 +52,7 @@ class FirstThatFits:
         sizes: the only sizes allowed, ascending; None: all. A size between two of them becomes the lower one.
 
     Raises:
-        ConfigError: a starting size below 1, or (from `report`) a reduced size that is no smaller integer.
+        ConfigError: a starting size below 1, or (from `report`) a reduced size that is not a smaller integer.
     """
 
     def __init__(self, starting_size: int, reduce: Reduce | None = None, sizes: Sequence[int] | None = None) -> None:

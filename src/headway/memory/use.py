@@ -63,7 +63,7 @@ def memory_use(device: torch.device | str | None = None) -> MemoryUse:
         device: "cuda:0", "cpu", ...; None: the one that this process computes on.
 
     Raises:
-        ConfigError: it is no device, or holds no values.
+        ConfigError: it is not a device, or holds no values.
         DeviceUnavailable: this machine does not have it.
     """
     chosen = device_of(device)
@@ -76,7 +76,7 @@ def device_of(device: torch.device | str | None) -> torch.device:
     """The device that is meant, which this machine has; None: the one that this process computes on.
 
     Raises:
-        ConfigError: it is no device, or holds no values.
+        ConfigError: it is not a device, or holds no values.
         DeviceUnavailable: this machine does not have it.
     """
     if device is None:
@@ -85,7 +85,7 @@ def device_of(device: torch.device | str | None) -> torch.device:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"device={device!r} is no device; give 'cpu', 'cuda:0' or another of torch's names"
+            f"device={device!r} is not a device; give 'cpu', 'cuda:0' or another of torch's names"
         ) from error
     if chosen.type not in HARDWARE:
         raise ConfigError(f"the memory of device={device!r} is not measured; allowed: {', '.join(HARDWARE)}")

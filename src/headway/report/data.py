@@ -54,7 +54,7 @@ class RunData:
         is_torn: its last line is not whole: it was killed while writing it.
         damaged: numbers of the lines that could not be read.
         series: points by name, in the order of their steps.
-        texts: the last value by name where it is no number.
+        texts: the last value by name where it is not a number.
         events: in the order of time.
         summary: what the run wrote at its end.
         has_steps: False where no value has a step; steps are then seconds.
@@ -110,7 +110,7 @@ def find_log(path: Path) -> Path:
         named = " ".join(below[:5]) + (f" and {len(below) - 5} more" if len(below) > 5 else "")
         raise ConfigError(f"{path} holds no {FILE} itself, but folders below it do: headway report {named}")
     raise ConfigError(
-        f"{path} is no run: looked for {path / FILE}, and for one up to three folders below; in {path} there are {_lying(path)}"
+        f"{path} is not a run: looked for {path / FILE}, and for one up to three folders below; in {path} there are {_lying(path)}"
     )
 
 

@@ -201,7 +201,7 @@ def domain(panel: Panel, is_calm: bool = True) -> tuple[float, float]:
 
 
 def calm(lows: Sequence[float | None], highs: Sequence[float | None]) -> tuple[float, float]:
-    """Between which limits values are no spikes: six times the width of the middle eight tenths beyond these."""
+    """Between which limits values are not spikes: six times the width of the middle eight tenths beyond these."""
     bottom, top = (sorted(value for value in values if value is not None) for values in (lows, highs))
     if len(bottom) < 20:
         return -math.inf, math.inf

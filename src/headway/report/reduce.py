@@ -22,7 +22,7 @@ MAX_MARKS = 150
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A stretch of values that are no finite numbers.
+    """A stretch of values that are not finite numbers.
 
     Attributes:
         kind: "nan", "inf" or "-inf"; "mixed" where stretches of several kinds were drawn together.

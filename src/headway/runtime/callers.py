@@ -113,9 +113,7 @@ def calling_ranks(runtime: "ProcessRuntime") -> Callers:
 
 def missed_save(ranks: str, site: str) -> str:
     """What to say where only these ranks ("rank 0") came to a save."""
-    return (
-        f"save_state was called on {ranks} only, at {site}: call it on every rank, outside of conditions about the rank"
-    )
+    return f"save_state was called on {ranks} only, at {site}: call it on every rank, outside conditions on the rank"
 
 
 def _local(runtime: "ProcessRuntime", rank: int) -> int:

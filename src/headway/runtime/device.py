@@ -112,6 +112,6 @@ def by_name(name: str) -> Hardware:
         raise DeviceUnavailable(f"{name!r} was asked for: {_REFUSED[name]}")
     here = [kind for kind, hardware in HARDWARE.items() if hardware.is_available()]
     if name not in here:
-        state = "is not on this machine" if name in HARDWARE else "is no known kind of device"
+        state = "is not on this machine" if name in HARDWARE else "is not a known kind of device"
         raise DeviceUnavailable(f"{name!r} {state}; available here: {', '.join(here)}")
     return HARDWARE[name]

@@ -180,7 +180,7 @@ def _doing(view: View) -> str:
     if stacks.is_loading_data(view.frames):
         return f"waits for data at {at}, for {_span(view.still_age)}"
     if view.beat_age is None:
-        return "is alive; it is no Python program that Headway started, so nothing more is known"
+        return "is alive; it is not a Python program that Headway started, so nothing more is known"
     return f"is at {at}" + (f", for {_span(view.still_age)}" if view.still_age >= 1 else "")
 
 

@@ -150,7 +150,7 @@ def at_end(release: Callable[[], None], *, is_engine: bool = False) -> None:
     """Call the method `release` before the runtime ends, where its object still lives.
 
     Args:
-        release: lets go; of the process group, say, whose threads would outlive it.
+        release: lets go, for example of the process group, whose threads would outlive it.
         is_engine: also when only the group ends, because what is released belongs to it (`leave_group`).
     """
     method = weakref.WeakMethod(release)

@@ -156,7 +156,7 @@ class Pulse:
 
     @property
     def is_told_to_end(self) -> bool:
-        """Has the agent said that the run is over, so that its signal is no request to save?"""
+        """Has the agent said that the run is over, so that its signal is not a request to save?"""
         return bool(self._memory[_IS_TOLD_AT])
 
     def enter(self, operation: str, site: str) -> int:
@@ -265,5 +265,5 @@ def _forget() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # A forked child (a data-loading worker, say) shares the mapping, but is not the rank.
+    # A forked child (e.g. a data-loading worker) shares the mapping, but is not the rank.
     os.register_at_fork(after_in_child=_forget)

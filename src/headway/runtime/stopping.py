@@ -1,6 +1,6 @@
 """Where to stop: ranks that are asked to end, by a signal to any of them, agree on one point that all of them reach.
 
-A rank passes checks (before each batch, say), which cost it a comparison. Its position is (windows begun, checks since).
+A rank passes checks (e.g. before each batch), which cost it a comparison. Its position is (windows begun, checks since).
 When somebody asks, a thread of each rank, which runs while the rank waits in a collective, posts the next position::
 
     rank 0   check (7, 0) ... (7, 1) ...                    stops at the first check from (7, 2) on

@@ -248,7 +248,7 @@ def check_in(store: Store, rank: int, world_size: int, timeout: timedelta) -> No
         other = store.get(f"here/{rank}").decode() if store.check([f"here/{rank}"]) else "another process"
         raise LaunchError(
             f"more processes than the {world_size} that were asked for: rank {rank} is here twice ({other}, and {me}). "
-            "Start each rank once, and do not hand RANK on to processes that are no ranks"
+            "Start each rank once, and do not hand RANK on to processes that are not ranks"
         )
     store.set(f"here/{rank}", me)
     keys = [f"here/{other}" for other in range(world_size)]

@@ -31,5 +31,5 @@ def untouched_streams() -> Iterator[None]:
 
 
 def derive_streams(seed: int, num_updates: int, rank: int) -> None:
-    """Begin streams anew, where there is no saved state for this rank: a function of (seed, update, rank)."""
+    """Begin new streams if there is no saved state for this rank: a function of (seed, update, rank)."""
     set_seed(mix(seed, num_updates, rank) >> 1)

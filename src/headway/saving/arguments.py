@@ -1,4 +1,4 @@
-"""Arguments that Accelerate's save_state and load_state hand on to engines: which are taken for the name's sake."""
+"""Arguments that Accelerate's save_state and load_state pass on to engines: which ones are accepted without effect."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -37,8 +37,8 @@ def check_load_arguments(given: Mapping[str, Any]) -> None:
             place = value if value is None or isinstance(value, str) else str(value)
             if place not in _PLACES and not _is_device(place):
                 raise ConfigError(
-                    f"load_state(map_location={value!r}); allowed are None, 'cpu', 'on_device' and devices. The state goes to where "
-                    "each prepared object is, whatever is given"
+                    f"load_state(map_location={value!r}); allowed: None, 'cpu', 'on_device' or a device. With any of them, "
+                    "each state goes to the device of its prepared object"
                 )
             continue
         _take("load_state", name, _LOAD, ("input_dir", "load_kwargs", "map_location", "strict"),
@@ -57,4 +57,4 @@ def _take(method: str, name: str, known: Collection[str], own: Collection[str], 
         allowed = [*own, *known]
         hint = did_you_mean(name, allowed)
         raise ConfigError(f"{method}() has no argument {name!r}{hint or '; allowed: ' + ', '.join(allowed)}")
-    log.info_once("%s(%s=...) changes nothing: %s", method, name, why)
+    log.info_once("%s(%s=...) has no effect: %s", method, name, why)

@@ -1,7 +1,7 @@
 """Where a run that is saved in the middle of an evaluation goes back to: its beginning, right after the last update.
 
 An evaluation between two epochs is run again, whole, after the resume: the loaders and random streams of the training
-pass's end are kept for that. One within an epoch is not, as the loop goes on at the next batch; its loader begins anew.
+pass's end are kept for that. One within an epoch is not, as the loop goes on at the next batch; its loader starts over.
 """
 
 from collections.abc import Callable, Sequence

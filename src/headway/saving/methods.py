@@ -111,7 +111,7 @@ class Saving:
             self._has_told_alone = True
             log.warning(
                 "save_state at %s is called on rank %d only, %s: the checkpoint holds everything but the random streams of the other "
-                "ranks, which are derived anew after a resume. To keep them too, call it on every rank",
+                "ranks, which get new ones after a resume. To keep theirs too, call it on every rank",
                 callers.call_site, callers.ranks[0], callers.reason, main_process_only=False,
             )  # fmt: skip
 
@@ -350,7 +350,7 @@ class Saving:
                 )
             folder = self._newest()
             if folder is None:
-                raise CheckpointError(f"{self._parent()} holds no checkpoint; save_state() makes the first one")
+                raise CheckpointError(f"{self._parent()} holds no checkpoint; save_state() writes the first one")
         else:
             folder = Path(input_dir).expanduser().absolute()
         restored = self._run_state.load(folder, strict, self._load_hooks)
@@ -396,7 +396,7 @@ class Saving:
             log.warning("a checkpoint is passed over: %s", line)
         foreign = foreign_in(self._parent()) if folder is None else None
         if foreign is not None and not passed_over:
-            raise CheckpointError(f"{explain(foreign)}. To begin without it, give another project_dir")
+            raise CheckpointError(f"{explain(foreign)}. To start without it, give another project_dir")
         if folder is None and passed_over:
             raise CheckpointError(
                 f"{self._parent()} holds {len(passed_over)} checkpoints, and all of them are damaged:\n  "
@@ -432,8 +432,8 @@ class Saving:
 
 def _used(earlier: Path) -> str:
     return (
-        f"{earlier.parent} already has {earlier.name}, from an earlier run, and this run has not resumed from it. Go on from it with "
-        "accelerator.resume('latest') after prepare(), or give another project_dir"
+        f"{earlier.parent} already has {earlier.name}, from an earlier run, and this run has not resumed from it. Resume from it "
+        "with accelerator.resume('latest') after prepare(), or give another project_dir"
     )
 
 

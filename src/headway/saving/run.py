@@ -322,10 +322,10 @@ class RunState:
         about, run, lines = manifest.about, found.state["run"], []
         before, now = about["world_size"], self._runtime.world_size
         if before != now:
-            lines.append(f"world {before} -> {now}; random streams are derived anew from (seed, update, rank)")
+            lines.append(f"world {before} -> {now}; random streams are derived from (seed, update, rank)")
         elif len(saved_by := _saved_by(about)) < now:
             lines.append(
-                f"saved on rank {', '.join(map(str, saved_by))} alone, without the others' random streams: they are derived anew "
+                f"saved on rank {', '.join(map(str, saved_by))} alone, without the others' random streams: these are derived "
                 "from (seed, update, rank)"
             )
         lines += self._plan(about, run).lines

@@ -109,7 +109,7 @@ class DDPStrategy(SingleStrategy):
         """
         if self._options.static_graph:
             raise UnsupportedError(
-                "static_graph=True needs gradients that travel, which local SGD keeps back; leave it out"
+                "static_graph=True needs gradients that are reduced at each backward, which local SGD does not do; leave it out"
             )
         engine = self._engines.get(id(model))
         self._local.add(id(model))
@@ -127,7 +127,7 @@ class DDPStrategy(SingleStrategy):
                 engine.reducer.prepare_for_backward([])
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
-        """Give all ranks rank 0's buffers (running statistics, say)."""
+        """Give all ranks rank 0's buffers (e.g. running statistics)."""
         if not self._options.broadcast_buffers:
             return
         for key, engine in self._engines.items():
@@ -199,7 +199,7 @@ def _frozen(owner: str, names: list[str]) -> str:
     more = ", ..." if len(names) > _NUM_NAMES else ""
     return (
         f"{len(names)} parameters of {owner} ({', '.join(names[:_NUM_NAMES])}{more}) were frozen after prepare(): DDP waits for "
-        "their gradients, and those of the others were not reduced. Freeze before prepare(), or pass "
+        "their gradients, and did not reduce those of the others. Freeze before prepare(), or pass "
         "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"
     )
 

@@ -97,7 +97,7 @@ class ReplicaStrategy(SingleStrategy):
         return self._flags.count(False)
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
-        """Sum gradients over the ranks; give all ranks rank 0's buffers (running statistics, say).
+        """Sum gradients over the ranks; give all ranks rank 0's buffers (e.g. running statistics).
 
         A parameter that has a gradient on no rank has none afterwards.
         """

@@ -74,7 +74,7 @@ class Tracking:
                 `{"wandb": {"tags": ["first"]}, "mlflow": {"run_name": "a"}}`.
 
         Raises:
-            ConfigError: a name that is no relative path, or a config that is no mapping.
+            ConfigError: a name that is not a relative path, or a config that is not a mapping.
             TrackingError: the folder holds a `log.jsonl` of something else.
         """
         path = PurePosixPath(project_name)
@@ -264,7 +264,7 @@ def _as_mapping(config: Any) -> dict[str, Any]:
         return dict(config)
     if hasattr(config, "__dict__") and not isinstance(config, type):
         return dict(vars(config))
-    raise ConfigError(f"config={config!r} is no configuration; give a mapping, a dataclass or an argparse.Namespace")
+    raise ConfigError(f"config={config!r} is not a configuration; give a mapping, a dataclass or an argparse.Namespace")
 
 
 def _versions() -> dict[str, str]:

@@ -11,7 +11,7 @@ event      event, step (or null) and details: "resumed", "checkpoint", "out_of_m
 image      name, step, file (relative to the folder)
 artifact   the same
 end        summary
-reopened   the process that wrote "end" writes more: an evaluation after the training, say; another "end" follows
+reopened   the process that wrote "end" writes more: such as an evaluation after the training; another "end" follows
 =========  =====================================================================================================
 
 A line is one write, so that a kill tears the last one at most; the next start takes a torn line off before it appends.
@@ -128,7 +128,7 @@ class RunLog:
         if not self._attempt:
             raise StateError(f"a {kind!r} line came before the 'run' line of {self.path}; call run() first")
         text = json.dumps({"kind": kind, "time": time.time()} | content, ensure_ascii=False, separators=(",", ":"))
-        # A lone surrogate (from a file name, say) has no UTF-8; its escape is JSON's own.
+        # A lone surrogate (e.g. from a file name) has no UTF-8; its escape is JSON's own.
         line = text.encode("utf-8", "backslashreplace") + b"\n"
         with self._lock:
             if self._file.closed:
@@ -210,9 +210,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _foreign(path: Path) -> str:
-    return (
-        f"{path} is no run log of Headway's: its first line is no JSON object with 'kind' and 'time'; give another file"
-    )
+    return f"{path} is not a run log of Headway's: its first line is not a JSON object with 'kind' and 'time'; give another file"
 
 
 # -------------------------------------------------------------------- read

@@ -256,8 +256,8 @@ class TrainingArguments(Surroundings):
         ratio = self.save_steps / every
         if self.eval_strategy == "steps" and (abs(ratio - round(ratio)) > 1e-9 or ratio < 1 - 1e-9):
             raise ConfigError(
-                f"load_best_model_at_end needs an evaluation at each checkpoint, but save_steps={self.save_steps:g} is no multiple "
-                f"of eval_steps={every:g}; make it one, or use save_strategy='best'"
+                f"load_best_model_at_end needs an evaluation at each checkpoint, but save_steps={self.save_steps:g} is not a "
+                f"multiple of eval_steps={every:g}; make it one, or use save_strategy='best'"
             )
 
     # ---------------------------------------------------------------- what follows from them

@@ -169,7 +169,7 @@ class Callbacks:
         """
         made = callback() if isinstance(callback, type) else callback
         if not any(callable(getattr(made, event, None)) for event in EVENTS):
-            raise ConfigError(f"{made!r} is no callback: it has none of {', '.join(EVENTS[:4])}, ...")
+            raise ConfigError(f"{made!r} is not a callback: it has none of {', '.join(EVENTS[:4])}, ...")
         self.all.append(made)
         self._listening.clear()
 

@@ -1,4 +1,4 @@
-"""Types and ranges of the training arguments: each field is held to its annotation, and numbers to what they may be."""
+"""Types and ranges of the training arguments: each field is checked against its annotation, each number against its range."""
 
 import math
 import os

@@ -86,10 +86,10 @@ def _check_left(columns: Sequence[str], kept: set[str], labels: Collection[str])
     """Is anything left that a model can predict from?"""
     if any(name in kept and name not in labels for name in columns):
         return
-    wanted = ", ".join(sorted(kept - {*labels, *_LABELS})) or "none but labels"
+    wanted = ", ".join(sorted(kept - {*labels, *_LABELS})) or "nothing but labels"
     raise DataError(
-        f"of the dataset's columns ({', '.join(columns)}) the model's forward takes none but labels; it takes {wanted}. Make those "
-        "(tokenise texts, say), rename the columns, or pass remove_unused_columns=False and a data_collator"
+        f"of the dataset's columns ({', '.join(columns)}) the model's forward takes only labels; it takes {wanted}. Provide "
+        "those (tokenise texts, for example), rename the columns, or pass remove_unused_columns=False and a data_collator"
     )
 
 

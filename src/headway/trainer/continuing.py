@@ -1,4 +1,4 @@
-"""The mark of a training that was asked to end: by it the same command goes on where that one stopped.
+"""The mark that a preempted training leaves, by which the same command resumes it.
 
 It lies beside the checkpoints, `<output_dir>/preempted.json`, from the moment when a run has saved and ends with exit code
 75 until the training ends well, or another is begun in its place. A kill in between leaves it, so a job that is preempted and
@@ -58,7 +58,7 @@ def read_mark(output_dir: str | Path) -> Mark | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        log.warning("%s cannot be read (%s), so nothing is gone on from by itself", Path(output_dir) / FILE, error)
+        log.warning("%s cannot be read (%s), so no training is resumed by itself", Path(output_dir) / FILE, error)
         return None
 
 
@@ -75,7 +75,7 @@ def leave_mark(output_dir: str | Path, checkpoint: str | Path, training: int, as
         scratch.write_text(json.dumps(asdict(Mark(run, training, folder, update))) + "\n")
         os.replace(scratch, path)
     except OSError as error:
-        log.warning("%s cannot be written (%s): give resume_from_checkpoint=%r to go on", path, error, str(checkpoint))
+        log.warning("%s cannot be written (%s): give resume_from_checkpoint=%r to resume", path, error, str(checkpoint))
 
 
 def remove_mark(output_dir: str | Path, training: int) -> None:

@@ -120,12 +120,12 @@ def check_dataset(dataset: Any) -> None:
     """Refuse what cannot be read as rows.
 
     Raises:
-        DataError: this is no dataset.
+        DataError: this is not a dataset.
     """
     if not isinstance(dataset, IterableDataset) and not (
         isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")
     ):
         raise DataError(
-            f"a {type(dataset).__name__} is no dataset: give one of the datasets library, a torch Dataset or IterableDataset, or a "
-            "list of rows"
+            f"a {type(dataset).__name__} is not a dataset: give one of the datasets library, a torch Dataset or IterableDataset, or "
+            "a list of rows"
         )

@@ -40,7 +40,7 @@ class Evaluating(Building):
 
         Args:
             eval_dataset: None: the Trainer's own. A dict of several: each is evaluated under its name.
-            ignore_keys: outputs of the model that are no predictions.
+            ignore_keys: outputs of the model that are not predictions.
             metric_key_prefix: what the metrics' names begin with.
 
         Returns:
@@ -85,7 +85,7 @@ class Evaluating(Building):
             dataloader: prepared, or not yet.
             description: accepted for the name's sake.
             prediction_loss_only: the loss alone; None: as the arguments say.
-            ignore_keys: outputs of the model that are no predictions.
+            ignore_keys: outputs of the model that are not predictions.
             metric_key_prefix: what the metrics' names begin with.
         """
         is_loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
@@ -196,7 +196,7 @@ class Evaluating(Building):
             model: in evaluation mode.
             inputs: the batch, on the device.
             prediction_loss_only: leave predictions and labels out.
-            ignore_keys: outputs that are no predictions; None: what the model's config says.
+            ignore_keys: outputs that are not predictions; None: what the model's config says.
         """
         inputs = self._prepare_inputs(inputs)
         bare, labels = self._loss_of.split(inputs)
@@ -244,7 +244,7 @@ class Evaluating(Building):
 
         Args:
             test_dataset: with labels or without.
-            ignore_keys: outputs of the model that are no predictions.
+            ignore_keys: outputs of the model that are not predictions.
             metric_key_prefix: what the metrics' names begin with.
         """
         with self._evaluating():
@@ -260,7 +260,7 @@ class Evaluating(Building):
 
         Args:
             test_dataset: with labels or without.
-            ignore_keys: outputs of the model that are no predictions.
+            ignore_keys: outputs of the model that are not predictions.
         """
         with self._evaluating() as model:
             loader = self._prepared(self.get_test_dataloader(test_dataset))

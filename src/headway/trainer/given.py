@@ -1,4 +1,4 @@
-"""What a Trainer is given: mistakes of which the first sign would come late, or in words that say nothing."""
+"""Checks what a Trainer is given, for mistakes that would show late or with an unhelpful message."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def check_pairs(args: TrainingArguments, first: Any, second: Any, processing_cla
         raise ConfigError("optimizers and optimizer_cls_and_kwargs are two optimizers; give one")
     if optimizers[0] is not None and args.per_device_train_batch_size == "largest":
         raise ConfigError(
-            "per_device_train_batch_size='largest' makes updates on trial, which would change the optimizer that you give; let the "
+            "per_device_train_batch_size='largest' tries updates, which would change the optimizer that you give; let the "
             "Trainer make it (optim, optimizer_cls_and_kwargs), or give a number"
         )
 
@@ -54,14 +54,16 @@ def missing_checkpoint(asked: str | Path, output_dir: str | Path) -> str | None:
         return None
     there = committed(folder / FOLDER) or committed(Path(output_dir) / FOLDER)
     known = (
-        f"there are {', '.join(path.name for path in there[:5])} in {there[0].parent}" if there else "there are none"
+        f"{there[0].parent} holds {', '.join(path.name for path in there[:5])}"
+        if there
+        else "this run has no checkpoint"
     )
     if not folder.exists():
         what = "does not exist"
     elif committed(folder / FOLDER):
         what = "is a run's folder, not a checkpoint"
     elif folder.is_dir():
-        what = "is a checkpoint of transformers, which cannot be gone on from; take its weights with from_pretrained"
+        what = "is a checkpoint of transformers, which cannot be resumed; take its weights with from_pretrained"
     else:
         what = "is a file; a checkpoint is a folder"
-    return f"resume_from_checkpoint={str(asked)!r} {what}. Of this run's checkpoints, {known}; True goes on from the newest"
+    return f"resume_from_checkpoint={str(asked)!r} {what}; {known}; True resumes from the newest"

@@ -137,7 +137,7 @@ def check_call(model: torch.nn.Module, inputs: Any) -> None:
         what = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else f"{len(inputs)} values"
         raise LossError(
             f"{type(model).__name__}.forward{signature} cannot be called with a batch of {what} ({error}). Without a loss function "
-            "the model is given the whole batch, and returns its loss; give the Trainer a loss_function(outputs, labels), or let "
+            "the model gets the whole batch and must return its loss; give the Trainer a loss_function(outputs, labels), or let "
             "forward take the labels"
         ) from None
 

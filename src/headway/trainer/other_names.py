@@ -24,7 +24,7 @@ NOT_SERVED = {
     "get_batch_samples": "batches come from the prepared loader; compute_loss(..., num_items_in_batch) is told how many labels count",
     "set_initial_training_values": "state.max_steps and state.num_train_epochs are there from on_train_begin on",
     "store_flos": "accelerator.profile and the run's log have FLOPs",
-    "loss_is_scaled_for_ga": "accelerator.backward(loss, weight=...) sees to the window's mean",
+    "loss_is_scaled_for_ga": "accelerator.backward(loss, weight=...) takes care of the window's mean",
 }
 """Methods that are not here, and what to do instead."""
 
@@ -48,7 +48,7 @@ HOOKS = {
     "_get_output_dir": "set output_dir",
     "_prepare_for_training": "override create_optimizer, create_scheduler and the loaders' methods",
     "_finalize_training": "use a callback's on_train_end",
-    "_determine_best_metric": "set metric_for_best_model, or call state's fields in a callback's on_evaluate",
+    "_determine_best_metric": "set metric_for_best_model, or set the state's fields in a callback's on_evaluate",
     "_push_from_checkpoint": _NO_HUB,
     "_hp_search_setup": NOT_SERVED["hyperparameter_search"],
     **{name: NOT_SERVED[name] for name in ("create_accelerator_and_postprocess", "get_batch_samples",
@@ -66,7 +66,7 @@ def check_hooks(kind: type) -> None:
     theirs = [each for each in kind.__mro__ if not each.__module__.startswith("headway.")]
     found = [f"{name}: {HOOKS[name]}" for name in HOOKS if any(name in vars(each) for each in theirs)]
     if found:
-        raise ConfigError(f"{kind.__name__} overrides what is not called here: " + "; ".join(found))
+        raise ConfigError(f"{kind.__name__} overrides methods that Headway never calls: " + "; ".join(found))
 
 
 class OtherNames(Files):
@@ -79,7 +79,7 @@ class OtherNames(Files):
     def __getattr__(self, name: str) -> Any:
         # Asked for only where the object lacks it.
         if name in NOT_SERVED:
-            raise MemberNotServed(f"Trainer.{name} is not here: {NOT_SERVED[name]}")
+            raise MemberNotServed(f"Trainer.{name} is not served: {NOT_SERVED[name]}")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     # ---------------------------------------------------------------- other names of what there is

@@ -107,8 +107,8 @@ class Rehearsal:
         except Exception as error:
             raise MetricError(
                 f"compute_metrics raised {type(error).__name__}: {error}. It was tried on {num_rows} rows of the evaluation data "
-                "before the training, so that this does not come to light after an epoch of it. Mend it; or override "
-                "Trainer.check_evaluation, which tries it"
+                "before the training, not after its first epoch. Fix it, or override Trainer.check_evaluation to skip this "
+                "rehearsal"
             ) from error
 
 
@@ -140,7 +140,7 @@ def check_wanted(wanted: str, given: str, found: dict[str, Any]) -> None:
         )
     if isinstance(found[wanted], bool) or not isinstance(found[wanted], int | float):
         raise ConfigError(
-            f"metric_for_best_model={given!r} is {found[wanted]!r}, which cannot be compared; give the name of a number"
+            f"metric_for_best_model={given!r} is {found[wanted]!r}, which cannot be compared; name a metric that is a number"
         )
 
 

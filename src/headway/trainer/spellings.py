@@ -20,7 +20,7 @@ ACCEPTED = {
 
 _CPU_OR_NOT = "Headway finds the device; use_cpu=True stays on the CPU"
 _WRAPPED = "give it to the Accelerator: accelerator_config={'kwargs_handlers': [DistributedDataParallelKwargs(...)]}"
-_ON_WRAPPER = "a replica is kept by Headway's own means; leave it out"
+_ON_WRAPPER = "Headway keeps the replicas equal itself; leave it out"
 _NOT_TRACKIO = "report_to has tensorboard, wandb and mlflow; name the project by run_name and logging_dir"
 _NO_HUB = "nothing is uploaded; call trainer.save_model(folder) and upload that"
 
@@ -77,7 +77,7 @@ ANSWERS = {
     "neftune_noise_alpha": "add the noise in a hook on the model's embeddings (register_forward_hook)",
     "torch_empty_cache_steps": "call torch.cuda.empty_cache() in a callback's on_step_end",
     "log_on_each_node": "leave it out: rank 0 logs",
-    "log_level_replica": "leave it out: rank 0 speaks, and others where it matters; log_level is for all",
+    "log_level_replica": "leave it out: rank 0 logs, and other ranks where it matters; log_level is for all",
     "include_num_input_tokens_seen": "leave it out: the run's log has tokens_per_second",
     "project": _NOT_TRACKIO,
     "trackio_space_id": _NOT_TRACKIO,
@@ -86,7 +86,7 @@ ANSWERS = {
     "eval_do_concat_batches": "use trainer.iterate_predictions(dataset), which gives batches as they come",
     "eval_use_gather_object": "leave it out: predictions are tensors, or tuples of them",
     "include_for_metrics": "compute_metrics is given predictions and labels; let the model return what else it needs",
-    "save_on_each_node": "leave it out: whether machines share the folder is found out",
+    "save_on_each_node": "leave it out: whether machines share the folder is detected",
     "enable_jit_checkpoint": "leave it out: a run that is asked to end saves by itself (docs/preemption.md)",
     "restore_callback_states_from_checkpoint": "leave it out: callbacks with a state_dict are always restored",
     "dataloader_multiprocessing_context": "override get_train_dataloader and give it to your DataLoader",
@@ -121,10 +121,10 @@ def asks_for_nothing(name: str, value: Any) -> bool:
 def explain_unknown(name: str, known: Collection[str]) -> str:
     """What to tell whoever gave the argument `name`."""
     if name in ANSWERS:
-        return f"{name} is no argument: {ANSWERS[name]}"
+        return f"{name} is not an argument: {ANSWERS[name]}"
     near = difflib.get_close_matches(name, [*known, *ACCEPTED], n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}?" if near else "see docs/trainer.md for those that there are"
-    return f"{name} is no argument of TrainingArguments; {hint}"
+    return f"{name} is not an argument of TrainingArguments; {hint}"
 
 
 def translate(given: dict[str, Any], known: Collection[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What scripts ask the training arguments about the place where they run; thin, the Accelerator knows more."""
+"""What scripts ask the training arguments about where they run; thin, since the Accelerator knows more."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ _NOT_SERVED = {
 
 
 class Surroundings:
-    """Names of transformers' TrainingArguments that are no arguments."""
+    """Names of transformers' TrainingArguments that are not arguments."""
 
     per_device_train_batch_size: int | str
     per_device_eval_batch_size: int
@@ -92,7 +92,7 @@ class Surroundings:
     def __getattr__(self, name: str) -> Any:
         # Asked for only where the object lacks it.
         if name in _NOT_SERVED:
-            raise MemberNotServed(f"TrainingArguments.{name} is not here: {_NOT_SERVED[name]}")
+            raise MemberNotServed(f"TrainingArguments.{name} is not served: {_NOT_SERVED[name]}")
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     @property

@@ -69,7 +69,7 @@ class Trainer(OtherNames):
         data_collator: from a list of rows to a batch; None: stacks and pads.
         train_dataset, eval_dataset: of the datasets library, torch's, or lists of rows; `eval_dataset` may be a dict of several.
         processing_class: a tokenizer or the like: pads, and is saved with the model. `tokenizer` is its old name.
-        model_init: makes the model anew for each training, in place of `model`.
+        model_init: makes a new model for each training, in place of `model`.
         compute_loss_func: the same as `loss_function`.
         compute_metrics: a function of an `EvalPrediction`, or an object with `update(predictions, labels)` and `compute()`,
             which keeps memory flat.
@@ -133,7 +133,7 @@ class Trainer(OtherNames):
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, trial: Any = None,
               ignore_keys_for_eval: list[str] | None = None) -> TrainOutput:  # fmt: skip
-        """Train to the end; every rank calls it. A second call trains anew, from the model as it is.
+        """Train to the end; every rank calls it. A second call is a new training, from the model as it is.
 
         Args:
             resume_from_checkpoint: True: go on from the newest checkpoint in `output_dir` that verifies, or begin where there is
@@ -248,8 +248,8 @@ class Trainer(OtherNames):
         mark = agreed(accelerator.collectives.gather_objects(read_mark(folder)))
         if mark is not None and mark.is_meant(self._training, asked):
             log.warning(
-                "%s was asked to end after update %d, and goes on from its newest checkpoint; resume_from_checkpoint=False begins "
-                "at the start", folder, mark.update,
+                "the run in %s was preempted after update %d and resumes from its newest checkpoint; resume_from_checkpoint=False "
+                "starts from the beginning", folder, mark.update,
             )  # fmt: skip
             self._resume_marked(mark)
         else:
@@ -260,13 +260,13 @@ class Trainer(OtherNames):
             elif accelerator.save_iteration:
                 log.info(
                     "%s holds checkpoints of earlier runs, which stay; this one's are numbered from %d on. "
-                    "resume_from_checkpoint=True goes on from the newest", folder, accelerator.save_iteration,
+                    "resume_from_checkpoint=True resumes from the newest", folder, accelerator.save_iteration,
                 )  # fmt: skip
         self.state.global_step = accelerator.num_updates
         self.control.should_training_stop = self.state.global_step >= self.state.max_steps
         self.begin_run()
         if not self.state.global_step:
-            # The first step tells readers of the log that this is no continuation of what may stand in it.
+            # The first step tells readers of the log that this is not a continuation of what may stand in it.
             accelerator.log({"epoch": 0.0}, step=0)
 
     def _resume_marked(self, mark: Mark) -> None:
@@ -274,13 +274,13 @@ class Trainer(OtherNames):
             self.accelerator.resume("latest", run=mark.run)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error}\nThis was to go on where the same command was asked to end; resume_from_checkpoint=False begins anew"
+                f"{error}\nThe same command was preempted and has to resume; resume_from_checkpoint=False starts from the beginning"
             ) from error
 
     def _leave_mark(self, checkpoint: str | Path, asked: str | Path | bool | None) -> None:
         """The run was asked to end: note where the same command goes on."""
         if asked is False:
-            log.warning("the same command begins at the start, as it says resume_from_checkpoint=False; True goes on")
+            log.warning("the next start is from the beginning, as resume_from_checkpoint=False says; True resumes")
         elif self.accelerator.is_local_main_process:
             leave_mark(self.args.output_dir or ".", checkpoint, self._training, asked, self.state.global_step)
 

@@ -52,7 +52,7 @@ _NO_PIECE = (
 _BY_HAND = (
     "backward came outside accumulate(), with gradient_accumulation_steps=%d: each loss is divided by %d, and step() and "
     "zero_grad() act whenever they are called. `with accelerator.accumulate(model):` makes it exact, for short windows and ragged "
-    "batches too, and lets gradients travel once a window. Do not divide the loss yourself"
+    "batches too, and reduces gradients only once per window. Do not divide the loss yourself"
 )
 
 

@@ -79,8 +79,8 @@ class _Plan:
             self._check(len(tree), f"a list of {len(tree)} items")
             return self._sequence(tree)
         raise MetricError(
-            f"gather_for_metrics got a {type(tree).__name__} ({tree!r:.40}), which is no entry per sample; give tensors, arrays or "
-            "lists with one row per sample. For a number per rank use reduce_mean(total, weight)"
+            f"gather_for_metrics got a {type(tree).__name__} ({tree!r:.40}), which does not hold one entry per sample; give "
+            "tensors, arrays or lists with one row per sample. For a number per rank use reduce_mean(total, weight)"
         )
 
     def _is_structure(self, values: list[Any]) -> bool:
@@ -119,8 +119,8 @@ class _Plan:
                 "for values that are not per sample"
             )
         log.warning_once(
-            "gather_for_metrics got %s for a batch of %d samples, the last and short one of its loader: the first %d count. "
-            "loss.repeat(len(batch)) instead of the batch size is what is meant", what, self.num_rows, self.num_valid,
+            "gather_for_metrics got %s for a batch of %d samples, the short last one of its loader: only the first %d count. "
+            "Write loss.repeat(len(batch)) instead of repeating to the batch size", what, self.num_rows, self.num_valid,
         )  # fmt: skip
 
     def _sequence(self, values: Any) -> Any:

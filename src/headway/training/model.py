@@ -1,7 +1,7 @@
 """The prepared model: the user's own object, whose class gains a call through the engine and autocast.
 
 The object stays what it was - isinstance, attributes, state_dict keys - because only its class is exchanged for a
-subclass of it, as torch's fully_shard does. `forward` is never replaced. The engine (a DDP instance, say) lives
+subclass of it, as torch's fully_shard does. `forward` is never replaced. The engine (e.g. a DDP instance) lives
 beside the module tree; it calls the module again, and a guard lets that inner call through.
 
 On several processes scripts expect what DistributedDataParallel has: `model.module`, which is the model itself, and

@@ -200,8 +200,8 @@ class Preparation:
         per_step = loader.total_batch_size
         if not per_step or wanted % per_step:
             raise ConfigError(
-                f"global_batch_size={wanted} is no multiple of what all ranks read at once ({per_step} samples); choose a multiple, "
-                "or another batch size for the loader"
+                f"global_batch_size={wanted} is not a multiple of what all ranks read at once ({per_step} samples); choose a "
+                "multiple, or another batch size for the loader"
             )
         self._accumulation.num_steps = wanted // per_step
         count = self._strategy.data_shard.count

@@ -132,7 +132,7 @@ def schedule_length(scheduler: Any) -> int | None:
 
 
 def is_scheduler(obj: Any) -> bool:
-    """Anything with step and state_dict that is no optimizer or model counts as a schedule."""
+    """Anything with step and state_dict that is not an optimizer or model counts as a schedule."""
     if isinstance(obj, LRScheduler):
         return True
     return all(callable(getattr(obj, name, None)) for name in ("step", "state_dict", "load_state_dict"))

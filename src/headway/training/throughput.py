@@ -182,7 +182,7 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the block's time out: a save, say, or an evaluation without a prepared loader."""
+        """Leave the block's time out: such as a save, or an evaluation without a prepared loader."""
         was_open, begun = self._is_open, self._now()
         self._close(begun)
         try:

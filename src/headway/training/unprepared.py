@@ -1,4 +1,4 @@
-"""Notices what trains past the prepared objects: it looks right and is not.
+"""Notices training that bypasses the prepared objects, which looks right and is not.
 
 An optimizer's first step is looked at once, through torch's own hook for steps; every step must not fall into a window
 in progress, which is a few attribute checks. Nothing here asks other ranks. What cannot be told apart from a legitimate
@@ -158,7 +158,7 @@ class Lookout:
         elif self._may_drift() and not _is_reduced_elsewhere(optimizer):
             log.warning_once(
                 "%s updates parameters of a model that is not prepared: each of the %d processes learns from its own gradients, and "
-                "their weights drift apart. Pass model and optimizer to accelerator.prepare(). If that is meant (or you "
+                "their weights drift apart. Pass model and optimizer to accelerator.prepare(). If you mean that (or "
                 "average gradients yourself), silence this with %s",
                 name, self.accumulation.strategy.data_shard.count, _SILENCE,
             )  # fmt: skip

@@ -26,7 +26,8 @@ def test_text_devices_and_order():
 
 def test_every_fault_is_named():
     with pytest.raises(
-        DeviceMapError, match=r"'gpu': 'gpu' is no device.*-1: -1 is no device.*'cpu': '10 potatoes' is no size"
+        DeviceMapError,
+        match=r"'gpu': 'gpu' is not a device.*-1: -1 is not a device.*'cpu': '10 potatoes' is not a size",
     ):
         get_max_memory({"gpu": 1, -1: 1, "cpu": "10 potatoes"})
 
@@ -53,7 +54,7 @@ def test_devices():
         1, 1, 0, 2, "cpu", "disk", "mps",
     ]  # fmt: skip
     for wrong in (True, -1, "gpu", 1.5, None):
-        with pytest.raises(DeviceMapError, match="is no device"):
+        with pytest.raises(DeviceMapError, match="is not a device"):
             budget.as_device(wrong)
 
 

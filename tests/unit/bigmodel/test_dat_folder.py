@@ -137,10 +137,10 @@ def test_an_index_that_is_none_and_names_that_leave_the_folder(tmp_path):
     (tmp_path / "index.json").write_text("[1]")
     with pytest.raises(CheckpointError, match="gives no entry for each name"):
         OffloadedWeightsLoader(save_folder=tmp_path)
-    with pytest.raises(ConfigError, match="no name of a tensor"):
+    with pytest.raises(ConfigError, match="not a name of a tensor"):
         offload_weight(torch.ones(1), "../w", tmp_path)
     index = {"../w": {"dtype": "float32", "shape": [1]}}
-    with pytest.raises(ConfigError, match="no name of a tensor"):
+    with pytest.raises(ConfigError, match="not a name of a tensor"):
         OffloadedWeightsLoader(save_folder=tmp_path, index=index)["../w"]
     with pytest.raises(ConfigError, match="meta device"):
         offload_weight(torch.ones(1, device="meta"), "w", tmp_path)

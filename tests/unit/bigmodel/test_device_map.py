@@ -200,7 +200,7 @@ def test_hand_written_maps_are_checked_with_every_fault():
     with pytest.raises(DeviceMapError) as caught:
         check_device_map(model, {"embeding": 0, "blocks.0": "gpu", "blocks.1.up": 1})
     text = str(caught.value)
-    for fault in ("no 'embeding'; did you mean 'embedding'?", "'blocks.0': 'gpu' is no device", "'embedding.weight' has no place",
+    for fault in ("no 'embeding'; did you mean 'embedding'?", "'blocks.0': 'gpu' is not a device", "'embedding.weight' has no place",
                   "'blocks.1.down.weight' has no place", "'head.weight' has no place"):  # fmt: skip
         assert fault in text
     assert "'blocks.0.up.weight'" not in text
@@ -218,7 +218,7 @@ def test_maps_as_users_write_them():
         resolve_device_map(model, "automatic")
     with pytest.raises(DeviceMapError, match="uses accelerator 99; this machine has"):
         resolve_device_map(model, {"": 99})
-    with pytest.raises(DeviceMapError, match=r"'a': 'x' is no device.*\n.*'b': 'y' is no device"):
+    with pytest.raises(DeviceMapError, match=r"'a': 'x' is not a device.*\n.*'b': 'y' is not a device"):
         resolve_device_map(model, {"a": "x", "b": "y"})
 
 

@@ -156,7 +156,7 @@ def test_a_pickle_that_would_execute_code_executes_nothing(tmp_path):
 
 def test_other_faults_of_pickles(tmp_path):
     torch.save([torch.zeros(1)], tmp_path / "list.bin")
-    with pytest.raises(CheckpointError, match="no dict of names"):
+    with pytest.raises(CheckpointError, match="not a dict of names"):
         open_checkpoint(tmp_path / "list.bin")
     with zipfile.ZipFile(tmp_path / "zip.bin", "w") as file:
         file.writestr("other", "content")

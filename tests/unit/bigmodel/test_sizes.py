@@ -32,7 +32,7 @@ def test_an_element(dtype, size):
 
 @pytest.mark.parametrize("dtype", ["float17", "nn", ""])
 def test_no_dtype(dtype):
-    with pytest.raises(ConfigError, match="no dtype; give one of torch's"):
+    with pytest.raises(ConfigError, match="not a dtype; give one of torch's"):
         dtype_byte_size(dtype)
 
 

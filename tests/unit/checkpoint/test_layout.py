@@ -120,7 +120,7 @@ def test_other_files_are_never_replaced(tmp_path):
         save(tmp_path)
     assert (tmp_path / "checkpoint_1" / "thesis.tex").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is not a folder"):
         save(tmp_path, final=tmp_path / "file")
 
 
@@ -164,7 +164,7 @@ def test_a_missing_manifest_is_no_checkpoint(tmp_path):
     save(tmp_path)
     (tmp_path / "checkpoint_1" / MANIFEST).unlink()
     assert folders.committed(tmp_path) == []
-    with pytest.raises(CheckpointError, match="no committed checkpoint"):
+    with pytest.raises(CheckpointError, match="not a committed checkpoint"):
         folders.locate(tmp_path / "checkpoint_1")
 
 
@@ -203,7 +203,7 @@ def test_another_version_or_file_is_said():
     for version in (3, None, True, [2]):
         with pytest.raises(CheckpointError, match=r"of version .* of the format; this Headway reads versions 1 and 2"):
             Manifest.decode(json.dumps({**whole, "version": version}).encode())
-    with pytest.raises(CheckpointError, match="no manifest"):
+    with pytest.raises(CheckpointError, match="not a manifest"):
         Manifest.decode(b"{}")
     with pytest.raises(CheckpointError, match="damaged"):
         Manifest.decode(SMALL.encode().replace(b'"y": 2', b'"y": 3'))

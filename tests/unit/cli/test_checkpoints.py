@@ -36,7 +36,7 @@ def test_inspect_finds_damage_only_when_asked_to_read(tmp_path):
     with pytest.raises(CheckpointError, match=r"model-00000\.safetensors is damaged"):
         raise run("inspect", tmp_path / "checkpoint_1", "--verify").exception
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="no committed checkpoint"):
+    with pytest.raises(CheckpointError, match="not a committed checkpoint"):
         raise run("inspect", tmp_path / "empty").exception
     with pytest.raises(CheckpointError, match=r"checkpoint_2 does not exist; .* holds checkpoint_1"):
         raise run("inspect", tmp_path / "checkpoint_2").exception
@@ -54,7 +54,7 @@ def test_inspect_lists_a_folder_of_checkpoints(tmp_path, folder):
     assert lines[1].startswith("  checkpoint_10  after 100 updates, epoch 1, ")
     assert lines[1].endswith(", saved 2026-11-22T00:00:00Z")
     assert lines[2].startswith("  checkpoint_9   damaged: ")
-    assert lines[3] == f"one of them: headway inspect {parent / 'checkpoint_10'}"
+    assert lines[3] == f"for one of them: headway inspect {parent / 'checkpoint_10'}"
     with pytest.raises(ConfigError, match=r"folder of 2 checkpoints .*; give one of them"):
         raise run("inspect", tmp_path / folder, "--verify").exception
 

@@ -83,7 +83,7 @@ def test_a_checkpoint_and_a_workload(run, tmp_path, monkeypatch):
     logits = 3 * 64 * 100 * 2
     assert re.search(rf"cpu +\d+ +\S+ KiB  {cache / 1024:.1f} KiB", said)
     assert f"cache: 512 B for each token of each sample; {cache / 1024:.1f} KiB for 3 samples of 64 tokens" in said
-    assert f"logits of all these tokens: {logits / 1024:.1f} KiB, counted with the activations; 600 B where" in said
+    assert f"logits of all these tokens: {logits / 1024:.1f} KiB, counted with the activations; 600 B if" in said
     assert 'device_map="auto" in float16' in said
     next(tmp_path.glob("model-00001-of-*.safetensors")).unlink()
     assert "shards are missing" in run(tmp_path, code=1)

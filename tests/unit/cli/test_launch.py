@@ -104,7 +104,7 @@ def test_the_environment_and_the_file_are_read(run, monkeypatch, tmp_path):
     (tmp_path / "c.yaml").write_text("num_processes: 4\n")
     assert run("--config_file", "c.yaml", "train.py").world_size == 4
     assert run("train.py").world_size == 1
-    assert "file: c.yaml key num_procesess) is no setting; did you mean num_processes" in (
+    assert "file: c.yaml key num_procesess) is not a setting; did you mean num_processes" in (
         (tmp_path / "c.yaml").write_text("num_procesess: 4\n") and run("--config_file", "c.yaml", "train.py")
     )
 
@@ -126,7 +126,7 @@ def test_the_environment_and_the_file_are_read(run, monkeypatch, tmp_path):
         (["x" * 3000], f"the script '{'x' * 60}... (3000 characters)' cannot be read: File name too long"),
         (["--main_process_port", "99999", "train.py"], "must be a whole number, 0 to 65535"),
         ([], "Missing argument 'SCRIPT'"),
-        (["--use-fsdp", "train.py"], "--use_fsdp is no flag of `headway launch`: sharded training"),
+        (["--use-fsdp", "train.py"], "--use_fsdp is not a flag of `headway launch`: sharded training"),
         (["--dynamo_backend", "inductor", "train.py"], "torch.compile(model)"),
         (["--nproc_per_node", "2", "train.py"], "use -n"),
     ],
@@ -168,7 +168,7 @@ def test_a_misspelt_command(capsys):
     with pytest.raises(SystemExit) as ended:
         main.main(["lanch", "train.py"])
     assert ended.value.code == 2
-    assert "'lanch' is no command of headway; did you mean launch?" in capsys.readouterr().err
+    assert "'lanch' is not a command of headway; did you mean launch?" in capsys.readouterr().err
 
 
 def test_the_commands_of_very_many_machines_are_not_all_written_out(run, capsys):

@@ -70,10 +70,10 @@ def test_any_bytes_give_settings_or_a_clear_error(content):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("num_procs: 2", r"num_procs \(file: f key num_procs\) is no setting; did you mean num_processes\?"),
+        ("num_procs: 2", r"num_procs \(file: f key num_procs\) is not a setting; did you mean num_processes\?"),
         ("compute_environment: LOCAL_MACHINE", "looks like a file of Accelerate's: `headway config import FILE`"),
         ("fsdp_config: {}", "headway config import"),
-        ("xyzzy: 1", "xyzzy .* is no setting; there are num_processes, "),
+        ("xyzzy: 1", "xyzzy .* is not a setting; there are num_processes, "),
         ("num_processes: '2'", r"num_processes='2' \(file: f key num_processes\) must be a whole number, 1 or more"),
         ("num_processes: true", "num_processes=True"),
         ("num_processes: 2.5", "num_processes=2.5"),
@@ -81,7 +81,7 @@ def test_any_bytes_give_settings_or_a_clear_error(content):
         ("mixed_precision: yes", "mixed_precision=True .* one of no, bf16, fp16"),
         ("- 1", "one setting a line"),
         ("a: [", "not valid YAML"),
-        ("module: true", "module .* is no setting"),
+        ("module: true", "module .* is not a setting"),
     ],
 )
 def test_errors(text, message):

@@ -50,7 +50,7 @@ def test_other_variables_are_left_alone():
 
 
 def test_a_misspelt_variable_is_named():
-    with pytest.raises(ConfigError, match="HEADWAY_NUM_PROCESES is no setting; did you mean HEADWAY_NUM_PROCESSES"):
+    with pytest.raises(ConfigError, match="HEADWAY_NUM_PROCESES is not a setting; did you mean HEADWAY_NUM_PROCESSES"):
         environment_layer({"HEADWAY_NUM_PROCESES": "2"})
 
 

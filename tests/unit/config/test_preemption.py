@@ -30,7 +30,7 @@ def test_without_a_place_it_is_refused():
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGNOTHING", "15"])
 def test_a_signal_that_cannot_be_caught_is_refused(name):
-    with pytest.raises(ConfigError, match="no signal that a process can catch"):
+    with pytest.raises(ConfigError, match="not a signal that a process can catch"):
         Preemption(signals=("SIGTERM", name))
 
 

@@ -73,7 +73,7 @@ def test_undecided_stays_undecided():
     ("text", "message"),
     [
         ("compute_environment: AMAZON_SAGEMAKER", "SageMaker"),
-        ("num_procesess: 2", "num_procesess .*is no key of Accelerate's config files; did you mean num_processes"),
+        ("num_procesess: 2", "num_procesess .*is not a key of Accelerate's config files; did you mean num_processes"),
         ("num_processes: many", "num_processes='many' .* whole number"),
         ("fsdp_config: 3", "must hold settings"),
         ("rdzv_backend: etcd", "rdzv_backend='etcd'"),

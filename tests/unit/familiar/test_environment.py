@@ -65,7 +65,7 @@ def test_a_config_file_that_launch_reads(tmp_path, capsys, monkeypatch):
     assert path == tmp_path / "default_config.yaml"
     assert file_layer(None, os.environ)["mixed_precision"].value == "bf16"
     assert environment.write_basic_config() is False
-    assert "exists already" in capsys.readouterr().out
+    assert "already exists" in capsys.readouterr().out
     assert environment.write_basic_config(save_location=tmp_path / "inner" / "other.yaml").exists()
     with pytest.raises(ConfigError, match="mixed_precision='fp9'"):
         environment.write_basic_config("fp9", tmp_path / "new.yaml")

@@ -72,7 +72,7 @@ def test_an_unknown_name_is_pythons_own_error(place):
 def test_commands_and_test_helpers_are_named():
     with pytest.raises(NotServed, match="Accelerate's commands have counterparts: `headway launch`"):
         importlib.import_module("headway.commands.launch")
-    with pytest.raises(NotServed, match=r"go on importing them from accelerate\.test_utils"):
+    with pytest.raises(NotServed, match=r"keep importing them from accelerate\.test_utils"):
         importlib.import_module("headway.test_utils")
 
 

@@ -57,8 +57,8 @@ def test_on_one_machine_nothing_meets(resolved, caplog):
     assert caplog.text == ""
     config = resolved(2, use_port="29501", rdzv_backend="c10d", log_line_prefix_template="[${rank}]")
     assert config.main_process_port is UNSET
-    assert "use_port='29501', rdzv_backend='c10d': nothing to do" in caplog.text
-    assert "log_line_prefix_template changes nothing" in caplog.text
+    assert "use_port='29501', rdzv_backend='c10d': not needed" in caplog.text
+    assert "log_line_prefix_template has no effect" in caplog.text
 
 
 def test_several_machines_meet_where_they_are_told(resolved):

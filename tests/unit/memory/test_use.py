@@ -144,7 +144,7 @@ def test_devices_that_are_not_here():
     for ask in (memory_use, lambda device: MemoryMonitor(device).__enter__()):
         with pytest.raises(DeviceUnavailable, match="this machine has no cuda:0; it has cpu"):
             ask("cuda:0")
-        with pytest.raises(ConfigError, match="device='gpu' is no device"):
+        with pytest.raises(ConfigError, match="device='gpu' is not a device"):
             ask("gpu")
         with pytest.raises(ConfigError, match=r"device='meta' is not measured; allowed: .*cpu"):
             ask("meta")

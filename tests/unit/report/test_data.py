@@ -127,7 +127,7 @@ def test_a_wrong_path_says_what_was_looked_for_and_what_lies_there(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ConfigError, match=r"no run at .*missing.*log\.jsonl.*there are notes\.txt"):
         load([tmp_path / "missing"])
-    with pytest.raises(ConfigError, match=r"is no run: looked for .*log\.jsonl.*there are notes\.txt"):
+    with pytest.raises(ConfigError, match=r"is not a run: looked for .*log\.jsonl.*there are notes\.txt"):
         load([tmp_path])
     lively(tmp_path / "deep" / "run", steps=5)
     with pytest.raises(ConfigError, match=r"folders below it do: headway report .*deep.run"):

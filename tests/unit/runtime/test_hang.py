@@ -77,7 +77,7 @@ def test_one_rank_asks_for_lenience_and_all_get_it():
         (outside(1, beat_age=8.0), "holds the interpreter lock in C code (no heartbeat for 8 s)"),
         (outside(1, phase="ended"), "has finished its script"),
         (outside(1, exit_code=0), "has finished its script"),
-        (outside(1, beat_age=None, calls=()), "is no Python program that Headway started"),
+        (outside(1, beat_age=None, calls=()), "is not a Python program that Headway started"),
         (outside(1, state="D"), "the kernel says D"),
         (outside(1, calls=None), "is at"),
         (inside(1, 20, state="T"), "is stopped"),  # inside as well, and stopped there

@@ -331,7 +331,7 @@ def test_arguments_that_nobody_knows_are_said():
     folder = accelerator.save_state(client_state={}, exclude_frozen_parameters=True)
     with pytest.raises(ConfigError, match=r"load_state\(\) has no argument 'maplocation'; did you mean map_location"):
         accelerator.load_state(folder, maplocation="cpu")
-    with pytest.raises(ConfigError, match=r"map_location='somewhere'.*allowed are None, 'cpu', 'on_device'"):
+    with pytest.raises(ConfigError, match=r"map_location='somewhere'.*allowed: None, 'cpu', 'on_device'"):
         accelerator.load_state(folder, map_location="somewhere")
     with pytest.raises(ConfigError, match=r"load_state\(\) has no argument 'zzz'; allowed: input_dir"):
         accelerator.load_state(folder, {"zzz": 1})

@@ -111,7 +111,7 @@ def test_a_config_that_is_none():
 def test_the_log_of_something_else_is_an_error():
     Path("run/p").mkdir(parents=True)
     Path("run/p/log.jsonl").write_text("mine\n")
-    with pytest.raises(TrackingError, match="is no run log of Headway's"):
+    with pytest.raises(TrackingError, match="is not a run log of Headway's"):
         build().init_trackers("p")
 
 

@@ -220,9 +220,9 @@ def test_a_later_format_is_refused(tmp_path):
 def test_a_foreign_file_is_refused_and_left_alone(tmp_path, content):
     path = tmp_path / FILE
     path.write_text(content)
-    with pytest.raises(TrackingError, match="is no run log of Headway's"):
+    with pytest.raises(TrackingError, match="is not a run log of Headway's"):
         read_run(path)
-    with pytest.raises(TrackingError, match="is no run log of Headway's"):
+    with pytest.raises(TrackingError, match="is not a run log of Headway's"):
         RunLog(tmp_path)
     assert path.read_text() == content
 

@@ -75,8 +75,8 @@ def test_what_is_not_installed_is_an_error_on_rank_0_only(monkeypatch):
     [
         ("tensorbord", "no such tracker .did you mean 'tensorboard'"),
         ("sheets", "no such tracker; allowed: mlflow, tensorboard, wandb"),
-        (3, "log_with=3 is no tracker"),
-        ([object], "is no tracker"),
+        (3, "log_with=3 is not a tracker"),
+        ([object], "is not a tracker"),
     ],
     ids=str,
 )

@@ -129,7 +129,7 @@ def test_unknown_names_get_the_nearest():
     assert "did you mean evaluation_strategy?" in refused(evaluation_stratgy="no")
     told = refused(warmup_step=1, nonsense_without_neighbour=2)
     assert "did you mean warmup_steps?" in told
-    assert "nonsense_without_neighbour is no argument" in told
+    assert "nonsense_without_neighbour is not an argument" in told
 
 
 def test_one_argument_by_two_names_is_refused():
@@ -157,7 +157,7 @@ def test_one_argument_by_two_names_is_refused():
         ({"dataloader_prefetch_factor": 2}, "dataloader_num_workers"),
         ({"load_best_model_at_end": True}, "eval_strategy is 'no'"),
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "epoch"}, "make them equal"),
-        ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 7, "save_steps": 10}, "no multiple"),
+        ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 7, "save_steps": 10}, "not a multiple"),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"evry": 2}}, "allowed: every"),
         ({"num_train_epochs": -1}, "num_train_epochs"),
         ({"learning_rate": "fast"}, "learning_rate"),
@@ -207,4 +207,4 @@ def test_they_are_json_even_with_objects_in_them():
 def test_no_unknown_name_is_ever_swallowed(name):
     known = {field.name for field in dataclasses.fields(TrainingArguments)} | set(ACCEPTED)
     if name not in known:
-        assert f"{name} is no argument" in refused(**{name: 1})
+        assert f"{name} is not an argument" in refused(**{name: 1})

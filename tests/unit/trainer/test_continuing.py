@@ -82,7 +82,7 @@ def test_false_begins_at_the_start_whatever_there_is(tmp_path):
 
 def test_false_is_not_promised_to_go_on(tmp_path, caplog):
     preempt(tmp_path, resume=False)
-    assert "the same command begins at the start" in caplog.text
+    assert "the next start is from the beginning" in caplog.text
     assert where_begun(tmp_path)[0] == 0
 
 
@@ -105,7 +105,7 @@ def test_several_trainings_of_one_process_each_find_their_own(tmp_path):
 
 def test_a_model_that_does_not_fit_is_told_how_to_begin(tmp_path):
     preempt(tmp_path)
-    with pytest.raises(CheckpointError, match="resume_from_checkpoint=False begins anew"):
+    with pytest.raises(CheckpointError, match="resume_from_checkpoint=False starts from the beginning"):
         where_begun(tmp_path, model=torch.nn.Sequential(Net(), torch.nn.Linear(2, 2)))
     assert where_begun(tmp_path)[0] == 3  # nothing was lost by the error
 

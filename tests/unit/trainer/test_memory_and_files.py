@@ -79,7 +79,7 @@ def test_the_largest_batch_is_searched_for(tmp_path, monkeypatch):
     assert losses(trainer) == losses(reference), "trials leave no trace"
     with pytest.raises(BatchSizeError):
         make(tmp_path, Small(0), per_device_train_batch_size="largest").train()
-    with pytest.raises(ConfigError, match="on trial"):
+    with pytest.raises(ConfigError, match="tries updates"):
         Trainer(model, arguments(tmp_path, per_device_train_batch_size="largest"),
                 optimizers=(torch.optim.SGD(model.parameters()), None))  # fmt: skip
 

@@ -64,7 +64,9 @@ def test_dropped_columns_are_named_once(tmp_path, caplog, make_data):
 @pytest.mark.parametrize("make_data", [list, datasets.Dataset.from_list], ids=["rows", "datasets"])
 @pytest.mark.parametrize("columns", [{"text": "a", "label": 1}, {"text": "a"}])
 def test_texts_that_were_not_tokenised(tmp_path, make_data, columns):
-    with pytest.raises(DataError, match=r"takes none but labels; it takes x\. Make those \(tokenise texts, say\)"):
+    with pytest.raises(
+        DataError, match=r"takes only labels; it takes x\. Provide those \(tokenise texts, for example\)"
+    ):
         Trainer(WithLoss(), arguments(tmp_path), train_dataset=make_data([columns] * 8)).train()
 
 
@@ -100,7 +102,7 @@ def test_streams_where_a_length_is_needed(tmp_path):
     largest = arguments(tmp_path, max_steps=2, per_device_train_batch_size="largest")
     with pytest.raises(ConfigError, match="a stream has none to try; give a number"):
         Trainer(WithLoss(), largest, train_dataset=Stream()).train()
-    with pytest.raises(DataError, match="a generator is no dataset"):
+    with pytest.raises(DataError, match="a generator is not a dataset"):
         Trainer(WithLoss(), arguments(tmp_path), train_dataset=(row for row in ROWS)).train()
 
 
@@ -113,17 +115,15 @@ def test_a_folder_that_is_no_checkpoint(tmp_path):
             make(tmp_path).train(resume_from_checkpoint=asked)
         return str(error.value)
 
-    assert "'nowhere' does not exist. Of this run's checkpoints, there are none; True goes on" in told("nowhere")
+    assert "'nowhere' does not exist; this run has no checkpoint; True resumes" in told("nowhere")
     make(tmp_path, save_strategy="epoch").train()
     folder = tmp_path / "run"
-    assert f"does not exist. Of this run's checkpoints, there are checkpoint_0 in {folder}/checkpoints;" in told(
-        "checkpoint_1"
-    )
-    assert "is a run's folder, not a checkpoint. Of this run's checkpoints, there are checkpoint_0" in told(folder)
+    assert f"does not exist; {folder}/checkpoints holds checkpoint_0;" in told("checkpoint_1")
+    assert f"is a run's folder, not a checkpoint; {folder}/checkpoints holds checkpoint_0" in told(folder)
     theirs = tmp_path / "checkpoint-500"
     theirs.mkdir()
     (theirs / "trainer_state.json").write_text("{}")
-    assert "is a checkpoint of transformers, which cannot be gone on from" in told(theirs)
+    assert "is a checkpoint of transformers, which cannot be resumed" in told(theirs)
     assert "is a file; a checkpoint is a folder" in told(theirs / "trainer_state.json")
     assert TrainingArguments(resume_from_checkpoint="true").resume_from_checkpoint is True
 

@@ -48,7 +48,7 @@ def test_private_methods_by_their_names_mean_the_same():
 @pytest.mark.parametrize("name", sorted(HOOKS))
 def test_an_override_that_would_do_nothing_is_refused(name, tmp_path):
     kind = type("Own", (Trainer,), {name: lambda self, *args, **kwargs: None})
-    with pytest.raises(ConfigError, match=f"Own overrides what is not called here: {name}: "):
+    with pytest.raises(ConfigError, match=f"Own overrides methods that Headway never calls: {name}: "):
         kind(WithLoss(), arguments(tmp_path))
     assert name in THEIRS or name == "_evaluate"
 

@@ -154,7 +154,7 @@ def test_datasets_of_hugging_face_lose_the_columns_that_forward_does_not_take(tm
     plain = Trainer(WithLoss(), arguments(tmp_path), train_dataset=Points(20))
     plain.train()
     assert losses(trainer) == pytest.approx(losses(plain), abs=1e-6)
-    with pytest.raises(DataError, match="takes none but labels"):
+    with pytest.raises(DataError, match="takes only labels"):
         Trainer(WithLoss(), arguments(tmp_path), train_dataset=Dataset.from_dict({"text": ["a"]})).train()
 
 
@@ -181,9 +181,9 @@ def test_what_is_missing_is_said(tmp_path):
         make(tmp_path).evaluate()
     with pytest.raises(LossError, match="returned no loss"):
         Trainer(Net(), arguments(tmp_path), train_dataset=list(Points(8).x)).train()
-    with pytest.raises(DataError, match="is no dataset"):
+    with pytest.raises(DataError, match="is not a dataset"):
         Trainer(Net(), arguments(tmp_path), train_dataset=3.5).train()
-    with pytest.raises(ConfigError, match="is no callback"):
+    with pytest.raises(ConfigError, match="is not a callback"):
         make(tmp_path, callbacks=[object()])
 
 

@@ -443,7 +443,7 @@ def test_global_batch_size_derives_the_accumulation(caplog: pytest.LogCaptureFix
 
 def test_a_global_batch_size_that_does_not_fit_is_refused() -> None:
     x, y = data(32)
-    with pytest.raises(ConfigError, match=r"global_batch_size=18 is no multiple .*\(4 samples\)"):
+    with pytest.raises(ConfigError, match=r"global_batch_size=18 is not a multiple .*\(4 samples\)"):
         Accelerator(cpu=True, global_batch_size=18).prepare(DataLoader(TensorDataset(x, y), batch_size=4))
     with pytest.raises(ConfigError, match="do not give the steps as well"):
         Accelerator(cpu=True, global_batch_size=16, gradient_accumulation_steps=2)

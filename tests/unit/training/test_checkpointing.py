@@ -225,7 +225,7 @@ class Stage(torch.nn.Sequential):
 
 
 class Pyramid(torch.nn.Module):
-    """Stages as attributes, blocks in them; a projection that is no block."""
+    """Stages as attributes, blocks in them; a projection that is not a block."""
 
     def __init__(self):
         super().__init__()

@@ -215,7 +215,7 @@ def test_a_loader_inside_a_loader(count):
         assert active == []
 
 
-# -------------------------------------------------------------------- what is no entry per sample
+# -------------------------------------------------------------------- what is not an entry per sample
 
 
 class Alone:

@@ -144,7 +144,7 @@ def test_settings_that_contradict_each_other_are_refused():
         Accelerator(cpu=True, scheduler_ticks="epochs")
     with pytest.raises(ConfigError, match="0 steps"):
         Accelerator(cpu=True, gradient_accumulation_steps=0)
-    with pytest.raises(ConfigError, match="no multiple"):
+    with pytest.raises(ConfigError, match="not a multiple"):
         Accelerator(cpu=True, global_batch_size=7).prepare(DataLoader(Numbers(20), batch_size=4))
 
 
