@@ -1,4 +1,3 @@
-
 """The built-in trackers against the real packages: what they wrote is read back with these packages' own readers."""
 
 import logging
