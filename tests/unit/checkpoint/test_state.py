@@ -5,7 +5,8 @@ import torch
 
 from headway.checkpoint.layout import read_tensors, verify
 from headway.checkpoint.manifest import Manifest
-from headway.checkpoint.state import Collected, Parts, collect, misfits, restore
+from headway.checkpoint.restoring import misfits, restore
+from headway.checkpoint.state import Collected, Parts, collect
 from headway.errors import CheckpointError
 from tests.unit.checkpoint.test_layout import save
 
