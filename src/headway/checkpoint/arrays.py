@@ -72,6 +72,11 @@ def is_same(one: numpy.dtype[Any], other: numpy.dtype[Any]) -> bool:
     return all(is_same(one.fields[name][0], other.fields[name][0]) for name in one.names or ())
 
 
+def contents(value: Any) -> Any:
+    """The bytes of an array or scalar by field, without what lies between the fields."""
+    return [contents(value[name]) for name in value.dtype.names] if value.dtype.names is not None else value.tobytes()
+
+
 def fill(dtype: numpy.dtype[Any], shape: Any, raw: bytes) -> numpy.ndarray[Any, Any]:
     """The array of these bytes, in C order.
 
@@ -81,4 +86,5 @@ def fill(dtype: numpy.dtype[Any], shape: Any, raw: bytes) -> numpy.ndarray[Any, 
     made: numpy.ndarray[Any, Any] = numpy.ndarray(tuple(shape), dtype, bytearray(raw) or bytearray(dtype.itemsize))
     if made.nbytes != len(raw):
         raise ValueError(f"{len(raw)} bytes for an array of {made.nbytes}")
-    return made.copy()
+    copy: numpy.ndarray[Any, Any] = made.copy()
+    return copy

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from headway.checkpoint.state import Collected, is_extra, is_weight
-from headway.checkpoint.tensors import bits, is_dense
+from headway.checkpoint.tensors import bits, is_dense, is_unmade
 from headway.checkpoint.text import logical
 from headway.checkpoint.undo import Undo, preserved
 from headway.checkpoint.values import decode
@@ -38,7 +38,9 @@ def model_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: Collect
     problems = []
     for name in mine.keys() - saved.keys():
         near = get_close_matches(name, saved.keys() - mine.keys(), 1)
-        problems.append(f"{name} is not in the checkpoint" + (f"; it has {near[0].removeprefix(prefix)}" if near else ""))
+        problems.append(
+            f"{name} is not in the checkpoint" + (f"; it has {near[0].removeprefix(prefix)}" if near else "")
+        )
     problems += [f"{name} is in the checkpoint, the model has none" for name in saved.keys() - mine.keys()]
     for name in mine.keys() & saved.keys():
         problem = _misfit(mine[name], saved[name])
@@ -49,7 +51,7 @@ def model_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: Collect
 
 def _misfit(own: torch.Tensor, saved: torch.Tensor) -> str | None:
     """Why the saved values cannot be put into a model's own tensor."""
-    if isinstance(own, torch.nn.parameter.UninitializedTensorMixin):
+    if is_unmade(own):
         return "has no shape yet (of a lazy module): run one forward before the load"
     if own.shape != saved.shape:
         return f"has the shape {tuple(own.shape)}, the checkpoint's {tuple(saved.shape)}"
@@ -176,13 +178,9 @@ def _part_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: Collect
             problems.append(f"{prefix}{name} is not in the checkpoint")
         elif _described(value) != _described(tensor):
             problems.append(f"{prefix}{name} is {_described(tensor)}, the checkpoint's {_described(value)}")
-    for name, value in saved.items():
-        if name not in mine and not is_extra(name):
-            problems.append(f"{prefix}{name} is in the checkpoint, the model has none")
     extras = {logical(prefix + name).removeprefix(prefix) for name in own if is_extra(name)}
-    problems += [f"{prefix}{name} is in the checkpoint, the model has none" for name in saved
-                 if is_extra(name) and name not in extras]  # fmt: skip
-    return problems
+    lost = saved.keys() - mine.keys() - extras
+    return problems + [f"{prefix}{name} is in the checkpoint, the model has none" for name in lost]
 
 
 def _described(tensor: torch.Tensor) -> str:

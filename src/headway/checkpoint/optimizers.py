@@ -82,9 +82,7 @@ def check_owners(optimizer: torch.optim.Optimizer, index: int) -> None:
             )
 
 
-def optimizer_misfits(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], entry: Any, index: int
-) -> list[str]:
+def optimizer_misfits(optimizer: torch.optim.Optimizer, names: Mapping[int, str], entry: Any, index: int) -> list[str]:
     """Everything about a saved state that does not fit this optimizer."""
     if not isinstance(entry, dict) or not _is_whole(entry):
         return [f"the saved state of optimizer {index} is not one that was saved"]
@@ -221,5 +219,3 @@ def undo_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 def _shallow(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else value
-
-

@@ -17,7 +17,6 @@ from headway.checkpoint.values import encode
 from headway.checkpoint.weights import untied
 from headway.errors import CheckpointError
 
-
 EXTRA = "_extra_state"
 """How torch calls the extra state of a module in its state dict."""
 
@@ -117,7 +116,10 @@ def is_extra(name: str) -> bool:
 
 def _plain(value: Any) -> Any:
     """A model's own tensor, of whatever class, as a plain one: a load puts the values into the object that is there."""
-    return value.detach().as_subclass(torch.Tensor) if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    plain = value.detach()
+    return plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor)
 
 
 def parameter_names(models: Iterable[torch.nn.Module]) -> dict[int, str]:

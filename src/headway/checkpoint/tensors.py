@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from headway.errors import CheckpointError
 
@@ -42,15 +43,22 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return bits(tensor).clone().view(tensor.dtype)
 
 
+def is_unmade(tensor: torch.Tensor) -> bool:
+    """Is it a parameter or buffer of a lazy module, without a shape yet?"""
+    return isinstance(tensor, UninitializedParameter | UninitializedBuffer)
+
+
 def refusal(tensor: torch.Tensor) -> str | None:
     """Why a checkpoint cannot hold this tensor's values, and what to do; None where it can."""
     kind = type(tensor)
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if is_unmade(tensor):
         return "a parameter without values yet (of a lazy module): run one forward before the save"
     if tensor.is_nested:
         return "a nested tensor: save what unbind() returns"
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return f"a {kind.__module__}.{kind.__qualname__}, which keeps its values elsewhere: save the plain tensors in it"
+        return (
+            f"a {kind.__module__}.{kind.__qualname__}, which keeps its values elsewhere: save the plain tensors in it"
+        )
     if tensor.is_meta:
         return "a tensor of the meta device, which has no values: load or initialise it before the save"
     if any(getattr(tensor, "names", ())):
@@ -121,4 +129,6 @@ def put_together(about: Mapping[str, Any], parts: Sequence[torch.Tensor]) -> tor
                                        check_invariants=True)  # fmt: skip
     if layout not in _COMPRESSED:
         raise CheckpointError(f"the manifest says {layout!r} of a tensor's layout, which is unknown")
-    return torch.sparse_compressed_tensor(*parts, shape, layout=getattr(torch, layout), check_invariants=True)
+    outer, inner, values = parts
+    return torch.sparse_compressed_tensor(outer, inner, values, shape,
+                                          layout=getattr(torch, layout), check_invariants=True)  # fmt: skip

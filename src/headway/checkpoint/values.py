@@ -57,14 +57,8 @@ class _Encoder:
         if depth > _MAX_DEPTH:
             raise CheckpointError(f"{name} is nested more than {_MAX_DEPTH} deep, or contains itself")
         kind = type(value)
-        if value is None or kind is bool:
-            return value
-        if kind is int:
-            return value if -_MAX_INT <= value < _MAX_INT else {TAG: "int", "value": hex(value)}
-        if kind is str:
-            return value if is_plain(value) else {TAG: "text", "value": to_base64(value)}
-        if kind is float:
-            return value if math.isfinite(value) else {TAG: "float", "value": repr(value)}
+        if value is None or kind in (bool, int, float, str):
+            return _simple(value)
         if kind is list:
             return [self.encode(item, f"{name}.{i}", depth + 1) for i, item in enumerate(value)]
         if kind is dict and is_object(value):
@@ -125,7 +119,9 @@ class _Encoder:
             )
         keys = value if isinstance(value, dict | set | frozenset) else ()
         if any(isinstance(key, torch.Tensor) for key in keys):
-            raise CheckpointError(f"{name} has a tensor as a key, which nobody finds again: a tensor is a key by its place")
+            raise CheckpointError(
+                f"{name} has a tensor as a key, which nobody finds again: a tensor is a key by its place"
+            )
         items: list[Any] = [list(pair) for pair in value.items()] if isinstance(value, dict) else list(value)
         encoded = [self.encode(item, f"{name}.{i}", depth + 1) for i, item in enumerate(items)]
         if isinstance(value, set | frozenset):  # alike on all ranks
@@ -139,6 +135,17 @@ class _Encoder:
             name += "_"
         self.tensors[name] = tensor
         return name
+
+
+def _simple(value: bool | int | float | str | None) -> Any:
+    """JSON's own values, but for those that JSON, or a reader of it, lacks."""
+    if type(value) is int and not -_MAX_INT <= value < _MAX_INT:
+        return {TAG: "int", "value": hex(value)}
+    if type(value) is str and not is_plain(value):
+        return {TAG: "text", "value": to_base64(value)}
+    if type(value) is float and not math.isfinite(value):
+        return {TAG: "float", "value": repr(value)}
+    return value
 
 
 def is_object(value: Mapping[Any, Any]) -> bool:
@@ -155,7 +162,9 @@ def _described(dtype: numpy.dtype[Any], name: str) -> Any:
 
 def _refusal(value: Any) -> str:
     if isinstance(value, numpy.ndarray):
-        return "which would come back as a plain array, if at all: let state_dict() return plain arrays of numbers or text"
+        return (
+            "which would come back as a plain array, if at all: let state_dict() return plain arrays of numbers or text"
+        )
     allowed = "numbers, text, bytes, paths, tensors, arrays, and lists, tuples, dicts, sets and deques of them"
     return (
         f"which a checkpoint cannot hold without pickle. Allowed: {allowed}. Let state_dict() "
@@ -172,7 +181,7 @@ def _prove(value: Any, packed: Any, name: str) -> None:
     else:
         reason = f" but as {back!r}"
     is_alike = type(back) is type(value) and (
-        (back.tobytes() == value.tobytes() and arrays.is_same(back.dtype, value.dtype))
+        (arrays.is_same(back.dtype, value.dtype) and arrays.contents(back) == arrays.contents(value))
         if isinstance(value, numpy.generic)
         else bool(back == value or back != back)
     )

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from headway.checkpoint.saver import Saver
 from headway.checkpoint.restoring import cast_lines, misfits, restore
+from headway.checkpoint.saver import Saver
 from headway.checkpoint.state import Collected, Parts, Stateful, collect
 from headway.checkpoint.undo import Undo
 from headway.checkpoint.values import encode

@@ -81,7 +81,9 @@ def _read(about: Mapping[str, Any], found: Collected, rank: int, world_size: int
     ranks = _be("saved_by", saved_by(about), _list_of(_is_count))
     own = {name: _be(name, found.state[name], _list_of(lambda _: True)) for name in ("loaders", "streams")}
     if not ranks or any(len(each) != len(ranks) for each in own.values()):
-        raise CheckpointError(f"the manifest has positions and streams of other ranks than {ranks}; nothing was changed")
+        raise CheckpointError(
+            f"the manifest has positions and streams of other ranks than {ranks}; nothing was changed"
+        )
     is_same_world = about["world_size"] == world_size
     is_own = is_same_world and rank in ranks
     place = ranks.index(rank) if is_own else 0
@@ -143,7 +145,9 @@ def _read_batch(batch: Any) -> dict[str, Any]:
     sizes = _list_of(lambda value: value is None or _is_count(value))
     columns = [_be(name, batch[name], sizes) for name in ("asked", "sizes", "units")]
     if len({len(each) for each in columns}) != 1:
-        raise CheckpointError("the manifest tells the global batch of different numbers of loaders; nothing was changed")
+        raise CheckpointError(
+            "the manifest tells the global batch of different numbers of loaders; nothing was changed"
+        )
     _be("trained", batch["trained"], _list_of(_is_count))
     return dict(batch)
 
