@@ -15,7 +15,7 @@ from headway.checkpoint.model import casts, load_extras, load_weights, model_mis
 from headway.checkpoint.optimizers import decode_optimizer, load_optimizer, optimizer_misfits, undo_optimizer
 from headway.checkpoint.state import Collected, Parts, parameter_names
 from headway.checkpoint.tensors import copied
-from headway.checkpoint.undo import Undo, preserved
+from headway.checkpoint.undo import Undo, is_same_state, preserved
 from headway.checkpoint.values import decode
 from headway.errors import CheckpointError
 
@@ -138,4 +138,9 @@ def _restore_objects(parts: Parts, found: Collected, undo: Undo) -> None:
 
 
 def _put_back(obj: Any, before: Callable[[], Any]) -> None:
-    obj.load_state_dict(before())
+    try:
+        obj.load_state_dict(before())
+    except Exception:
+        # What refuses every state has most likely changed nothing either.
+        if not is_same_state(obj.state_dict(), before()):
+            raise

@@ -7,7 +7,9 @@ from typing import Any
 import numpy
 import torch
 
-from headway.checkpoint.tensors import bits, is_dense
+from headway.checkpoint.tensors import bits, is_dense, raw_bytes
+from headway.checkpoint.values import encode
+from headway.errors import CheckpointError
 
 
 class Undo:
@@ -36,6 +38,22 @@ def preserved(state: Any) -> Callable[[], Any]:
     """A function that returns the state as it is now, whatever becomes of it; tensors are copied to the host meanwhile."""
     kept = _keep(state)
     return lambda: _back(kept)
+
+
+def is_same_state(one: Any, other: Any) -> bool:
+    """Do the two hold the same values, bit by bit? Of what no checkpoint holds nobody knows: False."""
+    told = []
+    for state in (one, other):
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            told.append((encode(state, "", tensors), tensors))
+        except CheckpointError:
+            return False
+    (first, mine), (second, theirs) = told
+    return bool(first == second) and all(
+        tensor.dtype == theirs[name].dtype and torch.equal(raw_bytes(tensor), raw_bytes(theirs[name]))
+        for name, tensor in mine.items()
+    )
 
 
 class _Tensor:
