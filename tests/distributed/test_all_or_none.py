@@ -75,3 +75,25 @@ def test_a_hook_that_raises_on_one_rank_is_told_on_all_and_later_saves_go_on():
         told = run_ranks(hook_fails, 2, f"{folder}/mine")
         assert all("rank 1: KeyError" in each for each in told)
         assert sorted(path.name for path in Path(folder).iterdir()) == ["latest", "mine"]
+
+
+def one_cannot_be_saved(folder):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 1))
+    odd = Fussy(0, object() if accelerator.process_index == 1 else 1)
+    accelerator.register_for_checkpointing(odd)
+    try:
+        accelerator.save_state(folder)
+    except CheckpointError as error:
+        odd.value = 1
+        accelerator.save_state(folder)
+        return str(error)
+    return None
+
+
+def test_a_state_that_one_rank_cannot_save_is_told_on_all():
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = run_ranks(one_cannot_be_saved, 2, f"{folder}/mine")
+        assert "rank 1: CheckpointError: custom/0.value is a builtins.object" in first
+        assert second.startswith("custom/0.value is a builtins.object")
+        assert sorted(path.name for path in Path(folder).iterdir()) == ["latest", "mine"]

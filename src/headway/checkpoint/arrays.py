@@ -81,10 +81,10 @@ def fill(dtype: numpy.dtype[Any], shape: Any, raw: bytes) -> numpy.ndarray[Any, 
     """The array of these bytes, in C order.
 
     Raises:
-        ValueError, TypeError: there are more or fewer of them.
+        CheckpointError, TypeError: there are more or fewer of them.
     """
     made: numpy.ndarray[Any, Any] = numpy.ndarray(tuple(shape), dtype, bytearray(raw) or bytearray(dtype.itemsize))
     if made.nbytes != len(raw):
-        raise ValueError(f"{len(raw)} bytes for an array of {made.nbytes}")
+        raise CheckpointError(f"the manifest has {len(raw)} bytes for an array of {made.nbytes}")
     copy: numpy.ndarray[Any, Any] = made.copy()
     return copy

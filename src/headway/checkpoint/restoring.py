@@ -116,8 +116,13 @@ def restore(parts: Parts, found: Collected, more: Callable[[Undo], None] | None 
         left = undo.run()
         told = f"but this could not be put back, so end the run: {'; '.join(left)}" if left else "nothing was changed"
         raise CheckpointError(f"a state could not be taken up ({'; '.join(failures)}); {told}") from cause
-    for index, model in parts.chosen():
-        load_weights(dict(parts.export(model)), found, index)
+    try:
+        for index, model in parts.chosen():
+            load_weights(dict(parts.export(model)), found, index)
+    except Exception as error:
+        raise CheckpointError(
+            f"the weights could not be copied to the end ({type(error).__name__}: {error}): the model is in between, so end the run"
+        ) from error
 
 
 def _restore_objects(parts: Parts, found: Collected, undo: Undo) -> None:

@@ -191,9 +191,7 @@ class RunState:
                 "a checkpoint is saved in the middle of a window (%d of %d micro-batches); it resumes at the window's start",
                 self._accumulation.current.num_done, self._accumulation.num_steps,
             )  # fmt: skip
-        collected = collect(self._parts())
-        mark = self._mark if is_unfinished else None
-        states = self._loader_states(mark) if before is None or is_unfinished else before.states
+        collected, states = self._collect_own(before, is_unfinished, is_alone)
         self._add("loaders", states, collected, is_alone)
         run, about = self._run_state(), self._about(is_unfinished)
         if before is not None and not is_unfinished:
@@ -202,6 +200,25 @@ class RunState:
         about = about | {"saved_by": [self._runtime.rank]} if is_alone else self._collectives.broadcast_object(about)
         self.run_id = about["run"]
         return collected, about
+
+    def _collect_own(
+        self, before: Beginning | None, is_unfinished: bool, is_alone: bool
+    ) -> tuple[Collected, list[dict[str, Any]]]:
+        """This rank's state and its loaders'; where a `state_dict` fails, the other ranks hear of it instead of waiting."""
+        failure: Exception | None = None
+        collected, states = Collected(), []
+        try:
+            collected = collect(self._parts())
+            mark = self._mark if is_unfinished else None
+            states = self._loader_states(mark) if before is None or is_unfinished else before.states
+        except Exception as error:
+            failure = error
+        told = [] if is_alone else self._agree(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        if told:
+            raise CheckpointError("nothing was saved; earlier checkpoints are as they were.\n  " + "\n  ".join(told))
+        return collected, states
 
     def seal(self, collected: Collected, before: Beginning | None = None, is_alone: bool = False) -> None:
         """Add the random streams, after all else of the user's that may draw from them has run; called like `collect`."""
@@ -297,22 +314,16 @@ class RunState:
         """
         manifest, found = self.saver.read(path)
         parts = self._parts()
-        wanted = list(parts.models)
-        for hook in hooks:
-            hook(wanted, str(path))
-        parts.left_out |= {i for i, model in enumerate(parts.models) if not any(model is each for each in wanted)}
-        problems = misfits(parts, found)
-        if problems:
-            raise CheckpointError(
-                f"{path} does not fit what is prepared; nothing was changed:\n  " + "\n  ".join(problems)
-            )
         saved = read_run(manifest.about, found, self._runtime.rank, self._runtime.world_size)
         restored = Restored(path, manifest.about)
-        restored.differences += self._compare(manifest.about, saved) + cast_lines(parts, found)
-        if is_strict and restored.differences:
-            raise CheckpointError(
-                f"{path} differs from this run; nothing was changed:\n  " + "\n  ".join(restored.differences)
-            )
+        if hooks:  # they may load models themselves, so all that does not hang on them is checked before
+            parts.left_out = set(range(len(parts.models)))
+            self._check(restored, parts, found, saved, is_strict)
+            wanted = list(parts.models)
+            for hook in hooks:
+                hook(wanted, str(path))
+            parts.left_out = {i for i, model in enumerate(parts.models) if not any(model is each for each in wanted)}
+        self._check(restored, parts, found, saved, is_strict)
         plan = self._plan(manifest.about, saved)
         restore(parts, found, lambda undo: self._restore_position(saved, plan, undo), self._agree)
         # Told before the random streams are set: who listens may draw from them.
@@ -320,6 +331,18 @@ class RunState:
                differences=restored.differences, notes=manifest.about.get("notes"))  # fmt: skip
         self._take_up(saved, plan)
         return restored
+
+    def _check(self, restored: Restored, parts: Parts, found: Collected, saved: SavedRun, is_strict: bool) -> None:
+        problems = misfits(parts, found)
+        if problems:
+            raise CheckpointError(
+                f"{restored.folder} does not fit what is prepared; nothing was changed:\n  " + "\n  ".join(problems)
+            )
+        restored.differences = self._compare(restored.about, saved) + cast_lines(parts, found)
+        if is_strict and restored.differences:
+            raise CheckpointError(
+                f"{restored.folder} differs from this run; nothing was changed:\n  " + "\n  ".join(restored.differences)
+            )
 
     def _agree(self, failure: str | None) -> list[str]:
         """What failed on any rank: all of them take the state up, or none."""

@@ -1,4 +1,4 @@
-"""Saves that cannot be loaded are refused with nothing left behind; loads that are refused change nothing, whatever the manifest says."""
+"""Saves that could not be loaded are refused and leave nothing behind; loads that are refused change nothing."""
 
 import copy
 import json
@@ -148,7 +148,7 @@ def test_a_metric_that_is_nan_does_not_cost_the_checkpoint():
 def test_strict_refuses_other_dtypes_and_a_load_tells_them():
     accelerator, *_ = build(torch.nn.Linear(3, 1).double())
     folder = accelerator.save_state()
-    again, model, *_ = build(torch.nn.Linear(3, 1).to(torch.bfloat16))
+    again, *_ = build(torch.nn.Linear(3, 1).to(torch.bfloat16))
     with pytest.raises(CheckpointError, match=r"model/0/weight and 1 more tensors: float64 -> bfloat16"):
         again.load_state(folder, strict=True)
     assert again.load_state(folder).differences == ["model/0/weight and 1 more tensors: float64 -> bfloat16"]
@@ -178,6 +178,18 @@ def test_a_loader_that_cannot_take_its_state_up_changes_nothing(monkeypatch):
     with pytest.raises(CheckpointError, match=r"no such place\); nothing was changed"):
         built[0].load_state(folder)
     assert_unchanged(before, picture(built))
+
+
+def test_a_load_hook_is_not_called_where_the_rest_does_not_fit():
+    accelerator, *_ = build()
+    folder = accelerator.save_state()
+    other = Accelerator(cpu=True)
+    other.prepare(torch.nn.Linear(3, 1))
+    called = []
+    other.register_load_state_pre_hook(lambda models, where: called.append(models.clear()))
+    with pytest.raises(CheckpointError, match="1 optimizers were saved, 0 are prepared"):
+        other.load_state(folder)
+    assert called == []
 
 
 def places(tree, path=()):
