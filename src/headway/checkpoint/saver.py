@@ -110,8 +110,12 @@ class Saver:
         self._together(lambda: begin(job), job, is_alone)
         if fill is not None:
             self._together(partial(fill, job.staging), job, is_alone)
-        if seal is not None:
-            seal()
+        try:
+            if seal is not None:
+                seal()
+        except BaseException:
+            abandon(job)
+            raise
         self._together(lambda: announce(job), job, is_alone)
         if policy.is_blocking:
             self._together(lambda: write(job), job, is_alone)
@@ -160,8 +164,11 @@ class Saver:
         cause: BaseException | None = None
         try:
             act()
-        except (OSError, CheckpointError) as error:
+        except Exception as error:  # of a hook's, say: the other ranks must hear of it, and the folder must go
             failure, cause = f"{type(error).__name__}: {error}", error
+        except BaseException:
+            abandon(job)
+            raise
         told = {self._runtime.rank: failure} if is_alone else dict(enumerate(self._collectives.gather_objects(failure)))
         failed = [f"rank {rank}: {text}" for rank, text in told.items() if text is not None]
         if failed:

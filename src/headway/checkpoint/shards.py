@@ -15,6 +15,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from headway.checkpoint.manifest import PIECE, Written
+from headway.checkpoint.tensors import raw_bytes
 from headway.errors import CheckpointError
 
 _BLOCK = 1024 * 1024
@@ -93,8 +94,7 @@ def _header(tensors: Sequence[tuple[str, torch.Tensor]]) -> bytes:
 def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
     if not tensor.numel():
         return
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu().reshape(-1).view(torch.uint8)
-    data = memoryview(flat.numpy())  # type: ignore[arg-type]
+    data = memoryview(raw_bytes(tensor).numpy())  # type: ignore[arg-type]
     for start in range(0, len(data), _BLOCK):
         yield data[start : start + _BLOCK]
 
@@ -109,6 +109,24 @@ def describe(path: Path, name: str) -> Written:
         while count := file.readinto(view):
             digests.update(view[:count])
     return digests.written(name)
+
+
+def prove_shard(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Open a file as a load will, and compare what it says of its tensors; their values are hashed, and not read.
+
+    Raises:
+        CheckpointError: it could not be loaded.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name, tensor in tensors:
+                found = file.get_slice(name)
+                code = CODES.get(tensor.dtype)
+                wanted = list(tensor.shape) if code else [tensor.numel() * tensor.element_size()]
+                if (found.get_dtype(), list(found.get_shape())) != (code or "U8", wanted):
+                    raise CheckpointError(f"{path} was written and does not hold {name!r} as it is")
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path} was written and cannot be read: {error}") from error
 
 
 def read_shard(path: Path, wanted: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> dict[str, torch.Tensor]:

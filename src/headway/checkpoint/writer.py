@@ -22,7 +22,8 @@ import torch
 
 from headway.checkpoint import folders
 from headway.checkpoint.manifest import Chunk, Entry, Manifest, Written
-from headway.checkpoint.shards import describe, write_shard
+from headway.checkpoint.shards import describe, prove_shard, write_shard
+from headway.checkpoint.tensors import bits
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.runtime.events import notify
@@ -102,6 +103,8 @@ def begin(job: Job) -> None:
     Raises:
         OSError, CheckpointError: the folder cannot be written, or is none of ours.
     """
+    if "\0" in str(job.final):
+        raise CheckpointError(f"{str(job.final)!r} holds a NUL, which no name of a folder can; give another one")
     if job.leads:
         folders.check_target(job.final)
         job.final.parent.mkdir(parents=True, exist_ok=True)
@@ -130,10 +133,11 @@ def write(job: Job) -> Manifest | None:
     files = _collect(job)
     files |= _added_files(job.staging, files)
     manifest = _assemble(job, plan, files)
+    _prove(manifest)
     folders.commit(job.staging, job.final, manifest)
     try:
         folders.point_latest(job.final)
-    except OSError as error:  # it is committed: nothing that fails now may say otherwise
+    except (OSError, ValueError) as error:  # it is committed: nothing that fails now may say otherwise
         log.warning_once("%s is saved, but the file 'latest' beside it could not be written: %s", job.final, error)
     if job.keep is not None:
         folders.rotate(job.final.parent, job.keep, job.protected, job.about.get("run"))
@@ -150,8 +154,11 @@ def write(job: Job) -> Manifest | None:
 def _write_part(job: Job, files: Mapping[str, Sequence[str]]) -> None:
     working, done = job.staging / f".writing-{job.part}", job.staging / f".written-{job.part}"
     try:
-        written = [write_shard(job.staging / file, [(name, job.tensors[name]) for name in names])
-                   for file, names in files.items()]  # fmt: skip
+        written = []
+        for file, names in files.items():
+            tensors = [(name, job.tensors[name]) for name in names]
+            written.append(write_shard(job.staging / file, tensors))
+            prove_shard(job.staging / file, tensors)
         working.write_text(json.dumps([[w.name, w.num_bytes, w.digests] for w in written]))
         os.replace(working, done)
     except BaseException:
@@ -206,9 +213,24 @@ def _assemble(job: Job, plan: Sequence[Mapping[str, Sequence[str]]], files: Mapp
     return Manifest(tensors, dict(sorted(files.items())), job.aliases, job.state, job.about)
 
 
+def _prove(manifest: Manifest) -> None:
+    """Read the manifest as a load will, before it replaces anything.
+
+    Raises:
+        CheckpointError: it could not be loaded.
+    """
+    try:
+        data = manifest.encode()
+        is_alike = Manifest.decode(data).encode() == data
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"the state cannot be written as JSON: {type(error).__name__}: {error}") from error
+    if not is_alike:
+        raise CheckpointError("the manifest would not come back as it is")
+
+
 def abandon(job: Job) -> None:
     """Remove the staging folder of a save that failed; what another rank still puts there is swept by the next save."""
-    if job.leads:
+    if job.leads and "\0" not in str(job.staging):
         shutil.rmtree(job.staging, ignore_errors=True)
 
 
@@ -229,7 +251,7 @@ class Snapshot:
                 buffer = torch.empty(
                     tensor.shape, dtype=tensor.dtype, pin_memory=on_device and torch.cuda.is_available()
                 )
-            buffer.copy_(tensor.detach(), non_blocking=True)
+            bits(buffer).copy_(bits(tensor.detach()), non_blocking=True)
             has_device = has_device or tensor.device.type != "cpu"
             taken[name] = buffer
         if has_device:

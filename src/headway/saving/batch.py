@@ -1,6 +1,6 @@
 """The global batch of a run that goes on with other settings: which accumulation keeps it, and what is split raggedly."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,8 +135,21 @@ class GlobalBatch:
     def carry_out(self, plan: Plan) -> None:
         """Go on by the plan; before the loaders take up their positions."""
         asked = self._asked_steps
+        self._apply(plan)
+        self._kept = (plan, asked)
+
+    def way_back(self) -> Callable[[], None]:
+        """A function that ends a plan which is carried out from now on, and goes on by the one in force."""
+        kept, plan = self._kept, self._plan or Plan(self._accumulation.num_steps)
+
+        def back() -> None:
+            self._apply(plan)
+            self._kept = kept
+
+        return back
+
+    def _apply(self, plan: Plan) -> None:
         for index, loader in enumerate(self._loaders):
             size, unit = plan.windows.get(index, (0, 1))
             loader.keep_window(size, plan.num_steps, unit)
         self._accumulation.num_steps = plan.num_steps
-        self._kept = (plan, asked)

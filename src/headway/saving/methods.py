@@ -1,5 +1,6 @@
 """The Accelerator's methods about checkpoints: save, load, resume, and the epochs that are left."""
 
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -118,12 +119,14 @@ class Saving:
     def _commit(self, output_dir: str | Path | None, is_blocking: bool, metric: float | None,
                 before: Beginning | None = None, is_alone: bool = False) -> Path:  # fmt: skip
         run, project = self._run_state, self.project_configuration
+        if metric is not None:  # nan is never the best, and JSON has none
+            metric = float(metric) if math.isfinite(metric) else None
         run.saver.wait(is_alone)
         if not is_alone:  # some ranks may have saved without the others
             self._iteration = run.saver.meet(self._iteration)
         folder = self._folder_for(output_dir)
         collected, about = run.collect(before, is_alone)
-        about |= {"iteration": self._iteration, "metric": None if metric is None else float(metric)}
+        about |= {"iteration": self._iteration, "metric": metric}
         is_automatic = project.automatic_checkpoint_naming
         policy = Policy(
             project.total_limit if is_automatic else None, self._protected(folder, metric), is_automatic, is_blocking,

@@ -4,15 +4,17 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from headway.checkpoint.manifest import Manifest
+from headway.checkpoint.restoring import cast_lines, misfits, restore
 from headway.checkpoint.saver import Saver
-from headway.checkpoint.state import Collected, Parts, Stateful, collect, misfits, restore
-from headway.checkpoint.values import decode, encode
+from headway.checkpoint.state import Collected, Parts, Stateful, collect
+from headway.checkpoint.undo import Undo
+from headway.checkpoint.values import encode
 from headway.data.loader import PreparedLoader
 from headway.errors import CheckpointError
 from headway.log import get_logger
@@ -23,6 +25,7 @@ from headway.runtime.process import ProcessRuntime
 from headway.runtime.streams import derive_streams, read_streams, write_streams
 from headway.saving.batch import GlobalBatch, Plan
 from headway.saving.evaluation import Beginning, Evaluations
+from headway.saving.saved import SavedRun, read_run, saved_by
 from headway.strategies.base import Strategy
 from headway.training.accumulation import Accumulation
 from headway.training.clock import Clock
@@ -188,9 +191,7 @@ class RunState:
                 "a checkpoint is saved in the middle of a window (%d of %d micro-batches); it resumes at the window's start",
                 self._accumulation.current.num_done, self._accumulation.num_steps,
             )  # fmt: skip
-        collected = collect(self._parts())
-        mark = self._mark if is_unfinished else None
-        states = self._loader_states(mark) if before is None or is_unfinished else before.states
+        collected, states = self._collect_own(before, is_unfinished, is_alone)
         self._add("loaders", states, collected, is_alone)
         run, about = self._run_state(), self._about(is_unfinished)
         if before is not None and not is_unfinished:
@@ -199,6 +200,25 @@ class RunState:
         about = about | {"saved_by": [self._runtime.rank]} if is_alone else self._collectives.broadcast_object(about)
         self.run_id = about["run"]
         return collected, about
+
+    def _collect_own(
+        self, before: Beginning | None, is_unfinished: bool, is_alone: bool
+    ) -> tuple[Collected, list[dict[str, Any]]]:
+        """This rank's state and its loaders'; where a `state_dict` fails, the other ranks hear of it instead of waiting."""
+        failure: Exception | None = None
+        collected, states = Collected(), []
+        try:
+            collected = collect(self._parts())
+            mark = self._mark if is_unfinished else None
+            states = self._loader_states(mark) if before is None or is_unfinished else before.states
+        except Exception as error:
+            failure = error
+        told = [] if is_alone else self._agree(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        if told:
+            raise CheckpointError("nothing was saved; earlier checkpoints are as they were.\n  " + "\n  ".join(told))
+        return collected, states
 
     def seal(self, collected: Collected, before: Beginning | None = None, is_alone: bool = False) -> None:
         """Add the random streams, after all else of the user's that may draw from them has run; called like `collect`."""
@@ -294,94 +314,115 @@ class RunState:
         """
         manifest, found = self.saver.read(path)
         parts = self._parts()
-        wanted = list(parts.models)
-        for hook in hooks:
-            hook(wanted, str(path))
-        parts.left_out |= {i for i, model in enumerate(parts.models) if not any(model is each for each in wanted)}
+        saved = read_run(manifest.about, found, self._runtime.rank, self._runtime.world_size)
+        restored = Restored(path, manifest.about)
+        if hooks:  # they may load models themselves, so all that does not hang on them is checked before
+            parts.left_out = set(range(len(parts.models)))
+            self._check(restored, parts, found, saved, is_strict)
+            wanted = list(parts.models)
+            for hook in hooks:
+                hook(wanted, str(path))
+            parts.left_out = {i for i, model in enumerate(parts.models) if not any(model is each for each in wanted)}
+        self._check(restored, parts, found, saved, is_strict)
+        plan = self._plan(manifest.about, saved)
+        restore(parts, found, lambda undo: self._restore_position(saved, plan, undo), self._agree)
+        # Told before the random streams are set: who listens may draw from them.
+        notify("resumed", step=saved.num_updates, source=self._clock, epoch=saved.epoch, folder=str(path),
+               differences=restored.differences, notes=manifest.about.get("notes"))  # fmt: skip
+        self._take_up(saved, plan)
+        return restored
+
+    def _check(self, restored: Restored, parts: Parts, found: Collected, saved: SavedRun, is_strict: bool) -> None:
         problems = misfits(parts, found)
         if problems:
             raise CheckpointError(
-                f"{path} does not fit what is prepared; nothing was changed:\n  " + "\n  ".join(problems)
+                f"{restored.folder} does not fit what is prepared; nothing was changed:\n  " + "\n  ".join(problems)
             )
-        restored = Restored(path, manifest.about)
-        restored.differences += self._compare(manifest, found)
+        restored.differences = self._compare(restored.about, saved) + cast_lines(parts, found)
         if is_strict and restored.differences:
             raise CheckpointError(
-                f"{path} differs from this run; nothing was changed:\n  " + "\n  ".join(restored.differences)
+                f"{restored.folder} differs from this run; nothing was changed:\n  " + "\n  ".join(restored.differences)
             )
-        restore(parts, found)
-        run = found.state["run"]
-        # Told before the random streams are set: who listens may draw from them.
-        notify("resumed", step=run["num_updates"], source=self._clock, epoch=run["epoch"], folder=str(path),
-               differences=restored.differences, notes=manifest.about.get("notes"))  # fmt: skip
-        self._take_up(manifest, found)
-        return restored
 
-    def _compare(self, manifest: Manifest, found: Collected) -> list[str]:
+    def _agree(self, failure: str | None) -> list[str]:
+        """What failed on any rank: all of them take the state up, or none."""
+        told = self._collectives.gather_objects(failure)
+        is_one = len(told) == 1
+        return [text if is_one else f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+
+    def _compare(self, about: Mapping[str, Any], saved: SavedRun) -> list[str]:
         """What is not as it was; nothing is changed."""
-        about, run, lines = manifest.about, found.state["run"], []
+        lines = []
         before, now = about["world_size"], self._runtime.world_size
         if before != now:
             lines.append(f"world {before} -> {now}; random streams are derived from (seed, update, rank)")
-        elif len(saved_by := _saved_by(about)) < now:
+        elif len(ranks := saved_by(about)) < now:
             lines.append(
-                f"saved on rank {', '.join(map(str, saved_by))} alone, without the others' random streams: these are derived "
+                f"saved on rank {', '.join(map(str, ranks))} alone, without the others' random streams: these are derived "
                 "from (seed, update, rank)"
             )
-        lines += self._plan(about, run).lines
-        if run["precision"] != self._precision.name:
-            lines.append(f"mixed_precision {run['precision']} -> {self._precision.name}")
+        lines += self._plan(about, saved).lines
+        if saved.precision != self._precision.name:
+            lines.append(f"mixed_precision {saved.precision} -> {self._precision.name}")
         for name, was in about["versions"].items():
             if was != (now_is := {"headway": __version__, "torch": torch.__version__}.get(name)):
                 lines.append(f"{name} {was} -> {now_is}")
-        if len(found.state["loaders"][0]) != len(self._preparation.loaders):
-            lines.append(
-                f"{len(found.state['loaders'][0])} loaders were saved, {len(self._preparation.loaders)} are prepared"
-            )
+        if len(saved.loaders) != len(self._preparation.loaders):
+            lines.append(f"{len(saved.loaders)} loaders were saved, {len(self._preparation.loaders)} are prepared")
         return lines
 
-    def _plan(self, about: Mapping[str, Any], run: Mapping[str, Any]) -> Plan:
+    def _plan(self, about: Mapping[str, Any], saved: SavedRun) -> Plan:
         """How the global batch is kept."""
-        return self._batch.plan(about, run["batch"], about["world_size"] == self._runtime.world_size)
+        return self._batch.plan(about, saved.batch, about["world_size"] == self._runtime.world_size)
 
-    def _take_up(self, manifest: Manifest, found: Collected) -> None:
-        about, run, preparation, rank = manifest.about, found.state["run"], self._preparation, self._runtime.rank
-        is_same_world = about["world_size"] == self._runtime.world_size
-        self.run_id = str(about.get("run", ""))
-        self._clock.resume(run["num_updates"])
-        for optimizer, count in zip(preparation.optimizers, run["optimizer_updates"]):
+    def _restore_position(self, saved: SavedRun, plan: Plan, undo: Undo) -> None:
+        """What may still fail, as the state is read by others: the scaler, the loaders' positions, the streams."""
+        preparation = self._preparation
+        if saved.precision == self._precision.name:
+            undo.add("the scaler", partial(self._precision.load_state_dict, self._precision.state_dict()))
+            self._precision.load_state_dict(saved.scaler)
+        undo.add("the global batch", self._batch.way_back())
+        self._batch.carry_out(plan)
+        for index, (loader, state, seed) in enumerate(zip(preparation.loaders, saved.loaders, saved.seeds)):
+            undo.add(f"loader {index}", partial(_put_back, loader, loader.seed, loader.state_dict()))
+            loader.seed = seed
+            loader.load_state_dict(state)
+        streams = self._read_streams()
+        undo.add("the random streams", partial(self._write_streams, streams, streams.get("loaders")))
+        self._take_streams(saved)
+
+    def _take_streams(self, saved: SavedRun) -> None:
+        if saved.is_own:
+            self._write_streams(saved.streams, saved.loader_stream)
+        else:
+            derive_streams(saved.seed, saved.num_updates, self._runtime.rank)
+            self._preparation.loader_stream.load_state(saved.loader_stream)
+
+    def _write_streams(self, streams: dict[str, Any], loader_stream: torch.Tensor | None) -> None:
+        own = {name: state for name, state in streams.items() if name != "loaders"}
+        write_streams(own, self._runtime.hardware)
+        self._preparation.loader_stream.load_state(loader_stream)
+
+    def _take_up(self, saved: SavedRun, plan: Plan) -> None:
+        """The counters and the streams, which were read before."""
+        preparation = self._preparation
+        self.run_id = saved.run_id
+        self._clock.resume(saved.num_updates)
+        for optimizer, count in zip(preparation.optimizers, saved.optimizer_updates):
             optimizer.num_updates = count
         for scheduler in preparation.schedulers:
             scheduler.catch_up()
-        if run["precision"] == self._precision.name:
-            self._precision.load_state_dict(run["scaler"])
-        self._accumulation.resume(preparation.models, run["nominal"], run["num_updates"])
-        plan = self._plan(about, run)
-        self._batch.carry_out(plan)
+        self._accumulation.resume(preparation.models, saved.nominal, saved.num_updates)
         if plan.is_kept:
-            preparation.keep_ticks(*run["ticks"])
-        saved_by = _saved_by(about)
-        is_own = is_same_world and rank in saved_by
-        states = decode(found.state["loaders"][saved_by.index(rank) if is_own else 0], found.tensors)
-        for loader, state, seed in zip(preparation.loaders, states, run["seeds"]):
-            loader.seed = seed
-            loader.load_state_dict(state)
+            preparation.keep_ticks(*saved.ticks)
         known = preparation.loaders
-        self._accumulation.trained_on += [known[number] for number in run.get("trained_on", ()) if number < len(known)]
-        self.epoch, self._mark = run["epoch"], None
-        self._began = {each.seed: each.next_epoch for each in preparation.loaders} if run.get("counts_epochs") else None
+        self._accumulation.trained_on += [known[number] for number in saved.trained_on if number < len(known)]
+        self.epoch, self._mark = saved.epoch, None
+        self._began = {each.seed: each.next_epoch for each in preparation.loaders} if saved.counts_epochs else None
         self.evaluations.forget()
-        streams = decode(found.state["streams"][saved_by.index(rank) if is_own else 0], found.tensors)
-        loaders = streams.pop("loaders", None)
-        if is_own:
-            write_streams(streams, self._runtime.hardware)
-        else:
-            derive_streams(run["seed"], run["num_updates"], rank)
-        if loaders is None and not is_same_world:
-            loaders = streams["torch"]
-        preparation.loader_stream.load_state(loaders)
+        self._take_streams(saved)
 
 
-def _saved_by(about: Mapping[str, Any]) -> list[int]:
-    """The ranks whose own state a checkpoint holds, in its order."""
-    return list(about.get("saved_by") or range(about["world_size"]))
+def _put_back(loader: PreparedLoader, seed: int, state: dict[str, Any]) -> None:
+    loader.seed = seed
+    loader.load_state_dict(state)

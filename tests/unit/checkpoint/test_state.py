@@ -1,13 +1,19 @@
 import copy
+import re
+from collections import deque
 
+import numpy
 import pytest
 import torch
 
 from headway.checkpoint.layout import read_tensors, verify
 from headway.checkpoint.manifest import Manifest
-from headway.checkpoint.state import Collected, Parts, collect, misfits, restore
+from headway.checkpoint.restoring import cast_lines, misfits, restore
+from headway.checkpoint.state import Collected, Parts, collect
+from headway.checkpoint.tensors import copied, raw_bytes
 from headway.errors import CheckpointError
 from tests.unit.checkpoint.test_layout import save
+from tests.unit.checkpoint.test_round_trip import assert_same
 
 
 def build(seed=0, tied=False):
@@ -195,3 +201,243 @@ def test_manifests_of_states_are_plain_json(tmp_path):
     collected = collect(parts(model, optimizer))
     encoded = Manifest({}, {}, {}, collected.state, {}).encode()
     assert b"pickle" not in encoded
+
+
+def custom(*objects):
+    return Parts([], [], {"custom": objects}, lambda m: m.state_dict().items())
+
+
+class Broken(WithExtra):
+    def set_extra_state(self, state):
+        if state["mood"] != "calm":
+            raise ValueError("no such mood")
+
+
+def test_extra_state_that_is_refused_leaves_every_model_as_it_was():
+    saved = [build(), torch.nn.Sequential(WithExtra(2, 2))]
+    saved[1][0].mood = "wild"
+    export = lambda m: m.state_dict().items()  # noqa: E731
+    found = copy.deepcopy(collect(Parts(saved, [], {}, export)))
+    first, calm, broken = build(seed=9), torch.nn.Sequential(WithExtra(2, 2)), torch.nn.Sequential(Broken(2, 2))
+    before = copy.deepcopy(first.state_dict())
+    with pytest.raises(CheckpointError, match=r"no such mood\); nothing was changed"):
+        restore(Parts([first, broken], [], {}, export), found)
+    assert all(torch.equal(before[name], value) for name, value in first.state_dict().items())
+    two = Parts([first, calm], [], {"custom": [Fussy()]}, export)
+    found.state["custom"] = [{"count": 1}]
+    with pytest.raises(CheckpointError, match="nothing was changed"):
+        restore(two, found)
+    assert calm[0].mood == "calm"
+
+
+def test_extra_state_that_is_a_tensor_comes_back(tmp_path):
+    class Scaled(torch.nn.Linear):
+        scale = torch.zeros(2)
+
+        def get_extra_state(self):
+            return self.scale.clone()
+
+        def set_extra_state(self, state):
+            self.scale = state
+
+    saved, other = Scaled(2, 2), Scaled(2, 2)
+    saved.scale = torch.ones(2)
+    optimizer, into = torch.optim.SGD(saved.parameters(), 0.1), torch.optim.SGD(other.parameters(), 0.1)
+    restore(parts(other, into), through_files(collect(parts(saved, optimizer)), tmp_path))
+    assert torch.equal(other.scale, torch.ones(2))
+
+
+class Clinging(Counter):
+    """Its state is its own list, and it cannot go back."""
+
+    def __init__(self):
+        super().__init__()
+        self.items, self.is_stuck = [1, 2], False
+
+    def state_dict(self):
+        return {"items": self.items}
+
+    def load_state_dict(self, state):
+        if self.is_stuck:
+            raise RuntimeError("I am stuck")
+        self.items.clear()
+        self.items.extend(state["items"])
+
+
+def test_an_undo_goes_on_where_one_step_of_it_fails_and_says_which():
+    class Sticks(Clinging):
+        def load_state_dict(self, state):
+            super().load_state_dict(state)
+            self.is_stuck = True
+
+    found = Collected(state={"extra": [], "optimizer": [], "custom": [{"items": [9]}, {"items": [9]}, {"count": 1}]})
+    clinging, sticks = Clinging(), Sticks()
+    with pytest.raises(
+        CheckpointError, match=r"do not like it\); but this could not be put back.*custom 1 .*I am stuck"
+    ):
+        restore(custom(clinging, sticks, Fussy()), found)
+    assert clinging.items == [1, 2]
+
+
+def test_a_load_that_fails_on_another_rank_is_undone_here():
+    counter = Counter()
+    found = Collected(state={"extra": [], "optimizer": [], "custom": [{"count": 5}]})
+    with pytest.raises(CheckpointError, match="rank 1: it broke"):
+        restore(custom(counter), found, agree=lambda failure: [failure or "rank 1: it broke"])
+    assert counter.count == 0
+
+
+def test_an_optimizer_goes_back_to_its_very_tensors():
+    model = build().to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for p in model.parameters():
+        optimizer.state[p]["momentum_buffer"] = torch.randn(p.shape)
+    before = {p: entry["momentum_buffer"] for p, entry in optimizer.state.items()}
+    found = copy.deepcopy(collect(parts(model, optimizer)))
+    found.state["optimizer"][0]["groups"][0]["lr"] = 7.0
+    with pytest.raises(CheckpointError):
+        restore(parts(model, optimizer), found, agree=lambda failure: ["another rank failed"])
+    assert all(optimizer.state[p]["momentum_buffer"] is tensor for p, tensor in before.items())
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+class Memory(torch.optim.SGD):
+    """An optimizer that keeps more than tensors."""
+
+    def remember(self, value):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = value(p)
+
+
+def nested(p):
+    return {
+        0: torch.full(p.shape, 0.1), (1, "x"): "text", "mode": "full", "table": numpy.arange(3, dtype=numpy.float32),
+        "deep": {"history": [torch.full(p.shape, 0.2, dtype=torch.float64)], "pair": (torch.ones(1), "word")},
+        "queue": deque([torch.full((2,), 0.3)], maxlen=4), "low": torch.ones(2, dtype=torch.bfloat16),
+    }  # fmt: skip
+
+
+def test_nested_state_keeps_its_keys_types_and_dtypes(tmp_path):
+    model, other = build().to(torch.bfloat16), build(seed=9).to(torch.bfloat16)
+    optimizer, into = Memory(model.parameters(), 0.1), Memory(other.parameters(), 0.1)
+    optimizer.remember(nested)
+    optimizer.state["calls"] = {"count": 3, 2: torch.full((1,), 0.4)}
+    restore(parts(other, into), through_files(collect(parts(model, optimizer)), tmp_path))
+    for p in other.parameters():
+        assert_same(into.state[p], nested(p))
+    assert_same(into.state["calls"], {"count": 3, 2: torch.full((1,), 0.4)})
+
+
+def test_state_of_a_parameter_that_left_its_group_is_refused_with_its_optimizer():
+    model = build()
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer)
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(CheckpointError, match=r"optimizer 0 keeps state of a tensor of shape \(4,\) that is in none"):
+        collect(parts(model, optimizer))
+    optimizer = Memory(model.parameters(), 0.1)
+    optimizer.state[0] = {"x": 1}
+    with pytest.raises(CheckpointError, match="under the number 0"):
+        collect(parts(model, optimizer))
+
+
+def with_buffer(value):
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("held", value)
+    return model
+
+
+def other_values(value):
+    if value.is_quantized:
+        return torch.quantize_per_tensor(torch.zeros(value.shape), 1.0, 0, value.dtype)
+    if value.is_sparse:
+        return value * 0
+    other = copied(value)
+    raw_bytes(other).zero_()
+    return other.as_strided(value.shape, value.stride()) if other.numel() == value.numel() == 1 else other
+
+
+BUFFERS = {
+    "uint4": torch.tensor([1, 2, 3], dtype=torch.uint8).view(torch.uint4),
+    "int4": torch.tensor([1, 2, 3], dtype=torch.uint8).view(torch.int4),
+    "bits8": torch.tensor([1, 2, 3], dtype=torch.uint8).view(torch.bits8),
+    "strided": torch.arange(9.0)[1:2].as_strided((1,), (5,)),
+    "sparse": torch.eye(3).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_buffers_of_every_kind_come_back(kind, tmp_path):
+    saved, other = with_buffer(BUFFERS[kind]), with_buffer(other_values(BUFFERS[kind]))
+    optimizer, into = torch.optim.SGD(saved.parameters(), 0.1), torch.optim.SGD(other.parameters(), 0.1)
+    found = through_files(collect(parts(saved, optimizer)), tmp_path)
+    assert misfits(parts(other, into), found) == []
+    restore(parts(other, into), found)
+    assert_same(other.held, BUFFERS[kind])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantized_buffers_come_back(tmp_path):
+    value = torch.quantize_per_tensor(torch.randn(4), 0.1, 2, torch.qint8)
+    saved, other = with_buffer(value), with_buffer(other_values(value))
+    optimizer, into = torch.optim.SGD(saved.parameters(), 0.1), torch.optim.SGD(other.parameters(), 0.1)
+    restore(parts(other, into), through_files(collect(parts(saved, optimizer)), tmp_path))
+    assert_same(other.held, value)
+    assert other.held.q_scale() == 0.1
+
+
+def test_expanded_buffers_come_back_where_the_values_allow(tmp_path):
+    saved, other = with_buffer(torch.ones(1, 3).expand(4, 3)), with_buffer(torch.zeros(1, 3).expand(4, 3))
+    optimizer, into = torch.optim.SGD(saved.parameters(), 0.1), torch.optim.SGD(other.parameters(), 0.1)
+    found = through_files(collect(parts(saved, optimizer)), tmp_path)
+    assert misfits(parts(other, into), found) == []
+    restore(parts(other, into), found)
+    assert torch.equal(other.held, torch.ones(4, 3))
+    assert other.held.stride() == (0, 1)
+    found.tensors["model/0/held"] = torch.arange(12.0).reshape(4, 3)
+    assert "elements that share memory" in misfits(parts(other, into), found)[0]
+
+
+@pytest.mark.parametrize("name", ["\ud800", "\ud800\udc00", "a\0b", "\\ud800"])
+def test_parameters_with_odd_names_come_back(name, tmp_path):
+    saved, other = torch.nn.ParameterDict({name: torch.ones(2)}), torch.nn.ParameterDict({name: torch.zeros(2)})
+    optimizer, into = torch.optim.Adam(saved.parameters()), torch.optim.Adam(other.parameters())
+    saved[name].square().sum().backward()
+    optimizer.step()
+    found = through_files(collect(parts(saved, optimizer)), tmp_path)
+    assert misfits(parts(other, into), found) == []
+    restore(parts(other, into), found)
+    assert torch.equal(other[name], saved[name])
+    assert torch.equal(into.state[other[name]]["exp_avg"], optimizer.state[saved[name]]["exp_avg"])
+
+
+def holding(tensor):
+    return with_buffer(tensor), lambda m: [("held", m.held)]
+
+
+@pytest.mark.parametrize(("own", "saved", "match"), [
+    (torch.zeros(2, dtype=torch.int8), torch.ones(2), r"is of torch\.int8, the checkpoint's of torch\.float32"),
+    (torch.zeros(2), torch.ones(2, dtype=torch.complex64), r"is of torch\.float32"),
+    (torch.zeros(2, dtype=torch.int8), torch.tensor([1, 300]), "too large for it"),
+    (torch.zeros(2, dtype=torch.float16), torch.tensor([1.0, 1e30]), "too large for it"),
+    (torch.zeros(2, dtype=torch.uint8).view(torch.int4), torch.ones(2, dtype=torch.uint8), r"is of torch\.int4"),
+    (torch.zeros(2, device="meta"), torch.ones(2), "meta device"),
+])  # fmt: skip
+def test_values_that_would_become_others_are_refused(own, saved, match):
+    (model, export), (other, _) = holding(saved), holding(own)
+    found = collect(Parts([model], [], {}, export))
+    (problem,) = misfits(Parts([other], [], {}, export), found)
+    assert re.search(match, problem)
+
+
+def test_a_cast_is_told():
+    (model, export), (other, _) = (
+        holding(torch.ones(2, dtype=torch.float64)),
+        holding(torch.zeros(2, dtype=torch.bfloat16)),
+    )
+    found, into = collect(Parts([model], [], {}, export)), Parts([other], [], {}, export)
+    assert misfits(into, found) == []
+    assert cast_lines(into, found) == ["model/0/held: float64 -> bfloat16"]
+    restore(into, found)
+    assert torch.equal(other.held, torch.ones(2, dtype=torch.bfloat16))
