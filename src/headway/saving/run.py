@@ -22,6 +22,7 @@ from headway.runtime.events import notify
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.streams import derive_streams, read_streams, write_streams
 from headway.saving.batch import GlobalBatch, Plan
+from headway.saving.checks import check_told, unfit
 from headway.saving.evaluation import Beginning, Evaluations
 from headway.strategies.base import Strategy
 from headway.training.accumulation import Accumulation
@@ -293,12 +294,13 @@ class RunState:
             CheckpointError: on every rank: missing, damaged, or it does not fit; or `is_strict`, and something differs.
         """
         manifest, found = self.saver.read(path)
+        check_told(manifest.about, found, self._precision, self._runtime.hardware)
         parts = self._parts()
         wanted = list(parts.models)
         for hook in hooks:
             hook(wanted, str(path))
         parts.left_out |= {i for i, model in enumerate(parts.models) if not any(model is each for each in wanted)}
-        problems = misfits(parts, found)
+        problems = misfits(parts, found) or unfit(parts, found)
         if problems:
             raise CheckpointError(
                 f"{path} does not fit what is prepared; nothing was changed:\n  " + "\n  ".join(problems)
