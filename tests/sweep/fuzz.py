@@ -22,6 +22,7 @@ import signal
 import sys
 import tempfile
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from unittest.mock import patch
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration
 from headway.bigmodel.files import open_checkpoint
@@ -164,6 +165,11 @@ def _somewhere(draw: random.Random, value: Any) -> tuple[Any, Any]:
     return holder, key
 
 
+_PIECES = [
+    b"[" * 2000, b"[" * 200, b'{"a":' * 2000, b"{", b'"', b"9" * 30, b"-", b"NaN", b"\0", b"\xff", b"true", b"1e999",
+]  # fmt: skip
+
+
 def mutated_bytes(draw: random.Random, data: bytes) -> bytes:
     """A copy with some bytes set, cut out or put in."""
     raw = bytearray(data)
@@ -175,7 +181,7 @@ def mutated_bytes(draw: random.Random, data: bytes) -> bytes:
         elif kind == 1:
             del raw[place : place + draw.randint(1, 40)]
         else:
-            raw[place:place] = draw.choice([b"[" * 2000, b"{", b'"', b"9" * 30, b"-", b"NaN", b"\0", b"\xff", b"true"])
+            raw[place:place] = draw.choice(_PIECES)
     return bytes(raw)
 
 
@@ -214,6 +220,18 @@ class Counted:
         self.state = {name: state[name] for name in self.state}
 
 
+class Stream(IterableDataset[tuple[torch.Tensor]]):
+    """Rows, shuffled by a generator of its own."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        for number in torch.randperm(len(self.rows), generator=self.generator).tolist():
+            yield (self.rows[number],)
+
+
 class Run:
     """A small run with something of each kind in it.
 
@@ -221,9 +239,10 @@ class Run:
         folder: for its checkpoints.
         precision: mixed_precision.
         num_workers: of its loader.
+        is_stream: it reads an iterable dataset.
     """
 
-    def __init__(self, folder: Path, precision: str = "no", num_workers: int = 0) -> None:
+    def __init__(self, folder: Path, precision: str = "no", num_workers: int = 0, is_stream: bool = False) -> None:
         torch.manual_seed(3)
         project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=False)
         self.accelerator = Accelerator(cpu=True, project_config=project, mixed_precision=precision,
@@ -237,8 +256,9 @@ class Run:
             torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda step: 1.0),
             torch.optim.lr_scheduler.OneCycleLR(optimizers[1], max_lr=0.2, total_steps=40),
         ]
-        data = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(1)))
-        loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=num_workers)
+        rows = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+        data = Stream(rows) if is_stream else TensorDataset(rows)
+        loader = DataLoader(data, batch_size=2, shuffle=None if is_stream else True, num_workers=num_workers)
         self.custom = Counted()
         self.accelerator.register_for_checkpointing(self.custom)
         self.model, *prepared = self.accelerator.prepare(model, *optimizers, *schedules, loader)
@@ -299,21 +319,32 @@ def sealed(content: Any, version: int = 2) -> bytes:
     ).encode()
 
 
-def manifests(seed: int, count: int, tally: Tally, **settings: Any) -> None:
+RUNS: list[dict[str, Any]] = [{}, {}, {"precision": "fp16"}, {"num_workers": 1}, {"is_stream": True}]
+
+
+def manifests(seed: int, count: int, tally: Tally) -> None:
     """Manifests that are not what was written, with hashes that fit: taken up whole, or refused and nothing changed."""
+    for number, settings in enumerate(RUNS):
+        _manifests(seed, range(number, count, len(RUNS)), tally, settings)
+
+
+def _manifests(seed: int, numbers: range, tally: Tally, settings: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = saved(Path(name), **settings)
         content = json.loads((folder / MANIFEST).read_text())["content"]
         run = Run(Path(name), **settings)
         before = run.print()
-        for number in range(count):
+        if tally.run("as it was written", lambda: _taken(run, folder)) != "taken":
+            tally.fault("as it was written", "is not taken")
+        run = Run(Path(name), **settings)
+        for number in numbers:
             draw = random.Random(f"{seed} manifest {number}")
             part = draw.choice(["state"] * 4 + ["about", "tensors", "files", "aliases", "all"])
             if part == "state":
                 part = draw.choice([*content["state"], "state"])
             changed = _changed(draw, content, part)
             (folder / MANIFEST).write_bytes(sealed(changed))
-            end = tally.run(number, lambda: _taken(run, folder))
+            end = tally.run(number, lambda run=run: _taken(run, folder))
             if end == "taken":
                 run = Run(Path(name), **settings)
                 before = run.print()
@@ -348,18 +379,22 @@ def headers(seed: int, count: int, tally: Tally) -> None:
         file = "optimizer-00000.safetensors"
         manifest, right = json.loads((folder / MANIFEST).read_text())["content"], (folder / file).read_bytes()
         plain = Path(name) / "model.safetensors"
-        index = Path(name) / "model.safetensors.index.json"
+        index, pickled = Path(name) / "model.safetensors.index.json", Path(name) / "model.bin"
         weights = {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}, "metadata": {"total_size": 8, "c": "a"}}
         for each in "ab":
             entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
             (Path(name) / f"{each}.safetensors").write_bytes(_with_header({each: entry}, b"1234"))
         for number in range(count):
             draw = random.Random(f"{seed} header {number}")
-            kind = draw.choice(["shard", "shard", "file", "index"])
+            kind = draw.choice(["shard", "shard", "file", "index", "pickle"])
             if kind == "index":
                 text = json.dumps(mutated(draw, weights)).encode()
-                index.write_bytes(text if draw.random() < 0.6 else mutated_bytes(draw, text))
+                index.write_bytes(text if draw.random() < 0.5 else mutated_bytes(draw, text))
                 tally.run(number, lambda: _opened(index))
+                continue
+            if kind == "pickle":
+                pickled.write_bytes(_pickled(draw))
+                tally.run(number, lambda: _opened(pickled))
                 continue
             data = _changed_header(draw, right)
             if kind == "file":
@@ -372,6 +407,16 @@ def headers(seed: int, count: int, tally: Tally) -> None:
             content = {**manifest, "files": {**manifest["files"], file: fitting}}
             (folder / MANIFEST).write_bytes(sealed(content))
             tally.run(number, lambda: _read(folder))
+
+
+def _pickled(draw: random.Random) -> bytes:
+    """What torch.save wrote, of things that are no weights or with bytes changed."""
+    odd = [torch.ones(2, 2).to_sparse(), torch.ones(1).expand(10**6), torch.ones(2, device="meta"), torch.ones(3), [1],
+           None, torch.ones(2, 2).t(), torch.nn.Parameter(torch.ones(2))]  # fmt: skip
+    file = io.BytesIO()
+    torch.save({draw.choice(["a", 1, None, ("a",), "\ud800"]): draw.choice(odd)}, file,
+               _use_new_zipfile_serialization=draw.random() < 0.7)  # fmt: skip
+    return file.getvalue() if draw.random() < 0.5 else mutated_bytes(draw, file.getvalue())
 
 
 def _changed_header(draw: random.Random, data: bytes) -> bytes:
@@ -389,7 +434,7 @@ def _with_header(header: Any, data: bytes) -> bytes:
 
 def _opened(path: Path) -> str:
     for stored in open_checkpoint(path).tensors.values():
-        stored.tensor().reshape(-1).view(torch.uint8).sum()
+        stored.tensor().reshape(-1).clone().view(torch.uint8).sum()
     return "read"
 
 
@@ -538,6 +583,7 @@ def main() -> int:
     asked = vars(parser.parse_args())
     torch.set_num_threads(1)
     logging.getLogger("headway").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
     num_faults = 0
     for kind, (_, act) in KINDS.items():
         tally = Tally(kind.replace("_", " "))

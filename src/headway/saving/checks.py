@@ -25,6 +25,11 @@ _OF_ONE_SHAPE = {
     torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD, torch.optim.SGD,
 }  # fmt: skip
 """What these keep of a parameter has its shape, or is one number."""
+_KINDS: tuple[tuple[Any, Any], ...] = (
+    (int | float, int | float | torch.Tensor | numpy.generic | None), (str, str | None), (list | tuple, list | tuple | None),
+    (dict, dict | None),
+)  # fmt: skip
+"""What a schedule may have in the place of what another of its kind has."""
 
 
 def check_told(told_about: Mapping[str, Any], found: Collected, precision: Precision, hardware: Hardware) -> None:
@@ -65,27 +70,44 @@ def check_told(told_about: Mapping[str, Any], found: Collected, precision: Preci
 def unfit(parts: Parts, found: Collected) -> list[str]:
     """What the objects would take and fail with later, of a state that `misfits` has nothing against; nothing is changed."""
     problems = []
-    for index, model in parts.chosen():
-        own = {f"model/{index}/{name}" for name, value in parts.export(model) if not isinstance(value, torch.Tensor)}
-        saved = found.state["extra"][index]
-        problems += [
-            f"{name} is an extra state in the checkpoint, the model has none" for name in saved if name not in own
-        ]
     names = parameter_names(parts.models)
     for optimizer, entry in zip(parts.optimizers, found.state["optimizer"]):
         if type(optimizer) in _OF_ONE_SHAPE:
             for parameter in (each for group in optimizer.param_groups for each in group["params"]):
                 name = names.get(id(parameter), "")
                 problems += _misshapen(name, parameter, decode(entry["values"].get(name, {}), found.tensors))
+    for index, (obj, value) in enumerate(zip(parts.others.get("scheduler", ()), found.state.get("scheduler", ()))):
+        if type(obj).__module__ == torch.optim.lr_scheduler.__name__:
+            problems += _unlike(obj.state_dict(), decode(value, found.tensors), f"schedule {index}'s state")
     return problems
 
 
 def _misshapen(name: str, parameter: torch.Tensor, values: Mapping[Any, Any]) -> list[str]:
-    return [
-        f"the optimizer's {key} of {name} has the shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
-        for key, value in values.items()
-        if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != parameter.shape
-    ]
+    problems = []
+    for key, value in values.items():
+        if not isinstance(value, torch.Tensor | float | int | None):
+            problems.append(f"the optimizer's {key} of {name} is a {type(value).__name__}, where a tensor belongs")
+        elif isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != parameter.shape:
+            problems.append(
+                f"the optimizer's {key} of {name} has the shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
+            )
+    return problems
+
+
+def _unlike(own: Any, saved: Any, where: str) -> list[str]:
+    """Where a schedule of torch's has numbers, text, lists and dicts, and the saved one something else."""
+    if isinstance(own, dict) and isinstance(saved, dict):
+        return [
+            problem for key in own.keys() & saved.keys() for problem in _unlike(own[key], saved[key], f"{where} {key}")
+        ]
+    if isinstance(own, list | tuple) and isinstance(saved, list | tuple):
+        is_short = where.endswith("_lrs") and len(own) != len(saved)
+        problems = [f"{where} has {len(saved)} entries, {len(own)} belong there"] if is_short else []
+        return problems + [problem for one, other in zip(own, saved) for problem in _unlike(one, other, where)]
+    for kinds, allowed in _KINDS:
+        if isinstance(own, kinds) and not isinstance(saved, allowed):
+            return [f"{where} is a {type(saved).__name__}, where a {type(own).__name__} belongs"]
+    return []
 
 
 def _decoded(told: Told, found: Collected) -> Told:
@@ -169,6 +191,7 @@ def _check_batch(batch: Told, num_loaders: int) -> None:
 
 def _check_scaler(run: Told, precision: Precision) -> None:
     scaler = precision.scaler
+    run["scaler"].mapping()
     if run["precision"].value != precision.name or scaler is None or not scaler.is_enabled():
         return
     state = run["scaler"]
@@ -194,7 +217,10 @@ def _check_optimizer(told: Told, found: Collected) -> None:
         if name not in every:
             entry.refuse("no state: it belongs to none of the parameters")
         _decoded(entry, found).mapping()
-    _decoded(told["rest"], found).mapping()
+    for name in ("rest", "loose"):
+        for each in told.given(name):
+            _decoded(each, found).mapping()
+    told["rest"].mapping()
 
 
 def _check_options(group: Told) -> None:
@@ -220,17 +246,21 @@ _NUMBERS = (("drawn", -(2**63), 2**63 - 1), ("num_rounds", 0, MOST), ("round_siz
 def _check_loader(loader: Told, hardware: Hardware) -> None:
     for name in ("epoch", "consumed"):
         loader[name].whole()
-    for source in loader.given("source"):
-        for name, least, most in _NUMBERS:
-            for each in source.given(name):
-                each.whole(least, most)
-        if source.get("round_size") is not None:
-            source["num_rounds"].whole()
-        for each in source.given("is_idle"):
-            each.flag()
-        for workers in source.given("workers"):
-            workers["num_batches"].whole()
-        _check_states(source, hardware)
+    source = loader.get("source")
+    if source is None:
+        return
+    for name, least, most in _NUMBERS:
+        for each in source.given(name):
+            each.whole(least, most)
+    if source.get("round_size") is not None:
+        source["num_rounds"].whole()
+    for each in source.given("is_idle"):
+        each.flag()
+    workers = source.get("workers")
+    if workers is not None:
+        workers["num_batches"].whole()
+        workers["streams"].items()
+    _check_states(source, hardware)
 
 
 def _check_states(source: Told, hardware: Hardware) -> None:
@@ -257,11 +287,11 @@ def _check_streams(streams: Told, hardware: Hardware) -> None:
         if hardware.kind != "cpu" and (not is_state or each.value.shape != hardware.module.get_rng_state().shape):
             each.refuse("the state of the device's random stream")
     python = streams["python"]
+    gauss = python.items(3)[2]
     try:
         random.Random().setstate(python.value)
     except (TypeError, ValueError, OverflowError):
         python.refuse("the state of Python's random stream")
-    gauss = python.items(3)[2]
     if not gauss.is_none:
         gauss.number()
     for each in streams.given("numpy"):
