@@ -487,6 +487,8 @@ _WORDS = [
     "n" * 300, "n" * 5000, ".", "out", "default", "show", "update", "import", "0", "-1", "2147483647", "9" * 400, "10GB",
     "1e9", "bf16", "", " ", "\x1b[2J", "\u202e", "\udc80", "a=b", "=", "latest", "null/x",
 ]  # fmt: skip
+_PLACES = ["saved", "odd", "pipe", "zero", "null", "out", "n" * 300, "null/x"]
+_TAKES = {"inspect": 1, "merge": 2, "report": 1, "estimate": 1}
 _COMMANDS = [
     "launch",
     "config",
@@ -512,7 +514,10 @@ def command_lines(seed: int, count: int, tally: Tally) -> None:
             if not folder.exists():
                 _furnish(folder, checkpoint)
             draw = random.Random(f"{seed} command line {number}")
-            words = [draw.choice(_COMMANDS)] + [_word(draw) for _ in range(draw.randint(0, 5))]
+            words = [draw.choice(_COMMANDS)]
+            if words[0] in _TAKES:
+                words += [draw.choice([*_PLACES, draw.choice(_WORDS)]) for _ in range(_TAKES[words[0]])]
+            words += [_word(draw) for _ in range(draw.choice([0, 0, 1, 2, 5]))]
             end = tally.run(f"{number} {words!r}"[:300], lambda: _called(draw.choice(_MACHINES), folder, words))
             if end not in ("exit None", "exit 0", "exit 1", "exit 2", "done") and "\n" not in end:
                 tally.fault(number, end)

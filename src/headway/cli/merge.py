@@ -62,7 +62,8 @@ def check_output(output: Path, may_overwrite: bool) -> None:
     if os.path.exists(output / MANIFEST):
         raise ConfigError(f"OUTPUT {output} is a checkpoint; give another folder for the weights")
     patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
-    present = sorted(path.name for pattern in patterns for path in output.glob(pattern))
+    found = output if os.path.isdir(output) else None  # else it is made, or cannot be
+    present = sorted(path.name for pattern in patterns for path in (found.glob(pattern) if found else ()))
     if present and not may_overwrite:
         raise ConfigError(
             f"OUTPUT {output} holds weights already ({', '.join(present[:3])}); give another folder, or --overwrite to replace them"
