@@ -1,6 +1,7 @@
 """What running a model takes: its sizes, what of it this machine holds, and the rate that reading its weights allows."""
 
 import inspect
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -111,7 +112,7 @@ def skeleton_from(folder: str | Path) -> nn.Module:
         OptionalDependencyMissing: transformers is not installed.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         raise ConfigError(f"{folder}: no folder with a config.json; give a local folder as save_pretrained() writes it")
     transformers = require("transformers", "building a model from its config.json needs", "transformers")
     try:

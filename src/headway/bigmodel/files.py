@@ -3,6 +3,7 @@
 import json
 import math
 import mmap
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import torch
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.optional import require
+from headway.untrusted import open_regular, printable, read_regular
 
 logger = get_logger(__name__)
 
@@ -28,6 +30,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 # What safetensors itself accepts as the longest header.
 _MAX_HEADER = 100_000_000
+_MAX_AXES, _MAX_BYTES = 64, 2**63 - 1
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -98,9 +101,9 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
         OptionalDependencyMissing: a Hub id, and huggingface_hub is not installed.
     """
     path = Path(source)
-    if not path.exists():
+    if not os.path.exists(path):
         path = _download(str(source))
-    if path.is_dir():
+    if os.path.isdir(path):
         path = _choose(path)
     if path.name.endswith(".index.json"):
         return _open_sharded(path, str(source))
@@ -153,17 +156,17 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
     try:
-        content = json.loads(index.read_text())
+        content = json.loads(read_regular(index, _MAX_HEADER))
         weights, metadata = content["weight_map"], content.get("metadata") or {}
         is_sound = isinstance(weights, dict) and all(isinstance(name, str) for name in weights.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: no index of a sharded checkpoint ({error!r})") from error
     if not is_sound or not isinstance(metadata, dict):
         raise CheckpointError(f"{index}: no index of a sharded checkpoint; its weight_map gives no file names")
-    outside = sorted(name for name in set(weights.values()) if Path(name).name != name)
+    outside = sorted(name for name in set(weights.values()) if Path(name).name != name or name == "..")
     if outside:
         raise CheckpointError(
-            f"{index}: names files outside of its folder ({', '.join(outside[:3])}); nothing was read"
+            f"{index}: names files outside of its folder ({', '.join(map(repr, outside[:3]))}); nothing was read"
         )
     return weights, metadata
 
@@ -171,13 +174,14 @@ def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
 def _open_sharded(index: Path, source: str) -> Checkpoint:
     weights, metadata = _read_index(index)
     files = sorted(set(weights.values()))
-    absent = [name for name in files if not (index.parent / name).is_file()]
+    absent = [name for name in files if not os.path.isfile(index.parent / name)]
     if absent:
         raise CheckpointError(
-            f"{index}: {len(absent)} of {len(files)} shards are missing: {', '.join(absent[:5])}; copy them beside the index"
+            f"{index}: {len(absent)} of {len(files)} shards are missing: {printable(', '.join(absent[:5]))}; copy them beside "
+            "the index"
         )
     shards = {name: _open_file(index.parent / name) for name in files}
-    lost = [f"{name} (in {file})" for name, file in weights.items() if name not in shards[file][0]]
+    lost = [printable(f"{name} (in {file})") for name, file in weights.items() if name not in shards[file][0]]
     if lost:
         raise CheckpointError(
             f"{index}: the index does not fit its shards; {len(lost)} tensors are not where it says: {', '.join(lost[:5])}"
@@ -192,8 +196,8 @@ def _ties(metadata: dict[str, Any], tensors: dict[str, Stored]) -> dict[str, str
 
 
 def _open_file(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not a file")
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{path} is not a regular file; nothing was read from it")
     if path.suffix in (".bin", ".pt", ".pth"):
         return dict(_open_pickled(path)), {}
     if path.suffix != ".safetensors":
@@ -211,15 +215,21 @@ def _open_pickled(path: Path) -> Iterator[tuple[str, Stored]]:
             f"{path}: torch.load(weights_only=True) refuses this file ({reason}); it is damaged, or holds code, of which "
             "nothing was executed. Ask its author for safetensors"
         ) from error
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state.items()
+    ):
         raise CheckpointError(f"{path}: holds a {type(state).__name__} that is not a dict of names and tensors")
     for name, tensor in state.items():
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.device.type != "cpu":
+            raise CheckpointError(
+                f"{path}: {name!r} is not a plain tensor ({tensor.layout}, {tensor.device}), which weights are"
+            )
         is_mapped = _is_zip(path) and tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
         yield name, Stored(path, tensor.dtype, tuple(tensor.shape), is_mapped, tensor.detach())
 
 
 def _is_zip(path: Path) -> bool:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(2) == b"PK"
 
 
@@ -232,8 +242,8 @@ def map_safetensors(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
     Raises:
         CheckpointError: the file breaks a rule of the format; the message names it.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
         if not 2 <= length <= min(_MAX_HEADER, size - 8):
             raise CheckpointError(f"{path}: no safetensors file; its {size} bytes do not begin with a header's length")
@@ -275,9 +285,18 @@ def _entry(path: Path, name: str, entry: Any, view: mmap.mmap, start: int) -> St
         is_sound = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: the header's entry for {name!r} is damaged or of an unknown dtype: {entry}"
+            f"{path}: the header's entry for {name!r} is damaged or of an unknown dtype: {_cut(entry)}"
         ) from error
     if not is_sound or end - begin != math.prod(shape) * dtype.itemsize:
-        raise CheckpointError(f"{path}: the header is damaged: the size of {name!r} does not fit its shape: {entry}")
+        raise CheckpointError(
+            f"{path}: the header is damaged: the size of {name!r} does not fit its shape: {_cut(entry)}"
+        )
+    if len(shape) > _MAX_AXES or math.prod(n for n in shape if n) * dtype.itemsize > _MAX_BYTES:
+        raise CheckpointError(f"{path}: the header is damaged: {name!r} has a shape that cannot be: {_cut(entry)}")
     is_aligned = (start + begin) % dtype.itemsize == 0
     return Stored(path, dtype, shape, is_aligned, view, start + begin)
+
+
+def _cut(entry: Any) -> str:
+    text = repr(entry)
+    return text if len(text) <= 200 else text[:200] + "..."

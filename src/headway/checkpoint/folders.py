@@ -51,9 +51,12 @@ def commit(staging: Path, final: Path, manifest: Manifest) -> None:
 
     Raises:
         OSError: the disk is full, or the folder not writable; the former checkpoint is as it was.
+        CheckpointError: what is to be written is not what a load would take.
     """
+    data = manifest.encode()
+    Manifest.decode(data)  # what could not be read back must not take the place of what can
     with open(staging / MANIFEST, "wb") as file:
-        file.write(manifest.encode())
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     sync_folder(staging)
@@ -111,10 +114,10 @@ def locate(path: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if (path / MANIFEST).is_file():
+    if os.path.isfile(path / MANIFEST):
         return path
     aside = path.parent / f"{_REPLACED}{path.name}"
-    if (aside / MANIFEST).is_file():  # killed between two renames, where the system cannot exchange names
+    if os.path.isfile(aside / MANIFEST):  # killed between two renames, where the system cannot exchange names
         return aside
     read_manifest(path)
     return path

@@ -1,5 +1,6 @@
 """What a path holds that is not a checkpoint (nothing, a file, several checkpoints, another program's), and what to do."""
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,9 +24,9 @@ _PROGRAMS = {
 
 def explain(path: Path) -> str:
     """Why `path` is not a checkpoint of Headway's, and what to do instead."""
-    if not path.exists():
+    if not os.path.exists(path):
         return f"{path} does not exist{_beside(path)}"
-    if not path.is_dir():
+    if not os.path.isdir(path):
         folder = f"; give its folder, {path.parent}" if path.name == MANIFEST else ""
         return f"{path} is a file; a checkpoint is a folder that save_state wrote{folder}"
     for parent in (path, path / "checkpoints"):
@@ -49,7 +50,7 @@ def explain(path: Path) -> str:
 
 def program_of(folder: Path) -> tuple[str, list[str]]:
     """(the program that left a checkpoint in the folder, its files that say so); ("", []) where none did."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    names = sorted(_names(folder))
     for program, pattern in _PROGRAMS.items():
         files = [name for name in names if pattern.fullmatch(name)]
         if files:
@@ -59,20 +60,23 @@ def program_of(folder: Path) -> tuple[str, list[str]]:
 
 def foreign_in(parent: Path) -> Path | None:
     """The newest checkpoint of another program in a folder."""
-    if not parent.is_dir():
-        return None
-    found = [
-        path for path in parent.iterdir() if path.is_dir() and not path.name.startswith(".") and program_of(path)[0]
-    ]
+    found = [parent / name for name in _names(parent) if not name.startswith(".") and program_of(parent / name)[0]]
     return max(found, key=_order, default=None)
 
 
 def checkpoints_in(parent: Path) -> list[str]:
     """The names of the committed checkpoints in a folder, the newest (by the number at its end) first."""
-    if not parent.is_dir():
-        return []
-    found = [path for path in parent.iterdir() if not path.name.startswith(".") and (path / MANIFEST).is_file()]
+    names = [name for name in _names(parent) if not name.startswith(".")]
+    found = [parent / name for name in names if os.path.isfile(parent / name / MANIFEST)]
     return [path.name for path in sorted(found, key=_order, reverse=True)]
+
+
+def _names(folder: Path) -> list[str]:
+    """What lies in a folder; nothing where it is none, or not to be looked into."""
+    try:
+        return os.listdir(folder)
+    except (OSError, ValueError):
+        return []
 
 
 def _order(path: Path) -> tuple[int, str]:
@@ -82,7 +86,7 @@ def _order(path: Path) -> tuple[int, str]:
 
 def _beside(path: Path) -> str:
     parent = path.parent
-    while not parent.exists() and parent != parent.parent:
+    while not os.path.exists(parent) and parent != parent.parent:
         parent = parent.parent
     inside = checkpoints_in(parent)
     if inside:
@@ -97,7 +101,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _weights_of(folder: Path) -> str:
-    found = [name for name in _WEIGHTS if (folder / name).is_file()]
+    found = [name for name in _WEIGHTS if os.path.isfile(folder / name)]
     if not found:
         return ""
     return (

@@ -16,8 +16,11 @@ Pieces let several threads read one file.
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,6 +28,7 @@ from typing import Any
 from headway.checkpoint.foreign import MANIFEST as MANIFEST
 from headway.checkpoint.foreign import explain
 from headway.errors import CheckpointError
+from headway.untrusted import read_regular
 
 FORMAT, VERSION = "headway checkpoint", 2
 ALGORITHM = "xxh3_128"
@@ -33,6 +37,10 @@ ALGORITHM = "xxh3_128"
 PIECE = 16 * 2**20
 """Bytes of a file that have a hash of their own."""
 
+MAX_BYTES = 256 * 2**20
+"""The longest manifest that is written or read: it is parsed in memory, of which it takes a multiple."""
+
+_MAX_NUMBER, _MAX_AXES, _MAX_CUT = 2**63 - 1, 64, 6
 TITLES = {"xxh3_128": "XXH3-128", "sha256": "SHA-256"}
 _BY_VERSION = {1: "sha256", 2: ALGORITHM}
 ITEM_BYTES = {
@@ -110,7 +118,11 @@ class Manifest:
     version: int = VERSION
 
     def encode(self) -> bytes:
-        """The manifest as the bytes of `manifest.json`."""
+        """The manifest as the bytes of `manifest.json`.
+
+        Raises:
+            CheckpointError: what it holds cannot be written as JSON, or is too long.
+        """
         content = {
             "tensors": {
                 name: {"shape": list(e.shape), "dtype": e.dtype, "chunks": [
@@ -120,8 +132,17 @@ class Manifest:
             "files": {name: {"bytes": w.num_bytes, **_hashes(w)} for name, w in self.files.items()},
             "aliases": dict(self.aliases), "state": dict(self.state), "about": dict(self.about),
         }  # fmt: skip
-        whole = {"format": FORMAT, "version": self.version, "sha256": _digest(content), "content": content}
-        return (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode()
+        try:
+            whole = {"format": FORMAT, "version": self.version, "sha256": _digest(content), "content": content}
+            data = (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode()
+        except (ValueError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"the state cannot be written as JSON: {type(error).__name__}: {error}") from error
+        if len(data) > MAX_BYTES:
+            raise CheckpointError(
+                f"the manifest would have {len(data):,} bytes, where {MAX_BYTES:,} are the most; let state_dict() return long "
+                "lists of numbers as tensors or arrays"
+            )
+        return data
 
     @classmethod
     def decode(cls, data: bytes, where: str = MANIFEST) -> "Manifest":
@@ -181,7 +202,8 @@ def _digest(content: Any) -> str:
 def _read_content(content: Any, version: int) -> Manifest:
     algorithm = _BY_VERSION[version]
     files = {_file_name(name): _read_file(name, entry, algorithm) for name, entry in content["files"].items()}
-    tensors = {str(name): _read_entry(name, entry, files) for name, entry in content["tensors"].items()}
+    tensors = {name: _read_entry(name, entry, files) for name, entry in content["tensors"].items()}
+    _check_room(tensors.values(), files)
     aliases = {str(name): str(target) for name, target in content["aliases"].items()}
     for name, target in aliases.items():
         if target not in tensors or name in tensors:
@@ -209,11 +231,11 @@ def _read_file(name: str, entry: dict[str, Any], algorithm: str) -> Written:
 
 
 def _read_entry(name: str, entry: dict[str, Any], files: Mapping[str, Written]) -> Entry:
-    shape = tuple(map(_count, entry["shape"]))
     if entry["dtype"] not in ITEM_BYTES:
         raise CheckpointError(f"the tensor {name!r} is of the unknown dtype {entry['dtype']!r}")
+    shape = _shape(entry["shape"], ITEM_BYTES[entry["dtype"]])
     chunks = tuple(
-        Chunk(tuple(map(_count, c["offsets"])), tuple(map(_count, c["shape"])), str(c["file"]), str(c["key"]))
+        Chunk(tuple(map(_count, c["offsets"])), tuple(map(_count, c["shape"])), _text(c["file"]), _text(c["key"]))
         for c in entry["chunks"]
     )
     for chunk in chunks:
@@ -224,22 +246,67 @@ def _read_entry(name: str, entry: dict[str, Any], files: Mapping[str, Written]) 
         )
         if not fits:
             raise CheckpointError(f"a chunk of {name!r} at {chunk.offsets} of {chunk.shape} lies outside {shape}")
-    if sum(prod(c.shape) for c in chunks) != prod(shape) or _overlap(chunks):
+    if not _make_up(chunks, shape):
         raise CheckpointError(f"the chunks of {name!r} do not make up its shape {shape}")
-    return Entry(shape, str(entry["dtype"]), chunks)
+    return Entry(shape, entry["dtype"], chunks)
 
 
-def _overlap(chunks: tuple[Chunk, ...]) -> bool:
-    boxes = [list(zip(c.offsets, c.shape)) for c in chunks if prod(c.shape)]
-    return any(
-        all(a < b + m and b < a + n for (a, n), (b, m) in zip(one, other))
-        for index, one in enumerate(boxes)
-        for other in boxes[:index]
-    )
+def _shape(value: Any, item_bytes: int) -> tuple[int, ...]:
+    """The shape of a tensor that can be: torch counts bytes in 63 bits."""
+    shape = tuple(map(_count, value))
+    if len(shape) > _MAX_AXES or prod(size for size in shape if size) * item_bytes > _MAX_NUMBER:
+        raise CheckpointError(
+            f"the manifest has a tensor of {len(shape)} axes and {prod(shape)} values, which cannot be"
+        )
+    return shape
+
+
+def _make_up(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
+    """Do the chunks, which lie inside the shape, make it up, each value of it once?
+
+    They do where their corners, counted with alternating signs, are those of the whole: the corners are the mixed
+    derivative of how often a place is covered, which determines it. That takes time in proportion to the chunks, however
+    they lie.
+    """
+    boxes = [chunk for chunk in chunks if prod(chunk.shape)]
+    if len(boxes) <= 1:
+        return sum(prod(box.shape) for box in boxes) == prod(shape)
+    cut = [axis for axis, size in enumerate(shape) if any(box.shape[axis] != size for box in boxes)]
+    if len(cut) > _MAX_CUT:
+        raise CheckpointError(f"a tensor is cut along {len(cut)} axes, where {_MAX_CUT} are the most")
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole = Chunk((0,) * len(shape), tuple(shape), "", "")
+    for box, times in [(whole, -1), *((box, 1) for box in boxes)]:
+        ends = [((box.offsets[axis], 1), (box.offsets[axis] + box.shape[axis], -1)) for axis in cut]
+        for corner in product(*ends):
+            corners[tuple(place for place, _ in corner)] += times * prod(sign for _, sign in corner)
+    return not any(corners.values())
+
+
+def _check_room(entries: Iterable[Entry], files: Mapping[str, Written]) -> None:
+    """Every chunk has bytes of its own: what is read takes no more memory than the files have bytes."""
+    room = {name: written.num_bytes for name, written in files.items()}
+    taken: set[tuple[str, str]] = set()
+    for entry in entries:
+        for chunk in entry.chunks:
+            if (chunk.file, chunk.key) in taken:
+                raise CheckpointError(f"the manifest uses {chunk.key!r} in {chunk.file!r} for two tensors")
+            taken.add((chunk.file, chunk.key))
+            room[chunk.file] -= prod(chunk.shape) * ITEM_BYTES[entry.dtype]
+            if room[chunk.file] < 0:
+                raise CheckpointError(
+                    f"the manifest places more in {chunk.file!r} than its {files[chunk.file].num_bytes:,} bytes hold"
+                )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise CheckpointError(f"the manifest has {value!r} where a name belongs")
+    return value
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
         raise CheckpointError(f"the manifest has {value!r} where a whole number, 0 or more, belongs")
     return value
 
@@ -255,6 +322,7 @@ def _file_name(name: str) -> str:
         or "\0" in name
     ):
         raise CheckpointError(f"the manifest names the file {name!r}, which does not lie in its folder")
+    os.fsencode(name)  # a ValueError, where no file can be called that
     return name
 
 
@@ -265,11 +333,10 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: there is none, or it is damaged.
     """
     path = folder / MANIFEST
-    if not path.exists():
+    if not os.path.lexists(path):
         raise CheckpointError(explain(folder))
     try:
-        return Manifest.decode(path.read_bytes(), str(path))
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} is not a committed checkpoint: {MANIFEST} cannot be read ({error.strerror or error})"
-        ) from error
+        data = read_regular(path, MAX_BYTES)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder} is not a committed checkpoint: {error}") from error
+    return Manifest.decode(data, str(path))

@@ -21,6 +21,7 @@ from headway.checkpoint.manifest import TITLES, Manifest, Written
 from headway.checkpoint.shards import CODES
 from headway.checkpoint.values import dtype_named
 from headway.errors import CheckpointError
+from headway.untrusted import open_regular
 
 _BLOCK = 1024 * 1024
 """What is read at once stays in the processor's cache until it is hashed."""
@@ -52,7 +53,7 @@ def read_files(folder: Path, files: Sequence[Written], places: Mapping[str, Sequ
     """
     wanted = places or {}
     for written in files:
-        _check_size(folder / written.name, written)
+        check_file(folder / written.name, written)
     readers = ThreadPoolExecutor(max(1, min(_MAX_READERS, os.cpu_count() or 1)), "headway-read")
     with readers:
         tasks = [
@@ -66,11 +67,14 @@ def read_files(folder: Path, files: Sequence[Written], places: Mapping[str, Sequ
             readers.shutdown(cancel_futures=True)
 
 
-def _check_size(path: Path, written: Written) -> None:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+def check_file(path: Path, written: Written) -> None:
+    """Is it a regular file of the length that was written?
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
     if size != written.num_bytes:
         raise CheckpointError(
             f"{path} has {size} bytes; {written.num_bytes} were written. It is truncated, or another file"
@@ -83,15 +87,12 @@ def _read_piece(
     start, length, wanted = piece
     digest: Any = hashlib.sha256() if written.algorithm == "sha256" else xxhash.xxh3_128()
     try:
-        handle = os.open(path, os.O_RDONLY)
-        try:
+        with open_regular(path) as file:
             for offset, view in _targets(start, start + length, places):
-                if os.preadv(handle, [view], offset) != len(view):
+                if os.preadv(file.fileno(), [view], offset) != len(view):
                     raise CheckpointError(f"{path} became shorter while it was read")
                 if is_verified:
                     digest.update(view)
-        finally:
-            os.close(handle)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     if is_verified and digest.hexdigest() != wanted:
@@ -133,7 +134,7 @@ def read_owned(folder: Path, manifest: Manifest, names: Sequence[str], is_verifi
     """
     files = list(manifest.files.values())
     for written in files:
-        _check_size(folder / written.name, written)
+        check_file(folder / written.name, written)
     try:
         found, places = _allocate(folder, manifest, names)
     except CheckpointError:
@@ -184,18 +185,18 @@ class _Header:
         wanted = (code, list(shape)) if code else ("U8", [num_bytes])
         try:
             entry = self.entries[key]
-            begin, end = (self.start + int(offset) for offset in entry["data_offsets"])
-            is_alike = (entry["dtype"], entry["shape"]) == wanted
+            first, last = entry["data_offsets"]
+            is_alike = (entry["dtype"], entry["shape"]) == wanted and type(first) is type(last) is int
         except (TypeError, KeyError, ValueError):
             raise CheckpointError(f"{self.path} lacks the tensor {key!r} that the manifest places there") from None
-        if not is_alike or end - begin != num_bytes or not self.start <= begin <= end <= self.size:
+        if not is_alike or last - first != num_bytes or not 0 <= first <= last <= self.size - self.start:
             raise CheckpointError(f"{self.path}: {key} is not {dtype} of {tuple(shape)}, as the manifest says")
-        return begin
+        return self.start + int(first)
 
 
 def _header(path: Path, size: int) -> _Header:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             entries = json.loads(file.read(length)) if length <= min(size - 8, _MAX_HEADER) else None
     except OSError as error:

@@ -1,5 +1,6 @@
 """`headway inspect`: what a checkpoint holds, read from its manifest; nothing in it is executed."""
 
+import os
 from math import prod
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from headway.checkpoint.manifest import ITEM_BYTES, MANIFEST, TITLES, Manifest, 
 from headway.cli.options import GroupedCommand, GroupedOption
 from headway.errors import CheckpointError, ConfigError
 from headway.units import format_bytes
+from headway.untrusted import printable
 
 
 @click.command(
@@ -25,11 +27,11 @@ from headway.units import format_bytes
 def command(checkpoint: Path, tensors: bool, verify: bool) -> None:
     """Read the manifest and print it."""
     parent = next((each for each in (checkpoint, checkpoint / "checkpoints") if checkpoints_in(each)), None)
-    if parent is not None and not (checkpoint / MANIFEST).exists():
+    if parent is not None and not os.path.exists(checkpoint / MANIFEST):
         if verify or tensors:
             raise ConfigError(explain(checkpoint))
         for line in listing(parent):
-            click.echo(line)
+            click.echo(printable(line))
         return
     manifest = read_manifest(checkpoint)
     if verify:
@@ -37,12 +39,12 @@ def command(checkpoint: Path, tensors: bool, verify: bool) -> None:
 
         read_everything(checkpoint, manifest)
     for line in summary(manifest):
-        click.echo(line)
+        click.echo(printable(line))
     if tensors:
         for name, entry in manifest.tensors.items():
-            click.echo(f"  {name}  {entry.dtype} {list(entry.shape)}")
+            click.echo(printable(f"  {name}  {entry.dtype} {list(entry.shape)}"))
         for name, target in manifest.aliases.items():
-            click.echo(f"  {name}  tied to {target}")
+            click.echo(printable(f"  {name}  tied to {target}"))
     if verify:
         click.echo(
             f"verified: all {len(manifest.files)} files are as they were written, by their {TITLES[manifest.algorithm]}"

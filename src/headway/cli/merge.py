@@ -1,12 +1,14 @@
 """`headway merge`: a checkpoint's weights as plain safetensors files under the bare module's names."""
 
+import os
 from pathlib import Path
 
 import click
 
 from headway.checkpoint.manifest import MANIFEST, read_manifest
 from headway.cli.options import GroupedCommand, GroupedOption
-from headway.errors import ConfigError
+from headway.errors import CheckpointError, ConfigError
+from headway.untrusted import printable
 
 
 @click.command(
@@ -30,14 +32,21 @@ def command(checkpoint: Path, output: Path, model: int, max_shard_size: str, ove
     check_output(output, overwrite)
     prefix = f"model/{model}/"
     if not any(name.startswith(prefix) for name in manifest.tensors):
-        present = sorted({int(name.split("/")[1]) for name in manifest.tensors if name.startswith("model/")})
-        raise ConfigError(f"--model {model}: {checkpoint} holds the models {', '.join(map(str, present)) or 'none'}")
+        numbers = {name.split("/")[1] for name in manifest.tensors if name.startswith("model/")}
+        present = sorted(numbers, key=lambda number: (len(number), number))
+        raise ConfigError(f"--model {model}: {checkpoint} holds the models {printable(', '.join(present)) or 'none'}")
+    from safetensors import SafetensorError
+
     from headway.checkpoint.layout import read_tensors, verify
     from headway.checkpoint.weights import save_weights
 
     verify(checkpoint, manifest)
     named = ((name[len(prefix) :], tensor) for name, tensor in read_tensors(checkpoint, manifest, prefix))
-    for path in save_weights(named, output, max_shard_size):
+    try:
+        paths = save_weights(named, output, max_shard_size)
+    except (OSError, SafetensorError, UnicodeError) as error:
+        raise CheckpointError(f"the weights cannot be written to {output}: {error}") from error
+    for path in paths:
         click.echo(path)
 
 
@@ -47,14 +56,14 @@ def check_output(output: Path, may_overwrite: bool) -> None:
     Raises:
         ConfigError: `output` is a file, a checkpoint, or holds weights.
     """
-    if output.exists() and not output.is_dir():
-        raise ConfigError(
-            f"OUTPUT {output} is not a folder; give a folder for the weights, which is created if missing"
-        )
-    if (output / MANIFEST).exists():
+    there = next(each for each in (output, *output.absolute().parents) if os.path.lexists(each))
+    if not os.path.isdir(there):
+        raise ConfigError(f"OUTPUT {there} is not a folder; give a folder for the weights, which is created if missing")
+    if os.path.exists(output / MANIFEST):
         raise ConfigError(f"OUTPUT {output} is a checkpoint; give another folder for the weights")
     patterns = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
-    present = sorted(path.name for pattern in patterns for path in output.glob(pattern))
+    found = output if os.path.isdir(output) else None  # else it is made, or cannot be
+    present = sorted(path.name for pattern in patterns for path in (found.glob(pattern) if found else ()))
     if present and not may_overwrite:
         raise ConfigError(
             f"OUTPUT {output} holds weights already ({', '.join(present[:3])}); give another folder, or --overwrite to replace them"

@@ -54,7 +54,8 @@ def read(path: Path) -> bytes:
         ConfigError: it cannot be read.
     """
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(_LARGEST + 1)  # a device may have no end; more than that is refused
     except OSError as error:
         raise ConfigError(
             f"the config file {path} cannot be read: {error.strerror or error}; correct the path"

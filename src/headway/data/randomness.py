@@ -110,6 +110,35 @@ def write_text(text: str) -> None:
     _write_global(_unpack(text))
 
 
+def is_streams_text(text: str) -> bool:
+    """Could the global streams go on from this? It is tried on streams that nobody uses."""
+    try:
+        state, python, (_, keys, position, has_gauss, _) = _unpack(text)
+        torch.Generator().set_state(state)
+        random.Random().setstate(python)
+    except (ValueError, TypeError, OverflowError, RuntimeError, struct.error):
+        return False
+    # NumPy reads beyond its words where the position is beyond them.
+    return len(keys) == 624 and 0 <= position <= 624 and has_gauss in (0, 1)
+
+
+def is_generator_text(text: str, is_on_cpu: bool) -> bool:
+    """Is it what `encode` made of a generator's state? Those of other devices than the CPU are taken as they are.
+
+    Args:
+        text: perhaps such a state.
+        is_on_cpu: there are no other generators here.
+    """
+    try:
+        state = decode(text)
+        torch.Generator().set_state(state)
+    except RuntimeError:
+        return not is_on_cpu
+    except ValueError:
+        return False
+    return True
+
+
 def _around(state: torch.Tensor) -> "_States":
     """A state of torch's, and of Python's and NumPy's streams seeded from it."""
     seed = zlib.crc32(state.numpy().tobytes())

@@ -4,6 +4,7 @@ import importlib.machinery
 import importlib.util
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ def check(program: Program) -> None:
 def _check_script(target: str) -> None:
     try:
         is_folder = os.path.isdir(target)
-        if not is_folder:
+        if not is_folder and stat.S_ISREG(os.stat(target).st_mode):  # opening a pipe would wait for who writes into it
             with open(target, "rb"):
                 pass
     except FileNotFoundError:

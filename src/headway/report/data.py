@@ -95,12 +95,12 @@ def find_log(path: Path) -> Path:
     Raises:
         ConfigError: there is none; the message says what was looked for and what lies there.
     """
-    if path.is_file():
+    if os.path.isfile(path):
         return path
-    if (path / FILE).is_file():
+    if os.path.isfile(path / FILE):
         return path / FILE
-    if not path.is_dir():
-        near = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
+    if not os.path.isdir(path):
+        near = next((parent for parent in path.absolute().parents if os.path.isdir(parent)), Path("/"))
         raise ConfigError(
             f"there is no run at {path}: give the folder of a run, in which its {FILE} lies, or that file; "
             f"in {near} there are {_lying(near)}"

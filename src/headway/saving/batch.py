@@ -9,6 +9,8 @@ from headway.training.accumulation import Accumulation
 
 _REACH = 4
 """How many times the fewest rounds are tried before a window counts as not divisible."""
+_MOST_STEPS = 2**20
+"""More micro-batches an update are not looked for."""
 
 
 @dataclass
@@ -123,7 +125,7 @@ class GlobalBatch:
             return plain
         sizes = " and ".join(map(str, wanted.values()))
         told = [] if is_even else [f"the global batch of {sizes} samples is split unevenly among the ranks"]
-        for steps in range(fewest, _REACH * fewest + 1):
+        for steps in range(fewest, min(_REACH * fewest, _MOST_STEPS) + 1):
             if all(self._loaders[index].fits_window(size, steps) for index, size in wanted.items()):
                 return Plan(steps, {index: (size, units[index]) for index, size in wanted.items()}, told)
         return plain

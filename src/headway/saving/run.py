@@ -24,6 +24,7 @@ from headway.runtime.events import notify
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.streams import derive_streams, read_streams, write_streams
 from headway.saving.batch import GlobalBatch, Plan
+from headway.saving.checks import check_told, unfit
 from headway.saving.evaluation import Beginning, Evaluations
 from headway.saving.saved import SavedRun, read_run, saved_by
 from headway.strategies.base import Strategy
@@ -313,6 +314,7 @@ class RunState:
             CheckpointError: on every rank: missing, damaged, or it does not fit; or `is_strict`, and something differs.
         """
         manifest, found = self.saver.read(path)
+        check_told(manifest.about, found, self._precision, self._runtime.hardware)
         parts = self._parts()
         saved = read_run(manifest.about, found, self._runtime.rank, self._runtime.world_size)
         restored = Restored(path, manifest.about)
@@ -333,7 +335,7 @@ class RunState:
         return restored
 
     def _check(self, restored: Restored, parts: Parts, found: Collected, saved: SavedRun, is_strict: bool) -> None:
-        problems = misfits(parts, found)
+        problems = misfits(parts, found) or unfit(parts, found)
         if problems:
             raise CheckpointError(
                 f"{restored.folder} does not fit what is prepared; nothing was changed:\n  " + "\n  ".join(problems)

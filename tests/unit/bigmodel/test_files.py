@@ -213,3 +213,52 @@ def test_what_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(CheckpointError, match="could not be had from the Hub: offline"):
         open_checkpoint("owner/name")
+
+
+@pytest.mark.parametrize("text", [
+    "[" * 2000, '{"weight_map": ' * 2000, "9" * 5000, '{"weight_map": {"b": ".."}}', '{"weight_map": {"b": "."}}',
+    '{"weight_map": {"b": "\\u0000"}}', '{"weight_map": {"b": "\\ud800"}}', '{"weight_map": []}',
+])  # fmt: skip
+def test_odd_indexes(tmp_path, text):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(text)
+    for source in (index, tmp_path):
+        with pytest.raises(CheckpointError):
+            open_checkpoint(source)
+
+
+def test_a_shard_whose_name_is_too_long(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"b": "n" * 300}}))
+    with pytest.raises(CheckpointError, match="1 of 1 shards are missing"):
+        open_checkpoint(index)
+
+
+def test_what_is_not_a_regular_file_is_not_opened(tmp_path):
+    for name in ("model.safetensors.index.json", "model.safetensors", "model.bin"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(CheckpointError, match="not a regular file"):
+            open_checkpoint(tmp_path / name)
+        (tmp_path / name).unlink()
+    (tmp_path / "model.safetensors").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [[0, 2**63], [0, 2**62, 8], [1] * 65])
+def test_shapes_that_torch_cannot_make(tmp_path, shape):
+    size = 0 if 0 in shape else 4
+    write_header(
+        tmp_path / "a.safetensors", {"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}, bytes(size)
+    )
+    with pytest.raises(CheckpointError, match="a shape that cannot be"):
+        open_checkpoint(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    "state", [{"a": torch.ones(2, 2).to_sparse()}, {"a": torch.ones(2, device="meta")}, {1: torch.ones(2)}]
+)
+def test_a_pickle_of_what_is_no_weight(tmp_path, state):
+    torch.save(state, tmp_path / "model.bin")
+    with pytest.raises(CheckpointError, match=r"not a plain tensor|not a dict of names"):
+        open_checkpoint(tmp_path)

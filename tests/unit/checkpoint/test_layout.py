@@ -169,7 +169,7 @@ def test_a_missing_manifest_is_no_checkpoint(tmp_path):
 
 
 SMALL = Manifest({"a": Entry((4, 2), "float32", (Chunk((0, 0), (2, 2), "f", "a"), Chunk((2, 0), (2, 2), "f", "b")))},
-                 {"f": Written("f", 10, ("0" * 32,))}, {"t": "a"}, {"x": [1]}, {"y": 2})  # fmt: skip
+                 {"f": Written("f", 40, ("0" * 32,))}, {"t": "a"}, {"x": [1]}, {"y": 2})  # fmt: skip
 
 
 def test_chunks_are_joined(tmp_path):

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from headway.cli.main import group
+from headway.cli.main import group, main
 from headway.errors import CheckpointError, ConfigError
 from tests.unit.checkpoint.test_layout import TENSORS, as_version_1, save
 
@@ -85,3 +86,61 @@ def test_merge_replaces_nothing_unasked(tmp_path):
                         (tmp_path / "checkpoint_1", "is a checkpoint; give another folder")):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
             raise run("merge", tmp_path / "checkpoint_1", place, "--overwrite").exception
+
+
+def hostile(tmp_path):
+    """A checkpoint with names that nobody gives."""
+    save(tmp_path, about={"num_updates": 7, "device": "\x1b[2J", "versions": {"torch\x1b[1m": "\u202e1"}},
+         tensors={**TENSORS, "model/abc/w\x1b[31m": torch.ones(2)})  # fmt: skip
+    return tmp_path / "checkpoint_1"
+
+
+def test_inspect_lets_nothing_act_on_the_terminal(tmp_path):
+    folder = hostile(tmp_path)
+    for words in ((folder, "--tensors", "--verify"), (tmp_path,)):
+        ran = run("inspect", *words)
+        assert ran.exit_code == 0
+        assert "\x1b" not in ran.output
+        assert "\u202e" not in ran.output
+    assert "model/abc/w\\x1b[31m  float32 [2]" in run("inspect", folder, "--tensors").output
+    assert "device: \\x1b[2J" in run("inspect", folder).output
+
+
+def test_errors_let_nothing_act_on_the_terminal(tmp_path, capsys):
+    (tmp_path / "\x1b[2J").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", str(tmp_path / "\x1b[2J")])
+    assert ended.value.code == 1
+    told = capsys.readouterr().err
+    assert "\\x1b[2J is not a committed checkpoint" in told
+    assert "\x1b" not in told
+
+
+def test_merge_with_a_model_that_is_no_number(tmp_path):
+    folder = hostile(tmp_path)
+    with pytest.raises(ConfigError, match=r"--model 5: .* holds the models 0, abc$"):
+        raise run("merge", folder, tmp_path / "out", "--model", "5").exception
+    assert run("merge", folder, tmp_path / "out").exit_code == 0
+
+
+def test_merge_below_what_is_not_a_folder(tmp_path):
+    save(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    for place in (tmp_path / "file" / "out", Path("/dev/null/out"), tmp_path / "broken"):
+        with pytest.raises(ConfigError, match="is not a folder"):
+            raise run("merge", tmp_path / "checkpoint_1", place).exception
+    with pytest.raises(CheckpointError, match=r"the weights cannot be written to .*too long"):
+        raise run("merge", tmp_path / "checkpoint_1", tmp_path / ("n" * 300)).exception
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    save(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for words in (("inspect", tmp_path / "pipe"), ("merge", tmp_path / "pipe", tmp_path / "out")):
+        with pytest.raises(CheckpointError, match="is a file; a checkpoint is a folder"):
+            raise run(*words).exception
+    (tmp_path / "checkpoint_1" / "manifest.json").unlink()
+    os.mkfifo(tmp_path / "checkpoint_1" / "manifest.json")
+    with pytest.raises(CheckpointError, match="is a pipe, not a regular file"):
+        raise run("inspect", tmp_path / "checkpoint_1").exception

@@ -1,0 +1,65 @@
+"""What comes from files that may be anybody's: opened only where they are regular files, and shown as plain text."""
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from headway.errors import CheckpointError
+
+_KINDS = {
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}  # fmt: skip
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading, unbuffered; a pipe or a device, which might never end, is not even opened.
+
+    Raises:
+        CheckpointError: it is not a regular file (nor a link to one), or cannot be opened.
+    """
+    try:
+        _check_kind(path, os.stat(path).st_mode)
+        # Should it become a pipe in this moment, opening does not wait for who writes into it.
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    file = os.fdopen(handle, "rb", buffering=0)
+    try:
+        _check_kind(path, os.fstat(handle).st_mode)
+    except CheckpointError:
+        file.close()
+        raise
+    return file
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """All of a regular file of at most `most` bytes.
+
+    Raises:
+        CheckpointError: it is not one, cannot be read, or is longer.
+    """
+    with open_regular(path) as file:
+        try:
+            size = os.fstat(file.fileno()).st_size
+            parts, left = [], most + 1
+            while size <= most and left and (part := file.read(left)):
+                parts.append(part)
+                left -= len(part)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    if size > most or not left:
+        raise CheckpointError(f"{path} is too long: {max(size, most + 1):,} bytes, where {most:,} are the most")
+    return b"".join(parts)
+
+
+def _check_kind(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise CheckpointError(f"{path} is {kind}, not a regular file; nothing was read from it")
+
+
+def printable(text: object) -> str:
+    """Text for a terminal: what would move its cursor, change its colours or turn the writing is shown by its number."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in str(text))

@@ -1,0 +1,602 @@
+"""Hostile inputs at random: manifests, headers and indexes, configurations, command lines; what each of them led to.
+
+    python -m tests.sweep.fuzz                              # 1,000 manifests, headers, configurations; 2,000 command lines
+    python -m tests.sweep.fuzz --seed 7 --manifests 10000
+
+Every case ends in success or in one of Headway's own errors, in time, and a load that is refused has changed nothing: all
+else is printed, with the number that brings it back, and the exit code is 1. The suite runs fewer of the same cases.
+"""
+
+import argparse
+import contextlib
+import copy
+import hashlib
+import io
+import json
+import logging
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from headway import Accelerator, ProjectConfiguration
+from headway.bigmodel.files import open_checkpoint
+from headway.checkpoint.layout import read_state
+from headway.checkpoint.manifest import MANIFEST, _digest, read_manifest
+from headway.checkpoint.shards import describe
+from headway.cli.main import main as headway
+from headway.config.launch import SETTINGS
+from headway.errors import HeadwayError
+from headway.launch.machine import Machine
+
+PATIENCE = 20.0
+"""Seconds until a case counts as hanging."""
+
+ODD: list[Any] = [
+    None, True, False, -1, 0, 1, 2, 7, 2**31, 2**53 + 1, 2**63, 2**64, 10**30, -(2**63), 10**400, 0.5, -1.5, 1e308, "", "x", "0",
+    "nan", "\0", "\x1b[2J", "\ud800", "é" * 300, "../up", "/dev/zero", [], [[]], [None], [1, 2], {}, {"": 1}, {"!": "nope"},
+    {"!": "tensor", "name": "optimizer/0/0/0.weight/exp_avg"}, {"!": "tensor", "name": "nothing"}, {"!": "float", "value": "inf"},
+    {"!": "array", "name": "streams/0.numpy.1", "dtype": "<f8", "shape": [2**62]}, {"!": "tuple", "items": "text"},
+    {"!": "range", "value": [0, 2**62, 1]}, {"!": "bytes", "value": "!"}, {"!": "scalar", "dtype": "O", "value": ""},
+    {"!": "dict", "items": [[[1], 2]]}, {"!": []}, {"!": "torch.device", "value": 3}, {"!": "torch.Size", "value": [None]},
+]  # fmt: skip
+
+
+class Hang(BaseException):
+    """A case took too long; nothing catches it."""
+
+
+class Tally:
+    """What became of the cases of one kind.
+
+    Args:
+        kind: of what.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.ends: Counter[str] = Counter()
+        self.faults: list[str] = []
+
+    def run(self, number: object, act: Callable[[], str]) -> str:
+        """Run a case; returns how it ended: what `act` returns, "refused", or a fault."""
+        with _limited(PATIENCE):
+            try:
+                end = act()
+            except HeadwayError as error:
+                end = "refused" if str(error) else self._fault(number, "refused without a word")
+            except Hang:
+                end = self._fault(number, "hang")
+            except SystemExit as ended:
+                end = f"exit {ended.code}"
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                end = self._fault(number, f"{type(error).__name__}: {error}"[:200] + "\n" + _place(error))
+        self.ends[end.split(":")[0].split("\n")[0]] += 1
+        return end
+
+    def _fault(self, number: object, text: str) -> str:
+        self.faults.append(f"{self.kind} {number}: {text}")
+        return text
+
+    def fault(self, number: object, text: str) -> None:
+        """A case ended as it must not."""
+        self._fault(number, text)
+
+    def __str__(self) -> str:
+        ends = ", ".join(f"{count} {end}" for end, count in self.ends.most_common())
+        return f"{sum(self.ends.values())} {self.kind}: {ends}; {len(self.faults)} faults"
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return "".join(traceback.format_list(frames[-4:]))
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    def ring(*_: object) -> None:
+        raise Hang
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# -------------------------------------------------------------------- mutations
+
+
+def mutated(draw: random.Random, value: Any) -> Any:
+    """A copy of a JSON value with a few things in it changed, lost, doubled or exchanged."""
+    value = copy.deepcopy(value)
+    for _ in range(draw.choice([1, 1, 1, 2, 3])):
+        _mutate(draw, value)
+    return value
+
+
+def _mutate(draw: random.Random, value: Any) -> None:
+    holder, key = _somewhere(draw, value)
+    if key is None:
+        return
+    kind = draw.random()
+    if kind < 0.6:
+        holder[key] = copy.deepcopy(draw.choice(ODD))
+    elif kind < 0.75:
+        del holder[key]
+    elif kind < 0.85:
+        other, place = _somewhere(draw, value)
+        if place is not None:
+            holder[key] = copy.deepcopy(other[place])
+    elif isinstance(holder, dict):
+        holder[draw.choice(["x", "", "../up", "model/abc/w", "\x1b[2J", "step", "optimizer", key + "_"])] = holder.pop(
+            key
+        )
+    elif isinstance(holder[key], int) and not isinstance(holder[key], bool):
+        holder[key] += draw.choice([-1, 1, 1000, 2**40])
+    else:
+        holder.insert(key, copy.deepcopy(holder[key]))
+
+
+def _somewhere(draw: random.Random, value: Any) -> tuple[Any, Any]:
+    holder, key = None, None
+    while isinstance(value, dict | list) and value and (key is None or draw.random() > 0.15):
+        holder = value
+        key = draw.choice(list(value)) if isinstance(value, dict) else draw.randrange(len(value))
+        value = value[key]
+    return holder, key
+
+
+_PIECES = [
+    b"[" * 2000, b"[" * 200, b'{"a":' * 2000, b"{", b'"', b"9" * 30, b"-", b"NaN", b"\0", b"\xff", b"true", b"1e999",
+]  # fmt: skip
+
+
+def mutated_bytes(draw: random.Random, data: bytes) -> bytes:
+    """A copy with some bytes set, cut out or put in."""
+    raw = bytearray(data)
+    for _ in range(draw.randint(1, 4)):
+        place = draw.randrange(len(raw) + 1)
+        kind = draw.randrange(3)
+        if kind == 0 and place < len(raw):
+            raw[place] = draw.randrange(256)
+        elif kind == 1:
+            del raw[place : place + draw.randint(1, 40)]
+        else:
+            raw[place:place] = draw.choice(_PIECES)
+    return bytes(raw)
+
+
+# -------------------------------------------------------------------- manifests
+
+
+class WithExtra(torch.nn.Module):
+    """A layer with extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, 3))
+        self.seen = {"calls": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen["calls"] += 1
+        return x @ self.weight
+
+    def get_extra_state(self) -> Any:
+        return dict(self.seen)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = dict(state)
+
+
+class Counted:
+    """An object of the user's own."""
+
+    def __init__(self) -> None:
+        self.state = {"count": 1, "pair": (1, 2), "scores": torch.ones(3), "names": ["a"], "array": numpy.arange(4)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = {name: state[name] for name in self.state}
+
+
+class Stream(IterableDataset[tuple[torch.Tensor]]):
+    """Rows, shuffled by a generator of its own."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor]]:
+        for number in torch.randperm(len(self.rows), generator=self.generator).tolist():
+            yield (self.rows[number],)
+
+
+class Run:
+    """A small run with something of each kind in it.
+
+    Args:
+        folder: for its checkpoints.
+        precision: mixed_precision.
+        num_workers: of its loader.
+        is_stream: it reads an iterable dataset.
+    """
+
+    def __init__(self, folder: Path, precision: str = "no", num_workers: int = 0, is_stream: bool = False) -> None:
+        torch.manual_seed(3)
+        project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=False)
+        self.accelerator = Accelerator(cpu=True, project_config=project, mixed_precision=precision,
+                                       gradient_accumulation_steps=2)  # fmt: skip
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), WithExtra(), torch.nn.Dropout(0.1))
+        optimizers = [
+            torch.optim.AdamW(model[0].parameters()),
+            torch.optim.SGD([*model[1].parameters(), *model[2].parameters()], lr=0.1, momentum=0.9),
+        ]
+        schedules = [
+            torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda step: 1.0),
+            torch.optim.lr_scheduler.OneCycleLR(optimizers[1], max_lr=0.2, total_steps=40),
+        ]
+        rows = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+        data = Stream(rows) if is_stream else TensorDataset(rows)
+        loader = DataLoader(data, batch_size=2, shuffle=None if is_stream else True, num_workers=num_workers)
+        self.custom = Counted()
+        self.accelerator.register_for_checkpointing(self.custom)
+        self.model, *prepared = self.accelerator.prepare(model, *optimizers, *schedules, loader)
+        self.optimizers, self.schedules, self.loader = prepared[:2], prepared[2:4], prepared[4]
+
+    def train(self, num: int, then: Callable[[], object] = lambda: None) -> None:
+        """So many micro-batches, and in the loop, after the last of them, something else."""
+        for number, (x,) in enumerate(self.loader, 1):
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.model(x).square().mean())
+                for each in [*self.optimizers, *self.schedules]:
+                    each.step()
+                for optimizer in self.optimizers:
+                    optimizer.zero_grad()
+            if number == num:
+                then()
+                return
+
+    def print(self) -> str:
+        """A hash of all that a load may change."""
+        state = self.accelerator._run_state
+        found = [
+            self.model.state_dict(), [each.state_dict() for each in [*self.optimizers, *self.schedules]], self.custom.state,
+            self.loader.state_dict(), self.loader.seed, state.epoch, state.run_id, state.clock.num_updates,
+            self.accelerator.gradient_accumulation_steps, [each.num_updates for each in self.optimizers],
+            sorted(vars(self.schedules[0].scheduler)), sorted(vars(self.schedules[1].scheduler)), state._read_streams(),
+            state._accumulation.nominal_weights(state.models), state._precision.state_dict(),
+        ]  # fmt: skip
+        return hashlib.sha256(pickle.dumps(_plain(found))).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """A value whose pickle depends on nothing but what it says."""
+    if isinstance(value, torch.Tensor):
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
+    if isinstance(value, numpy.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, dict):
+        return [(repr(key), _plain(item)) for key, item in value.items()]
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else repr(value)
+
+
+def saved(folder: Path, **settings: Any) -> Path:
+    """A checkpoint in the middle of an epoch."""
+    run = Run(folder, **settings)
+    run.train(6, lambda: run.accelerator.save_state(str(folder / "saved")))
+    return folder / "saved"
+
+
+def sealed(content: Any, version: int = 2) -> bytes:
+    """A manifest whose own hash fits."""
+    return json.dumps(
+        {"format": "headway checkpoint", "version": version, "sha256": _digest(content), "content": content}
+    ).encode()
+
+
+RUNS: list[dict[str, Any]] = [{}, {}, {"precision": "fp16"}, {"num_workers": 1}, {"is_stream": True}]
+
+
+def manifests(seed: int, count: int, tally: Tally) -> None:
+    """Manifests that are not what was written, with hashes that fit: taken up whole, or refused and nothing changed."""
+    for number, settings in enumerate(RUNS):
+        _manifests(seed, range(number, count, len(RUNS)), tally, settings)
+
+
+def _manifests(seed: int, numbers: range, tally: Tally, settings: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = saved(Path(name), **settings)
+        content = json.loads((folder / MANIFEST).read_text())["content"]
+        run = Run(Path(name), **settings)
+        before = run.print()
+        if tally.run("as it was written", lambda: _taken(run, folder)) != "taken":
+            tally.fault("as it was written", "is not taken")
+        run = Run(Path(name), **settings)
+        for number in numbers:
+            draw = random.Random(f"{seed} manifest {number}")
+            part = draw.choice(["state"] * 4 + ["about", "tensors", "files", "aliases", "all"])
+            if part == "state":
+                part = draw.choice([*content["state"], "state"])
+            changed = _changed(draw, content, part)
+            (folder / MANIFEST).write_bytes(sealed(changed))
+            end = tally.run(number, lambda run=run: _taken(run, folder))
+            if end == "taken":
+                run = Run(Path(name), **settings)
+                before = run.print()
+            elif run.print() != before:
+                tally.fault(number, f"{part}: changed objects, and then: {end}")
+                run = Run(Path(name), **settings)
+
+
+def _changed(draw: random.Random, content: Any, part: str) -> Any:
+    """The content with something in this part of it changed."""
+    if part in content or part == "all":
+        return mutated(draw, content) if part == "all" else _with(draw, content, part)
+    return {**content, "state": _with(draw, content["state"], part)}
+
+
+def _with(draw: random.Random, table: dict[str, Any], part: str) -> dict[str, Any]:
+    return {**{name: value for name, value in table.items() if name != part}, **mutated(draw, {part: table[part]})}
+
+
+def _taken(run: Run, folder: Path) -> str:
+    run.accelerator.load_state(str(folder))
+    return "taken"
+
+
+# -------------------------------------------------------------------- headers and indexes
+
+
+def headers(seed: int, count: int, tally: Tally) -> None:
+    """Headers of safetensors files, and indexes of sharded ones: read as they are, or refused."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = saved(Path(name))
+        file = "optimizer-00000.safetensors"
+        manifest, right = json.loads((folder / MANIFEST).read_text())["content"], (folder / file).read_bytes()
+        plain = Path(name) / "model.safetensors"
+        index, pickled = Path(name) / "model.safetensors.index.json", Path(name) / "model.bin"
+        weights = {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}, "metadata": {"total_size": 8, "c": "a"}}
+        for each in "ab":
+            entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+            (Path(name) / f"{each}.safetensors").write_bytes(_with_header({each: entry}, b"1234"))
+        for number in range(count):
+            draw = random.Random(f"{seed} header {number}")
+            kind = draw.choice(["shard", "shard", "file", "index", "pickle"])
+            if kind == "index":
+                text = json.dumps(mutated(draw, weights)).encode()
+                index.write_bytes(text if draw.random() < 0.5 else mutated_bytes(draw, text))
+                tally.run(number, lambda: _opened(index))
+                continue
+            if kind == "pickle":
+                pickled.write_bytes(_pickled(draw))
+                tally.run(number, lambda: _opened(pickled))
+                continue
+            data = _changed_header(draw, right)
+            if kind == "file":
+                plain.write_bytes(data)
+                tally.run(number, lambda: _opened(plain))
+                continue
+            (folder / file).write_bytes(data)
+            written = describe(folder / file, file)
+            fitting = {"bytes": written.num_bytes, "xxh3_128": list(written.digests)}
+            content = {**manifest, "files": {**manifest["files"], file: fitting}}
+            (folder / MANIFEST).write_bytes(sealed(content))
+            tally.run(number, lambda: _read(folder))
+
+
+def _pickled(draw: random.Random) -> bytes:
+    """What torch.save wrote, of things that are no weights or with bytes changed."""
+    odd = [torch.ones(2, 2).to_sparse(), torch.ones(1).expand(10**6), torch.ones(2, device="meta"), torch.ones(3), [1],
+           None, torch.ones(2, 2).t(), torch.nn.Parameter(torch.ones(2))]  # fmt: skip
+    file = io.BytesIO()
+    torch.save({draw.choice(["a", 1, None, ("a",), "\ud800"]): draw.choice(odd)}, file,
+               _use_new_zipfile_serialization=draw.random() < 0.7)  # fmt: skip
+    return file.getvalue() if draw.random() < 0.5 else mutated_bytes(draw, file.getvalue())
+
+
+def _changed_header(draw: random.Random, data: bytes) -> bytes:
+    length = int.from_bytes(data[:8], "little")
+    if draw.random() < 0.4:
+        return mutated_bytes(draw, data[: 8 + length]) + data[8 + length :]
+    return _with_header(mutated(draw, json.loads(data[8 : 8 + length])), data[8 + length :])
+
+
+def _with_header(header: Any, data: bytes) -> bytes:
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def _opened(path: Path) -> str:
+    for stored in open_checkpoint(path).tensors.values():
+        stored.tensor().reshape(-1).clone().view(torch.uint8).sum()
+    return "read"
+
+
+def _read(folder: Path) -> str:
+    for is_verified in (True, False):
+        for tensor in read_state(folder, read_manifest(folder), is_verified)[0].values():
+            tensor.clone()
+    return "read"
+
+
+# -------------------------------------------------------------------- configurations and command lines
+
+_MACHINES = [
+    Machine("box", "/bin/python", 8, loopback="lo"),
+    Machine("gpubox", "/bin/python", 8, "cuda", ("0", "1"), "lo"),
+]
+_SCALARS = [
+    "yes", "no", "~", "-1", "0", "3", "1e400", "9" * 400, "bf16", "!!bool maybe", "2001-01-01", "!!binary x", "&a [*a]",
+    "{a: *a}", "'", '"', "[[[]]]", "[" * 3000, "!!python/object:os.system x", "0x7f", "1:30", "\x1b[2J", "|", "? a", "<<",
+    "null", "!!set {a}",
+]  # fmt: skip
+
+
+def configurations(seed: int, count: int, tally: Tally) -> None:
+    """Config files: read, or refused."""
+    from headway.config.files import file_layer
+
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "config.yaml"
+        for number in range(count):
+            draw = random.Random(f"{seed} configuration {number}")
+            path.write_bytes(_configuration(draw))
+            tally.run(number, lambda: "read" if file_layer(str(path), {}) is not None else "")
+
+
+def _configuration(draw: random.Random) -> bytes:
+    if draw.random() < 0.2:
+        return json.dumps(mutated(draw, {"num_processes": 2, "cpu": True, "mixed_precision": "bf16"})).encode()
+    keys = [*SETTINGS, "x", "<<", "? [a]", "compute_environment", "num_procs"]
+    text = "".join(f"{draw.choice(keys)}: {draw.choice(_SCALARS)}\n" for _ in range(draw.randint(0, 5)))
+    return text.encode() if draw.random() < 0.7 else mutated_bytes(draw, text.encode())
+
+
+_FLAGS = [
+    "--tensors", "--verify", "--model", "--max_shard_size", "--overwrite", "--config_file", "--force", "--json", "--dry_run",
+    "-n", "-m", "-q", "--out", "--png", "--file", "--clear", "--dtype", "--num_tokens", "--help", "--nope", "--", "-",
+]  # fmt: skip
+_WORDS = [
+    "saved", "odd", "pipe", "zero", "null", "empty", "config.yaml", "train.py", "nowhere", "saved/manifest.json", "pipe/x",
+    "n" * 300, "n" * 5000, ".", "out", "default", "show", "update", "import", "0", "-1", "2147483647", "9" * 400, "10GB",
+    "1e9", "bf16", "", " ", "\x1b[2J", "\u202e", "\udc80", "a=b", "=", "latest", "null/x",
+]  # fmt: skip
+_PLACES = ["saved", "odd", "pipe", "zero", "null", "out", "n" * 300, "null/x"]
+_TAKES = {"inspect": 1, "merge": 2, "report": 1, "estimate": 1}
+_COMMANDS = [
+    "launch",
+    "config",
+    "inspect",
+    "inspect",
+    "merge",
+    "merge",
+    "report",
+    "batch-sizes",
+    "estimate",
+    "nope",
+    "--version",
+    "",
+]
+
+
+def command_lines(seed: int, count: int, tally: Tally) -> None:
+    """Command lines, in a folder of odd files: done, or refused with exit code 1 or 2 and a word of why."""
+    with tempfile.TemporaryDirectory() as name:
+        checkpoint = saved(Path(name) / "made")
+        for number in range(count):
+            folder = Path(name) / str(number // 25)
+            if not folder.exists():
+                _furnish(folder, checkpoint)
+            draw = random.Random(f"{seed} command line {number}")
+            words = [draw.choice(_COMMANDS)]
+            if words[0] in _TAKES:
+                words += [draw.choice([*_PLACES, draw.choice(_WORDS)]) for _ in range(_TAKES[words[0]])]
+            words += [_word(draw) for _ in range(draw.choice([0, 0, 1, 2, 5]))]
+            end = tally.run(f"{number} {words!r}"[:300], lambda: _called(draw.choice(_MACHINES), folder, words))
+            if end not in ("exit None", "exit 0", "exit 1", "exit 2", "done") and "\n" not in end:
+                tally.fault(number, end)
+
+
+def _word(draw: random.Random) -> str:
+    if draw.random() < 0.15:
+        return f"--{draw.choice(list(SETTINGS))}"
+    return draw.choice(_FLAGS) if draw.random() < 0.35 else draw.choice(_WORDS)
+
+
+def _furnish(folder: Path, checkpoint: Path) -> None:
+    """A folder with a checkpoint, an odd one, and files of all kinds; links stand for devices, so that nothing can remove those."""
+    folder.mkdir()
+    shutil.copytree(checkpoint, folder / "saved")
+    (folder / "odd").mkdir()
+    manifest = json.loads((checkpoint / MANIFEST).read_text())["content"]
+    changed = {
+        name.replace("model/0/0.weight", "model/abc/\x1b[31mw\ud800"): each
+        for name, each in manifest["tensors"].items()
+    }
+    (folder / "odd" / MANIFEST).write_bytes(sealed({**manifest, "tensors": changed, "aliases": {}}))
+    for file in manifest["files"]:
+        shutil.copy(checkpoint / file, folder / "odd" / file)
+    os.mkfifo(folder / "pipe")
+    (folder / "zero").symlink_to("/dev/zero")
+    (folder / "null").symlink_to("/dev/null")
+    (folder / "empty").mkdir()
+    (folder / "train.py").write_text("print()\n")
+    (folder / "config.yaml").write_text("num_processes: 2\n")
+
+
+def _called(machine: Machine, folder: Path, words: list[str]) -> str:
+    patches = [
+        patch("headway.launch.machine.look", lambda environment: machine),
+        patch("headway.launch.run.execute", lambda plan, environment, is_quiet: None),
+        patch("headway.env.snapshot", lambda: {"HEADWAY_HOME": str(folder)}),
+        contextlib.chdir(folder), contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")),
+    ]  # fmt: skip
+    told = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace")
+    with contextlib.ExitStack() as stack, contextlib.redirect_stderr(told):
+        for each in patches:
+            stack.enter_context(each)
+        try:
+            headway(words)
+        except SystemExit as ended:
+            told.flush()
+            if ended.code not in (0, None) and not told.buffer.getvalue():
+                raise AssertionError("refused without a word") from ended
+            raise
+    return "done"
+
+
+# -------------------------------------------------------------------- all of it
+
+KINDS: dict[str, tuple[int, Callable[[int, int, Tally], None]]] = {
+    "manifests": (1000, manifests), "headers": (1000, headers), "configurations": (1000, configurations),
+    "command_lines": (2000, command_lines),
+}  # fmt: skip
+
+
+def main() -> int:
+    """Run as many cases of each kind as asked for; 0 where all ended as they must."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    for kind, (count, _) in KINDS.items():
+        parser.add_argument(f"--{kind}", type=int, default=count)
+    asked = vars(parser.parse_args())
+    torch.set_num_threads(1)
+    logging.getLogger("headway").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    num_faults = 0
+    for kind, (_, act) in KINDS.items():
+        tally = Tally(kind.replace("_", " "))
+        act(asked["seed"], asked[kind], tally)
+        print(tally, *tally.faults[:20], sep="\n  ", flush=True)
+        num_faults += len(tally.faults)
+    return int(num_faults > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
