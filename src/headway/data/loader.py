@@ -79,7 +79,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """One pass; `break` closes it, and the next pass is another epoch."""
-        if self._position.is_stopped:
+        if self._position.is_stopped or self._position.is_over_already():
             return iter(())
         # Now, not with the first batch: in `zip(one, other)` torch's loaders draw in this order too.
         self._feed.open()
@@ -225,9 +225,19 @@ class PreparedLoader(DataLoader[Any]):
 
     def end_epoch(self) -> None:
         """The loop's epoch is over; a pass that was to go on in it, and has not begun, is over too."""
+        self._position.num_over = 0
         if self._position.is_waiting:
             self._position.finish()
             self._feed.load_state({})
+
+    def pass_over(self, count: int) -> None:
+        """Let the next `count` passes be empty, and the one after them go on from here: the run has made them already."""
+        self._position.num_over = count
+
+    @property
+    def num_passes(self) -> int:
+        """Passes begun in this process, without those that were empty as they had been made already."""
+        return self._position.num_passes
 
     @property
     def is_fresh(self) -> bool:

@@ -23,6 +23,7 @@ from headway.runtime.process import ProcessRuntime
 from headway.runtime.streams import derive_streams, read_streams, write_streams
 from headway.saving.batch import GlobalBatch, Plan
 from headway.saving.evaluation import Beginning, Evaluations
+from headway.saving.passes import Passes
 from headway.strategies.base import Strategy
 from headway.training.accumulation import Accumulation
 from headway.training.clock import Clock
@@ -82,7 +83,10 @@ class RunState:
         self.notes: dict[str, Any] = {}
         self.run_id: str | None = None
         self.at_fetch: Callable[[PreparedLoader], None] | None = None
-        self.evaluations = Evaluations(accumulation, lambda: preparation.loaders, self._read_streams, self.next_epoch)
+        self._passes = Passes(accumulation, lambda: preparation.loaders)
+        self.evaluations = Evaluations(
+            accumulation, lambda: preparation.loaders, self._read_streams, self.next_epoch, self._passes
+        )
         self._began: dict[int, int] | None = None
         self._batch = GlobalBatch(preparation.loaders, accumulation)
         self._runtime = runtime
@@ -149,6 +153,8 @@ class RunState:
 
     def _before_fetch(self, loader: PreparedLoader) -> None:
         self._note_window()
+        if self._began is not None:
+            self._passes.note(loader)
         if self.at_fetch is not None:
             self.evaluations.note(loader)
             self.at_fetch(loader)
@@ -192,9 +198,11 @@ class RunState:
         mark = self._mark if is_unfinished else None
         states = self._loader_states(mark) if before is None or is_unfinished else before.states
         self._add("loaders", states, collected, is_alone)
-        run, about = self._run_state(), self._about(is_unfinished)
+        run, about, over = self._run_state(), self._about(is_unfinished), self._passes.over()
         if before is not None and not is_unfinished:
             run["epoch"] = about["epoch"] = before.epoch
+            over = before.over
+        run["passes_over"] = self._passes.state(over if run["epoch"] == self.epoch else {})
         collected.state["run"] = run
         about = about | {"saved_by": [self._runtime.rank]} if is_alone else self._collectives.broadcast_object(about)
         self.run_id = about["run"]
@@ -260,12 +268,14 @@ class RunState:
 
     def begin_epoch(self) -> None:
         """An epoch of the loop begins."""
+        self._passes.begin_epoch()
         self._began = {each.seed: each.next_epoch for each in self.loaders}
 
     def end_epoch(self) -> None:
         """It is over."""
         for loader in self.loaders:
             loader.end_epoch()
+        self._passes.end_epoch()
         self.epoch += 1
         self._began = {each.seed: each.next_epoch for each in self.loaders}
 
@@ -370,6 +380,7 @@ class RunState:
         self._accumulation.trained_on += [known[number] for number in run.get("trained_on", ()) if number < len(known)]
         self.epoch, self._mark = run["epoch"], None
         self._began = {each.seed: each.next_epoch for each in preparation.loaders} if run.get("counts_epochs") else None
+        self._passes.load(run.get("passes_over", ()))
         self.evaluations.forget()
         streams = decode(found.state["streams"][saved_by.index(rank) if is_own else 0], found.tensors)
         loaders = streams.pop("loaders", None)

@@ -39,7 +39,31 @@ def one_only(one, _):
     yield from ((batch, None) for batch in one)
 
 
+def in_turn(one, other):
+    """A kill in the second pass must not repeat the first."""
+    for loader in (one, other):
+        yield from ((batch, None) for batch in loader)
+
+
+def there_and_back(one, other):
+    for loader in (one, other, one):
+        yield from ((batch, None) for batch in loader)
+
+
+def in_turn_with_set_epoch(one, other):
+    for loader in (one, other):
+        loader.set_epoch(one.epoch if loader is one else other.epoch)
+        yield from ((batch, None) for batch in loader)
+
+
+def beside_and_after(one, other):
+    yield from zip(one, other)
+    yield from ((batch, None) for batch in one)
+
+
 PASSES = {
+    "in turn": (in_turn, 12, 8), "there and back": (there_and_back, 12, 8), "set_epoch": (in_turn_with_set_epoch, 12, 8),
+    "beside and after": (beside_and_after, 12, 12),
     "side by side": (side_by_side, 12, 12), "unequal": (unequal, 12, 6), "break": (left_by_break, 12, 12),
     "islice": (left_by_islice, 12, 12), "one": (one_only, 12, 12),
 }  # fmt: skip
