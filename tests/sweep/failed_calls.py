@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import socket
@@ -88,9 +89,9 @@ class Ranks:
             process.reset()
             runtime = process.start(cpu=True)
             saver = Saver(runtime, Collectives(runtime))
-            os.write(answers, b'"ready"\n')
+            _tell(answers, "ready")
             while order := os.read(orders, 1):
-                os.write(answers, (json.dumps(self._save(saver, int(order))) + "\n").encode())
+                _tell(answers, self._save(saver, int(order)))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -118,8 +119,6 @@ class Ranks:
 
     def _answer(self, pipe: int) -> str:
         text, deadline = b"", time.monotonic() + SECONDS
-        import select
-
         while not text.endswith(b"\n"):
             if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 return "hangs"
@@ -135,6 +134,13 @@ class Ranks:
             os.waitpid(pid, 0)
         for each in itertools.chain(*self.pipes):
             os.close(each)
+
+
+def _tell(pipe: int, text: str) -> None:
+    for _ in range(3):  # the call that fails may be this one
+        with contextlib.suppress(OSError):
+            os.write(pipe, (json.dumps(text) + "\n").encode())
+            return
 
 
 def run(folder: Path, case: Case) -> tuple[bool, list[str]]:

@@ -47,7 +47,6 @@ class PreparedLoader(DataLoader[Any]):
         listeners: objects whose set_epoch is told each epoch's number.
 
     Attributes:
-        before_pass: called before a pass begins.
         before_fetch: called with this loader before each batch is asked for.
         meter: is told when batches are asked for and come.
     """
@@ -65,7 +64,6 @@ class PreparedLoader(DataLoader[Any]):
         self._listeners = listeners
         self._position = Position()
         self._num_skipped = 0
-        self.before_pass: Callable[[], None] | None = None
         self.before_fetch: Callable[[PreparedLoader], None] | None = None
         self.meter: FetchMeter | None = None
 
@@ -95,8 +93,6 @@ class PreparedLoader(DataLoader[Any]):
 
     def _pass(self) -> Iterator[Any]:
         position = self._position
-        if self.before_pass is not None:
-            self.before_pass()
         number = position.begin()
         self._tell_epoch(position.epoch)
         position.consumed, deliveries = self._feed.start(position.epoch, position.consumed, self._num_skipped)
