@@ -120,10 +120,8 @@ class Sweep:
             former = ended
         else:
             outcome.problems.append(f"the last start, which nothing struck, ended with {ended.code}: {ended.errors[-1500:]}")
-        for checkpoints in folder.glob("*/checkpoints"):
-            left = sorted(path.name for path in checkpoints.iterdir())
-            if len([name for name in left if name.startswith("checkpoint_")]) != 2 or any(name[0] == "." for name in left):
-                outcome.problems.append(f"the folder of checkpoints should hold two, and holds {left}")
+        if any(mark[0] == "saving" for mark, _ in ended.marks):  # what a kill has left is swept by the next save
+            outcome.problems += _litter(folder)
         if not outcome.problems:
             shutil.rmtree(folder)
         return outcome
@@ -177,6 +175,15 @@ def _problems(ended: Ended, whole: Ended, reached: list[int], former: Ended | No
     if "internal" in ended.errors:
         found.append(f"an internal error: {ended.errors[-1500:]}")
     return found
+
+
+def _litter(folder: Path) -> list[str]:
+    """What lies beside the two checkpoints that are to stay."""
+    for checkpoints in folder.glob("*/checkpoints"):
+        left = sorted(path.name for path in checkpoints.iterdir())
+        if len(left) != 3 or any(name.startswith(".") for name in left):
+            return [f"there should be two checkpoints and `latest`, and there is {left}"]
+    return []
 
 
 def _num_trained(lines: list[dict]) -> int:

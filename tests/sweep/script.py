@@ -159,7 +159,8 @@ class Run:
         tell(
             updates=self.accelerator.num_updates, weights=digest(self.model.state_dict()), streams=digest(streams()),
             optimizer=digest(self.optimizer.state_dict()), schedule=digest(self.schedule.state_dict()),
-            loaders=[digest(each.state_dict()) for each in (self.loader, self.evaluated, *self.second)],
+            # Not their states: what `zip` has left is over for the run, and where it was left for the loader.
+            loaders=[each.next_epoch for each in (self.loader, self.evaluated, *self.second)],
         )  # fmt: skip
         self.accelerator.end_training()
 
