@@ -1,7 +1,7 @@
 """Saves in which one file-system call fails: nothing is lost, what is said is true, and later saves go on.
 
-`python -m tests.sweep.failed_calls --count 820`: every call of every kind of save, with EIO, EACCES and ENOSPC in turn; fewer are drawn by
-the seed. Each case is a fork of this process, which has torch loaded; strace attaches to it and makes the n-th call of one kind fail.
+`python -m tests.sweep.failed_calls`: every call of every kind of save, with EIO, EACCES and ENOSPC in turn; `--count 20`: so many, drawn
+by the seed. Each case is a fork of this process, which has torch loaded; strace attaches to it and makes the n-th call of one kind fail.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from headway.errors import CheckpointError
 from headway.ops.collectives import Collectives
 from headway.runtime import process
 from tests.distributed.killed_saves import VARIANTS, found_value, save, state, wait_traced
+from tests.sweep.tables import laid_out
 
 CALLS = ("openat", "write", "fsync", "rename", "renameat2", "unlink", "unlinkat", "rmdir", "mkdir", "getdents64", "newfstatat",
          "close", "ftruncate")  # fmt: skip
@@ -249,10 +250,14 @@ class Told:
         for name in VARIANTS:
             rows.append([name, *(str(self.came[name, error]) for error in ERRORS),
                          str(sum(case.variant == name for case, _ in self.problems))])  # fmt: skip
-        rows.append(["all", *(str(sum(self.came[name, error] for name in VARIANTS)) for error in ERRORS), str(len(self.problems))])
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        return "\n".join("  ".join(text.ljust(width) if at == 0 else text.rjust(width) for at, (text, width) in enumerate(zip(row, widths)))
-                         for row in rows)  # fmt: skip
+        rows.append(
+            [
+                "all",
+                *(str(sum(self.came[name, error] for name in VARIANTS)) for error in ERRORS),
+                str(len(self.problems)),
+            ]
+        )
+        return laid_out(rows)
 
 
 def main() -> int:

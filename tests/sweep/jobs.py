@@ -98,7 +98,9 @@ def run(folder: Path, mode: str, num_ranks: int, attempt: int, strike: Strike | 
         has_hung = not job.wait()
         left = job.remains()
         lines = [_lines(folder / f"log.{attempt}.{rank}") for rank in range(num_ranks)]
-        return Ended(process.returncode, time.monotonic() - began, job.marks, lines, errors.read_text(), left, has_hung, struck)
+        return Ended(
+            process.returncode, time.monotonic() - began, job.marks, lines, errors.read_text(), left, has_hung, struck
+        )
     finally:
         for pid in _members(name):
             with contextlib.suppress(ProcessLookupError):

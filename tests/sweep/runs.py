@@ -18,6 +18,7 @@ from pathlib import Path
 from tests.sweep import jobs
 from tests.sweep.jobs import Ended, Mark, Strike
 from tests.sweep.modes import MODES
+from tests.sweep.tables import laid_out
 
 PREEMPTED = 75
 PHASES = ("import", "set-up", "resume", "first batch", "batch", "batch", "last batch", "between epochs", "evaluation",
@@ -27,6 +28,7 @@ AFRESH = ("import", "set-up", "resume", "first batch")
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 WEIGHTS = (4, 3, 2, 2)
+PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class Sweep:
             ended = jobs.run(folder, plan.mode, plan.num_ranks, attempt, strike, partial(_moment, whole, max(reached)))
             outcome.codes.append(ended.code)
             outcome.struck.append(ended.struck)
-            problems = _problems(ended, whole, reached, former)
+            problems = _problems(ended, whole, reached, former, strike and strike.number)
             outcome.problems += [f"start {attempt}: {each}" for each in problems]
             if problems:
                 return outcome
@@ -119,7 +121,9 @@ class Sweep:
                 break
             former = ended
         else:
-            outcome.problems.append(f"the last start, which nothing struck, ended with {ended.code}: {ended.errors[-1500:]}")
+            outcome.problems.append(
+                f"the last start, which nothing struck, ended with {ended.code}: {ended.errors[-1500:]}"
+            )
         if any(mark[0] == "saving" for mark, _ in ended.marks):  # what a kill has left is swept by the next save
             outcome.problems += _litter(folder)
         if not outcome.problems:
@@ -145,7 +149,17 @@ def _first_after(whole: Ended, reached: int) -> int:
     return int(len(whole.marks) * reached / num_lines)
 
 
-def _problems(ended: Ended, whole: Ended, reached: list[int], former: Ended | None) -> list[str]:
+def _is_checked_after(struck: Mark | None, whole: Ended) -> bool:
+    """Is there a check for certain, after what a rank was about to do, at which the run can be asked to end?"""
+    if struck is None or struck[0] in ("import", "set-up", "resume", "the end"):
+        return False
+    marks = [mark for mark, _ in whole.marks]
+    checks = [at for at, mark in enumerate(marks) if "batch" in mark[0] or mark[0] == "evaluation"]
+    return struck[0] == "first batch" or marks.index(struck) < checks[-3]
+
+
+def _problems(ended: Ended, whole: Ended, reached: list[int], former: Ended | None,
+              struck_by: signal.Signals | None = None) -> list[str]:  # fmt: skip
     """What is not as promised in one start; `reached`, the lines that each rank has come to, is moved on."""
     found = []
     if ended.has_hung:
@@ -162,14 +176,21 @@ def _problems(ended: Ended, whole: Ended, reached: list[int], former: Ended | No
             found.append(f"rank {rank} begins with {lines[0]} after {reached[rank]} lines, of which there is only {nearest}"
                          f" (line {begin}); next is {wanted[reached[rank] : reached[rank] + 1]}")  # fmt: skip
             continue
+        if begin + len(lines) > len(wanted):
+            found.append(f"rank {rank} has more lines than the undisturbed run: {lines[len(wanted) - begin :]}")
+            continue
         differs = next((at for at, pair in enumerate(zip(lines, wanted[begin:])) if pair[0] != pair[1]), None)
         if differs is not None:
-            found.append(f"rank {rank} says {lines[differs]} instead of {wanted[begin + differs]} (line {begin + differs})")
+            found.append(
+                f"rank {rank} says {lines[differs]} instead of {wanted[begin + differs]} (line {begin + differs})"
+            )
         if former is not None and former.code == PREEMPTED and _num_trained(wanted[begin : was[rank]]):
             found.append(f"rank {rank} trains {was[rank] - begin} lines again, though the start before was preempted")
         reached[rank] = max(reached[rank], begin + len(lines))
     if ended.code == 0 and reached != [len(lines) for lines in whole.lines]:
         found.append(f"it ended with 0 after {reached} lines of {[len(lines) for lines in whole.lines]}")
+    if struck_by in PREEMPTING and _is_checked_after(ended.struck, whole) and ended.code != PREEMPTED:
+        found.append(f"{struck_by.name} at {ended.struck} ends it with {ended.code}: {ended.errors[-1500:]}")
     if ended.code == PREEMPTED and "Traceback" in ended.errors:
         found.append(f"preempted, and a traceback: {ended.errors[-1500:]}")
     if "internal" in ended.errors:
@@ -192,16 +213,16 @@ def _num_trained(lines: list[dict]) -> int:
 
 def table(outcomes: list[Outcome]) -> str:
     """Mode by kind of disturbance: strikes that fell; then runs, resumes, and how many were equal."""
-    rows = [("", *(number.name for number in SIGNALS), "runs", "resumes", "equal")]
+    rows = [["", *(number.name for number in SIGNALS), "runs", "resumes", "equal"]]
     for mode in (*MODES, "all"):
         own = [each for each in outcomes if mode in (each.plan.mode, "all")]
-        fell = Counter(strike.number for each in own for strike, at in zip(each.plan.strikes, each.struck) if at is not None)
+        fell = Counter(
+            strike.number for each in own for strike, at in zip(each.plan.strikes, each.struck) if at is not None
+        )
         equal = sum(not each.problems for each in own)
         resumes = sum(len(each.codes) - 1 for each in own)
-        rows.append((mode, *(str(fell[number]) for number in SIGNALS), str(len(own)), str(resumes), str(equal)))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(text.ljust(width) if at == 0 else text.rjust(width) for at, (text, width) in enumerate(zip(row, widths)))
-                     for row in rows)  # fmt: skip
+        rows.append([mode, *(str(fell[number]) for number in SIGNALS), str(len(own)), str(resumes), str(equal)])
+    return laid_out(rows)
 
 
 def main() -> int:
@@ -223,7 +244,9 @@ def main() -> int:
         planned = plan(asked.seed, number)
         outcome = sweep.run(planned)
         outcomes.append(outcome)
-        said = "; ".join(f"{strike} at {' '.join(at)}" if at else "-" for strike, at in zip(planned.strikes, outcome.struck))
+        said = "; ".join(
+            f"{strike} at {' '.join(at)}" if at else "-" for strike, at in zip(planned.strikes, outcome.struck)
+        )
         verdict = "NOT EQUAL" if outcome.problems else "equal"
         print(f"{number:4} {planned.mode}, {planned.num_ranks}: {said}; codes {outcome.codes}: {verdict}", flush=True)
         for problem in outcome.problems:

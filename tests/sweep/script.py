@@ -1,7 +1,7 @@
 """The training that is ended again and again: `script.py MODE`, in the folder of its run; says in files where it is.
 
-Every rank appends what each micro-batch, each evaluation and the end came to, to `log.ATTEMPT.RANK`, and says into a FIFO what it is about
-to do, so that who ends it can choose the moment.
+Every rank appends what each micro-batch, each evaluation and the end came to, to `log.ATTEMPT.RANK`, and says into a FIFO
+what it is about to do, so that who ends it can choose the moment.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ class Rows(Dataset):
 
 
 class Stream(IterableDataset):
-    """Shuffled by a generator of its own, which is the same on all ranks; noise is drawn in workers, which have streams of their own."""
+    """Shuffled by a generator of its own, alike on all ranks; noise is drawn in workers alone, which have their own streams."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -81,7 +81,9 @@ def loader_of(mode: Mode, num_rows: int) -> DataLoader:
 
 
 def network() -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.LayerNorm(12), torch.nn.Dropout(0.2), torch.nn.Linear(12, 1))
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 12), torch.nn.LayerNorm(12), torch.nn.Dropout(0.2), torch.nn.Linear(12, 1)
+    )
 
 
 def digest(*trees: object) -> str:
@@ -244,7 +246,11 @@ def with_trainer(mode: Mode) -> None:
             time.sleep(PAUSE)
 
         def on_log(self, args, state, control, logs, **kwargs):
-            kept = {name: value.hex() for name, value in logs.items() if name in ("loss", "learning_rate", "grad_norm", "eval_loss")}
+            kept = {
+                name: value.hex()
+                for name, value in logs.items()
+                if name in ("loss", "learning_rate", "grad_norm", "eval_loss")
+            }
             if kept:
                 tell(update=state.global_step, place=state.global_step, **kept)
 
