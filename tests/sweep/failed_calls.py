@@ -1,7 +1,8 @@
 """Saves in which one file-system call fails: nothing is lost, what is said is true, and later saves go on.
 
-`python -m tests.sweep.failed_calls`: every call of every kind of save, with EIO, EACCES and ENOSPC in turn; `--count 20`: so many, drawn
-by the seed. Each case is a fork of this process, which has torch loaded; strace attaches to it and makes the n-th call of one kind fail.
+`python -m tests.sweep.failed_calls`: every call of every kind of save, with EIO, EACCES and ENOSPC in turn; `--count 20`: so many,
+drawn by the seed. Each case is a fork of this process, which has torch loaded; strace attaches to it and makes the n-th call of one
+kind fail.
 """
 
 import argparse
