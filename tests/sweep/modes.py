@@ -33,7 +33,7 @@ MODES = {
     "background": Mode(rows=48, is_blocking=False),
     "accumulation": Mode(rows=43, accumulation=3),
     "bf16": Mode(precision="bf16"),
-    "stream": Mode(is_stream=True),
+    "stream": Mode(is_stream=True, accumulation=2),
     "workers": Mode(num_workers=2),
     "stream workers": Mode(is_stream=True, num_workers=2),
     "zip": Mode(reading="zip"),
