@@ -121,7 +121,12 @@ COUNTED_BY_THE_LOOP = ("break", "islice")
 """A loop that counts its own steps cannot go on in the middle of an epoch: the count begins again."""
 
 
-@pytest.mark.parametrize("kind", PASSES)
+LONG = ("there and back", "set_epoch", "beside and after")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in LONG else []) for kind in PASSES]
+)
 def test_killed_after_every_save_it_is_the_undisturbed_run(kind, tmp_path):
     each = kind not in COUNTED_BY_THE_LOOP
     updates, seen = Run(tmp_path / "whole", kind, saves_each_update=each).to_the_end()
