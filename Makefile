@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Without bytecode on disk every process of the suite would compile the library anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test again check unit docs bench cluster clean
+.PHONY: setup demo test again check unit docs bench cluster sweep clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,12 @@ again:
 # Machines as network namespaces, a real SLURM and mpirun (root; Debian: iproute2 slurmctld slurmd slurm-client munge openmpi-bin).
 cluster: setup
 	$(BIN)/pytest -q tests/cluster
+
+# Saves in which one call fails (strace), and an hour of runs that are ended at random moments; tests/sweep says how one is repeated.
+SEED ?= 7
+sweep: setup
+	$(BIN)/python -m tests.sweep.failed_calls; calls=$$?; \
+	$(BIN)/python -m tests.sweep.runs --seed $(SEED) --count 200 --minutes 60 && exit $$calls
 
 bench: setup
 	$(BIN)/python benchmarks/run.py

@@ -4,6 +4,7 @@ At every moment a reader finds each checkpoint whole or not at all. What a kille
 dot, and is swept by the next save.
 """
 
+import contextlib
 import ctypes
 import os
 import re
@@ -47,7 +48,8 @@ def check_target(final: Path) -> None:
 def commit(staging: Path, final: Path, manifest: Manifest) -> None:
     """Make the staged files a checkpoint: manifest, force everything to the disk, one rename, force that as well.
 
-    A checkpoint that is there already is exchanged for the new one in the same moment.
+    A checkpoint that is there already is exchanged for the new one in the same moment. Where the disk does not confirm the rename,
+    it is undone: a save that failed has left everything as it was.
 
     Raises:
         OSError: the disk is full, or the folder not writable; the former checkpoint is as it was.
@@ -60,13 +62,22 @@ def commit(staging: Path, final: Path, manifest: Manifest) -> None:
         file.flush()
         os.fsync(file.fileno())
     sync_folder(staging)
-    if (final / MANIFEST).exists():
+    is_exchange = (final / MANIFEST).exists()
+    if is_exchange:
         _exchange(staging, final)
-        sync_folder(final.parent)
-        _discard(staging)
     else:
         os.rename(staging, final)  # onto nothing, or onto an empty folder
+    try:
         sync_folder(final.parent)
+    except OSError:
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            if is_exchange:
+                _exchange(staging, final)
+            else:
+                os.rename(final, staging)
+        raise
+    if is_exchange:
+        _discard(staging)
 
 
 def _exchange(new: Path, final: Path) -> None:

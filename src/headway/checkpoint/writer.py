@@ -135,12 +135,16 @@ def write(job: Job) -> Manifest | None:
     manifest = _assemble(job, plan, files)
     _prove(manifest)
     folders.commit(job.staging, job.final, manifest)
+    # It is committed: nothing that fails now may say otherwise.
     try:
         folders.point_latest(job.final)
-    except (OSError, ValueError) as error:  # it is committed: nothing that fails now may say otherwise
+    except (OSError, ValueError) as error:
         log.warning_once("%s is saved, but the file 'latest' beside it could not be written: %s", job.final, error)
-    if job.keep is not None:
-        folders.rotate(job.final.parent, job.keep, job.protected, job.about.get("run"))
+    try:
+        if job.keep is not None:
+            folders.rotate(job.final.parent, job.keep, job.protected, job.about.get("run"))
+    except OSError as error:
+        log.warning_once("%s is saved, but older checkpoints could not be looked through: %s", job.final, error)
     notify(
         "checkpoint",
         step=job.about.get("num_updates"),

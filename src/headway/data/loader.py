@@ -47,7 +47,6 @@ class PreparedLoader(DataLoader[Any]):
         listeners: objects whose set_epoch is told each epoch's number.
 
     Attributes:
-        before_pass: called before a pass begins.
         before_fetch: called with this loader before each batch is asked for.
         meter: is told when batches are asked for and come.
     """
@@ -65,7 +64,6 @@ class PreparedLoader(DataLoader[Any]):
         self._listeners = listeners
         self._position = Position()
         self._num_skipped = 0
-        self.before_pass: Callable[[], None] | None = None
         self.before_fetch: Callable[[PreparedLoader], None] | None = None
         self.meter: FetchMeter | None = None
 
@@ -79,7 +77,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """One pass; `break` closes it, and the next pass is another epoch."""
-        if self._position.is_stopped:
+        if self._position.is_stopped or self._position.is_over_already():
             return iter(())
         # Now, not with the first batch: in `zip(one, other)` torch's loaders draw in this order too.
         self._feed.open()
@@ -95,8 +93,6 @@ class PreparedLoader(DataLoader[Any]):
 
     def _pass(self) -> Iterator[Any]:
         position = self._position
-        if self.before_pass is not None:
-            self.before_pass()
         number = position.begin()
         self._tell_epoch(position.epoch)
         position.consumed, deliveries = self._feed.start(position.epoch, position.consumed, self._num_skipped)
@@ -225,9 +221,19 @@ class PreparedLoader(DataLoader[Any]):
 
     def end_epoch(self) -> None:
         """The loop's epoch is over; a pass that was to go on in it, and has not begun, is over too."""
+        self._position.num_over = 0
         if self._position.is_waiting:
             self._position.finish()
             self._feed.load_state({})
+
+    def pass_over(self, count: int) -> None:
+        """Let the next `count` passes be empty, and the one after them go on from here: the run has made them already."""
+        self._position.num_over = count
+
+    @property
+    def num_passes(self) -> int:
+        """Passes begun in this process, without those that were empty as they had been made already."""
+        return self._position.num_passes
 
     @property
     def is_fresh(self) -> bool:

@@ -24,6 +24,7 @@ class Position:
         previous: the same before the batch last yielded.
         share: what is known about the batch last yielded.
         num_passes: begun so far.
+        num_over: so many of the next passes are empty: the run that is resumed has made them in its epoch.
         is_stopped: passes end after the batch in hand, and later ones are empty.
     """
 
@@ -37,6 +38,7 @@ class Position:
         self._is_resuming = False
         self._pinned: int | None = None
         self.num_passes = 0
+        self.num_over = 0
         self._left_under: list[BaseException | None] = []
 
     @property
@@ -58,6 +60,12 @@ class Position:
     def following(self) -> int:
         """The epoch after this one."""
         return self.epoch + 1 if self._pinned is None else self._pinned
+
+    def is_over_already(self) -> bool:
+        """Was the pass that is to begin made before the run was resumed?"""
+        is_over = self.num_over > 0
+        self.num_over -= is_over
+        return is_over
 
     def begin(self) -> int:
         """A pass begins, where the state was loaded, else at the start of an epoch; returns the pass's number."""
@@ -115,5 +123,5 @@ class Position:
             )
         self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
         self._is_begun, self._is_resuming, self._pinned = False, True, None
-        self.is_stopped = False
+        self.is_stopped, self.num_over = False, 0
         self._left_under.clear()

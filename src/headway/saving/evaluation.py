@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.data.loader import PreparedLoader
+from headway.saving.passes import Passes
 from headway.training.accumulation import Accumulation
 
 
@@ -21,12 +22,14 @@ class Beginning:
         states: of all loaders.
         epoch: with which a resumed run begins.
         num_windows: windows begun by then; with the next one this moment is past.
+        over: passes of the epoch that the resumed run does not make again, by the loaders' seeds.
     """
 
     streams: dict[str, Any]
     states: list[dict[str, Any]]
     epoch: int
     num_windows: int
+    over: dict[int, int]
 
 
 class Evaluations:
@@ -37,14 +40,16 @@ class Evaluations:
         loaders: gives all prepared ones.
         streams: reads the random streams.
         epoch: the one that a resumed run would begin with.
+        passes: which of the epoch's are over.
     """
 
     def __init__(self, accumulation: Accumulation, loaders: Callable[[], Sequence[PreparedLoader]],
-                 streams: Callable[[], dict[str, Any]], epoch: Callable[[], int]) -> None:  # fmt: skip
+                 streams: Callable[[], dict[str, Any]], epoch: Callable[[], int], passes: Passes) -> None:  # fmt: skip
         self._accumulation = accumulation
         self._loaders = loaders
         self._streams = streams
         self._epoch = epoch
+        self._passes = passes
         self._begun: dict[int, tuple[int, dict[str, Any]]] = {}
         self._beginning: Beginning | None = None
 
@@ -81,7 +86,7 @@ class Evaluations:
 
     def _now(self) -> Beginning:
         states = [self._rewound(each) for each in self._loaders()]
-        return Beginning(self._streams(), states, self._epoch(), self._accumulation.num_windows)
+        return Beginning(self._streams(), states, self._epoch(), self._accumulation.num_windows, self._passes.over())
 
     def _rewound(self, loader: PreparedLoader) -> dict[str, Any]:
         """The loader's state; that of an evaluation in progress as it was when it began."""

@@ -235,7 +235,9 @@ class Saving:
 
         Raises:
             CheckpointError: they are, and nothing was resumed.
+            StateError: the run was resumed, and its loop over a loader does not go by `epochs`.
         """
+        self._check_epochs()
         if self._earlier is None:
             return
         (folder, identity), self._earlier = self._earlier, None
@@ -389,8 +391,6 @@ class Saving:
             return None
         restored = self.load_state(folder, strict=strict)
         self._owes_epochs = True
-        for loader in self._run_state.loaders:
-            loader.before_pass = self._check_epochs
         return restored
 
     def _newest(self, run: str | None = None) -> Path | None:
@@ -425,7 +425,8 @@ class Saving:
             run.end_epoch()
 
     def _check_epochs(self) -> None:
-        if self._owes_epochs:
+        # An evaluation may come before the loop.
+        if self._owes_epochs and not self._run_state.is_without_loader:
             self._owes_epochs = False
             raise StateError(
                 f"this run was resumed in epoch {self._run_state.epoch}, but the loop does not go by it: write `for epoch in "

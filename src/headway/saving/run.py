@@ -26,6 +26,7 @@ from headway.runtime.streams import derive_streams, read_streams, write_streams
 from headway.saving.batch import GlobalBatch, Plan
 from headway.saving.checks import check_told, unfit
 from headway.saving.evaluation import Beginning, Evaluations
+from headway.saving.passes import Passes
 from headway.saving.saved import SavedRun, read_run, saved_by
 from headway.strategies.base import Strategy
 from headway.training.accumulation import Accumulation
@@ -86,7 +87,10 @@ class RunState:
         self.notes: dict[str, Any] = {}
         self.run_id: str | None = None
         self.at_fetch: Callable[[PreparedLoader], None] | None = None
-        self.evaluations = Evaluations(accumulation, lambda: preparation.loaders, self._read_streams, self.next_epoch)
+        self._passes = Passes(accumulation, lambda: preparation.loaders)
+        self.evaluations = Evaluations(
+            accumulation, lambda: preparation.loaders, self._read_streams, self.next_epoch, self._passes
+        )
         self._began: dict[int, int] | None = None
         self._batch = GlobalBatch(preparation.loaders, accumulation)
         self._runtime = runtime
@@ -153,6 +157,8 @@ class RunState:
 
     def _before_fetch(self, loader: PreparedLoader) -> None:
         self._note_window()
+        if self._began is not None:
+            self._passes.note(loader)
         if self.at_fetch is not None:
             self.evaluations.note(loader)
             self.at_fetch(loader)
@@ -194,9 +200,11 @@ class RunState:
             )  # fmt: skip
         collected, states = self._collect_own(before, is_unfinished, is_alone)
         self._add("loaders", states, collected, is_alone)
-        run, about = self._run_state(), self._about(is_unfinished)
+        run, about, over = self._run_state(), self._about(is_unfinished), self._passes.over()
         if before is not None and not is_unfinished:
             run["epoch"] = about["epoch"] = before.epoch
+            over = before.over
+        run["passes_over"] = self._passes.state(over if run["epoch"] == self.epoch else {})
         collected.state["run"] = run
         about = about | {"saved_by": [self._runtime.rank]} if is_alone else self._collectives.broadcast_object(about)
         self.run_id = about["run"]
@@ -281,12 +289,14 @@ class RunState:
 
     def begin_epoch(self) -> None:
         """An epoch of the loop begins."""
+        self._passes.begin_epoch()
         self._began = {each.seed: each.next_epoch for each in self.loaders}
 
     def end_epoch(self) -> None:
         """It is over."""
         for loader in self.loaders:
             loader.end_epoch()
+        self._passes.end_epoch()
         self.epoch += 1
         self._began = {each.seed: each.next_epoch for each in self.loaders}
 
@@ -421,6 +431,7 @@ class RunState:
         self._accumulation.trained_on += [known[number] for number in saved.trained_on if number < len(known)]
         self.epoch, self._mark = saved.epoch, None
         self._began = {each.seed: each.next_epoch for each in preparation.loaders} if saved.counts_epochs else None
+        self._passes.load(saved.passes_over)
         self.evaluations.forget()
         self._take_streams(saved)
 

@@ -25,6 +25,7 @@ class SavedRun:
         scaler: of the loss.
         seeds: of the loaders.
         trained_on: numbers of the loaders that updates were made from.
+        passes_over: for each loader, its passes of the epoch that are over; None where nothing was trained on it.
         loaders: their positions.
         is_own: were the streams, and what loaders keep of their shards, saved by this rank?
         streams: the random streams.
@@ -44,6 +45,7 @@ class SavedRun:
     scaler: dict[str, Any]
     seeds: list[int]
     trained_on: list[int]
+    passes_over: list[int | None]
     loaders: list[dict[str, Any]]
     is_own: bool
     streams: dict[str, Any]
@@ -106,6 +108,7 @@ def _read(about: Mapping[str, Any], found: Collected, rank: int, world_size: int
         scaler=_be("scaler", run["scaler"], _is_dict),
         seeds=_be("seeds", run["seeds"], _list_of(_is_whole)),
         trained_on=_be("trained_on", run.get("trained_on", []), _list_of(_is_count)),
+        passes_over=_be("passes_over", run.get("passes_over", []), _list_of(lambda value: value is None or _is_count(value))),
         loaders=loaders, is_own=is_own, streams=streams,
         loader_stream=_be("loader_stream", loader_stream, lambda value: value is None or isinstance(value, torch.Tensor)),
     )  # fmt: skip

@@ -39,7 +39,31 @@ def one_only(one, _):
     yield from ((batch, None) for batch in one)
 
 
+def in_turn(one, other):
+    """A kill in the second pass must not repeat the first."""
+    for loader in (one, other):
+        yield from ((batch, None) for batch in loader)
+
+
+def there_and_back(one, other):
+    for loader in (one, other, one):
+        yield from ((batch, None) for batch in loader)
+
+
+def in_turn_with_set_epoch(one, other):
+    for loader in (one, other):
+        loader.set_epoch(one.epoch if loader is one else other.epoch)
+        yield from ((batch, None) for batch in loader)
+
+
+def beside_and_after(one, other):
+    yield from zip(one, other)
+    yield from ((batch, None) for batch in one)
+
+
 PASSES = {
+    "in turn": (in_turn, 12, 8), "there and back": (there_and_back, 12, 8), "set_epoch": (in_turn_with_set_epoch, 12, 8),
+    "beside and after": (beside_and_after, 12, 12),
     "side by side": (side_by_side, 12, 12), "unequal": (unequal, 12, 6), "break": (left_by_break, 12, 12),
     "islice": (left_by_islice, 12, 12), "one": (one_only, 12, 12),
 }  # fmt: skip
@@ -97,7 +121,12 @@ COUNTED_BY_THE_LOOP = ("break", "islice")
 """A loop that counts its own steps cannot go on in the middle of an epoch: the count begins again."""
 
 
-@pytest.mark.parametrize("kind", PASSES)
+LONG = ("there and back", "set_epoch", "beside and after")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in LONG else []) for kind in PASSES]
+)
 def test_killed_after_every_save_it_is_the_undisturbed_run(kind, tmp_path):
     each = kind not in COUNTED_BY_THE_LOOP
     updates, seen = Run(tmp_path / "whole", kind, saves_each_update=each).to_the_end()

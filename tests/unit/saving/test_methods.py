@@ -186,6 +186,17 @@ def test_a_plain_range_after_a_resume_raises_once():
     learn(again, *objects)
 
 
+def test_an_evaluation_may_come_between_the_resume_and_the_loop():
+    accelerator, *_ = build()
+    accelerator.save_state()
+    again, model, optimizer, loader, *_ = build()
+    again.resume("latest")
+    for _ in loader:
+        pass
+    for _ in again.epochs(1):
+        learn(again, model, optimizer, loader)
+
+
 def test_misfits_change_nothing():
     accelerator, *_ = build()
     folder = accelerator.save_state()

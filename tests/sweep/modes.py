@@ -1,0 +1,43 @@
+"""The modes that the sweep trains in: what is read, how, and what an update consists of."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to train.
+
+    Attributes:
+        reading: "one" loader, two side by side ("zip"), or two loops in one epoch ("in turn"); "trainer": the Trainer's own.
+        rows: of the data set; the last batch is a short one.
+        is_stream: read an iterable data set.
+        num_workers: of each loader.
+        accumulation: micro-batches per update.
+        precision: the mixed precision.
+        is_blocking: False: checkpoints are written behind the loop.
+        is_split: batches are those of all ranks together.
+    """
+
+    reading: str = "one"
+    rows: int = 37
+    is_stream: bool = False
+    num_workers: int = 0
+    accumulation: int = 1
+    precision: str = "no"
+    is_blocking: bool = True
+    is_split: bool = False
+
+
+MODES = {
+    "uneven": Mode(),
+    "background": Mode(rows=48, is_blocking=False),
+    "accumulation": Mode(rows=43, accumulation=3),
+    "bf16": Mode(precision="bf16"),
+    "stream": Mode(is_stream=True, accumulation=2),
+    "workers": Mode(num_workers=2),
+    "stream workers": Mode(is_stream=True, num_workers=2),
+    "zip": Mode(reading="zip"),
+    "in turn": Mode(reading="in turn", rows=26),
+    "split batches": Mode(is_split=True, rows=40),
+    "trainer": Mode(reading="trainer"),
+}

@@ -1,0 +1,278 @@
+"""The training that is ended again and again: `script.py MODE`, in the folder of its run; says in files where it is.
+
+Every rank appends what each micro-batch, each evaluation and the end came to, to `log.ATTEMPT.RANK`, and says into a FIFO
+what it is about to do, so that who ends it can choose the moment.
+"""
+
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+ATTEMPT, RANK = os.environ["SWEEP_ATTEMPT"], os.environ.get("RANK", "0")
+_log = os.open(f"log.{ATTEMPT}.{RANK}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+_marks = os.open("marks", os.O_WRONLY)
+
+
+def mark(phase: str, number: object = 0) -> None:
+    os.write(_marks, f"{RANK}|{phase}|{number}\n".encode())
+
+
+mark("set-up")
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info  # noqa: E402
+
+from headway import Accelerator, ProjectConfiguration, set_seed  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.sweep.modes import MODES, Mode  # noqa: E402
+
+EPOCHS = 3
+BATCH = 4
+PAUSE = 0.004
+"""Seconds that a micro-batch takes at least, so that a signal can fall into it."""
+
+
+def tell(**line: object) -> None:
+    os.write(_log, (json.dumps(line) + "\n").encode())
+
+
+def noise() -> torch.Tensor:
+    """From each stream that a worker, or this process, has."""
+    return 0.1 * torch.randn(6) + 0.01 * random.random() + 0.01 * float(np.random.rand())
+
+
+class Rows(Dataset):
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.linspace(-1, 1, 6) * (index % 7) / 7 + noise()
+
+
+class Stream(IterableDataset):
+    """Shuffled by a generator of its own, alike on all ranks; noise is drawn in workers alone, which have their own streams."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __iter__(self):
+        order = torch.randperm(self.num_rows, generator=self.generator).tolist()
+        worker = get_worker_info()
+        for index in order if worker is None else order[worker.id :: worker.num_workers]:
+            shift = torch.zeros(6) if worker is None else noise()
+            yield index, torch.linspace(-1, 1, 6) * (index % 7) / 7 + shift
+
+
+def loader_of(mode: Mode, num_rows: int) -> DataLoader:
+    more = {"multiprocessing_context": "fork"} if mode.num_workers else {}
+    if mode.is_stream:
+        return DataLoader(Stream(num_rows), batch_size=BATCH, num_workers=mode.num_workers, **more)
+    return DataLoader(Rows(num_rows), batch_size=BATCH, shuffle=True, num_workers=mode.num_workers, **more)
+
+
+def network() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 12), torch.nn.LayerNorm(12), torch.nn.Dropout(0.2), torch.nn.Linear(12, 1)
+    )
+
+
+def digest(*trees: object) -> str:
+    found = hashlib.sha256()
+
+    def add(tree: object) -> None:
+        if isinstance(tree, torch.Tensor):
+            found.update(tree.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(tree, np.ndarray):
+            found.update(tree.tobytes())
+        elif isinstance(tree, dict):
+            for key, value in sorted(tree.items(), key=lambda item: repr(item[0])):
+                found.update(repr(key).encode())
+                add(value)
+        elif isinstance(tree, list | tuple):
+            for value in tree:
+                add(value)
+        else:
+            found.update(repr(tree).encode())
+
+    for tree in trees:
+        add(tree)
+    return found.hexdigest()[:16]
+
+
+def streams() -> dict[str, object]:
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
+class Run:
+    """A loop of one's own."""
+
+    def __init__(self, mode: Mode) -> None:
+        set_seed(11)
+        self.mode = mode
+        project = ProjectConfiguration("run", automatic_checkpoint_naming=True, total_limit=2)
+        self.accelerator = accelerator = Accelerator(
+            cpu=True, project_config=project, mixed_precision=mode.precision, gradient_accumulation_steps=mode.accumulation,
+            split_batches=mode.is_split,
+        )  # fmt: skip
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.8)
+        second = [loader_of(mode, mode.rows)] if mode.reading in ("zip", "in turn") else []
+        evaluated = DataLoader(Rows(11), batch_size=BATCH)
+        self.model, self.optimizer, self.schedule, self.loader, self.evaluated, *self.second = accelerator.prepare(
+            model, optimizer, schedule, loader_of(mode, mode.rows), evaluated, *second
+        )
+        mark("resume")
+        accelerator.resume("latest")
+        self.is_first = True
+
+    def batches(self):
+        """(loader, batch) of one epoch."""
+        if self.mode.reading == "zip":
+            for (samples, x), (others, y) in zip(self.loader, self.second[0]):
+                yield self.loader, (torch.cat([samples, others]), torch.cat([x, y]))
+        else:
+            for loader in (self.loader, *self.second):
+                for batch in loader:
+                    yield loader, batch
+
+    def train(self) -> None:
+        for epoch in self.accelerator.epochs(EPOCHS):
+            self.model.train()
+            for number, (loader, batch) in enumerate(self.batches()):
+                self.step(epoch, loader, *batch)
+            mark("between epochs", epoch)
+            time.sleep(PAUSE)
+            self.evaluate(epoch)
+            mark("saving", f"after {epoch}")
+            self.accelerator.save_state(blocking=self.mode.is_blocking)
+        mark("the end")
+        self.accelerator.wait_for_save()
+        tell(
+            updates=self.accelerator.num_updates, weights=digest(self.model.state_dict()), streams=digest(streams()),
+            optimizer=digest(self.optimizer.state_dict()), schedule=digest(self.schedule.state_dict()),
+            # Not their states: what `zip` has left is over for the run, and where it was left for the loader.
+            loaders=[each.next_epoch for each in (self.loader, self.evaluated, *self.second)],
+        )  # fmt: skip
+        self.accelerator.end_training()
+
+    def step(self, epoch: int, loader, samples: torch.Tensor, x: torch.Tensor) -> None:
+        accelerator, place = self.accelerator, f"{epoch}.{self.number_of(loader)}.{loader.num_consumed}"
+        phase = "first batch" if self.is_first else "last batch" if loader.is_last else "batch"
+        mark(phase, 0 if self.is_first else place)
+        self.is_first = False
+        time.sleep(PAUSE)
+        with accelerator.accumulate(self.model):
+            loss = (self.model(x).squeeze(1) - x.sum(1)).square().mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+        tell(place=place, update=accelerator.num_updates, loss=loss.item().hex(), lr=self.schedule.get_last_lr()[0].hex(),
+             samples=samples.tolist())  # fmt: skip
+        if self.is_saved_at(loader):
+            mark("saving", place)
+            accelerator.save_state(blocking=self.mode.is_blocking)
+
+    def number_of(self, loader) -> int:
+        return [self.loader, *self.second].index(loader)
+
+    def is_saved_at(self, loader) -> bool:
+        """The same answer on every rank and after every resume; in the middle of windows too."""
+        per_step = BATCH * (1 if self.mode.is_split else self.accelerator.num_processes)
+        return loader.is_last or loader.num_consumed // per_step % 3 == 2
+
+    @torch.no_grad()
+    def evaluate(self, epoch: int) -> None:
+        self.model.eval()
+        total = torch.zeros(())
+        for number, (_, x) in enumerate(self.evaluated):
+            mark("evaluation", f"{epoch}.{number}")
+            time.sleep(PAUSE)
+            total += self.accelerator.gather_for_metrics(self.model(x).abs()).sum()
+        tell(epoch=epoch, evaluation=total.item().hex())
+
+
+def with_trainer(mode: Mode) -> None:
+    from headway import Trainer, TrainerCallback, TrainingArguments
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = network()
+
+        def forward(self, x, labels, number):
+            if self.training:
+                tell(samples=number.tolist())
+            logits = self.body(x)
+            return {"loss": (logits.squeeze(1) - labels).square().mean(), "logits": logits}
+
+    class Teller(TrainerCallback):
+        is_first = True
+        optimizer = ""
+
+        def on_train_end(self, args, state, control, **kwargs):
+            self.optimizer = digest(kwargs["optimizer"].state_dict())
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            mark("resume")
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            is_last = (state.global_step + 1) % (state.max_steps // EPOCHS) == 0
+            phase = "first batch" if self.is_first else "last batch" if is_last else "batch"
+            mark(phase, 0 if self.is_first else state.global_step)
+            self.is_first = False
+            time.sleep(PAUSE)
+            if state.global_step % args.save_steps == args.save_steps - 1:
+                mark("saving", state.global_step)
+
+        def on_epoch_end(self, args, state, control, **kwargs):
+            mark("between epochs", round(state.epoch))
+
+        def on_prediction_step(self, args, state, control, **kwargs):
+            mark("evaluation", state.global_step)
+            time.sleep(PAUSE)
+
+        def on_log(self, args, state, control, logs, **kwargs):
+            kept = {
+                name: value.hex()
+                for name, value in logs.items()
+                if name in ("loss", "learning_rate", "grad_norm", "eval_loss")
+            }
+            if kept:
+                tell(update=state.global_step, place=state.global_step, **kept)
+
+    set_seed(11)
+    points = torch.randn(mode.rows, 6, generator=torch.Generator().manual_seed(2))
+    rows = [{"x": row, "labels": row.sum(), "number": number} for number, row in enumerate(points)]
+    settings = TrainingArguments(
+        "out", per_device_train_batch_size=BATCH, num_train_epochs=EPOCHS, save_steps=3, save_total_limit=2, logging_steps=1,
+        eval_strategy="epoch", learning_rate=0.01, use_cpu=True, disable_tqdm=True, report_to="none",
+    )  # fmt: skip
+    teller = Teller()
+    trainer = Trainer(Net(), settings, train_dataset=rows, eval_dataset=rows[:11], callbacks=[teller])
+    trainer.train(resume_from_checkpoint=True)
+    mark("the end")
+    tell(updates=trainer.state.global_step, weights=digest(trainer.model.state_dict()), streams=digest(streams()),
+         optimizer=teller.optimizer)  # fmt: skip
+
+
+if __name__ == "__main__":
+    chosen = MODES[sys.argv[1]]
+    if chosen.reading == "trainer":
+        with_trainer(chosen)
+    else:
+        Run(chosen).train()
+    mark("over")

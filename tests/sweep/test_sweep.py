@@ -1,0 +1,95 @@
+"""A minute of the sweeps, always the same one; `make sweep` is the hour."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.distributed.test_kill_sweep import _reason
+from tests.sweep import failed_calls, jobs, modes, runs
+
+SEED = 7
+
+CHOSEN = {
+    "two loaders in turn": runs.plan(SEED, 30),
+    "workers on two processes": runs.plan(SEED, 16),
+    # Its evaluation is run again before the loop, which has no epoch left.
+    "a Trainer in its last evaluation": runs.Plan(
+        1000, "trainer", 1, (jobs.Strike("evaluation", 0.99, 0.0, signal.SIGTERM, "launcher"),)
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    return runs.Sweep(tmp_path_factory.mktemp("sweep"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes of a job are found by /proc")
+@pytest.mark.parametrize("chosen", CHOSEN)
+def test_a_run_that_is_ended_again_and_again_is_the_undisturbed_one(chosen, sweep):
+    outcome = sweep.run(CHOSEN[chosen])
+    assert outcome.problems == []
+    assert len(outcome.codes) > 1
+    assert any(outcome.struck)
+
+
+@pytest.mark.skipif(bool(_reason()), reason=_reason())
+def test_a_call_that_fails_loses_nothing(tmp_path):
+    """In a process of its own, as each case is a fork of it."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.sweep.failed_calls", "--seed", str(SEED), "--count", "25"],
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-2000:]
+    assert int(ran.stdout.split()[-2]) > 15
+
+
+def test_a_run_follows_from_its_number():
+    assert runs.plan(SEED, 31) == runs.plan(SEED, 31)
+    assert runs.plan(SEED, 31) != runs.plan(SEED + 1, 31)
+    planned = [runs.plan(SEED, number) for number in range(200)]
+    assert {(each.mode, each.num_ranks) for each in planned} == {(mode, n) for mode in modes.MODES for n in (1, 2)}
+    strikes = [strike for each in planned for strike in each.strikes]
+    assert {strike.number for strike in strikes} == set(runs.SIGNALS)
+    assert {strike.phase for strike in strikes} == set(runs.PHASES)
+    assert {strike.target for strike in strikes} == {"rank 0", "rank 1", "launcher", "all"}
+
+
+def line(place, loss="0x1p0"):
+    return {"place": place, "loss": loss}
+
+
+WHOLE = [line(0), line(1), line(2), {"evaluation": "0x1p0"}]
+
+
+@pytest.mark.parametrize(
+    ("lines", "reached", "former", "code", "wanted"),
+    [
+        (WHOLE, 0, None, 0, ""), (WHOLE[:2], 0, None, -9, ""), (WHOLE[1:], 2, -9, 0, ""), (WHOLE[2:], 2, 75, 0, ""),
+        (WHOLE[3:], 4, 75, 0, ""), (WHOLE[:3], 0, None, 0, "ended with 0 after"), (WHOLE[2:], 1, -9, 0, "begins with"),
+        ([line(0), line(1, "0x1p1")], 0, None, -9, "instead of"), ([line(0, "0x1p1")], 0, None, -9, "begins with"),
+        (WHOLE[1:], 2, 75, 0, "again"), ([line(0), line(2)], 0, None, -9, "instead of"),
+        ([*WHOLE, line(9)], 0, None, -9, "more lines"),
+    ],
+)  # fmt: skip
+def test_what_is_not_as_promised_is_seen(lines, reached, former, code, wanted):
+    def ended(lines, code):
+        return jobs.Ended(code, 1.0, [], [lines], "")
+
+    found = runs._problems(
+        ended(lines, code), ended(WHOLE, 0), [reached], None if former is None else ended([], former)
+    )
+    assert (wanted in found[0]) if wanted else found == []
+
+
+def test_what_a_failed_save_says_is_compared_with_what_is_there(tmp_path):
+    variant = failed_calls.VARIANTS["blocking"]
+    failed_calls.save(tmp_path, 1, variant)
+    assert failed_calls._judge(tmp_path, variant, ["refused: the disk is full"]) == []
+    assert failed_calls._judge(tmp_path, variant, ["saved"]) == ["said to be saved, and 1 is loaded"]
+    assert failed_calls._judge(tmp_path, variant, ["hangs"]) == ["not an answer: hangs"]
+    failed_calls.save(tmp_path, 2, variant)
+    assert failed_calls._judge(tmp_path, variant, ["refused: so"]) == ["said not to be saved, and 2 is loaded"]
+    assert failed_calls._judge_later(tmp_path, variant, ["saved"])
