@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from headway.checkpoint.manifest import MANIFEST
 from headway.errors import HeadwayError
-from tests.sweep.fuzz import RUNS, Run, Tally, command_lines, configurations, headers, manifests, mutated, saved, sealed
+from tests.sweep.fuzz import Tally, command_lines, configurations, headers, manifests, mutated, sealed
+from tests.sweep.loaded_run import RUNS, Run, saved
 
 
 @pytest.fixture(scope="module")
