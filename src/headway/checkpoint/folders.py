@@ -119,6 +119,20 @@ def committed(parent: Path) -> list[Path]:
     return [parent / name for name in checkpoints_in(parent)]
 
 
+def copy_of(folder: Path) -> str:
+    """The name under which a checkpoint was committed, where it lies under another one now: somebody's copy. Else ""."""
+    try:
+        name = str(read_manifest(folder).about.get("name", folder.name))
+    except CheckpointError:
+        return ""  # it is named as damaged elsewhere
+    return "" if name == folder.name else name
+
+
+def originals(parent: Path) -> list[Path]:
+    """The committed checkpoints in a folder that lie where a run put them, the newest first; copies are their maker's."""
+    return [path for path in committed(parent) if not copy_of(path)]
+
+
 def locate(path: Path) -> Path:
     """The folder of the checkpoint that was saved as `path`.
 
@@ -143,7 +157,7 @@ def run_of(folder: Path) -> str | None:
 
 
 def rotate(parent: Path, keep: int, protected: Iterable[Path] = (), run: str | None = None) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints (1 or more) and those protected; returns what was removed.
+    """Remove all but the newest `keep` checkpoints (1 or more), those protected and copies; returns what was removed.
 
     Args:
         parent: the folder that holds them.
@@ -152,7 +166,7 @@ def rotate(parent: Path, keep: int, protected: Iterable[Path] = (), run: str | N
         run: only those of this run are counted and removed; None: all.
     """
     safe = {path.resolve() for path in protected}
-    own = [path for path in committed(parent) if run is None or run_of(path) == run]
+    own = [path for path in originals(parent) if run is None or run_of(path) == run]
     old = [path for path in own[max(1, keep) :] if path.resolve() not in safe]
     for path in old:
         _discard(path)

@@ -271,7 +271,7 @@ class Saver:
     def _held(self, parent: Path, run: str | None) -> list[list[tuple[str, str]]]:
         """For each rank, (name, manifest hash) of the checkpoints on its disk, newest first."""
         own: list[tuple[str, str]] = []
-        for folder in folders.committed(parent):
+        for folder in folders.originals(parent):
             if run is not None and folders.run_of(folder) not in (run, None):
                 continue
             try:

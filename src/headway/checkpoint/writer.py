@@ -13,7 +13,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from headway.checkpoint.shards import describe, prove_shard, write_shard
 from headway.checkpoint.tensors import bits
 from headway.errors import CheckpointError
 from headway.log import get_logger
+from headway.runtime import pulse
 from headway.runtime.events import notify
 
 log = get_logger(__name__)
@@ -118,8 +120,56 @@ def announce(job: Job) -> None:
         (job.staging / f".writing-{job.part}").touch()
 
 
-def write(job: Job) -> Manifest | None:
+class Wait:
+    """Tells the pulse while the main thread waits for other ranks' parts, by itself or by the thread that collects them.
+
+    Who watches from outside sees neither a collective nor bytes then, and would take this rank for the one that is late.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_joined = False
+        self._is_collecting = False
+        self._former: str | None = None
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """The main thread waits for the thread that writes."""
+        self._set(is_joined=True)
+        try:
+            yield
+        finally:
+            self._set(is_joined=False)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """This rank's part is written; those of the others are waited for."""
+        is_main = threading.current_thread() is threading.main_thread()
+        self._set(is_collecting=True, **({"is_joined": True} if is_main else {}))
+        try:
+            yield
+        finally:
+            self._set(is_collecting=False, **({"is_joined": False} if is_main else {}))
+
+    def _set(self, is_joined: bool | None = None, is_collecting: bool | None = None) -> None:
+        with self._lock:
+            self._is_joined = self._is_joined if is_joined is None else is_joined
+            self._is_collecting = self._is_collecting if is_collecting is None else is_collecting
+            is_waiting, own = self._is_joined and self._is_collecting, pulse.own()
+            if is_waiting and self._former is None:
+                self._former = own.read().phase
+                own.set_phase(pulse.PARTS)
+            elif not is_waiting and self._former is not None:
+                own.set_phase(self._former)
+                self._former = None
+
+
+def write(job: Job, wait: Wait | None = None) -> Manifest | None:
     """Write this rank's part, and on the leader commit; returns the manifest there.
+
+    Args:
+        job: what to write.
+        wait: tells who waits for whom; None: one of its own.
 
     Raises:
         OSError: the disk is full or failed; the former checkpoint is intact.
@@ -130,7 +180,8 @@ def write(job: Job) -> Manifest | None:
         _write_part(job, plan[job.part])
     if not job.leads:
         return None
-    files = _collect(job)
+    with (wait or Wait()).collecting():
+        files = _collect(job)
     files |= _added_files(job.staging, files)
     manifest = _assemble(job, plan, files)
     _prove(manifest)
@@ -270,6 +321,7 @@ class Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._wait = Wait()
 
     @property
     def is_busy(self) -> bool:
@@ -281,7 +333,7 @@ class Background:
 
         def run() -> None:
             try:
-                write(job)
+                write(job, self._wait)
             except BaseException as error:  # handed to the loop, which raises it
                 self._error = error
                 abandon(job)
@@ -292,7 +344,8 @@ class Background:
     def join(self) -> None:
         """Wait for the save under way, and keep its error."""
         if self._thread is not None:
-            self._thread.join()
+            with self._wait.joined():
+                self._thread.join()
             self._thread = None
 
     def wait(self) -> BaseException | None:

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -33,10 +34,12 @@ from headway.config.launch import DEFAULT_PATIENCE
 from headway.config.load import run_setting
 from headway.errors import PREEMPTED, LaunchError
 from headway.launch import preempted
+from headway.launch.deadly import DEADLY, code_of, ignore, kill_when_stuck
 from headway.launch.exchange import Ended, Exchange
 from headway.launch.failure import Death, MemoryWatch, Report, read_record
 from headway.launch.hang import GRACE as HANG_GRACE
 from headway.launch.hang import HangReport, HangWatch, Worker, progress
+from headway.launch.leftovers import end_sessions
 from headway.launch.lost import Lost, headline, is_consequence
 from headway.launch.network import own_address, wait_for_name
 from headway.launch.peers import Peers
@@ -85,6 +88,9 @@ class Agent(LocalElasticAgent):
         self._exchange = Exchange(order.machine_rank, order.num_machines, host, order.unit)
         self._watch = HangWatch(_patience(), _say, self._peers)
         self._is_watching = False
+        self._given_up: set[int] = set()
+        self.exit_code: int | None = None
+        self.code_when_stuck: int | None = None
         self.report: Report | Lost | HangReport | Ended | PreemptedRun | None = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -113,14 +119,18 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
-        for number in (signal.SIGTERM, signal.SIGUSR1):  # in the place of the engine's own handlers
+        for number in DEADLY:  # in the place of the engine's own handlers
             signal.signal(number, self._take)
         return pids
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         """A signal to this process: handed on where the ranks answer it by a checkpoint, else it ends all."""
+        if self.exit_code is not None or self._has_ended_well():
+            self.code_when_stuck = self.exit_code or max(self._codes().values(), default=0)
+            return
         readers = [pulse.Pulse(path, is_writer=False).read() for path in self._files.pulses.values()]
-        if self.handed_on is None and not all(one.saves_on_signal for one in readers):
+        is_request = number in (signal.SIGTERM, signal.SIGUSR1)
+        if not is_request or (self.handed_on is None and not all(one.saves_on_signal for one in readers)):
             raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
         self._remaining_restarts = 0
         if self.handed_on is None:
@@ -131,7 +141,14 @@ class Agent(LocalElasticAgent):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    def _has_ended_well(self) -> bool:
+        """Have all ranks of this machine come to a good end? Then a signal finds nothing left to end."""
+        context = cast(SubprocessContext | None, self._pcontext)
+        handlers = context.subprocess_handlers.values() if context is not None else ()
+        return bool(handlers) and all(code_of(handler.proc) in (0, PREEMPTED) for handler in handlers)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._give_up_on_failed(worker_group)
         ended = self._ended()
         self._let_watch(worker_group, ended)
         if PREEMPTED in ended.values() and (left := self._preempted()) is not None:
@@ -152,6 +169,22 @@ class Agent(LocalElasticAgent):
             self.report = self._blame_a_machine(self._peers, report)
             result = RunResult(state=WorkerState.FAILED, failures=result.failures)
         return result
+
+    def _failed_alive(self) -> list[int]:
+        """Local ranks that have failed, by what they wrote, and whose processes are still there."""
+        codes = self._codes()
+        return [one for one, path in self._files.records.items() if one not in codes and path.exists()]
+
+    def _give_up_on_failed(self, worker_group: WorkerGroup) -> None:
+        """End the process of a rank that has failed, where a thread of it that does nothing keeps it from ending."""
+        assert self._pcontext is not None
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        for local_rank in self._failed_alive():
+            if self._watch.has_given_up(ranks[local_rank], GRACE):
+                self._given_up.add(local_rank)
+                pid = self._pcontext.pids()[local_rank]
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
 
     def _has_lost_one(self) -> bool:
         """Is a machine lost or silent, so that waiting for its word is in vain?"""
@@ -192,7 +225,9 @@ class Agent(LocalElasticAgent):
             )
             self._is_watching = True
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-        self._watch.note_ended({ranks[local_rank]: code for local_rank, code in ended.items()})
+        # One that has failed and not ended yet is no riddle, and what the others wait for.
+        known = {**dict.fromkeys(self._failed_alive(), 1), **ended}
+        self._watch.note_ended({ranks[local_rank]: code for local_rank, code in known.items()})
         self._exchange.note_left([ranks[local_rank] for local_rank, code in ended.items() if code == 0])
 
     def _end_hang(self, worker_group: WorkerGroup, report: HangReport) -> RunResult:
@@ -203,8 +238,18 @@ class Agent(LocalElasticAgent):
         if self._remaining_restarts == 0:
             self.leave(headline(report), report.exit_code)  # now, so that all machines end at the same time
         self._close(HANG_GRACE)
+        if left := self._held_by_the_kernel():
+            self._remaining_restarts = 0  # they hold devices, ports and memory
+            self.report = replace(report, left=tuple(left))
+            return RunResult(state=WorkerState.FAILED)
         result: RunResult = super()._monitor_workers(worker_group)
         return RunResult(state=WorkerState.FAILED, failures=result.failures)
+
+    def _held_by_the_kernel(self) -> list[int]:
+        """The workers that even SIGKILL has not ended: they wait for a disk that does not answer."""
+        assert self._pcontext is not None
+        codes = self._codes()
+        return [pid for local_rank, pid in self._pcontext.pids().items() if local_rank not in codes]
 
     def _blame_a_machine(self, peers: Peers, report: Report | None) -> "Report | Lost | None":
         """The loss of a machine in the place of what it led to here."""
@@ -258,7 +303,10 @@ class Agent(LocalElasticAgent):
             self._peers.leave(why, exit_code)
 
     def _ended(self) -> dict[int, int]:
-        """Exit codes by local rank of the workers that have ended by themselves."""
+        """Exit codes by local rank of the workers that have ended by themselves, or failed before they were ended."""
+        return {local_rank: 1 if local_rank in self._given_up else code for local_rank, code in self._codes().items()}
+
+    def _codes(self) -> dict[int, int]:
         context = cast(SubprocessContext | None, self._pcontext)
         handlers = context.subprocess_handlers if context is not None else {}
         codes = {local_rank: handler.proc.poll() for local_rank, handler in handlers.items()}
@@ -293,7 +341,10 @@ class Agent(LocalElasticAgent):
                     handler.close(death_sig=death_sig)
             self._wait_for_all(POLITE)
             death_sig = signal.SIGTERM
-        super()._shutdown(death_sig, timeout)
+        is_held = isinstance(self.report, HangReport) and bool(self.report.left)
+        super()._shutdown(death_sig, 1 if is_held else timeout)
+        if self._worker_group.state is not WorkerState.SUCCEEDED and context is not None:
+            end_sessions(context.pids().values())
 
     def _wait_for_all(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -310,6 +361,7 @@ class Agent(LocalElasticAgent):
         self._memory = MemoryWatch()
         self._watch.end()
         self._is_watching = False
+        self._given_up.clear()
         super()._restart_workers(worker_group)
 
     def _explain(self, worker_group: WorkerGroup, ended: dict[int, int]) -> Report:
@@ -339,8 +391,10 @@ class Agent(LocalElasticAgent):
     def finish(self) -> int:
         """Say what ended the last attempt, here and to the other machines; return the exit code of the run."""
         if self.report is None:
+            self.exit_code = 0
             self.leave()
             return 0
+        self.exit_code = self.report.exit_code
         if isinstance(self.report, PreemptedRun):
             self.leave()
             _say(self.report.text())
@@ -389,30 +443,6 @@ def _spec(order: AgentOrder, handler: RendezvousHandler) -> WorkerSpec:
     )
 
 
-def _kill_when_stuck(agent: Agent, grace: float) -> None:
-    """End everything a while after the first signal, even where the main thread waits for a dead machine."""
-    receiver, sender = socket.socketpair()
-    sender.setblocking(False)
-    signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-
-    def watch() -> None:
-        deadly = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
-        # The thread holds the sender too, which would be closed with this function's end.
-        while sender.fileno() >= 0 and receiver.recv(1)[0] not in deadly:
-            pass
-        began = time.monotonic()
-        while time.monotonic() - began < (GRACE + 5 if agent.handed_on is None else grace):
-            time.sleep(0.2)
-        if agent.handed_on is not None:
-            _say(
-                f"headway: the ranks have not saved within {grace:g} s of {agent.handed_on.name}; the last checkpoint stands"
-            )
-        agent.kill()
-        os._exit(128 + (agent.handed_on or signal.SIGTERM))
-
-    threading.Thread(target=watch, name="kill-when-stuck", daemon=True).start()
-
-
 def _silence_the_engine() -> None:
     """No warnings about agents, rendezvous and closing signals: what a user needs is in the report."""
     if is_debugging():
@@ -436,13 +466,14 @@ def run(order: AgentOrder) -> int:
         use_interface(order)
         handler = handler_for(order, _time_to_meet(order), _say)
         agent = Agent(order, _spec(order, handler), RankFiles(order, Path(scratch)))
-        _kill_when_stuck(agent, order.grace)
+        kill_when_stuck(agent, order.grace, GRACE + 5, _say)
         agent.run()
         code = agent.finish()
         handler.shutdown()
         return code
     except SignalException as stopped:
         name = signal.Signals(stopped.sigval).name
+        ignore()
         if agent is not None:
             agent.leave(f"stopped by {name}", 128 + int(stopped.sigval))
         _say(f"headway: stopped by {name}; all {order.num_local} processes of this machine have ended")
@@ -455,6 +486,7 @@ def run(order: AgentOrder) -> int:
         _say(f"headway: the {order.num_machines} machines did not meet{where}: {type(error).__name__}: {error}")
         return 1
     finally:
+        ignore()
         if agent is not None:
             agent.end()
         shutil.rmtree(scratch, ignore_errors=True)

@@ -24,6 +24,14 @@ from headway.runtime.views import View, decode, encode, view_of
 GRACE = 4
 """Seconds that ranks get to end in, once the run hangs."""
 
+_AT_WORK = 0.02
+"""The share of a processor above which a process whose script is over is at work."""
+
+_SOON = 30.0
+"""Seconds after which it is told that a process whose script is over has not ended."""
+
+_LINGERS, _SILENT = "lingers", "silent"
+
 _ANSWER = 1.0
 """Seconds to wait for live stacks."""
 
@@ -45,6 +53,12 @@ class Worker:
     Attributes:
         path: its pulse.
         exit_code: how it ended; None while it runs.
+        reader: reads the pulse.
+        num_written: bytes that it has written to files, what it was asked to dump left out; -1 before the first look.
+        written: when that last changed.
+        excused: when there was last a reason to let the others wait.
+        cpu: processor seconds at `active`.
+        active: when it last used the processor, or wrote something.
     """
 
     rank: int
@@ -55,14 +69,32 @@ class Worker:
     num_written: int = -1
     written: float = -math.inf
     excused: float = -math.inf
+    cpu: float = -1.0
+    active: float = -math.inf
+
+    def look(self, now: float) -> None:
+        """Note whether it has done something since the last look."""
+        num_written, cpu = _bytes_written(self.pid, self.path), _cpu_seconds(self.pid)
+        if num_written > self.num_written:
+            self.num_written, self.written = num_written, now
+        # Threads that only look at a clock now and then do not count.
+        if self.cpu < 0 or cpu - self.cpu > 0.05 + _AT_WORK * (now - self.active) or self.written == now:
+            self.cpu, self.active = cpu, now
 
 
 @dataclass(frozen=True)
 class HangReport:
-    """What is told of a run that hung; every rank was ended."""
+    """What is told of a run that hung; every rank was ended.
+
+    Attributes:
+        verdict: who was missing.
+        dumps: the stacks of all threads, by rank, of this machine's ranks.
+        left: processes of this machine that could not be ended.
+    """
 
     verdict: Verdict
     dumps: Mapping[int, str] = field(default_factory=dict)
+    left: tuple[int, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -75,8 +107,11 @@ class HangReport:
 
     def text(self) -> str:
         """What the screen shows."""
-        lines = ["headway: " + hang.text(self.verdict), f"headway: all {self.verdict.world_size} ranks have been ended"]
-        return "\n".join(lines)
+        end = f"all {self.verdict.world_size} ranks have been ended"
+        if self.left:
+            pids = ", ".join(map(str, self.left))
+            end = f"the kernel holds pid {pids} until its disk answers, also against SIGKILL; all other ranks have been ended"
+        return "\n".join(["headway: " + hang.text(self.verdict), f"headway: {end}"])
 
     def write(self, path: Path) -> None:
         """Write failure.json: the hang, every rank's stack, and all threads of this machine's ranks."""
@@ -139,6 +174,7 @@ class HangWatch:
     def _look(self, workers: tuple[Worker, ...]) -> None:
         views = [self._view(worker) for worker in workers]
         everywhere = list(views)
+        self._say_who_lingers(workers, views)
         if self._machines is not None:
             others = self._machines.heard()
             if others is None:
@@ -147,6 +183,9 @@ class HangWatch:
             everywhere += [decode(content) for content in others]
         # A script that sets the timeout itself knows better than the command line.
         self._patience = max((view.patience for view in everywhere if view.patience), default=self._given)
+        if self._world_size and hang.lingering(everywhere, self._patience, self._world_size) is not None:
+            self._end_lingering(workers, views, everywhere)
+            return
         if len(everywhere) < self._world_size or hang.judge(everywhere, self._patience) is None:
             self._say_whom_to_wait_for(everywhere)
             return
@@ -157,23 +196,59 @@ class HangWatch:
         if verdict is not None and workers == self._workers:
             self.report = HangReport(verdict, dumps)
 
+    def _end_lingering(self, workers: tuple[Worker, ...], views: Sequence[View], everywhere: Sequence[View]) -> None:
+        dumps = _ask(workers, views, of_ended=True)
+        verdict = hang.lingering(
+            [*_with_any_stack(views, dumps), *everywhere[len(views) :]], self._patience, self._world_size
+        )
+        if verdict is not None and workers == self._workers:
+            self.report = HangReport(verdict, dumps)
+
+    def _say_who_lingers(self, workers: tuple[Worker, ...], views: Sequence[View]) -> None:
+        """Tell once where a process is that keeps the launcher waiting though its script is over."""
+        late = [
+            (worker, view) for worker, view in zip(workers, views)
+            if view.has_ended and view.exit_code is None and view.phase_age > _SOON and (view.rank, _LINGERS) not in self._said
+        ]  # fmt: skip
+        if not late:
+            return
+        found = [view for _, view in late]
+        for view in _with_any_stack(found, _ask([worker for worker, _ in late], found, of_ended=True)):
+            self._said.add((view.rank, _LINGERS))
+            self._say(f"headway: {hang.lateness(view)}. It is waited for")
+
+    def has_given_up(self, rank: int, seconds: float) -> bool:
+        """Is this rank's script over, and has its process done nothing for so long?"""
+        now = time.monotonic()
+        for worker in self._workers:
+            if worker.rank == rank and worker.reader is not None and worker.active > -math.inf:
+                view = view_of(rank, worker.reader.read(), now)
+                return view.has_ended and min(view.phase_age, now - worker.active) > seconds
+        return False
+
     def _view(self, worker: Worker) -> View:
         if worker.reader is None:
             worker.reader = pulse.Pulse(worker.path, is_writer=False)
         now = time.monotonic()
-        num_written = _bytes_written(worker.pid)
-        if num_written != worker.num_written:
-            worker.num_written, worker.written = num_written, now
+        worker.look(now)
         view = view_of(worker.rank, worker.reader.read(), now)
         view = replace(
-            view, pid=worker.pid, exit_code=worker.exit_code, state=_state(worker.pid), writing_age=now - worker.written
-        )
-        if hang.excuse(view, self._patience):
-            worker.excused = now
+            view, pid=worker.pid, exit_code=worker.exit_code, state=_state(worker.pid), writing_age=now - worker.written,
+            idle_age=now - worker.active,
+        )  # fmt: skip
+        reason = hang.excuse(view, self._patience)
+        if reason:
+            # A write excuses up to its last byte, not for another patience from there on.
+            worker.excused = max(worker.excused, worker.written) if hang.is_writing(view) else now
         return replace(view, excused_age=now - worker.excused)
 
     def _say_whom_to_wait_for(self, views: Sequence[View]) -> None:
-        """Tell once that a rank in a debugger keeps the others waiting."""
+        """Tell once that a rank in a debugger keeps the others waiting, or that a disk keeps a rank."""
+        writing = [view for view in views if hang.is_stuck_writing(view, -1.0)]
+        stuck = [view for view in writing if hang.is_stuck_writing(view, self._patience)]
+        if len(stuck) == len(writing) and any((view.rank, _SILENT) not in self._said for view in stuck):
+            self._said |= {(view.rank, _SILENT) for view in stuck}
+            self._say(f"headway: {hang.silence(stuck)}")
         if hang.judge([replace(view, excused_age=math.inf) for view in views], self._patience) is None:
             return
         for view in views:
@@ -192,13 +267,14 @@ def progress(path: Path) -> str:
     return f"update {reading.update}, micro-step {reading.micro_step}" if reading.update or reading.micro_step else ""
 
 
-def _ask(workers: Sequence[Worker], views: Sequence[View]) -> dict[int, str]:
+def _ask(workers: Sequence[Worker], views: Sequence[View], *, of_ended: bool = False) -> dict[int, str]:
     """The live stacks of all threads, by rank, of the ranks that can tell."""
     started: dict[int, tuple[Path, int]] = {}
     for worker, view in zip(workers, views):
         path = Path(f"{worker.path}.stacks")
         note = worker.reader.read().note if worker.reader is not None else {}
-        if LIVE_SIGNAL is None or not note.get("live") or view.has_ended or view.state in "TtZ":
+        is_over = view.exit_code is not None or (view.has_ended and not of_ended)
+        if LIVE_SIGNAL is None or not note.get("live") or is_over or view.state in "TtZ":
             continue
         with suppress(OSError):
             started[worker.rank] = (path, path.stat().st_size)
@@ -223,6 +299,16 @@ def _with_live(view: View, dump: str) -> View:
     )
 
 
+def _with_any_stack(views: Sequence[View], dumps: Mapping[int, str]) -> list[View]:
+    """The views with the stack that shows what holds a process: the main thread's where the user's code runs in it."""
+    found = []
+    for view in views:
+        threads = stacks.parse_all(dumps.get(view.rank, ""))[::-1]
+        frames = next((thread for thread in threads if stacks.users(thread)), threads[0] if threads else view.frames)
+        found.append(replace(view, frames=tuple(frames), frames_age=0.0) if threads else view)
+    return found
+
+
 def _state(pid: int) -> str:
     """The kernel's letter for a process; "" where it does not say."""
     try:
@@ -232,9 +318,23 @@ def _state(pid: int) -> str:
         return ""
 
 
-def _bytes_written(pid: int) -> int:
+def _bytes_written(pid: int, path: Path) -> int:
+    """Bytes that the process with this pulse has written, but for the stacks that it was asked for."""
     try:
         with open(f"/proc/{pid}/io") as file:
-            return next((int(line.split()[1]) for line in file if line.startswith("wchar")), 0)
+            written = next((int(line.split()[1]) for line in file if line.startswith("wchar")), 0)
+        # Read later: what is dumped meanwhile is subtracted too much, never too little.
+        stacks_file = f"{path}.stacks"
+        return written - (os.stat(stacks_file).st_size if os.path.exists(stacks_file) else 0)
     except (OSError, ValueError):
         return 0
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Processor time of all threads; 0.0 where the kernel does not say."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0

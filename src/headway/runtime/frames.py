@@ -61,6 +61,12 @@ def users(frames: Sequence[Frame]) -> list[Frame]:
 
 def parse(text: str) -> list[Frame]:
     """The main thread's frames, innermost first, from what faulthandler wrote last."""
+    stacks = parse_all(text)
+    return [] if not stacks or "\n..." in text else stacks[-1]  # dots: there were too many threads to show
+
+
+def parse_all(text: str) -> list[list[Frame]]:
+    """The frames of each thread in what faulthandler wrote; the main thread's come last."""
     stacks: list[list[Frame]] = []
     current: list[Frame] = []
     for line in text.splitlines():
@@ -71,7 +77,7 @@ def parse(text: str) -> list[Frame]:
         found = _FAULT_LINE.match(line)
         if found:
             current.append(Frame(found[1], int(found[2]), found[3]))
-    return [] if not stacks or "\n..." in text else stacks[-1]  # dots: there were too many threads to show
+    return stacks
 
 
 def is_in_debugger(frames: Sequence[Frame]) -> bool:
@@ -84,6 +90,11 @@ def is_saving(frames: Sequence[Frame]) -> bool:
     return _passes(frames, _SAVERS)
 
 
+def is_in_saver(frames: Sequence[Frame]) -> bool:
+    """The same, and it is not the user's own code, called from there, that runs?"""
+    return is_saving(frames[: _innermost_own(frames)])
+
+
 def is_loading_data(frames: Sequence[Frame]) -> bool:
     """Does it wait for a batch?"""
     return _passes(frames, ("/torch/utils/data/", "/headway/data/"))
@@ -91,8 +102,13 @@ def is_loading_data(frames: Sequence[Frame]) -> bool:
 
 def is_in_dataset(frames: Sequence[Frame]) -> bool:
     """Is it the user's own code, called by a data loader, that does not return?"""
-    own = next((index for index, frame in enumerate(frames) if is_users(frame)), len(frames))
+    own = _innermost_own(frames)
     return is_loading_data(frames[own:]) and not is_loading_data(frames[:own])
+
+
+def _innermost_own(frames: Sequence[Frame]) -> int:
+    """The index of the user's innermost frame; that after the last where there is none."""
+    return next((index for index, frame in enumerate(frames) if is_users(frame)), len(frames))
 
 
 def is_meeting(frames: Sequence[Frame]) -> bool:

@@ -5,6 +5,7 @@ recorder) and not left it, or stands in torch.distributed's own code. Where some
 patience, those who do not wait are missing. Ages are in seconds, so that tables of several machines fit together.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,14 +71,59 @@ def excuse(view: View, patience: float) -> str:
     """Why the others must wait for this rank without complaint; "" where there is no reason."""
     if view.state == "t" or stacks.is_in_debugger(view.frames):
         return "a debugger holds it"
-    is_at_the_door = view.wait is not None and view.wait.group == "headway"  # what it writes then are stacks, asked for
-    if (
-        not is_at_the_door
-        and view.writing_age < patience
-        and (stacks.is_saving(view.frames) or view.phase.startswith("saving"))
-    ):
-        return "it writes a file"
-    return ""
+    return "it writes a file" if is_writing(view) and view.writing_age < patience else ""
+
+
+def is_writing(view: View) -> bool:
+    """Is it inside code that writes a checkpoint or weights, and not waiting there for other ranks?"""
+    is_at_the_door = view.wait is not None and view.wait.group in ("headway", "")
+    return not is_at_the_door and (stacks.is_saving(view.frames) or view.phase.startswith("saving"))
+
+
+def is_stuck_writing(view: View, seconds: float) -> bool:
+    """Has a write inside a library's code, not in a hook or `state_dict` of the user's, moved no byte for so long?"""
+    is_still = seconds < min(view.writing_age, view.still_age) and view.writing_age < math.inf
+    return is_still and is_writing(view) and stacks.is_in_saver(view.frames)
+
+
+def lingering(views: Sequence[View], patience: float, world_size: int) -> Verdict | None:
+    """All scripts are over; does a process that does nothing any more keep the run from ending?
+
+    A thread that still uploads something is at work and may take its time; one that waits for ever is idle.
+
+    Args:
+        views: what is known about each rank.
+        patience: seconds that a process may be idle after its script; 0: for ever.
+        world_size: all ranks.
+    """
+    if patience <= 0 or len(views) < world_size or any(view.exit_code or not view.has_ended for view in views):
+        return None
+    left = tuple(
+        view for view in views if view.exit_code is None and view.phase_age > patience and view.idle_age > patience
+    )
+    return Verdict(patience, (), left, world_size) if left and all(view.idle_age < math.inf for view in left) else None
+
+
+def lateness(view: View) -> str:
+    """What a person should hear of a rank whose script is over, and which does not end."""
+    doing = (
+        f"a thread or an exit function of it is at {where(view)}" if view.frames else "nothing is known of where it is"
+    )
+    return f"rank {view.rank}{_who(view)} has come to the end of its script, but has not ended for {_span(view.phase_age)}: {doing}"
+
+
+def silence(views: Sequence[View]) -> str:
+    """What a person should hear of ranks whose checkpoint is not taken by their disk."""
+    first, has = views[0], "has" if len(views) == 1 else "have"
+    return (
+        f"{_ranks(views)}{_who(first) if len(views) == 1 else ''} {has} not written a byte of a checkpoint for "
+        f"{_span(first.writing_age)}, at {where(first)}{_disk(first)}. The run goes on when it does"
+    )
+
+
+def _disk(view: View) -> str:
+    waits = "; the kernel says D: it waits for a disk or a network file system" if view.state == "D" else ""
+    return f": its file system does not answer{waits}"
 
 
 def _lenience_note(lenience: float) -> tuple[str, ...]:
@@ -106,8 +152,14 @@ def _has_passed(view: View, call: Call) -> bool:
 def headline(verdict: Verdict) -> str:
     """The hang in one line."""
     waiting, missing = verdict.waiting, verdict.missing
-    longest = _span(_age(waiting[0]))
     patience = f"patience {_span(verdict.patience)}"
+    if not waiting:
+        verb, longest = "has" if len(missing) == 1 else "have", _span(max(view.phase_age for view in missing))
+        return (
+            f"this run does not end: {_ranks(missing)} of {verdict.world_size} {verb} come to the end of the script, but not ended "
+            f"for {longest} ({patience})"
+        )
+    longest = _span(_age(waiting[0]))
     if not missing:
         return f"this run hangs: all {verdict.world_size} ranks have waited for {longest} ({patience}), {_for_what(waiting)}"
     who = _ranks(missing)
@@ -126,7 +178,9 @@ def text(verdict: Verdict) -> str:
     saving = [view for view in verdict.waiting if view.operation == SAVE]
     if saving and len(saving) < verdict.world_size:
         lines.append(f"  {missed_save(_ranks(saving), where(saving[0]))}")
-    for view in verdict.missing:
+    if not verdict.waiting:
+        lines += [line for view in verdict.missing for line in _about_lingering(view)]
+    for view in verdict.missing if verdict.waiting else ():
         lines += _about_missing(view, verdict.waiting[0])
     told: dict[str, list[View]] = {}
     for view in verdict.waiting:
@@ -165,6 +219,17 @@ def _about_missing(view: View, waiting: View) -> list[str]:
     return lines
 
 
+def _about_lingering(view: View) -> list[str]:
+    lines = [f"  {lateness(view)}"]
+    own = stacks.users(view.frames)
+    if own and own[0].source:
+        lines.append(f"      {own[0].source}")
+    return [
+        *lines,
+        "      let threads end when the script does (daemon=True), and exit functions return; --patience 0 waits for ever",
+    ]
+
+
 def _doing(view: View) -> str:
     at = where(view)
     if view.is_stopped:
@@ -192,6 +257,8 @@ def _advice(view: View) -> str:
         return f"continue it with `kill -CONT {view.pid}` before the patience is over, or find out who stops it"
     if view.is_mute:
         return f"`py-spy dump --native --pid PID` in the next run shows the C code; state {view.state or 'unknown'}"
+    if is_stuck_writing(view, 1.0):
+        return f"it writes a checkpoint, and no byte has moved for {_span(view.writing_age)}{_disk(view)}"
     if view.state == "D":
         return "the kernel says D: it waits for a disk or a network file system"
     if stacks.is_in_dataset(view.frames):

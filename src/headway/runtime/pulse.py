@@ -20,6 +20,9 @@ from headway import env
 VARIABLE = "HEADWAY_PULSE"
 """Name of the variable that carries the file's path to a worker."""
 
+PARTS = "waiting for the other ranks' parts of a checkpoint"
+"""The phase of a rank that commits a checkpoint, in a wait that is no collective."""
+
 NUM_CALLS = 64
 """How many collectives the ring holds."""
 
@@ -95,6 +98,7 @@ class Reading:
         noted: when that was; 0.0 for never.
         lenience: how much longer than their patience all ranks wait for now, in seconds, because this one asks for it.
         saves_on_signal: does this rank answer a signal by a checkpoint, and end then?
+        phase_since: when it said its phase.
     """
 
     pid: int = 0
@@ -109,6 +113,7 @@ class Reading:
     noted: float = 0.0
     lenience: float = 0.0
     saves_on_signal: bool = False
+    phase_since: float = 0.0
 
 
 class Pulse:
@@ -197,7 +202,7 @@ class Pulse:
         update, micro_step = _PROGRESS.unpack_from(self._memory, _PROGRESS_AT)
         (patience,) = _SECONDS.unpack_from(self._memory, _PATIENCE_AT)
         (lenience,) = _SECONDS.unpack_from(self._memory, _LENIENCE_AT)
-        phase, _ = _PHASE.read(self._memory)
+        phase, phase_since = _PHASE.read(self._memory)
         text, noted = _NOTE.read(self._memory)
         try:
             note = json.loads(text) if text else {}
@@ -205,7 +210,19 @@ class Pulse:
             note = {}  # it was written anew while being read; the next look finds it whole
         saves = bool(self._memory[_SAVES_AT])
         return Reading(
-            pid, beats, beat, update, micro_step, patience, phase, self._calls(), note, noted, lenience, saves
+            pid,
+            beats,
+            beat,
+            update,
+            micro_step,
+            patience,
+            phase,
+            self._calls(),
+            note,
+            noted,
+            lenience,
+            saves,
+            phase_since,
         )
 
     def _calls(self) -> tuple[Call, ...]:

@@ -50,11 +50,13 @@ class View:
         patience: how long its program lets others be late; 0.0 where it has not said.
         lenience: how much later than that everybody may be for now, as it says.
         phase: "" for its program; "ended".
+        phase_age: since it said so.
         frames: its main thread's stack, innermost first.
         frames_age: how old the stack is; 0 for a live one.
         still_age: for how long the stack has been the same.
         calls: its latest collective in each group; None: on the move just now.
         writing_age: since it last wrote to a file.
+        idle_age: since it last used the processor or wrote anything; math.inf where nobody has looked.
         excused_age: since there was last a reason to let the others wait (a debugger, a file being written).
     """
 
@@ -75,6 +77,8 @@ class View:
     calls: tuple[Call, ...] | None = ()
     writing_age: float = math.inf
     excused_age: float = math.inf
+    phase_age: float = 0.0
+    idle_age: float = math.inf
 
     @property
     def has_ended(self) -> bool:
@@ -99,6 +103,8 @@ class View:
             return min(inside, key=lambda call: (call.group != "headway", -(call.age or 0.0)))
         if stacks.is_meeting(self.frames):
             return Call("", 0, stacks.meeting(self.frames) or self.frames[0].function, self.still_age)
+        if self.phase == pulse.PARTS:
+            return Call("", 0, "the commit of a checkpoint", self.phase_age)
         return None
 
     @property
@@ -133,6 +139,7 @@ def view_of(rank: int, reading: pulse.Reading, now: float) -> View:
         patience=reading.patience, lenience=reading.lenience, phase=reading.phase, update=reading.update,
         micro_step=reading.micro_step, frames=tuple(Frame(*frame) for frame in note.get("stack", [])),
         frames_age=now - reading.noted, still_age=now - note.get("still", now), calls=calls,
+        phase_age=now - reading.phase_since,
     )  # fmt: skip
 
 

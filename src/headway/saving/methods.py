@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headway.checkpoint.folders import committed
+from headway.checkpoint.folders import committed, copy_of, originals
 from headway.checkpoint.foreign import explain, foreign_in
 from headway.checkpoint.manifest import MANIFEST, read_manifest
 from headway.checkpoint.saver import Policy
@@ -126,7 +126,7 @@ class Saving:
             self._iteration = run.saver.meet(self._iteration)
         folder = self._folder_for(output_dir)
         collected, about = run.collect(before, is_alone)
-        about |= {"iteration": self._iteration, "metric": metric}
+        about |= {"name": folder.name, "iteration": self._iteration, "metric": metric}
         is_automatic = project.automatic_checkpoint_naming
         policy = Policy(
             project.total_limit if is_automatic else None, self._protected(folder, metric), is_automatic, is_blocking,
@@ -220,7 +220,9 @@ class Saving:
 
     def _later_ones(self) -> list[Path]:
         """Checkpoints with numbers that this run has still to give, newest first."""
-        return [path for path in committed(self._parent()) if (_number(path) or 0) >= self._iteration]
+        later = [path for path in committed(self._parent()) if (_number(path) or 0) >= self._iteration]
+        # A copy is in the way only where the next one goes.
+        return [path for path in later if path.name == f"checkpoint_{self._iteration}" or not copy_of(path)]
 
     def _find_earlier(self) -> tuple[Path, tuple[int, int]] | None:
         """The newest checkpoint of an earlier run in this run's way, before it has saved itself, and which file it is."""
@@ -254,7 +256,7 @@ class Saving:
         """Are there automatically named ones that a resume would find?"""
         project = self.project_configuration
         is_named = project.automatic_checkpoint_naming and project.project_dir is not None
-        return is_named and bool(committed(self._parent()))
+        return is_named and bool(originals(self._parent()))
 
     def _protected(self, folder: Path, metric: float | None) -> tuple[Path, ...]:
         """The folder of this run's best checkpoint, by the metrics in the manifests; of equal ones the earliest."""
@@ -268,7 +270,8 @@ class Saving:
             except CheckpointError:
                 continue  # a damaged one is not the best one
             known = about.get("metric")
-            if isinstance(known, float) and about.get("run", "") == self._run_state.run_id:
+            is_copy = about.get("name", path.name) != path.name
+            if isinstance(known, float) and not is_copy and about.get("run", "") == self._run_state.run_id:
                 scores[path] = known
         if not scores:
             return ()
@@ -364,7 +367,8 @@ class Saving:
         if self.project_configuration.automatic_checkpoint_naming and isinstance(iteration, int):
             # What lies beyond it was not resumed from, and must not be taken for its continuation.
             there = [*committed(folder.parent), *committed(self._parent())]
-            newest = max((_number(path) or 0 for path in there), default=iteration)
+            numbers = [(_number(path) or 0, path) for path in there]
+            newest = max((each for each, path in numbers if each > iteration and not copy_of(path)), default=iteration)
             self._iteration = self._run_state.saver.largest(max(iteration, newest)) + 1
         log.info(str(restored))
         return restored
@@ -397,6 +401,12 @@ class Saving:
         folder, passed_over = self._run_state.saver.newest(self._parent(), run)
         for line in passed_over:
             log.warning("a checkpoint is passed over: %s", line)
+        copies = committed(self._parent()) if folder is None and not passed_over and run is None else []
+        if copies and all(map(copy_of, copies)):
+            raise CheckpointError(
+                f"{self._parent()} holds copies only ({copies[0].name} was saved as {copy_of(copies[0])}), and 'latest' is looked for "
+                f"among the checkpoints that a run has put there; give the one to go on from: resume('{copies[0]}')"
+            )
         foreign = foreign_in(self._parent()) if folder is None else None
         if foreign is not None and not passed_over:
             raise CheckpointError(f"{explain(foreign)}. To start without it, give another project_dir")
@@ -435,6 +445,8 @@ class Saving:
 
 
 def _used(earlier: Path) -> str:
+    if name := copy_of(earlier):
+        return f"{earlier} is a copy of {name}, and lies where the next checkpoint goes; give it another name"
     return (
         f"{earlier.parent} already has {earlier.name}, from an earlier run, and this run has not resumed from it. Resume from it "
         "with accelerator.resume('latest') after prepare(), or give another project_dir"

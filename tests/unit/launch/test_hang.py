@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from headway.checkpoint import writer
 from headway.launch.hang import HangWatch, Worker, progress
 from headway.runtime import pulse
 from headway.runtime.views import encode
@@ -59,6 +60,35 @@ def test_a_missing_rank_is_found_in_the_pulses(tmp_path, said):
     assert kept["exit_code"] == report.exit_code == 1
     assert progress(ranks.workers[1].path) == "update 12, micro-step 1"
     assert progress(ranks.workers[0].path) == ""
+
+
+def test_what_a_rank_dumps_when_it_is_asked_is_no_file_being_written(tmp_path):
+    path = tmp_path / "rank0.pulse"
+    pulse.create(path)
+    worker = Worker(0, os.getpid(), path)
+    with open(f"{path}.stacks", "w") as dump, open(tmp_path / "model", "w") as file:
+        worker.look(1.0)
+        dump.write("a stack" * 9)
+        dump.flush()
+        worker.look(2.0)
+        assert worker.written == 1.0
+        file.write("weights")
+        file.flush()
+        worker.look(3.0)
+        assert worker.written == 3.0
+
+
+def test_a_write_excuses_up_to_its_last_byte(tmp_path, said):
+    ranks = Ranks(tmp_path, said, patience=1.0)
+    ranks.beat(1, writer.__file__, 3)
+    ranks.pulses[0].enter("gather", "/u/train.py:7")
+    ranks.watch._view(ranks.workers[1])
+    began = time.monotonic()
+    view = ranks.watch._view(ranks.workers[1])
+    while view.excused_age <= 1.0 and time.monotonic() - began < 10:
+        time.sleep(0.05)
+        view = ranks.watch._view(ranks.workers[1])
+    assert view.excused_age == pytest.approx(view.writing_age)
 
 
 def test_one_that_comes_is_not_missing(tmp_path, said):

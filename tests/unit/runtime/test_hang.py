@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.runtime import hang
+from headway.checkpoint import writer
+from headway.runtime import hang, pulse
 from headway.runtime.frames import Frame
 from headway.runtime.hang import judge
 from headway.runtime.views import Call, View, decode, encode
 
+WRITER = (Frame(writer.__file__, 9, "join"), Frame("/u/t.py", 7, "main"))
 SITE, STDLIB = sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")
 
 
@@ -202,3 +204,46 @@ def test_a_view_travels_between_machines(views):
         assert dataclasses.replace(back, frames=()) == dataclasses.replace(view, frames=())
         assert back.wait is None or view.wait is not None
         assert back.frames[:1] == view.frames[:1]
+
+
+def test_waiting_for_the_parts_of_others_is_no_collective_and_still_a_wait():
+    commits = View(0, beat_age=0.1, phase=pulse.PARTS, phase_age=11, frames=WRITER, writing_age=11)
+    writes = View(1, beat_age=0.1, frames=WRITER, writing_age=11, still_age=11, excused_age=11)
+    verdict = judge([commits, writes], 10)
+    assert verdict is not None
+    assert [view.rank for view in verdict.missing] == [1]
+    assert "rank 1 of 2 is missing from the commit of a checkpoint" in hang.headline(verdict)
+    assert "it writes a checkpoint, and no byte has moved for 11 s: its file system does not answer" in hang.text(
+        verdict
+    )
+    assert "save_state was called" not in hang.text(verdict)
+    assert hang.excuse(dataclasses.replace(commits, writing_age=1), 10) == ""
+
+
+def test_a_hook_of_the_users_is_not_a_slow_disk():
+    hooked = View(1, beat_age=0.1, frames=(Frame("/u/t.py", 3, "hook"), *WRITER), writing_age=11, still_age=11)
+    assert hang.is_writing(hooked)  # bytes would excuse it
+    assert not hang.is_stuck_writing(hooked, 10)
+    assert hang.is_stuck_writing(dataclasses.replace(hooked, frames=WRITER), 10)
+    assert not hang.is_stuck_writing(View(1, frames=WRITER, still_age=11), 10)  # nobody has looked at its bytes
+
+
+def test_who_lingers():
+    over = View(0, exit_code=0, phase="ended", phase_age=11, idle_age=11)
+    stuck = View(1, phase="ended", phase_age=11, idle_age=11, frames=(Frame("/u/t.py", 3, "tidy"),))
+    verdict = hang.lingering([over, stuck], 10, 2)
+    assert verdict is not None
+    assert [view.rank for view in verdict.missing] == [1]
+    text = hang.text(verdict)
+    assert "this run does not end: rank 1 of 2 has come to the end of the script, but not ended for 11 s" in text
+    assert "is at /u/t.py:3 in tidy" in text
+    json.dumps(hang.encode(verdict))
+    for calm in (
+        [over, dataclasses.replace(stuck, idle_age=2)],  # an upload is at work
+        [over, dataclasses.replace(stuck, phase_age=2)],
+        [View(0, phase=""), stuck],  # others still train
+        [dataclasses.replace(over, exit_code=1), stuck],  # a failure, which is told as such
+        [over],
+    ):
+        assert hang.lingering(calm, 10, 2) is None
+    assert hang.lingering([over, stuck], 0, 2) is None
