@@ -64,7 +64,7 @@ class Stage:
         """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)
 
 
 def _become(rank: int, job: dict[str, Any]) -> None:
