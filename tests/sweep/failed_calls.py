@@ -85,6 +85,7 @@ class Ranks:
         world = self.variant["world_size"]
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port), GLOO_SOCKET_IFNAME="lo")  # fmt: skip
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             with open(self.root.parent / f"rank{rank}.log", "w") as sink:
                 os.dup2(sink.fileno(), 2)
@@ -267,6 +268,7 @@ def main() -> int:
     reader.add_argument("--count", type=int, help="so many, drawn; without it all")
     reader.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     asked = reader.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the processes of the case in hand
     torch.set_num_threads(1)
     told = Told()
     with tempfile.TemporaryDirectory(prefix="headway-sweep-") as folder, contextlib.redirect_stderr(None):

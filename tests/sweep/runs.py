@@ -234,6 +234,7 @@ def main() -> int:
     reader.add_argument("--minutes", type=float, default=60, help="begin no run after that")
     reader.add_argument("--folder", type=Path, help="keeps what was not equal")
     asked = reader.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the processes of the case in hand
     numbers = asked.only or range(asked.begin, asked.begin + asked.count)
     folder = Path(tempfile.mkdtemp(prefix="headway-sweep-", dir=asked.folder))
     sweep, outcomes, began = Sweep(folder), [], time.monotonic()

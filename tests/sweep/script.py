@@ -14,7 +14,7 @@ from pathlib import Path
 
 ATTEMPT, RANK = os.environ["SWEEP_ATTEMPT"], os.environ.get("RANK", "0")
 _log = os.open(f"log.{ATTEMPT}.{RANK}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-_marks = os.open("marks", os.O_WRONLY)
+_marks = os.open("marks", os.O_RDWR)  # waits for no reader
 
 
 def mark(phase: str, number: object = 0) -> None:
