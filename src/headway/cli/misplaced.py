@@ -1,6 +1,7 @@
 """Launcher flags typed after the script, which go to the script: found, and answered with what to type."""
 
 import ast
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -107,8 +108,9 @@ def _fits(option: click.Option, value: str) -> bool:
 
 def _text(script: str, is_module: bool) -> str:
     path = Path(*script.split(".")).with_suffix(".py") if is_module else Path(script)
+    path = path / "__main__.py" if os.path.isdir(path) else path
     try:
-        return (path / "__main__.py" if path.is_dir() else path).read_text(errors="replace")
+        return path.read_text(errors="replace") if os.path.isfile(path) else ""  # a pipe would be waited for
     except (OSError, ValueError):
         return ""
 

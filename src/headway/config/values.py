@@ -72,6 +72,7 @@ def from_file(setting: Setting, value: Any, origin: str) -> Any:
         fits = isinstance(value, bool)
     else:
         fits = isinstance(value, (int, float) if setting.kind == "number" else int) and not isinstance(value, bool)
+        fits = fits and not (setting.kind == "number" and isinstance(value, int) and value.bit_length() > 1000)
     if not fits:
         raise _error(setting, value, origin)
     return _checked(setting, float(value) if setting.kind == "number" else value, origin)

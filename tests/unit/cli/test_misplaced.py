@@ -1,5 +1,6 @@
 """Flags of the launcher after the script: said, with the line to type; a script's own flags are left in peace."""
 
+import os
 import shlex
 
 import pytest
@@ -125,3 +126,8 @@ def test_one_task_of_a_cluster_says_it(launch, monkeypatch):
         monkeypatch.setenv("SLURM_PROCID", rank)
         monkeypatch.setenv("SLURM_LOCALID", rank)
         assert ("warning" in launch("train.py -n 2")[0]) is is_said
+
+
+def test_a_pipe_is_not_read(launch, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "headway launch" in launch("pipe --cpu")[0]

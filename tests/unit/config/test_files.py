@@ -132,10 +132,30 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         (b"num_processes: " + b"9" * 5000, "is not valid YAML: Exceeds the limit"),
         (b"role: [" + b"x, " * 500 + b"]", r"role=.*\.\.\. \(2500 characters\) .* must be text"),
         (b" " * 2_000_000, "has 2,000,000 bytes"),
+        (b"monitor_interval: " + b"9" * 400, r"monitor_interval=9+\.\.\. \(400 characters\) .* must be a number"),
         (b"log_dir: 2024-01-02", r"log_dir=datetime.date\(2024, 1, 2\) .* must be text"),
     ],
-    ids=["brackets", "braces", "itself", "anchors", "bool", "int", "hex", "digits", "long", "large", "date"],
+    ids=[
+        "brackets",
+        "braces",
+        "itself",
+        "anchors",
+        "bool",
+        "int",
+        "hex",
+        "digits",
+        "long",
+        "large",
+        "beyond floats",
+        "date",
+    ],
 )
 def test_a_hostile_file_is_one_error(content, message):
     with pytest.raises(ConfigError, match=message):
         parse(content, "c.yaml")
+
+
+def test_a_file_without_an_end(tmp_path):
+    (tmp_path / "c.yaml").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="has 1,048,577 bytes, and settings take a few hundred"):
+        file_layer(str(tmp_path / "c.yaml"), {})

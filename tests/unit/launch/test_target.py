@@ -90,3 +90,8 @@ def test_a_script_that_this_user_may_not_read(folder):
 
 def test_a_program_is_left_to_the_path(folder):
     check(Program("sh", ("-c", "true"), "program"))
+
+
+def test_a_pipe_is_left_to_python(folder):
+    os.mkfifo(folder / "pipe")
+    check(Program("pipe"))  # opened, it would wait for who writes into it
