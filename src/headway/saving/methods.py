@@ -405,8 +405,8 @@ class Saving:
         copies = committed(self._parent()) if folder is None and not passed_over and run is None else []
         if copies and all(map(copy_of, copies)):
             raise CheckpointError(
-                f"{self._parent()} holds copies only ({copies[0].name} was saved as {copy_of(copies[0])}), and 'latest' is looked for "
-                f"among the checkpoints that a run has put there; give the one to go on from: resume('{copies[0]}')"
+                f"{self._parent()} holds copies only ({copies[0].name} was saved as {copy_of(copies[0])}), and 'latest' means the "
+                f"newest that a run has put there itself; give the one to go on from: resume('{copies[0]}')"
             )
         foreign = foreign_in(self._parent()) if folder is None else None
         if foreign is not None and not passed_over:
