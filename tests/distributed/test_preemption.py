@@ -226,6 +226,25 @@ def hurried(folder):
     return first.losses, rest.losses
 
 
+def slowed(folder):
+    """A window that becomes slow is broken off too: nobody knew it when the signal came."""
+    stopping.SOON = 0.5
+    accelerator, model, optimizer, loader = made(folder, gradient_accumulation_steps=3)
+    strike, has_struck = Striker("training", (0,), 1), False
+    try:
+        for _ in range(3):
+            for _, x, y in loader:
+                step(accelerator, model, optimizer, x, y)
+                if accelerator.num_updates == 1:  # its window was quick, this one is not
+                    strike("training", accelerator)
+                    time.sleep(0.7 if has_struck else 0.0)
+                    has_struck = True
+    except Preempted:
+        return accelerator.num_updates, accelerator._run_state.is_unfinished
+    finally:
+        stopping.SOON = 5.0
+
+
 def damaged(folder):
     """A save behind the loop that failed is made up for."""
     accelerator, model, optimizer, loader = made(folder)
@@ -256,7 +275,7 @@ def fail_once(saver):
 def others(root):
     told = {
         loop.__name__: loop(f"{root}/{loop.__name__}")
-        for loop in (flagged, timed, without_loader, astray, hurried, damaged)
+        for loop in (flagged, timed, without_loader, astray, hurried, slowed, damaged)
     }
     process.reset()
     told["after"] = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
@@ -274,6 +293,7 @@ def test_other_loops(tmp_path):
     assert first["without_loader"][1] is True
     # Rank 0 made its whole pass alone, one batch after the other, and then both made the third update.
     assert (first["astray"], second["astray"]) == ((3, 6), (3, 0))
+    assert first["slowed"] == second["slowed"] == (1, True)
     losses, rest = first["hurried"]
     assert set(losses) & set(rest)
     assert all(rest[key] == losses[key] for key in set(losses) & set(rest))

@@ -89,7 +89,7 @@ def collect(parts: Parts) -> Collected:
         out.aliases.update(tied)
         prefix = f"model/{index}/"
         extras.append({
-            name.removeprefix(prefix): encode(_plain(value), f"extra/{name.removeprefix(prefix)}", out.tensors)
+            name.removeprefix(prefix): encode(_plain(value), f"extra/{index}/{name.removeprefix(prefix)}", out.tensors)
             for name, value in named if not is_weight(name, value)
         })  # fmt: skip
     names = parameter_names(parts.models)

@@ -10,6 +10,9 @@ When somebody asks, a thread of each rank, which runs while the rank waits in a 
 Nobody passes its own post before all posts are there, so nobody is beyond the largest, and until then every rank does what
 the others wait for. At that check (the next one without an open window, where windows are short) ranks compare where they
 are: one that is elsewhere, or does not come (a loop that only it runs), makes all go on to the next window.
+
+A window that turns out to be long is not waited for: where nobody has stopped after a while, the threads post once more, and the
+point may then lie in an open window.
 """
 
 import os
@@ -36,7 +39,10 @@ LATE = 20.0
 """Seconds that a rank may come later to the agreed check than another; twice as many in the next round, and so on."""
 
 SOON = 5.0
-"""Seconds that an update may take to be finished first, so that nothing is computed twice; a longer one is broken off."""
+"""Seconds that an update may take to be finished first, so that nothing is computed twice; a longer one is broken off.
+
+So is one that took less until now, and has not come to its end so long after the request.
+"""
 
 AGAIN = 3.0
 """Seconds after which a signal that comes again is meant: it ends the process, where it has not come to a check yet."""
@@ -70,6 +76,9 @@ class Stopping:
         self._position: Position = (0, -1)
         self._target: Position | None = None
         self._is_in_a_hurry = False
+        self._is_arriving = False
+        self._asked_at = 0.0
+        self._has_posted_again = False
         self._round = 0
         self._began = time.monotonic()
         self._paces = (0.0, 0.0)
@@ -122,18 +131,35 @@ class Stopping:
 
     def _decide(self, position: Position, where: str, is_open: bool) -> bool:
         if self._target is None:
-            self._target, self._is_in_a_hurry = self._agree_on_target()
+            self._target, pace = self._agree_on_target("post")
+            self._is_in_a_hurry = pace > SOON
+        self._hurry()
         while position >= self._target and (self._is_in_a_hurry or not is_open):
-            if self._arrive(where):
+            # Written before it is read whether the thread has posted again, as the thread does it the other way round.
+            self._is_arriving = True
+            if self._hurry():
+                self._is_arriving = False
+                continue
+            is_here = self._arrive(where)
+            self._is_arriving = False
+            if is_here:
                 self.is_agreed = True
                 return True
             self._target = (self._target[0] + 1, 0)
             self._round += 1
         return False
 
-    def _agree_on_target(self) -> tuple[Position, bool]:
-        """The check to stop at, and whether it may lie in an open window."""
-        keys = [self._key(f"post/{rank}") for rank in range(self._control.world_size)]
+    def _hurry(self) -> bool:
+        """Where the threads have posted again: the nearest check, in a window or not; True if that is news."""
+        if self._is_in_a_hurry or not self._has_posted_again:
+            return False
+        self._target, _ = self._agree_on_target("again")
+        self._is_in_a_hurry = True
+        return True
+
+    def _agree_on_target(self, name: str) -> tuple[Position, float]:
+        """The check to stop at, the furthest of those posted under that name, and the seconds that a window takes."""
+        keys = [self._key(f"{name}/{rank}") for rank in range(self._control.world_size)]
         deadline = time.monotonic() + POSTING
         while missing := [rank for rank, key in enumerate(keys) if not self._control.has(key)]:
             if time.monotonic() > deadline:
@@ -144,7 +170,7 @@ class Stopping:
             time.sleep(0.005)
         posts = [self._control.get(key, timedelta(seconds=POSTING)).decode().split() for key in keys]
         target = max((int(window), int(checks)) for window, checks, _ in posts)
-        return target, max(float(pace) for _, _, pace in posts) > SOON
+        return target, max(float(pace) for _, _, pace in posts)
 
     def _arrive(self, where: str) -> bool:
         """Are all ranks here? The one that comes last says so, or the one that has waited for too long."""
@@ -190,14 +216,23 @@ class Stopping:
             reason = self._control.get(asked, timedelta(seconds=POSTING))
         else:
             return
+        self._asked_at = time.monotonic()
         self.reason = reason.decode()
+        self._post("post")
+
+    def _post(self, name: str, *, is_at_check: bool = False) -> None:
         window, checks = self._position
         # The quicker of two, as an evaluation may have come between windows.
-        post = f"{window} {checks + 1} {min(self._paces)}"
-        self._control.set(self._key(f"post/{self._control.rank}"), post.encode())
+        post = f"{window} {checks if is_at_check else checks + 1} {min(self._paces)}"
+        self._control.set(self._key(f"{name}/{self._control.rank}"), post.encode())
 
     def _look_again(self) -> None:
-        """Nobody may be made to kill a process that has no check left to come to."""
+        """Nobody is to wait for a window that does not end, or be made to kill a process that has no check left to come to."""
+        is_late = time.monotonic() - self._asked_at > SOON
+        if not (self._has_posted_again or self.is_agreed) and (is_late or self._control.has(self._key("hurry"))):
+            self._control.set_once(self._key("hurry"), b"1")
+            self._has_posted_again = True
+            self._post("again", is_at_check=self._is_arriving)
         first, last = self._flags.times or (0.0, 0.0)
         if last - first > AGAIN and not self.is_agreed and not self._flags.has_former:
             os._exit(128 + (self._flags.first or signal.SIGTERM))

@@ -26,6 +26,7 @@ from headway.runtime.streams import derive_streams, read_streams, write_streams
 from headway.saving.batch import GlobalBatch, Plan
 from headway.saving.checks import check_told, unfit
 from headway.saving.evaluation import Beginning, Evaluations
+from headway.saving.marks import Changed, Mark, has_changing_state
 from headway.saving.passes import Passes
 from headway.saving.saved import SavedRun, read_run, saved_by
 from headway.strategies.base import Strategy
@@ -35,14 +36,6 @@ from headway.training.prepare import Preparation
 from headway.version import __version__
 
 log = get_logger(__name__)
-
-
-@dataclass
-class Mark:
-    """Where a window began: what a save in its middle goes back to; the streams only in a run that is known to save."""
-
-    streams: dict[str, Any] | None
-    loaders: list[dict[str, Any]]
 
 
 @dataclass
@@ -168,20 +161,31 @@ class RunState:
             loaders = self._preparation.loaders
             # Reading all streams costs about 90 us.
             streams = self._read_streams() if self.is_saving else None
-            self._mark = Mark(streams, [each.run_state(is_brief=True) for each in loaders])
+            changed = None
+            if self.is_saving:
+                changed = Changed() if self._mark is None or self._mark.changed is None else self._mark.changed
+                changed.note(self._bare_models())
+            self._mark = Mark(streams, [each.run_state(is_brief=True) for each in loaders], changed)
 
     def _read_streams(self) -> dict[str, Any]:
         return {**read_streams(self._runtime.hardware), "loaders": self._preparation.loader_stream.state()}
 
     # ---------------------------------------------------------------- out
 
+    def _bare_models(self) -> list[torch.nn.Module]:
+        return [getattr(model, "_orig_mod", model) for model in map(self._strategy.unwrap, self._preparation.models)]
+
     def _parts(self) -> Parts:
         preparation = self._preparation
         others: dict[str, list[Stateful]] = {
             "scheduler": [each.scheduler for each in preparation.schedulers], "custom": list(self.custom),
         }  # fmt: skip
-        models = [getattr(model, "_orig_mod", model) for model in map(self._strategy.unwrap, preparation.models)]
-        return Parts(models, [each.optimizer for each in preparation.optimizers], others, self._strategy.export_state)
+        return Parts(
+            self._bare_models(),
+            [each.optimizer for each in preparation.optimizers],
+            others,
+            self._strategy.export_state,
+        )
 
     def collect(self, before: Beginning | None = None, is_alone: bool = False) -> tuple[Collected, dict[str, Any]]:
         """The state of all ranks but their random streams, and what a reader of the manifest wants to know.
@@ -195,8 +199,8 @@ class RunState:
         is_unfinished = self._accumulation.is_unfinished
         if is_unfinished:
             log.warning(
-                "a checkpoint is saved in the middle of a window (%d of %d micro-batches); it resumes at the window's start",
-                self._accumulation.current.num_done, self._accumulation.num_steps,
+                "a checkpoint is saved in the middle of a window (%d of %d micro-batches); it resumes at the window's start%s",
+                self._accumulation.current.num_done, self._accumulation.num_steps, self._not_marked(),
             )  # fmt: skip
         collected, states = self._collect_own(before, is_unfinished, is_alone)
         self._add("loaders", states, collected, is_alone)
@@ -219,6 +223,8 @@ class RunState:
         try:
             collected = collect(self._parts())
             mark = self._mark if is_unfinished else None
+            if mark is not None and mark.changed is not None:
+                mark.changed.put_into(collected)
             states = self._loader_states(mark) if before is None or is_unfinished else before.states
         except Exception as error:
             failure = error
@@ -228,6 +234,14 @@ class RunState:
         if told:
             raise CheckpointError("nothing was saved; earlier checkpoints are as they were.\n  " + "\n  ".join(told))
         return collected, states
+
+    def _not_marked(self) -> str:
+        """What a save in the middle of a window does not take back to the window's start, in words."""
+        parts = ["registered objects"] if self.custom else []
+        if self._mark is None or self._mark.changed is None:
+            parts += ["the models' buffers"] if has_changing_state(self._bare_models()) else []
+            parts += ["the random streams"]
+        return f", but for {' and '.join(parts)}, which are saved as they are now" if parts else ""
 
     def seal(self, collected: Collected, before: Beginning | None = None, is_alone: bool = False) -> None:
         """Add the random streams, after all else of the user's that may draw from them has run; called like `collect`."""

@@ -47,7 +47,7 @@ def test_a_copy_where_the_next_one_goes_is_not_overwritten():
     accelerator, *_ = build()
     accelerator.save_state()
     copy("checkpoint_1", "checkpoint_0")
-    with pytest.raises(CheckpointError, match="checkpoint_1 is a copy of checkpoint_0, and stands where the next"):
+    with pytest.raises(CheckpointError, match="checkpoint_1 is a copy of checkpoint_0, and lies where the next"):
         accelerator.save_state()
 
 
