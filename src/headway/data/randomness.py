@@ -86,6 +86,11 @@ class GlobalStreams:
         """Streams that begin where this process's are now."""
         return cls(_read_global())
 
+    @property
+    def states(self) -> "_States":
+        """torch's, Python's and NumPy's."""
+        return self._states
+
     def __enter__(self) -> None:
         self._outside = _read_global()
         _write_global(self._states)
@@ -108,6 +113,20 @@ def pack_seeded(state: torch.Tensor) -> str:
 def write_text(text: str) -> None:
     """Let this process's global streams go on from what `read_text` returned."""
     _write_global(_unpack(text))
+
+
+def text_of(state: Any, place: int) -> str:
+    """The state of one of the three streams, as torch, `random` and NumPy give it, as text."""
+    states: list[Any] = list(GlobalStreams.seeded(0).states)
+    states[place] = state
+    return _pack((states[0], states[1], states[2])).split(" ")[place]
+
+
+def state_from(text: str, place: int) -> Any:
+    """The state that `text_of` wrote."""
+    parts = _pack(GlobalStreams.seeded(0).states).split(" ")
+    parts[place] = text
+    return _unpack(" ".join(parts))[place]
 
 
 def _around(state: torch.Tensor) -> "_States":
