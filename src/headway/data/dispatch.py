@@ -140,6 +140,10 @@ class DispatchFeed:
         """What the main process needs to resume."""
         return self._feed.state(is_running)
 
+    def left(self) -> dict[str, Any]:
+        """What the next pass needs of one that was left."""
+        return self._feed.left()
+
     def mark(self) -> dict[str, Any]:
         """The same, as of a batch that the pass may go back to."""
         return self._feed.mark()

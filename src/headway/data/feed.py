@@ -74,6 +74,9 @@ class Feed(Protocol):
     def state(self, is_running: bool) -> dict[str, Any]:
         """What a position alone does not say."""
 
+    def left(self) -> dict[str, Any]:
+        """What the next pass needs of one that was left."""
+
     def mark(self) -> dict[str, Any]:
         """The same of a pass in progress, cheap, for one that may have to go back here: samples are sought by their number."""
 

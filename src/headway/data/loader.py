@@ -275,7 +275,8 @@ class PreparedLoader(DataLoader[Any]):
         """
         position = self._position
         if position.is_left:
-            return {"epoch": position.following, "consumed": 0}
+            left = self._feed.left()
+            return {"epoch": position.following, "consumed": 0, **({"source": left} if left else {})}
         if not is_brief:
             return self.state_dict()
         return {

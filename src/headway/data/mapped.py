@@ -218,6 +218,10 @@ class MappedFeed:
         state = {**self._base_seed.state(is_running), **self.order.state(is_running)}
         return state if self._streams is None else state | self._streams.state(is_running)
 
+    def left(self) -> dict[str, Any]:
+        """Nothing: an order is drawn anew, and samples are fetched when they are due."""
+        return {}
+
     def mark(self) -> dict[str, Any]:
         """The same: it is cheap."""
         return self.state(True)

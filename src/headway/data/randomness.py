@@ -86,6 +86,11 @@ class GlobalStreams:
         """Streams that begin where this process's are now."""
         return cls(_read_global())
 
+    @property
+    def states(self) -> "_States":
+        """torch's, Python's and NumPy's."""
+        return self._states
+
     def __enter__(self) -> None:
         self._outside = _read_global()
         _write_global(self._states)
@@ -110,6 +115,7 @@ def write_text(text: str) -> None:
     _write_global(_unpack(text))
 
 
+<<<<<<< HEAD
 def is_streams_text(text: str) -> bool:
     """Could the global streams go on from this? It is tried on streams that nobody uses."""
     try:
@@ -137,6 +143,20 @@ def is_generator_text(text: str, is_on_cpu: bool) -> bool:
     except ValueError:
         return False
     return True
+=======
+def text_of(state: Any, place: int) -> str:
+    """The state of one of the three streams, as torch, `random` and NumPy give it, as text."""
+    states: list[Any] = list(GlobalStreams.seeded(0).states)
+    states[place] = state
+    return _pack((states[0], states[1], states[2])).split(" ")[place]
+
+
+def state_from(text: str, place: int) -> Any:
+    """The state that `text_of` wrote."""
+    parts = _pack(GlobalStreams.seeded(0).states).split(" ")
+    parts[place] = text
+    return _unpack(" ".join(parts))[place]
+>>>>>>> w-blame
 
 
 def _around(state: torch.Tensor) -> "_States":

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from headway.data.draws import BaseSeed
 from headway.data.feed import UNCOUNTABLE, Delivery, seed_generator
+from headway.data.lines import Lines
 from headway.data.randomness import Agree, OwnGenerators
 from headway.data.rebuild import rebuild
 from headway.data.shard import SampleSplit, Share, mark_last
@@ -169,6 +170,8 @@ class StreamFeed:
         self._kind = kind
         self.inner = self._build()
         self._is_stateful = hasattr(self.inner, "state_dict")
+        # In workers streams are apart anyway; a loader with a state of its own does not read again.
+        self._lines = None if self._is_stateful or self.inner.num_workers else Lines()
         self._num_rounds = 0
         self._inner_state: Any = None
         self._loaded: dict[str, Any] = {}
@@ -218,6 +221,8 @@ class StreamFeed:
 
     def open(self) -> None:
         """Draw what torch's loader draws when it is iterated."""
+        if self._lines is not None:
+            self._lines.end()
         self._base_seed.open()
 
     def start(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
@@ -226,6 +231,8 @@ class StreamFeed:
         seed_generator(self.inner, mix(self.seed, epoch, 0 if self._own is None else 1 + self._own.index))
         self._base_seed.begin(self.inner, is_given=self._own is None and self._own_split.count == 1)
         self._generators.begin()
+        if self._lines is not None:
+            self._lines.begin()
         loaded, self._loaded = self._loaded, {}
         if num_skipped or not consumed:
             loaded = {}
@@ -260,7 +267,17 @@ class StreamFeed:
         return divmod(consumed, self.round_size)
 
     def _rounds(self) -> Iterator[tuple[Piece, bool]]:
-        return (mark_last if self._own is None else self._own.mark_last)(self._pieces(iter(self.inner)))
+        return (mark_last if self._own is None else self._own.mark_last)(self._pieces(self._read()))
+
+    def _read(self) -> Iterator[Piece]:
+        if self._lines is None:
+            return iter(self.inner)
+        return self._read_apart(self._lines, self._lines.fetch(lambda: iter(self.inner)))
+
+    def _read_apart(self, lines: Lines, batches: Iterator[Piece]) -> Iterator[Piece]:
+        """The same batches; what the dataset draws for each comes from lines of its own."""
+        while (piece := lines.fetch(lambda: next(batches, None))) is not None:
+            yield piece
 
     def _pieces(self, batches: Iterator[Piece]) -> Iterator[Piece]:
         for piece in batches:
@@ -278,11 +295,14 @@ class StreamFeed:
                     counts = None if share.valid_counts is None else tuple(share.valid_counts)
                     share = share._replace(is_last=is_last, valid_counts=counts)
                 yield batch, share
+        if self._lines is not None:
+            self._lines.end()
 
     def state(self, is_running: bool) -> dict[str, Any]:
         """Rounds read, and the inner loader's own state as it was after the last of them."""
         if not is_running:
-            return {**self._loaded, **self._base_seed.state(False), **self._generators.state(False)}
+            lines = {} if self._lines is None else self._lines.state()
+            return {**self._loaded, **self._base_seed.state(False), **self._generators.state(False), **lines}
         state = self.mark()
         if self._is_stateful:
             state |= {"inner": self._inner_state, "reader": self._reader}
@@ -291,12 +311,19 @@ class StreamFeed:
     def mark(self) -> dict[str, Any]:
         """Rounds read, without the inner loader's own state, which is that of the batch last read."""
         began = {**self._base_seed.state(True), **self._generators.state(True)}
+        began |= {} if self._lines is None else self._lines.state()
         return {**began, "num_rounds": self._num_rounds, "round_size": self.round_size}
+
+    def left(self) -> dict[str, Any]:
+        """What the next pass needs of one that was left."""
+        return {} if self._lines is None else self._lines.left()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from that; the inner loader's state serves only who reads the same in rounds of the same size."""
         self._base_seed.load_state(state)
         self._generators.load_state(state)
+        if self._lines is not None:
+            self._lines.load_state(state)
         self._loaded = {name: value for name, value in state.items() if name in ("num_rounds", "round_size", "inner")}
         is_mine = state.get("round_size") == self.round_size and state.get("reader") == self._reader
         if not (is_mine and self._is_stateful):

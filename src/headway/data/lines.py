@@ -1,0 +1,108 @@
+"""The global random streams as a dataset sees them that is read in this process, apart from what training draws.
+
+A stream that draws (noise, a shuffle buffer) cannot be sought: a resume reads it again from its start, and it must draw what it
+drew then, while training goes on with the numbers of the moment. So from its first draw in a pass on, each of torch's, Python's
+and NumPy's streams that the dataset draws from has two lines::
+
+    the stream ... | before the first drawing fetch = kept, for a resume
+                   +-- the dataset's line goes on from here: the numbers are those of a plain loop
+                   +-- training's line is derived from it; when the pass is over, the dataset's line is the stream again
+
+Where training does not draw from the same stream, all numbers are a plain loop's. A stream that the dataset leaves alone is
+left alone.
+"""
+
+import hashlib
+import random
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy
+import torch
+
+from headway.data.randomness import GlobalStreams, state_from, text_of
+
+Result = TypeVar("Result")
+
+LOOKS = 16
+"""Fetches of a pass in which a dataset that draws has drawn: looking at all streams costs 90 us each time."""
+
+_READ: tuple[Callable[[], Any], ...] = (torch.get_rng_state, random.getstate, numpy.random.get_state)
+_WRITE: tuple[Callable[[Any], Any], ...] = (torch.set_rng_state, random.setstate, numpy.random.set_state)
+
+
+class Lines:
+    """The lines of one dataset; places are numbers of torch's, Python's and NumPy's stream, in this order."""
+
+    def __init__(self) -> None:
+        self._dataset: dict[int, Any] = {}
+        self._starts: dict[int, tuple[int, str]] = {}
+        self._num_fetched = 0
+        self._loaded: dict[int, tuple[int, str]] = {}
+
+    def end(self) -> None:
+        """The pass is over: the dataset's lines are the streams again. Nothing where that was done, or it has not drawn."""
+        for place, state in self._dataset.items():
+            _WRITE[place](state)
+        self._dataset, self._starts = {}, {}
+
+    def begin(self) -> None:
+        """A pass begins: with the lines that were loaded, or where the streams are."""
+        self.end()
+        self._num_fetched = 0
+        self._starts, self._loaded = self._loaded, {}
+
+    def fetch(self, act: Callable[[], Result]) -> Result:
+        """Let the dataset do something with its lines, and see whether it draws."""
+        if self._num_fetched >= LOOKS and not (self._dataset or self._starts):
+            return act()
+        for place, (number, text) in self._starts.items():
+            if place not in self._dataset and number == self._num_fetched:
+                self._dataset[place] = state_from(text, place)
+        outside = [read() for read in _READ]
+        for place, state in self._dataset.items():
+            _WRITE[place](state)
+        try:
+            return act()
+        finally:
+            for place, was in enumerate(outside):
+                now = _READ[place]()
+                if place in self._dataset:
+                    self._dataset[place] = now
+                    _WRITE[place](was)
+                elif not _is_same(now, was):
+                    self._starts[place] = self._num_fetched, text_of(was, place)
+                    self._dataset[place] = now
+                    _WRITE[place](_derived(now, place))
+            self._num_fetched += 1
+
+    def state(self) -> dict[str, Any]:
+        """Where the lines of the pass in progress began; between passes those that were loaded."""
+        starts = self._starts or self._loaded
+        return {"lines": [[place, *start] for place, start in sorted(starts.items())]} if starts else {}
+
+    def left(self) -> dict[str, Any]:
+        """Of a pass that was left: where the dataset's lines are, which are the streams again when the next one begins."""
+        ends = [[place, -1, text_of(state, place)] for place, state in sorted(self._dataset.items())]
+        return {"lines": ends} if ends else {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from that."""
+        lines = {int(place): (int(number), str(text)) for place, number, text in state.get("lines", ())}
+        self._loaded = {place: line for place, line in lines.items() if line[0] >= 0}
+        self._dataset = {place: state_from(text, place) for place, (number, text) in lines.items() if number < 0}
+        self._starts = {}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one[1], numpy.ndarray):
+        return bool(one[2:] == other[2:]) and numpy.array_equal(one[1], other[1])
+    return bool(one == other)
+
+
+def _derived(state: Any, place: int) -> Any:
+    """A stream that has nothing in common with the one in that state, and is known by it."""
+    digest = hashlib.blake2b(text_of(state, place).encode(), digest_size=8, person=b"training").digest()
+    return GlobalStreams.seeded(int.from_bytes(digest, "little") >> 1).states[place]
