@@ -115,7 +115,6 @@ def write_text(text: str) -> None:
     _write_global(_unpack(text))
 
 
-<<<<<<< HEAD
 def is_streams_text(text: str) -> bool:
     """Could the global streams go on from this? It is tried on streams that nobody uses."""
     try:
@@ -143,7 +142,8 @@ def is_generator_text(text: str, is_on_cpu: bool) -> bool:
     except ValueError:
         return False
     return True
-=======
+
+
 def text_of(state: Any, place: int) -> str:
     """The state of one of the three streams, as torch, `random` and NumPy give it, as text."""
     states: list[Any] = list(GlobalStreams.seeded(0).states)
@@ -156,7 +156,6 @@ def state_from(text: str, place: int) -> Any:
     parts = _pack(GlobalStreams.seeded(0).states).split(" ")
     parts[place] = text
     return _unpack(" ".join(parts))[place]
->>>>>>> w-blame
 
 
 def _around(state: torch.Tensor) -> "_States":
