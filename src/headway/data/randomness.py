@@ -153,9 +153,14 @@ def text_of(state: Any, place: int) -> str:
 
 def state_from(text: str, place: int) -> Any:
     """The state that `text_of` wrote."""
+    return _unpack(among_streams(text, place))[place]
+
+
+def among_streams(text: str, place: int) -> str:
+    """What `text_of` wrote, as a part of what `read_text` writes; the other two are of no account."""
     parts = _pack(GlobalStreams.seeded(0).states).split(" ")
     parts[place] = text
-    return _unpack(" ".join(parts))[place]
+    return " ".join(parts)
 
 
 def _around(state: torch.Tensor) -> "_States":

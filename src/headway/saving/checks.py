@@ -13,7 +13,7 @@ import torch
 from headway.checkpoint.state import Collected, Parts, parameter_names
 from headway.checkpoint.told import MOST, Told
 from headway.checkpoint.values import TAG, decode
-from headway.data.randomness import is_generator_text, is_streams_text
+from headway.data.randomness import among_streams, is_generator_text, is_streams_text
 from headway.errors import CheckpointError
 from headway.precision.base import Precision
 from headway.runtime.device import Hardware
@@ -275,6 +275,11 @@ def _check_states(source: Told, hardware: Hardware) -> None:
     for text in streams:
         if not is_streams_text(text.text()):
             text.refuse("the state of random streams")
+    for line in (line for each in source.given("lines") for line in each.items()):
+        place, number, text = line.items(3)
+        number.whole(-1, MOST)
+        if not is_streams_text(among_streams(text.text(), place.whole(0, 2))):
+            text.refuse("the state of a random stream")
 
 
 def _check_streams(streams: Told, hardware: Hardware) -> None:

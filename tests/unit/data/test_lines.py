@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from headway import Accelerator, ProjectConfiguration
 from headway.data.lines import Lines
+from headway.data.randomness import among_streams, is_streams_text, text_of
 
 NUM_SAMPLES, BATCH, EPOCHS = 22, 4, 3
 STOPS = range(1, 18)  # all updates of three epochs but the last
@@ -133,3 +134,11 @@ def test_training_and_the_dataset_do_not_draw_the_same_numbers():
     assert torch.equal(torch.cat([first, second, after]), torch.cat([torch.rand(5) for _ in range(3)]))
     assert len({*torch.cat([first, second, after, training]).tolist()}) == 20
     assert random.getstate() == (lines.fetch(lambda: None), random.getstate())[1]
+
+
+def test_a_line_that_no_save_writes_is_refused():
+    text = text_of(torch.get_rng_state(), 0)
+    assert is_streams_text(among_streams(text, 0))
+    assert not is_streams_text(among_streams(text[:100], 0))
+    assert not is_streams_text(among_streams("nonsense!", 2))
+    assert not is_streams_text(among_streams(text + " " + text, 1))
