@@ -2,22 +2,30 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# The demo needs Headway alone, the suite everything; one environment grows from the first stage into the second.
+BASE := $(VENV)/.base
 STAMP := $(VENV)/.installed
+DOCS := build/docs-venv
 
-# Without bytecode on disk every process of the suite would compile the library anew.
+# Without bytecode on disk every process of the suite would compile the library again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test again check unit docs bench cluster sweep clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+# torch comes first and by its pinned version, so that a local build is preferred to gigabytes from the index.
+$(BASE): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $(BASE)
+
+$(STAMP): $(BASE)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $(STAMP)
 
-demo: setup
+demo: $(BASE)
 	$(BIN)/headway launch $$($(BIN)/python -c "import torch; print('' if torch.accelerator.is_available() else '--cpu -n 2')") examples/text.py
 
 check: setup
@@ -37,18 +45,30 @@ again:
 	@echo "== what failed runs once more, alone; see above what failed first =="
 	$(BIN)/pytest -q -m "not slurm" --last-failed --last-failed-no-failures none tests
 
+# The site, in build/site; it reads the source without importing it, so neither Headway nor torch is installed.
+docs: $(DOCS)/.installed
+	$(PYTHON) scripts/pages.py
+	PATH="$(CURDIR)/$(DOCS)/bin:$$PATH" $(DOCS)/bin/zensical build --clean --strict --config-file build/mkdocs.yml
+
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --upgrade "pip>=25.1"
+	$(DOCS)/bin/pip install --quiet --constraint constraints.txt --group docs
+	touch $@
+
 # Machines as network namespaces, a real SLURM and mpirun (root; Debian: iproute2 slurmctld slurmd slurm-client munge openmpi-bin).
 cluster: setup
 	$(BIN)/pytest -q tests/cluster
 
 # Saves in which one call fails (strace), and an hour of runs that are ended at random moments; tests/sweep says how one is repeated.
 SEED ?= 7
+MINUTES ?= 60
 sweep: setup
 	$(BIN)/python -m tests.sweep.failed_calls; calls=$$?; \
-	$(BIN)/python -m tests.sweep.runs --seed $(SEED) --count 200 --minutes 60 && exit $$calls
+	$(BIN)/python -m tests.sweep.runs --seed $(SEED) --count 200 --minutes $(MINUTES) && exit $$calls
 
 bench: setup
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache runs
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache runs

@@ -28,19 +28,18 @@ QUESTIONS = {
     "preemption_cost": "What does it cost a rank to be ready to stop?",
     "offload": "How fast is a forward with 23 of 24 blocks on disk?",
 }
-# what is told, question, our row, the peer's row, column
+# what is told, question, our row, Accelerate's row, column
 HIGHLIGHTS = (
-    ("added per micro-step", "step_cost", "headway", "accelerate", "added cpu"),
-    ("added per batch (shuffled map)", "loader_cost", "shuffled map: headway", "shuffled map: accelerate", "added cpu"),
-    ("added per batch (map)", "loader_cost", "map: headway", "map: accelerate", "added cpu"),
-    ("added per batch (stream, as by default)", "loader_cost", "stream: headway", "stream: accelerate", "added cpu"),
-    ("added per batch (stream, peer without dispatching)", "loader_cost", "stream: headway",
-     "stream: accelerate, dispatch_batches=False", "added cpu"),
-    ("`launch --help`", "command_line", "headway launch --help", "accelerate launch --help", "wall"),
-    ("import beyond torch", "import_time", "from headway import Accelerator", "from accelerate import Accelerator",
-     "added cpu"),
-    ("one-process launch, added", "launch_time", "headway launch", "accelerate launch", "added wall"),
-)  # fmt: skip
+    ("added to a micro-step of the loop", "step_cost", "headway", "accelerate", "added cpu"),
+    ("added to starting a script on one process", "launch_time", "headway launch", "accelerate launch", "added wall"),
+    (
+        "added to `import torch`",
+        "import_time",
+        "from headway import Accelerator",
+        "from accelerate import Accelerator",
+        "added cpu",
+    ),
+)
 
 
 def result(question: str) -> dict[str, Any]:
@@ -79,7 +78,7 @@ def table(question: str) -> str:
 
 def highlights() -> str:
     """The small table of the project's README."""
-    lines = ["| | Headway | accelerate | A/A | repeats |", "|---|---|---|---|---|"]
+    lines = ["| | Headway | Accelerate | noise (A/A) | repeats |", "|---|---|---|---|---|"]
     for label, question, ours, theirs, column in HIGHLIGHTS:
         found = result(question)
         unit = "s" if found["unit"] == "s" else "us"
@@ -92,13 +91,13 @@ def highlights() -> str:
         noise, repeats = number(control[f"added {column[-4:].strip()}"]["median"], unit), control["cpu"]["repeats"]
         lines.append(f"| {label} | {values[0]} | {values[1]} | {noise} {unit} | {repeats} |")
     about = result("step_cost")
+    machine = about["machine"]
     lines += [
         "",
-        f"Medians of interleaved repeats on {about['machine']['cores']} {about['machine']['cpu']} cores, torch "
-        f"{about['machine']['torch']}, {about['date']}, load average {about['machine']['load_average']}"
-        " in the first row, the others' beside their tables. A/A: the "
-        "floor against itself, which is the noise. Spread and plain torch: "
-        "[benchmarks/](benchmarks/README.md). Printed by `make bench`.",
+        f"Medians of interleaved repeats, {about['date']}: {machine['cores']} {machine['cpu']} cores, torch {machine['torch']}, "
+        f"Accelerate {machine['accelerate']}, load average {machine['load_average']} in the first row. "
+        "[All benchmarks](benchmarks/README.md); "
+        "`make bench` repeats them.",
     ]
     return "\n".join(lines)
 

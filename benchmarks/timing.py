@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-HAS_PEER = importlib.util.find_spec("accelerate") is not None
-PEER_MISSING = "accelerate is not installed"
+HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None
+ACCELERATE_MISSING = "accelerate is not installed"
 
 
 def children() -> float:
@@ -70,7 +70,7 @@ def rows_of(found: dict[str, list[tuple[float, float]]], scale: float) -> dict[s
         }
         for name in found
     }  # fmt: skip
-    return rows if HAS_PEER else {**rows, "accelerate": PEER_MISSING}
+    return rows if HAS_ACCELERATE else {**rows, "accelerate": ACCELERATE_MISSING}
 
 
 def whole_processes(commands: Mapping[str, list[str]], repeats: int) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def machine() -> dict[str, Any]:
     if cpuinfo.exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
-    packages = ["torch", "headway", *(["accelerate"] if HAS_PEER else [])]
+    packages = ["torch", "headway", *(["accelerate"] if HAS_ACCELERATE else [])]
     return {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cpu": model,

@@ -1,6 +1,6 @@
-"""Writes the README's annotated file tree from the first line of every module's docstring.
+"""Writes the annotated file tree of docs/architecture.md from the first line of every module's docstring.
 
-`python scripts/tree.py` prints the tree; `--write` puts it between the markers in README.md.
+`python scripts/tree.py` prints the tree; `--write` puts it between the markers in the page.
 """
 
 import ast
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "architecture.md"
 START, END = "<!-- tree -->", "<!-- /tree -->"
 WHOLE = ("src/headway", "scripts", "examples", "benchmarks")
 """Folders shown file by file."""
@@ -17,7 +18,7 @@ FOLDERS = {
     "tests/house": "the rules of this house: layers, sizes, names, this tree",
     "tests/docs": "runs every code block of README.md and docs/",
     "tests/gpu": "what needs a GPU; never needed to pass",
-    "docs": "tutorial, how-to pages, architecture, reference",
+    "docs": "tutorial, how-to pages, architecture; `make docs` builds the site",
 }
 """Folders shown as one line."""
 INDENT = 2
@@ -61,20 +62,19 @@ def tree(root: Path = ROOT) -> str:
 
 
 def block(root: Path = ROOT) -> str:
-    """The tree as it stands in the README, markers included."""
+    """The tree as the page holds it, markers included."""
     return f"{START}\n```text\n{tree(root)}\n```\n{END}"
 
 
-def written(readme: str, root: Path = ROOT) -> str:
-    """The README's text with a fresh tree."""
-    before, _, rest = readme.partition(START)
+def written(page: str, root: Path = ROOT) -> str:
+    """The page's text with a fresh tree."""
+    before, _, rest = page.partition(START)
     _, _, after = rest.partition(END)
     return before + block(root) + after
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
-        page = ROOT / "README.md"
-        page.write_text(written(page.read_text()))
+        PAGE.write_text(written(PAGE.read_text()))
     else:
         print(tree())

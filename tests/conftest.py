@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headway import log
+from headway import log, scope
 from headway.runtime import process
 
 
@@ -21,8 +21,7 @@ def _quick_collections() -> None:
 def fresh_process() -> Iterator[None]:
     """Each test starts its own process runtime, and leaves none behind."""
     process.reset()
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("headway")]:
-        log._adapter(name)._seen.clear()  # what is said once per process is said once per test
+    scope.drop(log.Said)  # what is said once per process is said once per test
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield
     process.reset()

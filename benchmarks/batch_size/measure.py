@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.timing import HAS_PEER, save
+from benchmarks.timing import HAS_ACCELERATE, save
 from headway import find_executable_batch_size
 
 CASES = ((1024, 8), (128, 7))
@@ -27,9 +27,9 @@ def main() -> None:
     contestants: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "headway": (find_executable_batch_size, {}),
         "headway, again (A/A)": (find_executable_batch_size, {}),
-        "headway, search='largest'": (find_executable_batch_size, {"search": "largest", "cache": False}),
+        "headway, search='largest'": (find_executable_batch_size, {"search": "largest"}),
     }
-    if HAS_PEER:
+    if HAS_ACCELERATE:
         from accelerate.utils import find_executable_batch_size as peer
 
         contestants["accelerate"] = (peer, {})

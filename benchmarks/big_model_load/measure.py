@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from benchmarks.offload.model import build, write
-from benchmarks.timing import HAS_PEER, interleave, num_repeats, rows_of, save
+from benchmarks.timing import HAS_ACCELERATE, interleave, num_repeats, rows_of, save
 
 
 def mapped(files: list[Path]) -> Callable[[], object]:
@@ -66,7 +66,7 @@ def main() -> None:
             "headway": loaded(folder, "headway", repeats),
         }
         libraries = ["safetensors", "headway"]
-        if HAS_PEER:
+        if HAS_ACCELERATE:
             passes["accelerate"] = loaded(folder, "accelerate", repeats)
             libraries.append("accelerate")
         rows = rows_of(interleave(passes, repeats), 1.0)

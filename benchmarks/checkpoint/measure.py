@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.timing import HAS_PEER, added, num_repeats, save, summary
+from benchmarks.timing import HAS_ACCELERATE, added, num_repeats, save, summary
 
 WIDTH, NUM_LAYERS = 2041, 8  # 33.3 million parameters: 133 MB, and twice that in Adam
 LATE = 1_900_000
@@ -70,7 +70,7 @@ def read_raw(tensors: list[torch.Tensor], path: Path) -> None:
 
 
 def force(folder: Path) -> None:
-    """Force what the peer has left to the kernel to the disk."""
+    """Force what Accelerate has left to the kernel to the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -101,7 +101,7 @@ def jobs(folder: Path) -> dict[str, Job]:
         "load: read the bytes": (lambda: read_raw(copies, raw), nothing),
         "load: headway load_state": (ours.load_state, nothing),
     }
-    if HAS_PEER:
+    if HAS_ACCELERATE:
         peer, _, _ = prepared("accelerate", folder / "peer")
 
         def saved_and_forced() -> None:
@@ -212,7 +212,7 @@ def main() -> None:
         rows = measure(jobs(Path(name)), num_repeats(9))
         shutil.rmtree(name, ignore_errors=True)
         os.mkdir(name)
-    libraries = ["headway", *(["accelerate"] if HAS_PEER else [])]
+    libraries = ["headway", *(["accelerate"] if HAS_ACCELERATE else [])]
     mib = {f"{library}, {way}": round(apart(f"memory({library!r}, {way!r})") / 2**20, 1)
            for library in libraries for way in ("save", "behind", "load") if (library, way) != ("accelerate", "behind")}  # fmt: skip
     seconds = {library: round(apart(f"late({library!r})"), 3) for library in libraries}

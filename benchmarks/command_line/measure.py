@@ -2,7 +2,7 @@
 
 import sys
 
-from benchmarks.timing import HAS_PEER, num_repeats, save, tool, whole_processes
+from benchmarks.timing import HAS_ACCELERATE, num_repeats, save, tool, whole_processes
 
 
 def main() -> None:
@@ -13,7 +13,7 @@ def main() -> None:
         "headway --help": [tool("headway"), "--help"],
         "headway launch --help": [tool("headway"), "launch", "--help"],
     }
-    if HAS_PEER:
+    if HAS_ACCELERATE:
         commands["accelerate launch --help"] = [tool("accelerate"), "launch", "--help"]
     save("command_line", "s", whole_processes(commands, num_repeats(15)))
 

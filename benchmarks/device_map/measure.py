@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.timing import HAS_PEER, interleave, num_repeats, rows_of, save
+from benchmarks.timing import HAS_ACCELERATE, interleave, num_repeats, rows_of, save
 from headway import compute_module_sizes, infer_auto_device_map, init_empty_weights
 
 SIZES = (500, 1000, 2000, 10_000)
-PEER_SIZES = (500, 1000, 2000)
+ACCELERATE_SIZES = (500, 1000, 2000)
 
 
 class Block(nn.Module):
@@ -60,7 +60,7 @@ def main() -> None:
         passes[f"headway, {size} blocks"] = lambda model=model, budgets=budgets: infer_auto_device_map(
             model, budgets, "Block"
         )
-        if HAS_PEER and size in PEER_SIZES:
+        if HAS_ACCELERATE and size in ACCELERATE_SIZES:
             passes[f"accelerate, {size} blocks"] = peer_placement(model, budgets)
     torch.set_num_threads(1)
     save(

@@ -2,7 +2,7 @@
 
 import sys
 
-from benchmarks.timing import HAS_PEER, num_repeats, save, whole_processes
+from benchmarks.timing import HAS_ACCELERATE, num_repeats, save, whole_processes
 
 
 def main() -> None:
@@ -12,7 +12,7 @@ def main() -> None:
         "import torch, again (A/A)": "import torch",
         "from headway import Accelerator": "from headway import Accelerator",
     }
-    if HAS_PEER:
+    if HAS_ACCELERATE:
         lines["from accelerate import Accelerator"] = "from accelerate import Accelerator"
     rows = whole_processes({name: [sys.executable, "-c", line] for name, line in lines.items()}, num_repeats(15))
     floor = rows["import torch"]

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from benchmarks.timing import HAS_PEER, num_repeats, save, tool, whole_processes
+from benchmarks.timing import HAS_ACCELERATE, num_repeats, save, tool, whole_processes
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
         "python script.py, again (A/A)": [sys.executable, script],
         "headway launch": [tool("headway"), "launch", "--cpu", "--num-processes", "1", script],
     }
-    if HAS_PEER:
+    if HAS_ACCELERATE:
         commands["accelerate launch"] = [tool("accelerate"), "launch", "--cpu", "--num_processes", "1", script]
     save("launch_time", "s", whole_processes(commands, num_repeats(12)))
 

@@ -1,7 +1,7 @@
 """What a prepared loader costs per batch beyond torch's DataLoader, on one process.
 
-The samples are plain numbers and are not stacked, so that the iteration itself is what is measured. By default the
-peer reads streams on the main process and dispatches them; with dispatch_batches=False it hands them through.
+The samples are plain numbers and are not stacked, so that the iteration itself is what is measured. By default
+Accelerate reads streams on the main process and dispatches them; with dispatch_batches=False it hands them through.
 """
 
 import logging
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from benchmarks.timing import HAS_PEER, interleave, num_repeats, rows_of, save
+from benchmarks.timing import HAS_ACCELERATE, interleave, num_repeats, rows_of, save
 
 NUM_BATCHES, BATCH_SIZE = 500, 4
 
@@ -72,7 +72,7 @@ def main() -> None:
             "torch, again (A/A)": walk(loader(kind)),
             "headway": walk(headway.Accelerator(cpu=True).prepare(loader(kind))),
         }
-        if HAS_PEER:
+        if HAS_ACCELERATE:
             import accelerate
 
             passes["accelerate"] = walk(accelerate.Accelerator(cpu=True).prepare(loader(kind)))

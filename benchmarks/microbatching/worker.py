@@ -13,8 +13,8 @@ import torch
 
 import headway
 from benchmarks.timing import interleave, rows_of, summary
+from headway.replay.piece_size import PieceSize
 from headway.runtime import control
-from headway.training.piece_size import PieceSize
 
 NUM_BATCHES, STEPS, WIDTH = 4, 2, 1600
 
@@ -104,7 +104,7 @@ def main() -> None:
     told = {f"{count} process(es): {name}": row for name, row in rows.items() if name != "accelerate"}
     told[f"{count} process(es): one vote, us"] = json.dumps(votes(accelerator)) if count > 1 else "none is needed"
     told[f"{count} process(es): MiB after each of 20 failures"] = ", ".join(
-        map(str, failures(run, model, accelerator._accumulation.transaction))
+        map(str, failures(run, model, accelerator._training_step.transaction))
     )
     if accelerator.is_main_process:
         path.write_text(json.dumps(told))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.offload.model import NUM_BLOCKS, NUM_TOKENS, WIDTH, anonymous_bytes, build, drop, read, write
-from benchmarks.timing import HAS_PEER, num_repeats, rows_of, save
+from benchmarks.timing import HAS_ACCELERATE, num_repeats, rows_of, save
 
 
 def forward(model: torch.nn.Module) -> Callable[[], None]:
@@ -54,13 +54,13 @@ def main() -> None:
                 ours
             ),  # the first finds the pages in the cache, but not in its tables
         }
-        if HAS_PEER:
+        if HAS_ACCELERATE:
             (folder / "offload").mkdir()
             theirs = placed(folder, "accelerate", device_map, folder / "offload")
             theirs_files = [*files, *(folder / "offload").glob("*.dat")]
             cold["cold: accelerate"] = (forward(theirs), theirs)
             warm["warm: accelerate"] = forward(theirs)
-        all_files = theirs_files if HAS_PEER else files
+        all_files = theirs_files if HAS_ACCELERATE else files
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*warm, *cold)}
         stayed, anonymous = 0.0, 0
         for repeat in range(repeats + 1):

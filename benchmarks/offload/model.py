@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from headway.bigmodel.pages import bring_in, give_back, share_resident
+from headway.offload.readahead import bring_in, give_back, share_resident
 
 WIDTH = 1440
 NUM_BLOCKS = 24

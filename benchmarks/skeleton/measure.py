@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.timing import HAS_PEER, interleave, num_repeats, rows_of, save
+from benchmarks.timing import HAS_ACCELERATE, interleave, num_repeats, rows_of, save
 from headway import init_empty_weights
 
 
@@ -40,7 +40,7 @@ def main() -> None:
         "headway": init_empty_weights,
         "headway, include_buffers=True": lambda: init_empty_weights(include_buffers=True),
     }
-    if HAS_PEER:
+    if HAS_ACCELERATE:
         import accelerate
 
         contexts["accelerate"] = accelerate.init_empty_weights

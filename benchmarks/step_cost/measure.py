@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.timing import HAS_PEER, interleave, num_repeats, rows_of, save
+from benchmarks.timing import HAS_ACCELERATE, interleave, num_repeats, rows_of, save
 
 NUM_BATCHES = 100
 STEPS = 2
@@ -73,14 +73,14 @@ def main() -> None:
         "by hand, again (A/A)": by_hand(),
         "headway": prepared(headway.Accelerator(gradient_accumulation_steps=STEPS, cpu=True)),
     }
-    if HAS_PEER:
+    if HAS_ACCELERATE:
         import accelerate
 
         passes["accelerate"] = prepared(accelerate.Accelerator(gradient_accumulation_steps=STEPS, cpu=True))
     rows = rows_of(interleave(passes, repeats), 1e6 / NUM_BATCHES)
-    if HAS_PEER:
+    if HAS_ACCELERATE:
         ours, theirs = (rows[name]["added cpu"]["median"] for name in ("headway", "accelerate"))
-        rows["headway"]["share of peer"] = round(ours / theirs, 3)
+        rows["headway"]["share of Accelerate"] = round(ours / theirs, 3)
     save("step_cost", "us per micro-batch", rows)
 
 

@@ -116,7 +116,7 @@ def with_headway(name: str, watch: Watch) -> None:
 
 
 def with_transformers(name: str, watch: Watch) -> None:
-    """The peer."""
+    """transformers' Trainer."""
     from transformers import Trainer, TrainingArguments, default_data_collator
 
     model, rows = parts(name)

@@ -1,4 +1,4 @@
-"""Micro-steps and gathers on two gloo processes of this machine, beside plain torch and the peer."""
+"""Micro-steps and gathers on two gloo processes of this machine, beside plain torch and Accelerate."""
 
 import json
 import subprocess

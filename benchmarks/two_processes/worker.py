@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import headway
 from benchmarks.step_cost.measure import NUM_BATCHES, STEPS, parts, prepared
-from benchmarks.timing import HAS_PEER, interleave, rows_of
+from benchmarks.timing import HAS_ACCELERATE, interleave, rows_of
 
 NUM_GATHERS = 100
 
@@ -71,7 +71,7 @@ def main() -> None:
         "all_gather": gathers(plain_gather), "all_gather, again (A/A)": gathers(plain_gather),
         "headway": gathers(own.gather),
     }  # fmt: skip
-    if HAS_PEER:
+    if HAS_ACCELERATE:
         import accelerate
 
         peer = accelerate.Accelerator(gradient_accumulation_steps=STEPS, cpu=True)

@@ -1,55 +1,72 @@
 """The Accelerator: a table of contents, where each method delegates to the part that does the work."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import DataLoader
 
-from headway import traces
-from headway.checkpoint.weights import save_object, save_pickled, save_weights
+from headway import scope, traces, watch
+from headway.collectives.door import Collectives
+from headway.collectives.ranks import RankAware
+from headway.collectives.streams import stream_names
+from headway.collectives.tree import Tree
 from headway.config.arguments import caller, is_automatic, loading_settings, project_settings, windows
+from headway.config.layouts import ParallelismConfig, TorchDynamoPlugin, check_layouts
 from headway.config.load import UNSET, run_setting
 from headway.config.preemption import Preemption, preemption_settings
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
-from headway.config.strategies import ActivationCheckpointing, AutocastKwargs, collect_options
-from headway.data.loader import PreparedLoader
+from headway.config.strategies import ActivationCheckpointing, AutocastKwargs, ProfileKwargs, collect_options
+from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.skip import skip_first_batches
 from headway.errors import StateError, UnsupportedError
-from headway.familiar.layouts import ParallelismConfig, TorchDynamoPlugin, check_layouts
-from headway.familiar.members import Familiar
-from headway.familiar.state import Run
 from headway.log import get_logger, is_debugging
-from headway.memory import report as memory_report
-from headway.ops.collectives import Collectives
-from headway.ops.ranks import RankAware
-from headway.ops.streams import stream_names
-from headway.ops.tree import Tree
+from headway.memory.oom import Reserve, is_out_of_memory
+from headway.optional import Later
 from headway.precision.mixed import build_precision
-from headway.runtime import process, watch
-from headway.saving.methods import Saving
-from headway.saving.run import RunState
+from headway.resume.arguments import check_load_arguments, check_save_arguments
+from headway.resume.checkpoints import Checkpoints, HookHandle, LoadHook, SaveHook
+from headway.resume.run import Restored, RunState
+from headway.runtime import events, process, pulse
+from headway.runtime.control import note_progress
 from headway.strategies.build import build_strategy
-from headway.tracking.methods import Tracking
-from headway.training.accumulation import Accumulation, LossPolicy, MicroBatch, WeightedMean
-from headway.training.checkpointing import checkpoint_activations, keep_activations
-from headway.training.clock import Clock, TickRule
-from headway.training.finite import NonFinitePolicy, build_guard
-from headway.training.measuring import Measuring
+from headway.tracking.base import Tracker
+from headway.tracking.record import Record, TrackerKwargs
 from headway.training.metrics import gather_for_metrics
-from headway.training.microbatch import build_microbatching
+from headway.training.neighbours import Neighbours
 from headway.training.optimizer import PreparedOptimizer
 from headway.training.prepare import Preparation, choose_rule
-from headway.training.scheduler import PreparedScheduler
-from headway.training.unprepared import Lookout
+from headway.training.prepared import Prepared
+from headway.training.profile import profiling
+from headway.training.run import Run
+from headway.training.scheduler import PreparedScheduler, TickRule
+from headway.training.step import Guard, MicroBatch, Moments, NoGuard, Step, WholeStep
+from headway.training.unprepared import build_lookout
+from headway.training.windows import Clock, LossPolicy, WeightedMean, Windows
+from headway.weights.export import save_object, save_pickled, save_weights
+
+# What only some runs use is loaded by its first use: a script that does without starts the sooner.
+if TYPE_CHECKING:
+    from headway.memory import report as memory_report
+    from headway.recompute import checkpointing as recompute
+    from headway.replay import step as replay
+    from headway.throughput import meter
+    from headway.training import finite
+else:
+    memory_report = Later("headway.memory.report")
+    recompute = Later("headway.recompute.checkpointing")
+    replay = Later("headway.replay.step")
+    meter = Later("headway.throughput.meter")
+    finite = Later("headway.training.finite")
 
 log = get_logger(__name__)
 
 
-class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
+class Accelerator(RankAware):
     """Runs a PyTorch loop on whatever the launcher started: one process or many, any device, any precision.
 
     Args:
@@ -65,7 +82,7 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         step_scheduler_with_optimizer: a schedule's step() follows its optimizer's updates; False: each call is a tick.
         adjust_scheduler_to_accumulation: schedules were counted in micro-batches.
         scheduler_ticks: "updates": schedules were counted in real updates, one tick each. None: by the rule of
-            `headway.training.clock`. An object with `name`, `reason` and `ticks(window_length)` is a rule of your own.
+            `headway.training.scheduler`. An object with `name`, `reason` and `ticks(window_length)` is a rule of your own.
         global_batch_size: samples per update; derives the accumulation from ranks and the loader's batch size.
         rng_types: streams to make equal over ranks when a loader begins: "generator" (default), "torch", "python",
             "numpy", "device" (or its kind, "cuda" say).
@@ -91,25 +108,48 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
     """
 
     def __init__(
-        self, device_placement: bool = True, split_batches: bool = False, mixed_precision: str | None = None,
-        gradient_accumulation_steps: int | None = None, cpu: bool | None = None,
+        self,
+        device_placement: bool = True,
+        split_batches: bool = False,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: None = None, fsdp_plugin: None = None, torch_tp_plugin: None = None,
-        megatron_lm_plugin: None = None, rng_types: Sequence[str] | None = ("generator",), log_with: Any = None,
-        project_dir: str | Path | None = None, project_config: ProjectConfiguration | None = None,
+        deepspeed_plugin: None = None,
+        fsdp_plugin: None = None,
+        torch_tp_plugin: None = None,
+        megatron_lm_plugin: None = None,
+        rng_types: Sequence[str] | None = ("generator",),
+        log_with: Any = None,
+        project_dir: str | Path | None = None,
+        project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
-        step_scheduler_with_optimizer: bool = True, kwargs_handlers: list[Any] | None = None,
-        dynamo_backend: str | None = None, dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugins: None = None, parallelism_config: ParallelismConfig | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[Any] | None = None,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: None = None,
+        parallelism_config: ParallelismConfig | None = None,
         # Accelerate's end here; what follows is Headway's own.
-        adjust_scheduler_to_accumulation: bool = False, scheduler_ticks: str | TickRule | None = None,
-        global_batch_size: int | None = None, loss_policy: LossPolicy | None = None, microbatching: str | None = None,
-        on_non_finite: str | NonFinitePolicy | None = None, preemption: Preemption | bool | None = None,
-    ) -> None:  # fmt: skip
+        adjust_scheduler_to_accumulation: bool = False,
+        scheduler_ticks: str | TickRule | None = None,
+        global_batch_size: int | None = None,
+        loss_policy: LossPolicy | None = None,
+        microbatching: str | None = None,
+        on_non_finite: "str | finite.NonFinitePolicy | None" = None,
+        preemption: Preemption | bool | None = None,
+    ) -> None:
         traces.install(lambda: not is_debugging())
         origin = caller()
-        compiling = check_layouts(deepspeed_plugin or deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin,
-                                  dynamo_backend, dynamo_plugin, parallelism_config)  # fmt: skip
+        compiling = check_layouts(
+            deepspeed_plugin or deepspeed_plugins,
+            fsdp_plugin,
+            torch_tp_plugin,
+            megatron_lm_plugin,
+            dynamo_backend,
+            dynamo_plugin,
+            parallelism_config,
+        )
         options = collect_options(kwargs_handlers)
         on_cpu, _ = run_setting("cpu", UNSET if cpu is None else cpu, False, code_origin=origin)
         group = options.process_group
@@ -124,39 +164,111 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         cuts_batches = is_automatic(microbatching, plugin)
         self.strategy = build_strategy(self.collectives, options, is_deferred=cuts_batches)
         self.global_batch_size = global_batch_size
-        self.project_configuration = project_settings(project_dir, project_config)
         self.clock = Clock()
-        active: list[PreparedLoader] = []
-        self._accumulation = Accumulation(plugin.num_steps, self.strategy, self.precision, loss_policy or WeightedMean(),
-                                          active, plugin.sync_with_dataloader, plugin.sync_each_batch)  # fmt: skip
+        self._events = LoaderEvents()
+        neighbours = runtime.scope.own(Neighbours)
+        divides = loss_policy or WeightedMean()
+        self._training_step = self._build_step(plugin, divides, on_non_finite, cuts_batches, neighbours)
         loading = loading_settings(dataloader_config, split_batches)
-        rule = choose_rule(scheduler_ticks, adjust_scheduler_to_accumulation or plugin.adjust_scheduler,
-                           1 if loading.split_batches else self.strategy.data_shard.count)  # fmt: skip
+        adjusts = adjust_scheduler_to_accumulation or plugin.adjust_scheduler
+        more_updates = 1 if loading.split_batches else self.strategy.data_shard.count
+        rule = choose_rule(scheduler_ticks, adjusts, more_updates)
         self._preparation = Preparation(
-            self._accumulation, self.clock, runtime, loading, device_placement, rule, step_scheduler_with_optimizer,
-            tuple(stream_names(rng_types or ())), global_batch_size)  # fmt: skip
-        self._preparation.transforms = self._transforms(options.checkpointing)
-        self._start_records(log_with, preemption)
-        self._microbatching = build_microbatching(self._accumulation, self._preparation, self.clock, runtime,
-                                                  cuts_batches)  # fmt: skip
-        Familiar.__init__(self, Run(self.mixed_precision, self._accumulation, plugin.adjust_scheduler, parallelism_config,
-                                    compiling))  # fmt: skip
-        build_guard(on_non_finite, self._accumulation, self._preparation, self.clock)
+            self._training_step,
+            self.clock,
+            runtime,
+            self._events,
+            neighbours,
+            loading,
+            device_placement,
+            rule,
+            step_scheduler_with_optimizer,
+            tuple(stream_names(rng_types or ())),
+            global_batch_size,
+            self._transforms(options.checkpointing),
+        )
+        self._start_records(log_with, project_settings(project_dir, project_config), preemption)
+        self._run = Run(
+            self.collectives,
+            self.mixed_precision,
+            self._training_step.windows,
+            plugin.adjust_scheduler,
+            parallelism_config,
+            compiling,
+        )
+        self._take_part(runtime)
+
+    def _take_part(self, runtime: process.ProcessRuntime) -> None:
+        """Be known to this process: what ends with it is let go of then."""
         process.at_end(self._preparation.release)
-        self._lookout = Lookout(self._accumulation)
-        process.at_end(self._lookout.release)
-        memory_report.arm()
+        self._lookout = runtime.scope.own(build_lookout)
+        self._membership = self._lookout.join(self._training_step)
+        scope.own(Reserve).fill()
+        scope.own(traces.Hook).add(_use_of_memory)
+
+    def _build_step(
+        self,
+        plugin: GradientAccumulationPlugin,
+        policy: LossPolicy,
+        on_non_finite: "str | finite.NonFinitePolicy | None",
+        cuts_batches: bool,
+        neighbours: Neighbours,
+    ) -> Step:
+        prepared, runtime = Prepared(), self.runtime
+        windows = Windows(
+            plugin.num_steps,
+            self._events,
+            plugin.sync_with_dataloader,
+            plugin.sync_each_batch,
+            partial(neighbours.loader_beside, prepared),
+        )
+        guard: Guard = NoGuard()
+        if on_non_finite is not None:
+            guard = finite.build_guard(
+                on_non_finite, windows, prepared, self.clock, self.precision, self.strategy.data_group
+            )
+        is_watched = pulse.is_watched() or runtime.world_size > 1
+        moments = Moments(begun=[note_progress] if is_watched else [], phases=scope.own(events.Listeners).to_phases)
+        parts = windows, prepared, self.strategy, self.precision, policy, guard, moments
+        return replay.PieceStep(*parts, self.clock, runtime) if cuts_batches else WholeStep(*parts)
 
     def _transforms(self, plan: ActivationCheckpointing | None) -> tuple[Callable[[torch.nn.Module], Any], ...]:
-        return () if plan is None else (partial(checkpoint_activations, plan=plan, device=self.device),)
+        return () if plan is None else (partial(recompute.checkpoint_activations, plan=plan, device=self.device),)
 
-    def _start_records(self, log_with: Any, preemption: Preemption | bool | None) -> None:
-        run_state = RunState(self.runtime, self.collectives, self.strategy, self.precision, self._preparation,
-                             self._accumulation, self.clock)  # fmt: skip
-        Saving.__init__(self, run_state, self.project_configuration)
-        answer = preemption_settings(preemption, self.project_configuration)
-        self._watch_for_preemption(answer, is_asked_for=bool(preemption))
-        Tracking.__init__(self, log_with, self.clock, run_state.notes, self._has_checkpoints)
+    def _start_records(
+        self, log_with: Any, project: ProjectConfiguration, preemption: Preemption | bool | None
+    ) -> None:
+        run_state = RunState(
+            self.runtime,
+            self.collectives,
+            self.strategy,
+            self.precision,
+            self._preparation,
+            self._training_step.windows,
+            self.clock,
+        )
+        self._run_state = run_state
+        self._checkpoints = Checkpoints(run_state, project, self._training_step.moments)
+        self._checkpoints.watch(preemption_settings(preemption, project), is_asked_for=bool(preemption))
+        place = self._checkpoints.place
+        self._record = Record(self.runtime, lambda: place.project, log_with, self.clock, run_state.notes, place.has_any)
+
+    # ---------------------------------------------------------------- what Accelerate's has besides
+
+    @cached_property
+    def _members_of_accelerate(self) -> Any:
+        """What only scripts written for Accelerate read; nothing below knows that package, which is loaded by its first use."""
+        return import_module("headway.compat.accelerate.members").Members(self)
+
+    if not TYPE_CHECKING:  # a type checker goes on to report what does not exist
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):  # asked for by copies and the like
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return getattr(self._members_of_accelerate, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._members_of_accelerate)})
 
     # ---------------------------------------------------------------- prepare
 
@@ -175,11 +287,11 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
             PrepareError: objects that do not belong together, or with `strict` one of another kind.
         """
         prepared = self._preparation.prepare(objects, device_placement, strict)
-        self._run_state.watch_windows()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
-    def prepare_model(self, model: torch.nn.Module, device_placement: bool | None = None,
-                      evaluation_mode: bool = False) -> torch.nn.Module:  # fmt: skip
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
         """Prepare one model; with `evaluation_mode` it gets no engine for gradients."""
         return self._preparation.model(model, device_placement, evaluation_mode)
 
@@ -189,8 +301,9 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         """Prepare one optimizer; its state goes where the parameters are, whatever `device_placement` says."""
         return self._preparation.optimizer(optimizer)
 
-    def prepare_data_loader(self, data_loader: DataLoader[Any], device_placement: bool | None = None,
-                            slice_fn_for_dispatch: None = None) -> PreparedLoader:  # fmt: skip
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: None = None
+    ) -> PreparedLoader:
         """Prepare one loader.
 
         Raises:
@@ -200,9 +313,7 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
             raise UnsupportedError(
                 "slice_fn_for_dispatch is not served: dispatched batches are cut by rows; leave it out"
             )
-        prepared = self._preparation.loader(data_loader, device_placement)
-        self._run_state.watch_windows()
-        return prepared
+        return self._preparation.loader(data_loader, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Prepare one schedule; its optimizer must be prepared."""
@@ -224,9 +335,13 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         return model if keep_torch_compile else getattr(model, "_orig_mod", model)
 
     def checkpoint_activations(
-        self, model: torch.nn.Module, every: int = 1, policy: str | Callable[..., Any] = "recompute", offload: bool = False,
+        self,
+        model: torch.nn.Module,
+        every: int = 1,
+        policy: str | Callable[..., Any] = "recompute",
+        offload: bool = False,
         blocks: Sequence[Any] = (),
-    ) -> torch.nn.Module:  # fmt: skip
+    ) -> torch.nn.Module:
         """Let the model's blocks drop their activations and compute them again in backward; returns the same object.
 
         Args:
@@ -240,7 +355,7 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         Raises:
             ConfigError: an unknown policy, or no blocks found.
         """
-        count = checkpoint_activations(
+        count = recompute.checkpoint_activations(
             model, ActivationCheckpointing(every, policy, offload, tuple(blocks)), self.device
         )
         log.info("activations of %d blocks of %s are computed again in backward", count, type(model).__name__)
@@ -248,7 +363,7 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
 
     def keep_activations(self, model: torch.nn.Module) -> torch.nn.Module:
         """Undo `checkpoint_activations`; returns the same object."""
-        keep_activations(model)
+        recompute.keep_activations(model)
         return model
 
     # ---------------------------------------------------------------- the step
@@ -259,8 +374,7 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         Args:
             models: the models that learn in it; none: all that are prepared. Different sets have windows of their own.
         """
-        self._begin_micro_batch()
-        return MicroBatch(self._accumulation, models or tuple(self._preparation.models))
+        return MicroBatch(self._training_step, models or self._training_step.prepared.models)
 
     def microbatches(self, batch: Tree) -> Iterator[Tree]:
         """The batch in pieces that fit into memory; all of them again, and smaller, where they did not (docs/microbatching.md).
@@ -274,10 +388,15 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         Raises:
             MemoryExhausted: pieces of one row do not fit.
         """
-        return self._microbatching.microbatches(batch)
+        return self._training_step.microbatches(batch)
 
-    def forward_backward(self, batch: Tree, fn: Callable[[Tree], torch.Tensor],
-                         weight: Callable[[Tree], Any] | None = None, reduction: str = "mean") -> torch.Tensor:  # fmt: skip
+    def forward_backward(
+        self,
+        batch: Tree,
+        fn: Callable[[Tree], torch.Tensor],
+        weight: Callable[[Tree], Any] | None = None,
+        reduction: str = "mean",
+    ) -> torch.Tensor:
         """Forward and backward of a batch as a function, in pieces where memory demands it; `accumulate` included.
 
         Args:
@@ -292,8 +411,7 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         Raises:
             MemoryExhausted: pieces of one row do not fit.
         """
-        self._check_resumed()
-        return self._microbatching.forward_backward(batch, fn, weight, reduction)
+        return self._training_step.forward_backward(batch, fn, weight, reduction)
 
     @contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
@@ -302,9 +420,16 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         with self.strategy.accumulate(model, False):
             yield
 
-    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, reduction: str = "mean",
-                 **kwargs: Any) -> None:  # fmt: skip
-        """Add the gradient of the loss with its weight (see `headway.training.accumulation`).
+    @contextmanager
+    def trigger_sync_in_backward(self, model: torch.nn.Module) -> Iterator[None]:
+        """Let the next backward send gradients although its forward ran in `no_sync`."""
+        self.strategy.expect_backward([model])
+        yield
+
+    def backward(
+        self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, reduction: str = "mean", **kwargs: Any
+    ) -> None:
+        """Add the gradient of the loss with its weight (see `headway.training.windows`).
 
         Args:
             loss: a scalar.
@@ -316,16 +441,17 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         Raises:
             LossError: no scalar, no graph, an impossible weight.
         """
-        self._check_resumed()
-        self._warn_low_precision(loss)
-        self._accumulation.backward(loss, None if weight is None else float(weight), reduction, **kwargs)
+        if self.precision.is_mixed:
+            self._warn_low_precision(loss)
+        self._training_step.backward(loss, None if weight is None else float(weight), reduction, **kwargs)
 
     def _warn_low_precision(self, loss: Any) -> None:
-        if self.precision.is_mixed and getattr(loss, "dtype", None) in (torch.bfloat16, torch.float16):
+        if getattr(loss, "dtype", None) in (torch.bfloat16, torch.float16):
             log.warning_once(
                 "the loss was computed in %s, because it was computed outside autocast from half-precision outputs: "
-                "wrap the loss function in `with accelerator.autocast():` to compute it in float32", loss.dtype,
-            )  # fmt: skip
+                "wrap the loss function in `with accelerator.autocast():` to compute it in float32",
+                loss.dtype,
+            )
 
     def unscale_gradients(self, optimizer: PreparedOptimizer | Sequence[PreparedOptimizer] | None = None) -> None:
         """Make fp16 gradients true values, once a window; needed only before reading them by hand.
@@ -333,10 +459,9 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         Args:
             optimizer: one or several; None: all that are prepared.
         """
-        if optimizer is None:
-            optimizer = self._preparation.optimizers
-        for one in [optimizer] if isinstance(optimizer, PreparedOptimizer) else optimizer:
-            self._preparation.act(partial(self.precision.unscale, one.optimizer))
+        chosen = self._preparation.optimizers if optimizer is None else optimizer
+        for one in [chosen] if isinstance(chosen, PreparedOptimizer) else chosen:
+            self._training_step.unscale(one.optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip gradients by their global norm at the end of a window; inside one they are left alone.
@@ -344,13 +469,12 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         Returns:
             The norm before clipping, of true (unscaled) gradients: a 0-d tensor.
         """
-        return self._preparation.clip(parameters, max_norm, norm_type)
+        return self._training_step.clip(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp each gradient entry to [-clip_value, clip_value] at the end of a window."""
         self.strategy.capabilities.require("clip_by_value", self.strategy.name, "use clip_grad_norm_")
-        if self._accumulation.is_final:
-            self._preparation.clip_value(parameters, clip_value)
+        self._training_step.clip_value(parameters, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """The forward context of the run's precision, for losses and code outside a model.
@@ -363,22 +487,28 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         return self.precision.autocast()
 
     @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler under fp16, up to date with the steps done; None otherwise. prepare() makes optimizers use it."""
+        self.precision.settle(len(self._preparation.optimizers))
+        return self.precision.scaler
+
+    @property
     def sync_gradients(self) -> bool:
         """Does the current micro-batch end its window: will step() act? Settable, for windows made by hand."""
-        return self._accumulation.will_step
+        return self._training_step.windows.is_due
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        self._accumulation.is_held = not value
+        self._training_step.windows.set_due(value)
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per update."""
-        return self._accumulation.num_steps
+        return self._training_step.windows.num_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, num_steps: int) -> None:
-        self._accumulation.num_steps = GradientAccumulationPlugin(num_steps=num_steps).num_steps
+        self._training_step.windows.set_steps(GradientAccumulationPlugin(num_steps=num_steps).num_steps)
 
     @property
     def num_updates(self) -> int:
@@ -389,6 +519,12 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
     def optimizer_step_was_skipped(self) -> bool:
         """Did the last step() at the end of a window make no update?"""
         return any(optimizer.step_was_skipped for optimizer in self._preparation.optimizers)
+
+    @property
+    def non_finite(self) -> "finite.FiniteGuard | None":
+        """What `on_non_finite` has done so far; None where it was not asked for."""
+        guard = self._training_step.guard
+        return None if isinstance(guard, NoGuard) else cast("finite.FiniteGuard", guard)
 
     # ---------------------------------------------------------------- data and metrics
 
@@ -406,14 +542,14 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
             MetricError: something that has no entry per sample.
             StateError: `loader` is not in iteration.
         """
-        active = self._accumulation.active
+        active = self._events.active
         if loader is not None and loader not in active:
             raise StateError(
                 "gather_for_metrics(loader=...) was called outside that loader's loop; call it for each batch, inside"
             )
-        chosen = loader if loader is not None else self._accumulation.loader
+        chosen = loader if loader is not None else self._training_step.windows.loader
         if chosen is None:
-            self._lookout.look_for_loader()
+            self._lookout.look_for_loader(self._training_step)
         return gather_for_metrics(input_data, chosen, self.collectives, use_gather_object)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -439,6 +575,16 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
             if even_batches is not None:
                 stack.enter_context(self._preparation.evenness(even_batches))
             yield
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How prepared loaders split, pad and move batches."""
+        return self._preparation.loading
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Are loaders torchdata's StatefulDataLoader?"""
+        return self._preparation.loading.use_stateful_dataloader
 
     @property
     def even_batches(self) -> bool:
@@ -469,6 +615,285 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         """Is shuffling a pure function of (seed, epoch)?"""
         return self._preparation.loading.is_seedable
 
+    # ---------------------------------------------------------------- save and resume
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self._checkpoints.place.iteration
+
+    def save_state(
+        self,
+        output_dir: str | Path | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+        metric: float | None = None,
+        **save_model_func_kwargs: Any,
+    ) -> Path:
+        """Commit a checkpoint of everything prepared and registered; every rank calls it.
+
+        It is on the disk when this returns. A kill at any moment before leaves the former checkpoint as it was. Called under a
+        condition that lets one rank pass only (`if accelerator.is_main_process:`), that rank writes everything but the other
+        ranks' random streams, and says so once.
+
+        Args:
+            output_dir: its folder; a checkpoint that is there is exchanged for the new one. Not read with automatic naming,
+                where it is `<project_dir>/checkpoints/checkpoint_<n>`.
+            safe_serialization: accepted for the name's sake: checkpoints hold safetensors and JSON, never pickles.
+            blocking: False: return when the state is copied to host memory, and write behind the loop. The next save waits
+                for it; an error is raised by the next `accumulate`, save, or `end_training`.
+            metric: how good this state is, for `ProjectConfiguration(keep_best=...)`.
+            save_model_func_kwargs: accepted for the name's sake: what engines that are not in use take.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: on every rank, where any could not write; former checkpoints are intact.
+            ConfigError: no folder was given, and there is no automatic naming; or an unknown argument.
+        """
+        check_save_arguments(save_model_func_kwargs)
+        return self._checkpoints.save(output_dir, blocking, metric)
+
+    def wait_for_save(self) -> None:
+        """Wait until a save behind the loop is on the disk; every rank calls it.
+
+        Raises:
+            CheckpointError: on every rank, where any could not write.
+        """
+        self._checkpoints.wait()
+
+    def load_state(
+        self,
+        input_dir: str | Path | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        strict: bool = False,
+        **load_model_func_kwargs: Any,
+    ) -> Restored:
+        """Take a checkpoint up, after prepare: all of it or nothing; every rank calls it.
+
+        Args:
+            input_dir: its folder; None, with automatic naming: the newest one that verifies.
+            load_kwargs: accepted for the name's sake: nothing is unpickled.
+            strict: refuse a checkpoint of another world size, batch size, precision or version.
+            load_model_func_kwargs: accepted for the name's sake: `map_location` ("cpu" or "on_device"), as the state goes
+                to where each object is; and what engines that are not in use take.
+
+        Returns:
+            What was restored and what differs; printable.
+
+        Raises:
+            CheckpointError: on every rank: missing, damaged, or it does not fit; nothing is changed then.
+            ConfigError: no folder was given, and there is no automatic naming; or an unknown argument.
+        """
+        check_load_arguments({**(load_kwargs or {}), **load_model_func_kwargs})
+        return self._checkpoints.load(input_dir, strict)
+
+    def resume(
+        self, checkpoint: str | Path = "latest", *, strict: bool = False, run: str | None = None
+    ) -> Restored | None:
+        """Go on from a checkpoint where there is one; call it after prepare, and loop over `epochs(n)`.
+
+        Args:
+            checkpoint: "latest": the newest one in the project's folder that verifies; one that does not is named and
+                passed over. Or a folder.
+            strict: as for load_state.
+            run: with "latest", look among the checkpoints of this run only: "run" in their manifests. None: among all.
+
+        Returns:
+            What was restored, or None where "latest" found nothing yet.
+
+        Raises:
+            CheckpointError: on every rank: damaged (a folder that was given), or it does not fit.
+        """
+        return self._checkpoints.resume(checkpoint, strict, run)
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """The numbers of the epochs that are left of `num_epochs`: after a resume from the restored one.
+
+        Args:
+            num_epochs: of the whole training, 0 or more.
+        """
+        return self._checkpoints.epochs(num_epochs)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load these objects too: anything with state_dict and load_state_dict, of values without pickle.
+
+        Raises:
+            ConfigError: naming those that lack one of the two.
+        """
+        self._checkpoints.register(objects)
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
+        """Call `hook(models, weights, folder)` in each save, on every rank, before anything is written.
+
+        Files it writes into the folder belong to the checkpoint; a model whose entry it takes out of `weights` (one dict
+        of name and tensor for each model) is not saved.
+        """
+        return self._checkpoints.add_save_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
+        """Call `hook(models, folder)` in each load; a model it takes out of the list is not loaded."""
+        return self._checkpoints.add_load_hook(hook)
+
+    @property
+    def preempted(self) -> bool:
+        """Have all ranks agreed to stop? Then save and end; only with `Preemption(exits=False)`, else the run has ended."""
+        return self._checkpoints.is_preempted
+
+    def check_preemption(self) -> bool:
+        """Stop here where the run is asked to end; for loops without a prepared loader. Every rank calls it alike.
+
+        Returns:
+            `preempted`.
+
+        Raises:
+            Preempted: a checkpoint was committed on all ranks; let it end the process.
+        """
+        return self._checkpoints.check_preemption()
+
+    def stop_watching(self) -> None:
+        """Leave signals and deadlines alone from now on, where the training is over; every rank calls it."""
+        self._checkpoints.stop_watching()
+
+    def start_watching(self) -> None:
+        """Heed signals and deadlines again after `stop_watching`, or after another Accelerator has; every rank calls it.
+
+        It does nothing where this Accelerator was not to heed them, and outside the main thread, where Python cannot.
+        """
+        self._checkpoints.start_watching()
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where the run keeps its files; settable."""
+        return self._checkpoints.place.project
+
+    @project_configuration.setter
+    def project_configuration(self, project: ProjectConfiguration) -> None:
+        self._checkpoints.place.project = project
+
+    # ---------------------------------------------------------------- trackers and the run's log
+
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: TrackerKwargs | None = None) -> None:
+        """Begin a run: its log in `<logging_dir>/<project_name>/log.jsonl`, and the trackers of `log_with`.
+
+        A folder that has a log is continued: a run that was killed and is resumed goes on in the same log and in the same
+        runs of the trackers. A run that is under way ends first; one that this Accelerator has ended is opened again, which is
+        no further attempt.
+
+        Args:
+            project_name: names the folder, the project or experiment of the trackers.
+            config: the run's configuration: a mapping, a dataclass or an argparse.Namespace.
+            init_kwargs: for each tracker's own beginning, by its name, as in
+                `{"wandb": {"tags": ["first"]}, "mlflow": {"run_name": "a"}}`.
+
+        Raises:
+            ConfigError: a name that is not a relative path, or a config that is not a mapping.
+            TrackingError: the folder holds a `log.jsonl` of something else.
+        """
+        self._record.begin(project_name, config, init_kwargs)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: TrackerKwargs | None = None,
+    ) -> None:
+        """Log values of one step; any rank may call it, rank 0 writes.
+
+        Args:
+            values: names to numbers, texts, 0-d tensors, numpy scalars, or mappings of them (names are joined with '/'). None is
+                left out; so are tensors, of any shape, where no tracker and no log listens.
+            step: None: the number of updates so far.
+            log_kwargs: for each tracker's own `log`, by its name.
+
+        Raises:
+            TrackingError: on every rank that called: a value of another kind, with its name.
+            StateError: `log_with` was given, but no run was begun.
+        """
+        self._record.log(values, step, log_kwargs)
+
+    def log_images(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: TrackerKwargs | None = None,
+    ) -> None:
+        """Log images of one step, as PNG files in the run's folder and to the trackers that have a place for them.
+
+        Args:
+            values: names to images: arrays, tensors or PIL images [H, W], [H, W, C] or [C, H, W] (bytes, or floats 0..1);
+                [N, H, W, C] or [N, C, H, W] and lists are several.
+            step: as for `log`.
+            log_kwargs: for each tracker's own `log_images`, by its name.
+
+        Raises:
+            TrackingError: another shape or type, with its name.
+            StateError: `log_with` was given, but no run was begun.
+        """
+        self._record.log_images(values, step, log_kwargs)
+
+    def log_artifact(
+        self,
+        path: str | Path,
+        name: str | None = None,
+        step: int | None = None,
+        log_kwargs: TrackerKwargs | None = None,
+    ) -> None:
+        """Log a file or folder that belongs to the run; it stays where it is, and trackers with a store copy it.
+
+        Args:
+            path: of what rank 0 sees.
+            name: what it is called; None: its file name.
+            step: as for `log`.
+            log_kwargs: for each tracker's own `log_artifact`, by its name.
+
+        Raises:
+            TrackingError: on rank 0: there is nothing.
+            StateError: `log_with` was given, but no run was begun.
+        """
+        self._record.log_artifact(path, name, step, log_kwargs)
+
+    def log_event(self, name: str, step: int | None = None, **details: Any) -> None:
+        """Note in the run's log that something happened; any rank may call it, rank 0 writes.
+
+        Args:
+            name: what, as in "evaluation".
+            step: None: the number of updates so far.
+            details: what else is to be known.
+        """
+        self._record.log_event(name, step, details)
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """This rank's trackers that are in use: on rank 0 those of `log_with`."""
+        return self._record.trackers
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by its name.
+
+        Args:
+            name: as in `log_with`.
+            unwrap: the object underneath: a SummaryWriter, W&B's run, MLflow's run.
+
+        Returns:
+            The tracker; where this rank has none (or it failed), an object that takes every call, does nothing and is false.
+
+        Raises:
+            ConfigError: `log_with` names no such tracker.
+        """
+        return self._record.tracker(name, unwrap)
+
+    def end_trackers(self, summary: Mapping[str, Any] | None = None) -> None:
+        """End the run, where one is under way, with its log and its trackers; the process goes on.
+
+        Args:
+            summary: what its last line says beside the number of updates and the seconds it took.
+        """
+        self._record.end(summary)
+
     # ---------------------------------------------------------------- weights, memory, profile, end
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
@@ -480,8 +905,13 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         if self.is_main_process:
             save_object(obj, f, safe_serialization)
 
-    def save_model(self, model: torch.nn.Module, save_directory: str | Path, max_shard_size: int | str = "10GB",
-                   safe_serialization: bool = True) -> None:  # fmt: skip
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
         """Write the weights as `model.safetensors`, or as shards with an index, from the main process; all wait for it.
 
         Args:
@@ -496,6 +926,15 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
             else:
                 save_pickled(self.get_state_dict(model), save_directory)
         self.wait_for_everyone()
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+        """torch's profiler around the block; traces and a table go to `output_trace_dir`, one file a rank."""
+        return profiling(profile_handler or self.options.profile, self.runtime.rank)
+
+    @cached_property
+    def throughput(self) -> "meter.Throughput":
+        """Measures the loop from its first use on: ask for it before the loop (docs/throughput.md)."""
+        return meter.Throughput(self._training_step, self._events, self.clock, self.runtime)
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget everything prepared, collect garbage and empty the device's cache.
@@ -530,3 +969,11 @@ class Accelerator(RankAware, Saving, Tracking, Measuring, Familiar):
         self.wait_for_everyone()
         process.reset()
         self.end_trackers()  # last: where one is slow, no other rank waits
+
+
+def _use_of_memory(error: BaseException) -> str:
+    """What memory was used for, where it ran out and nobody caught the error."""
+    if not is_out_of_memory(error):
+        return ""
+    scope.own(Reserve).release()
+    return memory_report.untold(error)

@@ -12,7 +12,9 @@
     |-- StateError             (RuntimeError)  a call at a moment when it makes no sense
     |-- UnsupportedError       (RuntimeError)  the strategy or the hardware cannot do what was asked
     |   |-- DeviceUnavailable                  an accelerator was asked for that is not here
-    |   |-- MemberNotServed (+ AttributeError) a name of another library that a class does not have
+    |   |-- NotServed                          a name of another library that Headway does not have
+    |   |   |-- ImportNotServed (ImportError)    it was imported
+    |   |   `-- AttributeNotServed (AttributeError) an object was asked for it
     |   `-- SkeletonError                      a model built without memory read a value that it does not have
     |-- NonFiniteError         (ArithmeticError) a loss or gradient is nan or infinite, and the run was to end then
     |-- MemoryExhausted        (RuntimeError)  memory ran out, and nothing smaller is left to try
@@ -24,7 +26,6 @@
     |-- PeerOutOfMemory        (RuntimeError)  another rank ran out of memory, so the attempt ends on this one too
     |-- ControlPlaneError      (RuntimeError)  a vote or a hand-over that ranks missed, or whose host is gone
     |-- LaunchError            (RuntimeError)  a run could not be started, or ended in failure
-    |-- NotServed              (ImportError)   a name of Accelerate's that Headway does not serve
     `-- OptionalDependencyMissing (ImportError) a package that this feature needs is not installed
 
     HeadwayWarning             (UserWarning)
@@ -81,8 +82,20 @@ class SkeletonError(UnsupportedError):
     """A constructor read a value from a tensor of the meta device, which has none."""
 
 
-class MemberNotServed(UnsupportedError, AttributeError):
-    """A name of another library that this class does not have; the message says what to use."""
+class NotServed(UnsupportedError):
+    """A name of another library that Headway does not have; the message says what to use.
+
+    Python wants an ImportError from a failed import and an AttributeError from a missing attribute, and no class can be both:
+    what is raised is one of the two classes below.
+    """
+
+
+class ImportNotServed(ImportError, NotServed):
+    """The name was imported."""
+
+
+class AttributeNotServed(AttributeError, NotServed):
+    """The name was asked of an object; `hasattr` is False."""
 
 
 class NonFiniteError(HeadwayError, ArithmeticError):
@@ -123,10 +136,6 @@ class ControlPlaneError(HeadwayError, RuntimeError):
 
 class LaunchError(HeadwayError, RuntimeError):
     """A run could not be started, or ended in failure."""
-
-
-class NotServed(HeadwayError, ImportError):
-    """A public name of Accelerate that Headway does not serve was imported; the message says what to use."""
 
 
 class OptionalDependencyMissing(HeadwayError, ImportError):

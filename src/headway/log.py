@@ -1,18 +1,33 @@
 """Rank-aware logging: the standard logging module, one line per run instead of one per rank."""
 
 import logging
+import sys
 from collections.abc import MutableMapping
 from functools import cache
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from headway import env
+from headway import env, scope
 from headway.errors import ConfigError
 
 LEVEL = "HEADWAY_LOG_LEVEL"
 """The environment variable that sets the level of all of Headway's loggers."""
 
+_FRAMES = 1 if sys.version_info >= (3, 11) else 2
+"""Frames between `warning_once` and `log`; before Python 3.11 those of logging itself count too."""
 
-class RankLogger(logging.LoggerAdapter[logging.Logger]):
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+    _Handler = logging.StreamHandler[TextIO]
+else:
+    # Neither can be subscripted in Python 3.10.
+    _Adapter, _Handler = logging.LoggerAdapter, logging.StreamHandler
+
+
+class Said(set[tuple[str, str]]):
+    """What was logged once in this process: the logger and the text."""
+
+
+class RankLogger(_Adapter):
     """A logger that speaks on rank 0 only, unless a call says otherwise.
 
     Every logging method takes more keywords: `main_process_only=True` (False: every rank speaks, prefixed with its rank)
@@ -22,7 +37,6 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__(logger, {})
-        self._seen: set[str] = set()
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log where the rank and `once` allow it."""
@@ -33,9 +47,10 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             return
         if once:
             text = str(msg) % args if args else str(msg)
-            if text in self._seen:
+            said = scope.own(Said)
+            if (self.logger.name, text) in said:
                 return
-            self._seen.add(text)
+            said.add((self.logger.name, text))
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         message, kwargs = self.process(msg, kwargs)  # type: ignore[assignment]
         self.logger.log(level, message, *args, **kwargs)
@@ -48,12 +63,12 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """Warn once per process about the same thing."""
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + _FRAMES
         self.warning(msg, *args, once=True, **kwargs)
 
     def info_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """Inform once per process about the same thing."""
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + _FRAMES
         self.info(msg, *args, once=True, **kwargs)
 
 
@@ -121,7 +136,7 @@ def _speak(logger: logging.Logger) -> None:
         logger.addHandler(output)
 
 
-class _LastResort(logging.StreamHandler[TextIO]):
+class _LastResort(_Handler):
     """Output to stderr that is silent once the program has set logging up itself."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 from headway.errors import OptionalDependencyMissing
 
@@ -34,3 +35,18 @@ def require(package: str, purpose: str, install: str) -> ModuleType:
         raise OptionalDependencyMissing(
             f"{purpose} {package}, which is not installed: pip install '{install}'"
         ) from error
+
+
+class Later:
+    """A module that is imported when something of it is first asked for: what an Accelerator alone does not need.
+
+    Args:
+        name: as for `import`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        """The module's own."""
+        return getattr(importlib.import_module(self._name), attribute)

@@ -11,9 +11,9 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from headway import env
+from headway import env, scope
 from headway.notebook_bar import NotebookBar, in_notebook
-from headway.runtime import facts
+from headway.runtime import events
 from headway.runtime.process import current
 from headway.units import format_bytes, format_seconds
 
@@ -30,9 +30,13 @@ class _Facts(ProgressColumn):
 _BAR = 24
 _SEPARATOR = " | "
 
-# The bars that are live on this process's terminal, or in its notebook; an inner loop adds a line to the outer one's.
-_live: list[Progress] = []
-_cells: list[NotebookBar] = []
+
+class _Live(list[Progress]):
+    """The bars that are live on this process's terminal; an inner loop adds a line to the outer one's."""
+
+
+class _Cells(list[NotebookBar]):
+    """The same in its notebook."""
 
 
 class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
@@ -56,9 +60,17 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         file: where to write; default: standard error.
     """
 
-    def __init__(self, iterable: Iterable[Item], *, description: str = "", total: int | None = None,
-                 initial: int | None = None, main_process_only: bool = True, interval: float = 10.0,
-                 file: TextIO | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        iterable: Iterable[Item],
+        *,
+        description: str = "",
+        total: int | None = None,
+        initial: int | None = None,
+        main_process_only: bool = True,
+        interval: float = 10.0,
+        file: TextIO | None = None,
+    ) -> None:
         runtime = current()
         self._iterable = iterable
         self._description = description
@@ -101,13 +113,15 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         elapsed, num_moved = max(time.monotonic() - self._start, 1e-9), self._num_done - self._num_before
         parts = [(0, f"{self._num_done}/{self._total}" if self._total is not None else str(self._num_done))]
         # The values shown first are those that are looked at.
-        parts += [(min(number, 1) * (3 + number), f"{name} {_number(value)}")
-                  for number, (name, value) in enumerate(self._values.items())]  # fmt: skip
+        parts += [
+            (min(number, 1) * (3 + number), f"{name} {_number(value)}")
+            for number, (name, value) in enumerate(self._values.items())
+        ]
         parts += [(1, f"{count / elapsed:,.0f} {name}/s") for name, count in self._counts.items()]
         if not self._counts:
             parts.append((1, f"{num_moved / elapsed:,.1f}/s"))
         parts.append((2, format_bytes(_memory())))
-        parts += [(3, source()) for source in facts.sources]
+        parts += [(3, source()) for source in events.facts()]
         if self._is_over or (self._total is not None and self._num_done >= self._total):
             parts.append((0, f"in {format_seconds(elapsed)}"))
         elif self._total is not None and num_moved:
@@ -136,11 +150,12 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         yield from self._on_terminal(console) if _is_live_possible(console, self._file) else self._in_lines()
 
     def _on_terminal(self, console: Console) -> Iterator[Item]:
-        is_outermost = not _live
-        bars = _new_bars(console) if is_outermost else _live[-1]
+        live = scope.own(_Live)
+        is_outermost = not live
+        bars = _new_bars(console) if is_outermost else live[-1]
         task = bars.add_task(self._description, total=self._total, facts="")
         if is_outermost:
-            _live.append(bars)
+            live.append(bars)
             bars.start()
         try:
             for item in self._iterable:
@@ -153,15 +168,16 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
             bars.update(task, completed=self._num_done, facts=self.facts(self._room(console)))
             if is_outermost:
                 bars.stop()
-                _live.remove(bars)
+                live.remove(bars)
             else:
                 bars.remove_task(task)
 
     def _in_cell(self) -> Iterator[Item]:
-        is_outermost = not _cells
-        bar = NotebookBar() if is_outermost else _cells[-1]
+        cells = scope.own(_Cells)
+        is_outermost = not cells
+        bar = NotebookBar() if is_outermost else cells[-1]
         if is_outermost:
-            _cells.append(bar)
+            cells.append(bar)
         try:
             for item in self._iterable:
                 yield item
@@ -171,7 +187,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         finally:
             self._is_over = True
             if is_outermost:
-                _cells.remove(bar)
+                cells.remove(bar)
                 bar.show(self, self._description, self._num_done, self._total, self.facts())
             else:
                 bar.remove(self)
@@ -212,11 +228,15 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
 def _new_bars(console: Console) -> Progress:
     facts = _Facts(table_column=Column(no_wrap=True, overflow="ellipsis"))
     return Progress(
-        TextColumn("{task.description}", table_column=Column(no_wrap=True)), BarColumn(bar_width=_BAR), facts,
-        console=console, refresh_per_second=4,
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=_BAR),
+        facts,
+        console=console,
+        refresh_per_second=4,
         # Lines printed in the loop go above the bar, but not where standard output is a file of its own.
-        redirect_stdout=sys.stdout.isatty(), redirect_stderr=sys.stderr.isatty(),
-    )  # fmt: skip
+        redirect_stdout=sys.stdout.isatty(),
+        redirect_stderr=sys.stderr.isatty(),
+    )
 
 
 def _is_live_possible(console: Console, file: TextIO) -> bool:

@@ -7,17 +7,30 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
+from headway import scope
+from headway.callsite import is_headways
 from headway.errors import HeadwayError
 
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
-
 # How calls travel through torch and Python: frames that are the same in every traceback, and say nothing of its cause.
-_CARRIERS = tuple(path.replace("/", os.sep) for path in (
-    "/torch/nn/modules/module.py", "/torch/nn/parallel/distributed.py", "/torch/autograd/", "/torch/_tensor.py", "/torch/_utils.py",
-    "/torch/utils/data/dataloader.py", "/torch/utils/data/_utils/", "/torch/utils/_contextlib.py", "/torch/utils/checkpoint.py",
-    "/torch/optim/optimizer.py", "/torch/optim/lr_scheduler.py", "/torch/amp/", "/torch/distributed/c10d_logger.py",
-    "/torch/distributed/elastic/",
-))  # fmt: skip
+_CARRIERS = tuple(
+    path.replace("/", os.sep)
+    for path in (
+        "/torch/nn/modules/module.py",
+        "/torch/nn/parallel/distributed.py",
+        "/torch/autograd/",
+        "/torch/_tensor.py",
+        "/torch/_utils.py",
+        "/torch/utils/data/dataloader.py",
+        "/torch/utils/data/_utils/",
+        "/torch/utils/_contextlib.py",
+        "/torch/utils/checkpoint.py",
+        "/torch/optim/optimizer.py",
+        "/torch/optim/lr_scheduler.py",
+        "/torch/amp/",
+        "/torch/distributed/c10d_logger.py",
+        "/torch/distributed/elastic/",
+    )
+)
 _FROZEN = ("<frozen runpy>", "<frozen importlib")
 
 _NOISE = (
@@ -81,18 +94,78 @@ def _trim(told: traceback.TracebackException, error: BaseException | None, is_ou
 
 
 def _kept(frames: list[traceback.FrameSummary], is_ours: bool) -> list[traceback.FrameSummary]:
-    if not frames or (_is_our(frames[-1]) and not is_ours):
+    if not frames or (is_headways(frames[-1].filename) and not is_ours):
         return frames
-    kept = [frame for frame in frames if not _is_our(frame) and not _is_carrier(frame)]
+    kept = [frame for frame in frames if not is_headways(frame.filename) and not _is_carrier(frame)]
     return kept if kept or is_ours else frames
-
-
-def _is_our(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith(_OURS)
 
 
 def _is_carrier(frame: traceback.FrameSummary) -> bool:
     return frame.filename.startswith(_FROZEN) or any(part in frame.filename for part in _CARRIERS)
+
+
+class _Printer:
+    """What stands in `sys.excepthook`; once it is off, it hands everything on to what stood there before."""
+
+    def __init__(self, is_short: Callable[[], bool]) -> None:
+        self.former = sys.excepthook
+        self.is_on = True
+        self.notes: list[Callable[[BaseException], str]] = []
+        # A hook of the program's own prints as it likes.
+        self._is_short = is_short if self.former is sys.__excepthook__ else lambda: False
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        is_short = self.is_on and isinstance(error, Exception) and self._is_short()
+        text, num_hidden = shorten(error) if is_short else ("", 0)
+        if num_hidden and sys.stderr is not None:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        else:
+            self.former(kind, error, trace)
+        if self.is_on and (said := self.says(error)):
+            print(said, file=sys.stderr)
+
+    def says(self, error: BaseException) -> str:
+        """What there is to say of the exception, a part a paragraph."""
+        return "\n".join(said for note in self.notes if (said := note(error)))
+
+
+class Hook:
+    """Headway's one way to an exception that ends this process: its traceback is shortened, and notes follow it.
+
+    The process runtime takes it out where it ends. A hook that the program set before prints in our place, one that it
+    sets later replaces this one, and stays.
+    """
+
+    def __init__(self) -> None:
+        self._printer: _Printer | None = None
+
+    def put_in(self, is_short: Callable[[], bool]) -> None:
+        """Stand in `sys.excepthook`, once.
+
+        Args:
+            is_short: asked when an exception comes; False: print it as Python does.
+        """
+        if self._printer is None:
+            self._printer = sys.excepthook = _Printer(is_short)
+
+    def add(self, note: Callable[[BaseException], str]) -> None:
+        """Print what `note` says of the exception after it; nothing where that is empty."""
+        if self._printer is not None and note not in self._printer.notes:
+            self._printer.notes.append(note)
+
+    def says(self, error: BaseException) -> str:
+        """What was added to say of the exception; empty where there is nothing."""
+        return "" if self._printer is None else self._printer.says(error)
+
+    def take_out(self) -> None:
+        """Put back what was there before; where somebody has set another hook since, that one stays."""
+        if self._printer is None:
+            return
+        self._printer.is_on = False
+        if sys.excepthook is self._printer:
+            sys.excepthook = self._printer.former
+        self._printer = None
 
 
 def install(is_wanted: Callable[[], bool]) -> None:
@@ -101,15 +174,4 @@ def install(is_wanted: Callable[[], bool]) -> None:
     Args:
         is_wanted: asked then; False: print it as Python does.
     """
-    if sys.excepthook is not sys.__excepthook__:
-        return
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text, num_hidden = shorten(error) if isinstance(error, Exception) and is_wanted() else ("", 0)
-        if num_hidden and sys.stderr is not None:
-            sys.stderr.write(text)
-            sys.stderr.flush()
-        else:
-            sys.__excepthook__(kind, error, trace)
-
-    sys.excepthook = hook
+    scope.own(Hook).put_in(is_wanted)

@@ -8,9 +8,12 @@ from typing import BinaryIO
 from headway.errors import CheckpointError
 
 _KINDS = {
-    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
-}  # fmt: skip
+}
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -22,9 +22,10 @@ import torch
 
 from headway.checkpoint import folders
 from headway.checkpoint.layout import read_tensors, verify
-from headway.checkpoint.saver import Policy, Saver
+from headway.checkpoint.saver import Saver
 from headway.checkpoint.state import Collected
-from headway.ops.collectives import Collectives
+from headway.checkpoint.writer import Policy
+from headway.collectives.door import Collectives
 from headway.runtime import process
 
 CALLS = ("write", "fsync", "rename", "renameat2", "unlink", "unlinkat", "rmdir", "mkdir")

@@ -12,15 +12,14 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway import Accelerator, log
+from headway import Accelerator, log, scope
 from headway.runtime import process
 
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
     """What Headway warns of in the block; what is said once may be said again."""
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("headway")]:
-        log._adapter(name)._seen.clear()
+    scope.drop(log.Said)
     said: list[str] = []
     listener = logging.Handler(logging.WARNING)
     listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

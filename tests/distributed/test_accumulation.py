@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 from headway import Accelerator, DataLoaderConfiguration
 from headway.config.strategies import GradScalerKwargs
 from headway.errors import ConfigError, LossError
-from headway.training.accumulation import ConstantDivision
+from headway.training.windows import ConstantDivision
 from tests.distributed.ranks import run_ranks
 
 

@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator, NonFinitePolicy
 from headway.errors import NonFiniteError
 from headway.runtime import events
-from headway.training import finite, throughput
-from headway.training.throughput import Throughput
+from headway.throughput import stragglers
+from headway.throughput.meter import Throughput
+from headway.training import finite
 from tests.distributed.ranks import run_ranks
 
 NAN, INF = float("nan"), float("inf")
@@ -150,9 +151,9 @@ def the_slow_rank_is_named() -> None:
 
     ear = Ear()
     events.subscribe(ear.hear)
-    throughput.log.warning = lambda text, *values: lines.append(text % values)  # type: ignore[method-assign]
-    meter = accelerator._accumulation.meter = Throughput(
-        accelerator._accumulation, accelerator.clock, accelerator.runtime, lambda: now[0]
+    stragglers.log.warning = lambda text, *values: lines.append(text % values)  # type: ignore[method-assign]
+    meter = Throughput(
+        accelerator._training_step, accelerator._events, accelerator.clock, accelerator.runtime, lambda: now[0]
     )
     meter.every, meter.peak = 1, 100.0
     meter.count_flops()

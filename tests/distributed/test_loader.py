@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler, get_worker_info
 
 from headway import Accelerator
-from headway.ops.collectives import Collectives
+from headway.collectives.door import Collectives
 from headway.runtime import process
 from tests.distributed.ranks import run_ranks
 from tests.unit.data.fakes import Numbers, Stream, joined, prepare, read

@@ -23,6 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator
 from headway.config.strategies import DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs
 from headway.errors import HeadwayError, MemoryExhausted, PrepareError, UnsupportedError
+from headway.replay.step import PieceStep
+from headway.replay.transaction import Transaction
 from tests.distributed.ranks import run_ranks
 
 PATIENCE = 60
@@ -82,6 +84,12 @@ def data(num_rows: int) -> TensorDataset:
     return TensorDataset(torch.randn(num_rows, 3, generator=generator), torch.randn(num_rows, 1, generator=generator))
 
 
+def transaction_of(accelerator: Accelerator) -> Transaction | None:
+    """What runs batches again; None where they stay whole."""
+    step = accelerator._training_step
+    return step.transaction if isinstance(step, PieceStep) else None
+
+
 def train(steps: int, kind: str, form: str, fault: Fault, limit_from: int = 99, precision: str = "no",
           is_automatic: bool = True, batch_size: int = 8, limit: int = 4) -> dict[str, Any]:  # fmt: skip
     """Two epochs; pieces of `limit` rows from batch `limit_from` on. Returns everything that must not depend on memory."""
@@ -95,7 +103,7 @@ def train(steps: int, kind: str, form: str, fault: Fault, limit_from: int = 99, 
     loader = DataLoader(data(NUM_BATCHES // 2 * 8 * accelerator.num_processes), batch_size=batch_size, shuffle=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.95**n)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    transaction = accelerator._accumulation.transaction
+    transaction = transaction_of(accelerator)
     optimizer.optimizer.register_step_post_hook(lambda *_: fault.at("first step"))
     plant(accelerator, fault, optimizer)
     losses, sizes = [], []
@@ -135,7 +143,7 @@ def train(steps: int, kind: str, form: str, fault: Fault, limit_from: int = 99, 
     result = {
         "state": state, "losses": losses, "updates": accelerator.num_updates, "rate": schedule.get_last_lr(),
         "sizes": sizes, "end": end, "scale": scale, "momentum": [s["momentum_buffer"] for s in optimizer.state.values()],
-        "windows": accelerator._accumulation.num_windows, "grads": [p.grad is None for p in model.parameters()],
+        "windows": accelerator._training_step.windows.num_windows, "grads": [p.grad is None for p in model.parameters()],
     }  # fmt: skip
     accelerator.free_memory()
     return result
@@ -156,7 +164,7 @@ def plant(accelerator: Accelerator, fault: Fault, optimizer: Any) -> None:
         return norm
 
     strategy.ready, strategy.clip = failing_ready, failing_clip
-    transaction = accelerator._accumulation.transaction
+    transaction = transaction_of(accelerator)
     if transaction is not None:
         known = transaction._materialised_of(optimizer.optimizer)
         reserve = known.reserve
@@ -298,7 +306,7 @@ def token_means() -> None:
         torch.manual_seed(0)
         model = accelerator.prepare(nn.Sequential(nn.Unflatten(1, (4, 1)), nn.Linear(1, 4)))
         if is_on:
-            accelerator._accumulation.transaction.size.limit = limit
+            accelerator._training_step.transaction.size.limit = limit
 
         def loss(piece: Any) -> torch.Tensor:
             return nn.functional.cross_entropy(
@@ -426,7 +434,7 @@ def limited(num_mib: int | None) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    limit = accelerator._accumulation.transaction.size.limit
+    limit = accelerator._training_step.transaction.size.limit
     return {"weights": [p.detach().clone() for p in model.parameters()], "losses": losses, "limit": limit}
 
 

@@ -129,6 +129,11 @@ def two_disks(root):
         blocked.accelerator.save_state()
     except CheckpointError as error:
         told["blocked"] = "rank 1" in str(error)
+    behind = Machine(f"{root}/behind", total_limit=1)
+    for _ in range(3):
+        behind.accelerator.save_state(blocking=False)
+    behind.accelerator.wait_for_save()
+    told["behind"] = behind.held()
     told["nothing new"] = not (blocked.disk / "checkpoints").exists() or blocked.held() == []
     process.reset()
     return told
@@ -148,4 +153,5 @@ def test_each_machine_keeps_a_whole_replica(tmp_path):
     assert first["lost on one"] == ("checkpoint_1", 3, 3)
     assert first["damaged"]
     assert first["blocked"]
+    assert first["behind"] == ["checkpoint_2"]
     assert first["nothing new"]

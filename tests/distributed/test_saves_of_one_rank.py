@@ -267,7 +267,7 @@ class Warnings(logging.Handler):
     def __init__(self):
         super().__init__(logging.WARNING)
         self.texts = []
-        logging.getLogger("headway.saving.methods").addHandler(self)
+        logging.getLogger("headway.resume.checkpoints").addHandler(self)
 
     def emit(self, record):
         self.texts.append(record.getMessage())

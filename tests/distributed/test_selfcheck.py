@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from headway import selfcheck
+from headway.checks import selfcheck
 from headway.runtime import process
 
 

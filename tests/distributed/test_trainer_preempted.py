@@ -12,7 +12,7 @@ import pytest
 from headway.errors import PREEMPTED
 
 SCRIPT = """
-import hashlib, json, sys, time, torch
+import hashlib, json, os, pathlib, signal, sys, time, torch
 from headway import Trainer, TrainerCallback, TrainingArguments
 
 class Net(torch.nn.Module):
@@ -32,11 +32,21 @@ class Tell(TrainerCallback):
             sys.stdout.flush()
             time.sleep(0.02)
 
+class Strike(TrainerCallback):
+    num_left = int(pathlib.Path("strike").read_text()) if pathlib.Path("strike").exists() else 0
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        self.num_left -= 1
+        if self.num_left == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+
 points = torch.randn(36, 4, generator=torch.Generator().manual_seed(2))
 rows = [{"x": row, "labels": int(row.sum() > 0)} for row in points]
 args = TrainingArguments("out", per_device_train_batch_size=3, num_train_epochs=4, save_steps=5, save_total_limit=2, logging_steps=1,
-                         eval_strategy="steps", eval_steps=11, learning_rate=0.01, use_cpu=True, disable_tqdm=True)
-trainer = Trainer(Net(), args, train_dataset=rows, eval_dataset=rows[:8], callbacks=[Tell])
+                         eval_strategy=(sys.argv[1:] or ["steps"])[0], eval_steps=11, learning_rate=0.01, use_cpu=True,
+                         disable_tqdm=True)
+trainer = Trainer(Net(), args, train_dataset=rows, eval_dataset=rows[:8], callbacks=[Tell, Strike])
 trainer.train()
 if trainer.is_world_process_zero():
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters())).hexdigest()
@@ -45,14 +55,14 @@ if trainer.is_world_process_zero():
 """
 
 
-def run(folder: Path, num_processes: int, strike: int | None = None, number: int = signal.SIGTERM):
+def run(folder: Path, num_processes: int, strike: int | None = None, number: int = signal.SIGTERM, *arguments: str):
     """The command; struck after that update. Returns the exit code, losses by update, what is told at the end, and errors."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY_", "OMP_", "GLOO_"))}
-    command = [sys.executable, "train.py"]
+    command = [sys.executable, "train.py", *arguments]
     if num_processes > 1:
-        command = [sys.executable, "-m", "headway", "launch", "--cpu", "-n", str(num_processes), "train.py"]
+        command = [sys.executable, "-m", "headway", "launch", "--cpu", "-n", str(num_processes), "train.py", *arguments]
     process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                env={**kept, "HEADWAY_HOME": str(folder)})  # fmt: skip
     losses, end = {}, {}
@@ -105,3 +115,21 @@ def test_the_same_command_goes_on(tmp_path, num_processes):
     assert elder < checkpoints(tmp_path)  # theirs were rotated by nobody
     assert len(checkpoints(tmp_path)) == 4
     assert not (tmp_path / "out" / "preempted.json").exists()
+
+
+@pytest.mark.parametrize("strategy", ["epoch", "steps"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_an_evaluation_that_is_broken_off_is_made_once_more_and_not_twice(tmp_path, strategy, batch):
+    """Also where it was that of an epoch's end, which the resumed run comes to again."""
+    code, losses, whole, err = run(tmp_path / "whole", 1, None, 0, strategy)
+    assert code == 0, err
+    folder = tmp_path / "struck"
+    folder.mkdir()
+    (folder / "strike").write_text(str(batch))
+    code, first, _, err = run(folder, 1, None, 0, strategy)
+    assert code == PREEMPTED, err
+    (folder / "strike").unlink()
+    code, rest, end, err = run(folder, 1, None, 0, strategy)
+    assert code == 0, err
+    assert {**first, **rest} == losses
+    assert end == whole

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from headway import get_max_memory, init_on_device
-from headway.bigmodel.device_map import resolve_device_map
+from headway.placement.device_map import resolve_device_map
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,6 +7,7 @@ import pytest
 import headway
 from headway import Accelerator
 from headway.cli import launch
+from headway.compat.accelerate.members import Members
 
 NAMES = [
     "__version__", "Accelerator", "ActivationCheckpointing", "AlignDevicesHook", "AutocastKwargs",
@@ -41,16 +42,17 @@ MEMBERS = """
     non_blocking non_finite num_processes num_updates on_last_process on_local_main_process on_local_process
     on_main_process on_process optimizer_step_was_skipped pad_across_processes preempted prepare
     prepare_data_loader prepare_model prepare_optimizer prepare_scheduler print process_index
-    profile project_dir reduce reduce_mean register_for_checkpointing register_load_state_pre_hook
+    profile project_configuration project_dir reduce reduce_mean register_for_checkpointing register_load_state_pre_hook
     register_save_state_pre_hook resume save save_iteration save_model save_state set_trigger
-    skip_first_batches split_batches split_between_processes stop_watching sync_gradients unscale_gradients
+    skip_first_batches split_batches split_between_processes start_watching stop_watching sync_gradients unscale_gradients
     throughput unwrap_model use_distributed use_seedable_sampler wait_for_everyone wait_for_save
+    dataloader_config scaler trigger_sync_in_backward use_stateful_dataloader
 """
 
-FAMILIAR_MEMBERS = """
-    dataloader_config deepspeed_plugin distributed_type fp8_backend is_composable_parallelism_enabled is_fsdp2 lomo_backward
-    maybe_context_parallel multi_device native_amp parallelism_config scaler should_save_model torch_device_mesh
-    trigger_sync_in_backward use_stateful_dataloader verify_device_map
+MEMBERS_OF_ACCELERATE = """
+    deepspeed_plugin distributed_type fp8_backend gradient_state is_composable_parallelism_enabled is_fsdp2 lomo_backward
+    maybe_context_parallel multi_device native_amp parallelism_config should_save_model state torch_device_mesh
+    verify_device_map
 """
 
 ARGUMENTS = [
@@ -65,7 +67,7 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 
-ACCELERATOR = {*MEMBERS.split(), *FAMILIAR_MEMBERS.split()}
+ACCELERATOR = set(MEMBERS.split())
 
 
 def test_the_names_are_these():
@@ -87,8 +89,17 @@ def test_the_accelerators_members_are_these():
     assert {name for name in dir(Accelerator) if not name.startswith("_")} == ACCELERATOR
 
 
-def test_every_member_has_a_docstring():
-    assert [name for name in sorted(ACCELERATOR) if not inspect.getdoc(inspect.getattr_static(Accelerator, name))] == []
+def test_what_it_has_besides_for_scripts_of_accelerate_is_this():
+    accelerator = Accelerator(cpu=True)
+    besides = {name for name in dir(accelerator) if not name.startswith("_")} - set(vars(accelerator)) - ACCELERATOR
+    assert besides == set(MEMBERS_OF_ACCELERATE.split())
+    assert all(hasattr(accelerator, name) for name in besides)
+
+
+@pytest.mark.parametrize(("kind", "names"), [(Accelerator, MEMBERS), (Members, MEMBERS_OF_ACCELERATE)])
+def test_every_member_has_a_docstring(kind, names):
+    found = {name: inspect.getattr_static(kind, name, kind) for name in names.split()}
+    assert [name for name, member in found.items() if not inspect.getdoc(member)] == []
 
 
 def test_the_accelerators_arguments_are_these():

@@ -7,7 +7,7 @@ from tests.house.tree_of_source import ROOT, modules, parsed, project_files, sho
 
 MAX_LINES = 500
 MAX_FUNCTION = 60
-FACADES = {"src/headway/accelerator.py"}
+FACADES = {"src/headway/accelerator.py", "src/headway/trainer/trainer.py"}
 """Files that only delegate: mostly docstring, one method for each public name."""
 DRAWERS = {"util", "utils", "helper", "helpers", "misc", "common", "manager", "managers", "handler", "handlers"}
 TEXT = {".py", ".md", ".toml", ".txt", ".sh", ".yaml", ".yml", ".json", ".cfg", ""}
@@ -25,16 +25,16 @@ def test_no_file_is_long():
     assert lengths.keys() >= FACADES
 
 
-def length_without_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def length_of_body(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines after the signature, which the formatter lays out, and the docstring."""
     first = function.body[0]
-    is_docstring = ast.get_docstring(function) is not None
-    docstring = (first.end_lineno or 0) - first.lineno + 1 if is_docstring else 0
-    return (function.end_lineno or 0) - function.lineno + 1 - docstring
+    begin = (first.end_lineno or 0) + 1 if ast.get_docstring(function) is not None else first.lineno
+    return (function.end_lineno or 0) - begin + 1
 
 
 def test_no_function_is_long():
     found = {
-        f"{shown(file)}: {node.name}": length_without_docstring(node)
+        f"{shown(file)}: {node.name}": length_of_body(node)
         for file in modules("src", "scripts", "examples", "benchmarks")
         for node in ast.walk(parsed(file)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }  # fmt: skip

@@ -26,9 +26,10 @@ from pathlib import Path
 
 import torch
 
-from headway.checkpoint.saver import Policy, Saver
+from headway.checkpoint.saver import Saver
+from headway.checkpoint.writer import Policy
+from headway.collectives.door import Collectives
 from headway.errors import CheckpointError
-from headway.ops.collectives import Collectives
 from headway.runtime import process
 from tests.distributed.killed_saves import VARIANTS, found_value, save, state, wait_traced
 from tests.sweep.tables import laid_out

@@ -29,7 +29,6 @@ from unittest.mock import patch
 
 import torch
 
-from headway.bigmodel.files import open_checkpoint
 from headway.checkpoint.layout import read_state
 from headway.checkpoint.manifest import MANIFEST, _digest, read_manifest
 from headway.checkpoint.shards import describe
@@ -37,6 +36,7 @@ from headway.cli.main import main as headway
 from headway.config.launch import SETTINGS
 from headway.errors import HeadwayError
 from headway.launch.machine import Machine
+from headway.weights.files import open_checkpoint
 from tests.sweep.loaded_run import RUNS, Run, saved
 
 PATIENCE = 20.0
@@ -366,7 +366,6 @@ _COMMANDS = [
     "merge",
     "merge",
     "report",
-    "batch-sizes",
     "estimate",
     "nope",
     "--version",

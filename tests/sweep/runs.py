@@ -166,7 +166,6 @@ def _problems(ended: Ended, whole: Ended, reached: list[int], former: Ended | No
         found.append(f"it did not end within {jobs.PATIENCE:g} s of {ended.struck}: {ended.errors[-1500:]}")
     if ended.left:
         found.append(f"processes outlive it: {ended.left}")
-    was = list(reached)
     for rank, (lines, wanted) in enumerate(zip(ended.lines, whole.lines)):
         if not lines:
             continue
@@ -184,8 +183,9 @@ def _problems(ended: Ended, whole: Ended, reached: list[int], former: Ended | No
             found.append(
                 f"rank {rank} says {lines[differs]} instead of {wanted[begin + differs]} (line {begin + differs})"
             )
-        if former is not None and former.code == PREEMPTED and _num_trained(wanted[begin : was[rank]]):
-            found.append(f"rank {rank} trains {was[rank] - begin} lines again, though the start before was preempted")
+        saved = _end_of(former, rank, wanted)
+        if _num_trained(wanted[begin:saved]):
+            found.append(f"rank {rank} trains {saved - begin} lines again, though the start before was preempted")
         reached[rank] = max(reached[rank], begin + len(lines))
     if ended.code == 0 and reached != [len(lines) for lines in whole.lines]:
         found.append(f"it ended with 0 after {reached} lines of {[len(lines) for lines in whole.lines]}")
@@ -196,6 +196,13 @@ def _problems(ended: Ended, whole: Ended, reached: list[int], former: Ended | No
     if "internal" in ended.errors:
         found.append(f"an internal error: {ended.errors[-1500:]}")
     return found
+
+
+def _end_of(former: Ended | None, rank: int, wanted: list[dict]) -> int:
+    """After which line the start before was preempted; 0 where it was not. One killed earlier may have come further."""
+    if former is None or former.code != PREEMPTED or not former.lines[rank]:
+        return 0
+    return next((at + 1 for at, line in enumerate(wanted) if line == former.lines[rank][-1]), 0)
 
 
 def _litter(folder: Path) -> list[str]:

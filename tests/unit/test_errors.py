@@ -16,3 +16,10 @@ def test_every_error_stands_in_the_tree_under_its_parents():
             assert builtin in {base.__name__ for base in kinds[name].__mro__}
     assert issubclass(errors.HeadwayWarning, UserWarning)
     assert issubclass(errors.Preempted, SystemExit)
+
+
+def test_one_error_for_every_name_that_is_not_served():
+    for kind, python in ((errors.ImportNotServed, ImportError), (errors.AttributeNotServed, AttributeError)):
+        assert issubclass(kind, errors.NotServed)
+        assert issubclass(kind, python)
+    assert issubclass(errors.NotServed, errors.UnsupportedError)

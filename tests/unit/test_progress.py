@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway import Accelerator, track
+from headway import Accelerator, scope, track
 from headway.runtime import process
 
 
@@ -120,7 +120,7 @@ def test_an_error_passes_and_a_break_ends(capsys):
                          [(0, 0, True, True), (2, 0, True, False), (2, 0, False, True), (1, 1, False, False)])  # fmt: skip
 def test_which_ranks_show(monkeypatch, rank, local_rank, main_only, is_heard):
     here = process.ProcessRuntime(rank, 4, local_rank, 2, process.CPU, torch.device("cpu"), owns_group=False)
-    monkeypatch.setattr(process, "_current", here)
+    monkeypatch.setattr(scope.own(process._Process), "runtime", here)
     out = io.StringIO()
     assert list(track(range(2), main_process_only=main_only, file=out)) == [0, 1]
     assert bool(out.getvalue()) is is_heard

@@ -10,6 +10,7 @@ import torch
 from headway import Accelerator
 from headway.config.values import from_file
 from headway.errors import PrepareError
+from headway.runtime import process
 from headway.traces import plain, shorten
 
 GLOO = (
@@ -142,3 +143,73 @@ def test_a_plain_process(tmp_path, monkeypatch, before, level, is_short):
     assert "headway.errors.PrepareError" in ran.stderr
     assert "line 3, in <module>" in ran.stderr
     assert ("training/prepare.py" in ran.stderr) is not is_short
+
+
+# ---------------------------------------------------------------- sys.excepthook
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What a hook of the program's hears; it stands there before Headway comes."""
+    heard = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: heard.append(error))
+    return heard
+
+
+def raised(error):
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def test_the_hook_goes_with_the_runtime():
+    before = sys.excepthook
+    for _ in range(2):
+        Accelerator(cpu=True)
+        standing = sys.excepthook
+        Accelerator(cpu=True)
+        assert sys.excepthook is standing is not before
+        process.reset()
+        assert sys.excepthook is before
+
+
+def test_a_hook_of_before_prints_in_our_place_and_notes_follow(said, capsys):
+    own = sys.excepthook
+    Accelerator(cpu=True)
+    error = MemoryError("no more")
+    raised(error)
+    assert said == [error]
+    assert capsys.readouterr().err.count("headway: memory") == 1
+    process.reset()
+    assert sys.excepthook is own
+
+
+def test_a_hook_of_later_stays_and_what_it_hands_on_arrives(said, capsys):
+    Accelerator(cpu=True)
+    ours, theirs = sys.excepthook, []
+
+    def later(kind, error, trace):
+        theirs.append(error)
+        ours(kind, error, trace)
+
+    sys.excepthook = later
+    process.reset()
+    assert sys.excepthook is later
+    raised(MemoryError("no more"))
+    assert len(theirs) == len(said) == 1
+    assert "headway" not in capsys.readouterr().err  # the runtime is over
+
+    Accelerator(cpu=True)
+    raised(MemoryError("once more"))
+    assert len(theirs) == len(said) == 2
+    assert capsys.readouterr().err.count("headway: memory") == 1
+    process.reset()
+    assert sys.excepthook is later
+
+
+def test_a_hook_that_puts_ours_back_puts_back_what_was_before(said):
+    Accelerator(cpu=True)
+    ours = sys.excepthook
+    sys.excepthook = print
+    process.reset()
+    sys.excepthook = ours
+    raised(ValueError("v"))
+    assert len(said) == 1

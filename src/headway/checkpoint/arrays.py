@@ -29,9 +29,12 @@ def _describe(dtype: numpy.dtype[Any]) -> Any:
     if dtype.names is not None and dtype.fields is not None:
         fields = [dtype.fields[name] for name in dtype.names]
         out = {
-            "names": list(dtype.names), "formats": [_describe(field[0]) for field in fields],
-            "offsets": [field[1] for field in fields], "itemsize": dtype.itemsize, "aligned": dtype.isalignedstruct,
-        }  # fmt: skip
+            "names": list(dtype.names),
+            "formats": [_describe(field[0]) for field in fields],
+            "offsets": [field[1] for field in fields],
+            "itemsize": dtype.itemsize,
+            "aligned": dtype.isalignedstruct,
+        }
         titles = [field[2] if len(field) > 2 else None for field in fields]
         return out if not any(titles) else {**out, "titles": titles}
     # Of two C types of one size (long and long long) the common text means one.

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from headway.atomic import replacing
 from headway.checkpoint.foreign import checkpoints_in
 from headway.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from headway.errors import CheckpointError
@@ -106,11 +107,10 @@ def sync_folder(folder: Path) -> None:
 
 def point_latest(folder: Path) -> None:
     """Let the file `latest` beside the checkpoint name it; for people and scripts, `newest` does not trust it."""
-    staged = folder.parent / f".{LATEST}.tmp"
-    staged.write_text(folder.name + "\n")
-    with open(staged, "rb") as file:
+    with replacing(folder.parent / LATEST) as staged, open(staged, "w") as file:
+        file.write(folder.name + "\n")
+        file.flush()
         os.fsync(file.fileno())
-    os.replace(staged, folder.parent / LATEST)
     sync_folder(folder.parent)
 
 

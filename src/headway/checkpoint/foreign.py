@@ -9,8 +9,14 @@ MANIFEST = "manifest.json"
 """The file that makes a folder a checkpoint."""
 
 _NUMBER = re.compile(r"(\d+)$")
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
-            "diffusion_pytorch_model.safetensors", "adapter_model.safetensors")  # fmt: skip
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "diffusion_pytorch_model.safetensors",
+    "adapter_model.safetensors",
+)
 _PROGRAMS = {
     "transformers' Trainer": re.compile(r"trainer_state\.json|rng_state(_\d+)?\.pth|training_args\.bin"),
     "Accelerate": re.compile(
@@ -79,9 +85,15 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def _order(path: Path) -> tuple[int, str]:
+def number_of(path: Path) -> int | None:
+    """The number at the end of a checkpoint's name; None where it has none."""
     number = _NUMBER.search(path.name)
-    return (int(number[1]) if number else -1, path.name)
+    return int(number[1]) if number else None
+
+
+def _order(path: Path) -> tuple[int, str]:
+    number = number_of(path)
+    return (-1 if number is None else number, path.name)
 
 
 def _beside(path: Path) -> str:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from headway.bigmodel.files import map_safetensors
 from headway.checkpoint.manifest import Entry, Manifest, read_manifest
 from headway.checkpoint.reading import check_file, read_files, read_owned
 from headway.checkpoint.shards import read_shard
@@ -61,7 +60,6 @@ def read_tensors(
             wanted.setdefault(chunk.file, []).append((chunk.key, dtype_named(entry.dtype), chunk.shape))
     for file in wanted:
         check_file(folder / file, manifest.files[file])
-        map_safetensors(folder / file)  # its header is sound: the library that reads it next need not meet another
     read = {file: read_shard(folder / file, keys) for file, keys in wanted.items()}
     for name in names:
         yield name, _joined(manifest.tensors[name], read)

@@ -44,12 +44,35 @@ _MAX_NUMBER, _MAX_AXES, _MAX_CUT = 2**63 - 1, 64, 6
 TITLES = {"xxh3_128": "XXH3-128", "sha256": "SHA-256"}
 _BY_VERSION = {1: "sha256", 2: ALGORITHM}
 ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8,
-    "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1, "complex128": 16, "complex64": 8, "complex32": 4, "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
-    "bits8": 1, "bits16": 2, "bits1x8": 1, "bits2x4": 1, "bits4x2": 1,
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+    "complex128": 16,
+    "complex64": 8,
+    "complex32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "bits8": 1,
+    "bits16": 2,
+    "bits1x8": 1,
+    "bits2x4": 1,
+    "bits4x2": 1,
     **{f"{kind}{size}": 1 for kind in ("int", "uint") for size in range(1, 8)},
-}  # fmt: skip
+}
 """The dtypes a checkpoint may hold, by torch's names, and their bytes."""
 
 
@@ -125,13 +148,21 @@ class Manifest:
         """
         content = {
             "tensors": {
-                name: {"shape": list(e.shape), "dtype": e.dtype, "chunks": [
-                    {"offsets": list(c.offsets), "shape": list(c.shape), "file": c.file, "key": c.key} for c in e.chunks]}
+                name: {
+                    "shape": list(e.shape),
+                    "dtype": e.dtype,
+                    "chunks": [
+                        {"offsets": list(c.offsets), "shape": list(c.shape), "file": c.file, "key": c.key}
+                        for c in e.chunks
+                    ],
+                }
                 for name, e in self.tensors.items()
             },
             "files": {name: {"bytes": w.num_bytes, **_hashes(w)} for name, w in self.files.items()},
-            "aliases": dict(self.aliases), "state": dict(self.state), "about": dict(self.about),
-        }  # fmt: skip
+            "aliases": dict(self.aliases),
+            "state": dict(self.state),
+            "about": dict(self.about),
+        }
         try:
             whole = {"format": FORMAT, "version": self.version, "sha256": _digest(content), "content": content}
             data = (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode()

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from headway.checkpoint.state import Collected, is_extra, is_weight
-from headway.checkpoint.tensors import bits, is_dense, is_unmade
-from headway.checkpoint.text import logical
+from headway.checkpoint.tensors import is_dense, is_unmade
 from headway.checkpoint.undo import Undo, preserved
-from headway.checkpoint.values import decode
+from headway.checkpoint.values import decode, logical
+from headway.weights.shards import bits
 
 
 def _own_tensors(own: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
@@ -141,9 +141,10 @@ def load_weights(own: Mapping[str, Any], found: Collected, index: int) -> None:
 def _parts(own: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
     """A model's own tensors that are not dense."""
     return {
-        logical(prefix + name).removeprefix(prefix): value for name, value in own.items()
+        logical(prefix + name).removeprefix(prefix): value
+        for name, value in own.items()
         if isinstance(value, torch.Tensor) and not is_dense(value) and not is_extra(name)
-    }  # fmt: skip
+    }
 
 
 def saved_extras(found: Collected, index: int, tensors: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
@@ -189,8 +190,9 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{kind} of {tensor.dtype} and {tuple(tensor.shape)}{scheme}"
 
 
-def load_extras(own: Mapping[str, Any], values: Mapping[str, Any], model: torch.nn.Module, index: int,
-                undo: Undo) -> None:  # fmt: skip
+def load_extras(
+    own: Mapping[str, Any], values: Mapping[str, Any], model: torch.nn.Module, index: int, undo: Undo
+) -> None:
     """Put in what is not a weight, in code of the user's for the most part.
 
     Args:

@@ -41,14 +41,19 @@ def collect_optimizer(
     ]
     values = {
         by_number[number]: _encoded(entry, f"{prefix}/{by_number[number]}", tensors)
-        for number, entry in saved["state"].items() if number in by_number
-    }  # fmt: skip
+        for number, entry in saved["state"].items()
+        if number in by_number
+    }
     loose = {key: value for key, value in saved["state"].items() if key not in by_number}
     rest = {name: value for name, value in saved.items() if name not in ("param_groups", "state")}
     return {
-        "type": type(optimizer).__qualname__, "params": keys, "groups": groups, "values": values,
-        "rest": _encoded(rest, prefix, tensors), **({"loose": _encoded(loose, f"{prefix}/loose", tensors)} if loose else {}),
-    }  # fmt: skip
+        "type": type(optimizer).__qualname__,
+        "params": keys,
+        "groups": groups,
+        "values": values,
+        "rest": _encoded(rest, prefix, tensors),
+        **({"loose": _encoded(loose, f"{prefix}/loose", tensors)} if loose else {}),
+    }
 
 
 def _encoded(values: Any, prefix: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -96,8 +101,9 @@ def optimizer_misfits(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
         extra = sorted(set().union(*saved) - set().union(*own))[:3]
         problems.append(
             f"optimizer {index} has other parameters or groups than the saved one: {len(own)} groups against {len(saved)}"
-            + (f"; not saved: {', '.join(lacking)}" if lacking else "") + (f"; only saved: {', '.join(extra)}" if extra else "")
-        )  # fmt: skip
+            + (f"; not saved: {', '.join(lacking)}" if lacking else "")
+            + (f"; only saved: {', '.join(extra)}" if extra else "")
+        )
     return problems
 
 
@@ -113,8 +119,12 @@ def _is_whole(entry: Mapping[str, Any]) -> bool:
     return values.keys() <= {key for keys in params for key in keys}
 
 
-def decode_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], entry: Mapping[str, Any],
-                     tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:  # fmt: skip
+def decode_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    entry: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+) -> dict[str, Any]:
     """The state dict that this optimizer would have given, in its own order of parameters.
 
     Raises:

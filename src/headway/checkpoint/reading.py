@@ -4,13 +4,10 @@ Files are read, not mapped: a bad sector of a mapped file would end the process,
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +15,16 @@ import torch
 import xxhash
 
 from headway.checkpoint.manifest import TITLES, Manifest, Written
-from headway.checkpoint.shards import CODES
+from headway.checkpoint.shards import check_spec
 from headway.checkpoint.values import dtype_named
 from headway.errors import CheckpointError
 from headway.untrusted import open_regular
+from headway.weights.shards import Header, read_header
 
 _BLOCK = 1024 * 1024
 """What is read at once stays in the processor's cache until it is hashed."""
 
 _MAX_READERS = 8
-_MAX_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -38,8 +35,12 @@ class Place:
     memory: memoryview
 
 
-def read_files(folder: Path, files: Sequence[Written], places: Mapping[str, Sequence[Place]] | None = None,
-               is_verified: bool = True) -> None:  # fmt: skip
+def read_files(
+    folder: Path,
+    files: Sequence[Written],
+    places: Mapping[str, Sequence[Place]] | None = None,
+    is_verified: bool = True,
+) -> None:
     """Read whole files, and compare every byte with what was written; of memory it takes 1 MiB a thread.
 
     Args:
@@ -57,9 +58,13 @@ def read_files(folder: Path, files: Sequence[Written], places: Mapping[str, Sequ
     readers = ThreadPoolExecutor(max(1, min(_MAX_READERS, os.cpu_count() or 1)), "headway-read")
     with readers:
         tasks = [
-            readers.submit(_read_piece, folder / written.name, written, piece, wanted.get(written.name, ()), is_verified)
-            for written in files for piece in written.pieces() if is_verified or written.name in wanted
-        ]  # fmt: skip
+            readers.submit(
+                _read_piece, folder / written.name, written, piece, wanted.get(written.name, ()), is_verified
+            )
+            for written in files
+            for piece in written.pieces()
+            if is_verified or written.name in wanted
+        ]
         try:
             for task in tasks:  # in order, so that it is always the first bad file which is named
                 task.result()
@@ -151,58 +156,35 @@ def _allocate(
     """Tensors without values yet, and by file where they are read from."""
     found: dict[str, torch.Tensor] = {}
     places: dict[str, list[Place]] = {}
-    headers: dict[str, _Header] = {}
+    headers: dict[str, Header] = {}
     for name in names:
         entry = manifest.tensors[name]
         chunk = entry.chunks[0]
         if chunk.file not in headers:
-            headers[chunk.file] = _header(folder / chunk.file, manifest.files[chunk.file].num_bytes)
+            headers[chunk.file] = _header(folder / chunk.file)
         dtype = dtype_named(entry.dtype)
-        start = headers[chunk.file].find(chunk.key, dtype, entry.shape)
+        start = _find(headers[chunk.file], folder / chunk.file, chunk.key, dtype, entry.shape)
         tensor = found[name] = torch.empty(entry.shape, dtype=dtype)
         if tensor.numel():
             flat = tensor.reshape(-1).view(torch.uint8)
             places.setdefault(chunk.file, []).append(Place(start, memoryview(flat.numpy())))  # type: ignore[arg-type]
-    for file, each in places.items():
+    for each in places.values():
         each.sort(key=lambda place: place.start)
-        if any(one.start + len(one.memory) > other.start for one, other in pairwise(each)):
-            raise CheckpointError(f"{folder / file} has tensors that overlap")
     return found, places
 
 
-@dataclass(frozen=True)
-class _Header:
-    """What lies where in a safetensors file; its data begins at `start`."""
-
-    path: Path
-    size: int
-    start: int
-    entries: dict[str, Any]
-
-    def find(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
-        """Where a tensor's bytes begin, which must be as the manifest has it."""
-        code, num_bytes = CODES.get(dtype), prod(shape) * dtype.itemsize
-        wanted = (code, list(shape)) if code else ("U8", [num_bytes])
+def _header(path: Path) -> Header:
+    with open_regular(path) as file:
         try:
-            entry = self.entries[key]
-            first, last = entry["data_offsets"]
-            is_alike = (entry["dtype"], entry["shape"]) == wanted and type(first) is type(last) is int
-        except (TypeError, KeyError, ValueError):
-            raise CheckpointError(f"{self.path} lacks the tensor {key!r} that the manifest places there") from None
-        if not is_alike or last - first != num_bytes or not 0 <= first <= last <= self.size - self.start:
-            raise CheckpointError(f"{self.path}: {key} is not {dtype} of {tuple(shape)}, as the manifest says")
-        return self.start + int(first)
+            return read_header(file, path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _header(path: Path, size: int) -> _Header:
-    try:
-        with open_regular(path) as file:
-            length = int.from_bytes(file.read(8), "little")
-            entries = json.loads(file.read(length)) if length <= min(size - 8, _MAX_HEADER) else None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
-    if not isinstance(entries, dict):
-        raise CheckpointError(f"{path} is not a readable safetensors file: its header is too long, or not an object")
-    return _Header(path, size, 8 + length, entries)
+def _find(header: Header, path: Path, key: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Where a tensor's bytes begin, which must be as the manifest has it."""
+    if key not in header.tensors:
+        raise CheckpointError(f"{path} lacks the tensor {key!r} that the manifest places there")
+    spec, start = header.tensors[key]
+    check_spec(spec, dtype, shape, f"{path}: {key}")
+    return start

@@ -12,8 +12,8 @@ from pathlib import Path
 from headway.checkpoint import folders
 from headway.checkpoint.layout import verify
 from headway.checkpoint.manifest import Manifest, read_manifest
+from headway.collectives.door import Collectives
 from headway.errors import CheckpointError
-from headway.ops.collectives import Collectives
 
 _PIECE = 16 * 2**20
 

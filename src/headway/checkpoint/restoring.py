@@ -88,8 +88,12 @@ class _Own(Mapping[str, torch.Tensor]):
         return len(self._found.tensors)
 
 
-def restore(parts: Parts, found: Collected, more: Callable[[Undo], None] | None = None,
-            agree: Callable[[str | None], Iterable[str]] | None = None) -> None:  # fmt: skip
+def restore(
+    parts: Parts,
+    found: Collected,
+    more: Callable[[Undo], None] | None = None,
+    agree: Callable[[str | None], Iterable[str]] | None = None,
+) -> None:
     """Put the saved state into the objects, which it fits.
 
     Args:
@@ -127,10 +131,15 @@ def restore(parts: Parts, found: Collected, more: Callable[[Undo], None] | None 
 
 def _restore_objects(parts: Parts, found: Collected, undo: Undo) -> None:
     tensors, names = _Own(found), parameter_names(parts.models)
-    others = [(obj, decode(value, tensors), f"{kind} {index}") for kind, objects in parts.others.items()
-              for index, (obj, value) in enumerate(zip(objects, found.state[kind]))]  # fmt: skip
-    states = [decode_optimizer(optimizer, names, entry, tensors)
-              for optimizer, entry in zip(parts.optimizers, found.state["optimizer"])]  # fmt: skip
+    others = [
+        (obj, decode(value, tensors), f"{kind} {index}")
+        for kind, objects in parts.others.items()
+        for index, (obj, value) in enumerate(zip(objects, found.state[kind]))
+    ]
+    states = [
+        decode_optimizer(optimizer, names, entry, tensors)
+        for optimizer, entry in zip(parts.optimizers, found.state["optimizer"])
+    ]
     extras = [saved_extras(found, index, tensors) for index, _ in parts.chosen()]
     for obj, state, told in others:
         undo.add(told, partial(_put_back, obj, preserved(obj.state_dict())))

@@ -8,7 +8,7 @@ ranks; such a checkpoint exists where the machines hold it with one manifest has
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,45 +18,14 @@ from headway.checkpoint.layout import read_state, verify
 from headway.checkpoint.manifest import Manifest, read_manifest
 from headway.checkpoint.replica import hand_on
 from headway.checkpoint.state import Collected
-from headway.checkpoint.writer import Background, Job, Snapshot, abandon, announce, begin, write
+from headway.checkpoint.writer import Background, Job, Policy, Share, Snapshot, abandon, announce, begin, write
+from headway.collectives.door import Collectives
 from headway.errors import CheckpointError
 from headway.log import get_logger
-from headway.ops.collectives import Collectives
 from headway.runtime.callers import SAVE
 from headway.runtime.process import ProcessRuntime
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What is kept, and how a save runs.
-
-    Attributes:
-        keep: checkpoints that stay, this one included; None: all.
-        protected: folders that stay whatever their age (e.g. the best one).
-        owns_parent: the parent folder holds this run's checkpoints and nothing else.
-        is_blocking: return when the checkpoint is on the disk; False: write behind the loop.
-        timeout: seconds to wait for the other ranks' parts.
-        is_alone: this rank saves, and no other knows of it: nothing is asked or told, and all of it is written here.
-    """
-
-    keep: int | None = None
-    protected: tuple[Path, ...] = ()
-    owns_parent: bool = False
-    is_blocking: bool = True
-    timeout: float = 600.0
-    is_alone: bool = False
-
-
-@dataclass(frozen=True)
-class _Disk:
-    """How this rank stands to the disk it writes to."""
-
-    is_shared: bool
-    part: int | None
-    num_parts: int
-    leads: bool
 
 
 class Saver:
@@ -85,8 +54,15 @@ class Saver:
         """Begin a save of all ranks: the largest of their numbers, as some may have saved without the others."""
         return int(max(row[0] for row in self._collectives.gather_numbers([number], SAVE)))
 
-    def save(self, final: Path, collected: Collected, about: Mapping[str, Any], policy: Policy,
-             fill: Callable[[Path], None] | None = None, seal: Callable[[], None] | None = None) -> None:  # fmt: skip
+    def save(
+        self,
+        final: Path,
+        collected: Collected,
+        about: Mapping[str, Any],
+        policy: Policy,
+        fill: Callable[[Path], None] | None = None,
+        seal: Callable[[], None] | None = None,
+    ) -> None:
         """Write a checkpoint; every rank calls it with the same folder, or one alone (`policy.is_alone`).
 
         Args:
@@ -105,8 +81,8 @@ class Saver:
         nonce = secrets.token_hex(8)
         if not is_alone:
             nonce = self._collectives.broadcast_object(nonce)
-        disk = _Disk(True, 0, 1, True) if is_alone else self._find_disk(final, nonce)
-        job = self._job(final, nonce, disk, collected, about, policy)
+        share = Share() if is_alone else self._find_share(final, nonce)
+        job = Job(final, nonce, share, collected, about, policy, self._source)
         self._together(lambda: begin(job), job, is_alone)
         if fill is not None:
             self._together(partial(fill, job.staging), job, is_alone)
@@ -120,9 +96,9 @@ class Saver:
         if policy.is_blocking:
             self._together(lambda: write(job), job, is_alone)
             if not is_alone:
-                self._after(job, policy)
+                self._after(job)
             return
-        job = _with_tensors(job, self._snapshot.take(job.tensors))
+        job = replace(job, content=replace(collected, tensors=self._snapshot.take(collected.tensors)))
         if is_alone:
             self._alone_job = job
             self._alone.start(job)
@@ -130,18 +106,11 @@ class Saver:
             self._pending = job
             self._background.start(job)
 
-    def _job(self, final: Path, nonce: str, disk: _Disk, collected: Collected, about: Mapping[str, Any],
-             policy: Policy) -> Job:  # fmt: skip
-        # Rotation on own disks waits until every machine has committed.
-        keep = policy.keep if disk.is_shared else None
-        return Job(final, nonce, disk.part, disk.num_parts, disk.leads, collected.tensors, collected.aliases, collected.state,
-                   about, keep, policy.protected, policy.owns_parent, policy.timeout, self._source)  # fmt: skip
-
-    def _find_disk(self, final: Path, nonce: str) -> _Disk:
+    def _find_share(self, final: Path, nonce: str) -> Share:
         """Do all machines see the folder that rank 0 writes to? A file of an unforeseeable name tells."""
         runtime, world = self._runtime, self._collectives.world_size
         if world == runtime.local_world_size:
-            return _Disk(True, runtime.rank, world, runtime.rank == 0)
+            return Share(runtime.rank, world, runtime.rank == 0)
         mark = final.parent / f".{nonce}"
         if runtime.rank == 0:
             mark.parent.mkdir(parents=True, exist_ok=True)
@@ -152,11 +121,11 @@ class Saver:
         if runtime.rank == 0:
             mark.unlink(missing_ok=True)
         if all(row[0] for row in rows):
-            return _Disk(True, runtime.rank, world, runtime.rank == 0)
+            return Share(runtime.rank, world, runtime.rank == 0)
         # The same parts on every machine, so that their manifests are the same.
         num_parts = int(min(row[1] for row in rows))
         part = runtime.local_rank if runtime.local_rank < num_parts else None
-        return _Disk(False, part, num_parts, runtime.local_rank == 0)
+        return Share(part, num_parts, runtime.local_rank == 0, is_own_disk=True)
 
     def _together(self, act: Callable[[], Any], job: Job, is_alone: bool = False) -> None:
         """Run on every rank, or on this one alone; where it fails on any, drop the save and raise on all."""
@@ -164,7 +133,7 @@ class Saver:
         cause: BaseException | None = None
         try:
             act()
-        except Exception as error:  # of a hook's, say: the other ranks must hear of it, and the folder must go
+        except Exception as error:  # such as a hook's: the other ranks must hear of it, and the folder must go
             failure, cause = f"{type(error).__name__}: {error}", error
         except BaseException:
             abandon(job)
@@ -177,18 +146,18 @@ class Saver:
                 f"{job.final} was not saved; earlier checkpoints are as they were.\n  " + "\n  ".join(failed)
             ) from cause
 
-    def _after(self, job: Job, policy: Policy | None = None) -> None:
+    def _after(self, job: Job) -> None:
         """On own disks: all machines must hold the same, and only then the old ones go."""
         if self._collectives.world_size == self._runtime.local_world_size:
             return
-        own = read_manifest(job.final).sha256 if job.leads else None
+        own = read_manifest(job.final).sha256 if job.share.leads else None
         hashes = {each for each in self._collectives.gather_objects(own) if each is not None}
         if len(hashes) > 1:
             raise CheckpointError(
                 f"{job.final} differs between machines, so it cannot be resumed from: the state of their ranks is not the same"
             )
-        if policy is not None and policy.keep is not None and job.leads:
-            folders.rotate(job.final.parent, policy.keep, policy.protected, job.about.get("run"))
+        if job.share.is_own_disk and job.share.leads:
+            job.rotate()
 
     def poll(self) -> None:
         """Raise the error of a save behind the loop, if there is one.
@@ -320,10 +289,6 @@ def _common(everywhere: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[str, 
     """What all of the disks hold, in the order of the first; a damaged one is looked at, to say so."""
     first = everywhere[0] if everywhere else ()
     return [pair for pair in first if all(pair in each or pair[1].startswith("damaged") for each in everywhere)]
-
-
-def _with_tensors(job: Job, tensors: Mapping[str, Any]) -> Job:
-    return replace(job, tensors=tensors)
 
 
 def _failed(job: Job | None, error: BaseException) -> CheckpointError:

@@ -12,10 +12,9 @@ import torch
 
 from headway.checkpoint.optimizers import collect_optimizer
 from headway.checkpoint.tensors import is_dense, refusal
-from headway.checkpoint.text import logical
-from headway.checkpoint.values import encode
-from headway.checkpoint.weights import untied
+from headway.checkpoint.values import encode, logical
 from headway.errors import CheckpointError
+from headway.weights.export import untied
 
 EXTRA = "_extra_state"
 """How torch calls the extra state of a module in its state dict."""
@@ -88,10 +87,15 @@ def collect(parts: Parts) -> Collected:
         out.tensors.update(kept)
         out.aliases.update(tied)
         prefix = f"model/{index}/"
-        extras.append({
-            name.removeprefix(prefix): encode(_plain(value), f"extra/{index}/{name.removeprefix(prefix)}", out.tensors)
-            for name, value in named if not is_weight(name, value)
-        })  # fmt: skip
+        extras.append(
+            {
+                name.removeprefix(prefix): encode(
+                    _plain(value), f"extra/{index}/{name.removeprefix(prefix)}", out.tensors
+                )
+                for name, value in named
+                if not is_weight(name, value)
+            }
+        )
     names = parameter_names(parts.models)
     out.state["extra"] = extras
     out.state["optimizer"] = [

@@ -1,8 +1,4 @@
-"""Tensors of every dtype and layout as dense ones, as bytes, and back.
-
-torch has dtypes that it can store and view, but not copy or cast (int4, uint4 and the like); they go by the bits that
-they lie in. Sparse and quantized tensors are taken apart into dense ones.
-"""
+"""Tensors of every layout as dense ones, and back: sparse and quantized tensors are taken apart; what cannot be held is refused."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,31 +7,15 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from headway.errors import CheckpointError
+from headway.weights.shards import bits
 
 _COMPRESSED: dict[str, tuple[str, str]] = {
-    "sparse_csr": ("crow_indices", "col_indices"), "sparse_bsr": ("crow_indices", "col_indices"),
-    "sparse_csc": ("ccol_indices", "row_indices"), "sparse_bsc": ("ccol_indices", "row_indices"),
-}  # fmt: skip
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    "sparse_csr": ("crow_indices", "col_indices"),
+    "sparse_bsr": ("crow_indices", "col_indices"),
+    "sparse_csc": ("ccol_indices", "row_indices"),
+    "sparse_bsc": ("ccol_indices", "row_indices"),
+}
 _SCHEMES = (torch.per_tensor_affine, torch.per_channel_affine)
-_COUNTED = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
-            torch.bool}  # fmt: skip
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a dtype that torch copies: itself, or a view as integers of the same size."""
-    dtype = tensor.dtype
-    if dtype in _COUNTED or dtype.is_floating_point or dtype.is_complex:
-        return tensor
-    return tensor.view(_INTEGERS[dtype.itemsize])
-
-
-def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's values in order as uint8 on the host; copied only where they lie otherwise, or elsewhere."""
-    flat = bits(tensor.detach().resolve_conj().resolve_neg()).contiguous().cpu().reshape(-1)
-    if flat.numel() == 1:  # contiguous to torch whatever its stride is, but not to a view as bytes
-        flat = flat.as_strided((1,), (1,))
-    return flat.view(torch.uint8)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,7 +55,7 @@ def refusal(tensor: torch.Tensor) -> str | None:
 def _scheme(tensor: torch.Tensor) -> Any:
     try:
         return tensor.qscheme()
-    except RuntimeError:  # made by torch.empty, say
+    except RuntimeError:  # e.g. made by torch.empty
         return None
 
 
@@ -125,10 +105,12 @@ def put_together(about: Mapping[str, Any], parts: Sequence[torch.Tensor]) -> tor
         return made
     shape = torch.Size(about["shape"])
     if layout == "sparse_coo":
-        return torch.sparse_coo_tensor(parts[0], parts[1], shape, is_coalesced=about["is_coalesced"] or None,
-                                       check_invariants=True)  # fmt: skip
+        return torch.sparse_coo_tensor(
+            parts[0], parts[1], shape, is_coalesced=about["is_coalesced"] or None, check_invariants=True
+        )
     if layout not in _COMPRESSED:
         raise CheckpointError(f"the manifest says {layout!r} of a tensor's layout, which is unknown")
     outer, inner, values = parts
-    return torch.sparse_compressed_tensor(outer, inner, values, shape,
-                                          layout=getattr(torch, layout), check_invariants=True)  # fmt: skip
+    return torch.sparse_compressed_tensor(
+        outer, inner, values, shape, layout=getattr(torch, layout), check_invariants=True
+    )

@@ -37,7 +37,7 @@ class Told:
         raise CheckpointError(f"the manifest's {self._where} is {text}, where {wanted} belongs")
 
     def replaced(self, value: Any) -> "Told":
-        """Another value in this place: what it was decoded to, say."""
+        """Another value in this place, such as what it was decoded to."""
         return Told(value, self._where)
 
     def whole(self, least: int = 0, most: int = MOST) -> int:

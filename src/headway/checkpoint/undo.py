@@ -7,9 +7,10 @@ from typing import Any
 import numpy
 import torch
 
-from headway.checkpoint.tensors import bits, is_dense, raw_bytes
+from headway.checkpoint.tensors import is_dense
 from headway.checkpoint.values import encode
 from headway.errors import CheckpointError
+from headway.weights.shards import bits, raw_bytes
 
 
 class Undo:

@@ -8,6 +8,7 @@ its path: each value that is packed is unpacked again to see.
 import base64
 import json
 import math
+import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
@@ -17,13 +18,43 @@ import numpy
 import torch
 
 from headway.checkpoint import arrays
-from headway.checkpoint.tensors import is_dense, put_together, raw_bytes, refusal, take_apart
-from headway.checkpoint.text import from_base64, is_plain, logical, to_base64
+from headway.checkpoint.tensors import is_dense, put_together, refusal, take_apart
 from headway.errors import CheckpointError
+from headway.weights.shards import raw_bytes
 
 TAG = "!"
 _MAX_DEPTH = 200
 _MAX_INT = 1 << 63
+# Lone surrogates: other readers of JSON refuse them, and two of them come back as one character.
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ODD = re.compile(r"[\ud800-\udfff\x00]|\\(?=u[0-9a-f]{4})")
+
+
+def is_plain(text: str) -> bool:
+    """Does JSON hold it?"""
+    return _SURROGATE.search(text) is None
+
+
+def to_base64(text: str) -> str:
+    """Any text as ASCII."""
+    return base64.b64encode(text.encode("utf-8", "surrogatepass")).decode()
+
+
+def from_base64(text: str) -> str:
+    """The text that `to_base64` was given.
+
+    Raises:
+        ValueError: it is not what that wrote.
+    """
+    return base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass")
+
+
+def logical(name: str) -> str:
+    r"""A name under which a tensor is kept: itself, but for lone surrogates and NUL, which are written as \\uXXXX.
+
+    Names that differ stay different: a backslash that could be taken for such an escape is written as one.
+    """
+    return _ODD.sub(lambda found: f"\\u{ord(found[0]):04x}", name)
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -108,8 +139,11 @@ class _Encoder:
 
     def _array(self, value: numpy.ndarray[Any, Any], name: str, depth: int) -> Any:
         dtype = self.encode(_described(value.dtype, name), name, depth + 1)
-        raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.nbytes else torch.empty(
-            0, dtype=torch.uint8)  # fmt: skip
+        raw = (
+            torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
+            if value.nbytes
+            else torch.empty(0, dtype=torch.uint8)
+        )
         return {TAG: "array", "name": self._keep(raw, name), "dtype": dtype, "shape": list(value.shape)}
 
     def _container(self, tag: str, value: Any, name: str, depth: int) -> Any:
@@ -205,9 +239,15 @@ _PACKED: list[tuple[str, type, Callable[[Any], Any]]] = [
     ("PureWindowsPath", PureWindowsPath, str),
 ]
 _CONTAINERS: dict[str, type] = {
-    "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "dict": dict, "OrderedDict": OrderedDict,
-    "Counter": Counter, "defaultdict": defaultdict,
-}  # fmt: skip
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "defaultdict": defaultdict,
+}
 _UNPACKED: dict[str, Callable[[Any], Any]] = {
     "int": lambda v: int(v, 16),
     "text": from_base64,

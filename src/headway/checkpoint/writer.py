@@ -24,15 +24,54 @@ import torch
 from headway.checkpoint import folders
 from headway.checkpoint.manifest import Chunk, Entry, Manifest, Written
 from headway.checkpoint.shards import describe, prove_shard, write_shard
-from headway.checkpoint.tensors import bits
+from headway.checkpoint.state import Collected
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.runtime import pulse
 from headway.runtime.events import notify
+from headway.weights.shards import bits
 
 log = get_logger(__name__)
 
 _POLL = 0.005
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is kept, and how a save runs.
+
+    Attributes:
+        keep: checkpoints that stay, this one included; None: all.
+        protected: folders that stay whatever their age (e.g. the best one).
+        owns_parent: the parent folder holds this run's checkpoints and nothing else.
+        is_blocking: return when the checkpoint is on the disk; False: write behind the loop.
+        timeout: seconds to wait for the other ranks' parts.
+        is_alone: this rank saves, and no other knows of it: nothing is asked or told, and all of it is written here.
+    """
+
+    keep: int | None = None
+    protected: tuple[Path, ...] = ()
+    owns_parent: bool = False
+    is_blocking: bool = True
+    timeout: float = 600.0
+    is_alone: bool = False
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank does on the disk that it writes to; all of it where nothing else is said.
+
+    Attributes:
+        part: which of the parts it writes; None: none.
+        num_parts: parts on this disk.
+        leads: does it commit there?
+        is_own_disk: other machines have disks of their own, with checkpoints of their own.
+    """
+
+    part: int | None = 0
+    num_parts: int = 1
+    leads: bool = True
+    is_own_disk: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,37 +81,30 @@ class Job:
     Attributes:
         final: the checkpoint's folder.
         nonce: names the staging folder; alike on all ranks.
-        part: which of the parts this rank writes; None: none.
-        num_parts: parts on this disk.
-        leads: does this rank commit on this disk?
-        tensors: everything, by logical name, in the same order on all ranks.
-        aliases, state, about: for the manifest.
-        keep: how many checkpoints stay beside it; None: all.
-        protected: checkpoints that stay whatever their age.
-        sweeps_all: does the run own the whole parent folder, or only folders of this name?
-        timeout: seconds the leader waits for the other parts.
+        share: what this rank writes.
+        content: the run's state, in the same order on all ranks.
+        about: for the manifest.
+        policy: what is kept beside it.
         source: whose state it is, for who hears of the commit.
     """
 
     final: Path
     nonce: str
-    part: int | None
-    num_parts: int
-    leads: bool
-    tensors: Mapping[str, torch.Tensor]
-    aliases: Mapping[str, str]
-    state: Mapping[str, Any]
+    share: Share
+    content: Collected
     about: Mapping[str, Any]
-    keep: int | None = None
-    protected: Sequence[Path] = ()
-    sweeps_all: bool = False
-    timeout: float = 600.0
+    policy: Policy
     source: object = None
 
     @property
     def staging(self) -> Path:
         """Where it is prepared."""
         return folders.staging_folder(self.final, self.nonce)
+
+    def rotate(self) -> None:
+        """Remove older checkpoints of this run, now that this one is there."""
+        if self.policy.keep is not None:
+            folders.rotate(self.final.parent, self.policy.keep, self.policy.protected, self.about.get("run"))
 
 
 def partition(sizes: Mapping[str, int], num_parts: int) -> list[list[str]]:
@@ -107,17 +139,17 @@ def begin(job: Job) -> None:
     """
     if "\0" in str(job.final):
         raise CheckpointError(f"{str(job.final)!r} holds a NUL, which no name of a folder can; give another one")
-    if job.leads:
+    if job.share.leads:
         folders.check_target(job.final)
         job.final.parent.mkdir(parents=True, exist_ok=True)
-        folders.sweep(job.final.parent, None if job.sweeps_all else job.final.name)
+        folders.sweep(job.final.parent, None if job.policy.owns_parent else job.final.name)
         job.staging.mkdir()
 
 
 def announce(job: Job) -> None:
     """Say that this rank will write; after `begin` has run on the leader."""
-    if job.part is not None:
-        (job.staging / f".writing-{job.part}").touch()
+    if job.share.part is not None:
+        (job.staging / f".writing-{job.share.part}").touch()
 
 
 class Wait:
@@ -175,10 +207,10 @@ def write(job: Job, wait: Wait | None = None) -> Manifest | None:
         OSError: the disk is full or failed; the former checkpoint is intact.
         CheckpointError: another rank could not write its part.
     """
-    plan = plan_files(job.tensors, job.num_parts)
-    if job.part is not None:
-        _write_part(job, plan[job.part])
-    if not job.leads:
+    plan = plan_files(job.content.tensors, job.share.num_parts)
+    if job.share.part is not None:
+        _write_part(job, plan[job.share.part])
+    if not job.share.leads:
         return None
     with (wait or Wait()).collecting():
         files = _collect(job)
@@ -192,8 +224,8 @@ def write(job: Job, wait: Wait | None = None) -> Manifest | None:
     except (OSError, ValueError) as error:
         log.warning_once("%s is saved, but the file 'latest' beside it could not be written: %s", job.final, error)
     try:
-        if job.keep is not None:
-            folders.rotate(job.final.parent, job.keep, job.protected, job.about.get("run"))
+        if not job.share.is_own_disk:  # else that waits until every machine has committed
+            job.rotate()
     except OSError as error:
         log.warning_once("%s is saved, but older checkpoints could not be looked through: %s", job.final, error)
     notify(
@@ -207,11 +239,11 @@ def write(job: Job, wait: Wait | None = None) -> Manifest | None:
 
 
 def _write_part(job: Job, files: Mapping[str, Sequence[str]]) -> None:
-    working, done = job.staging / f".writing-{job.part}", job.staging / f".written-{job.part}"
+    working, done = job.staging / f".writing-{job.share.part}", job.staging / f".written-{job.share.part}"
     try:
         written = []
         for file, names in files.items():
-            tensors = [(name, job.tensors[name]) for name in names]
+            tensors = [(name, job.content.tensors[name]) for name in names]
             written.append(write_shard(job.staging / file, tensors))
             prove_shard(job.staging / file, tensors)
         working.write_text(json.dumps([[w.name, w.num_bytes, w.digests] for w in written]))
@@ -224,22 +256,22 @@ def _write_part(job: Job, files: Mapping[str, Sequence[str]]) -> None:
 
 def _collect(job: Job) -> dict[str, Written]:
     files: dict[str, Written] = {}
-    deadline = time.monotonic() + job.timeout
-    for part in range(job.num_parts):
+    deadline = time.monotonic() + job.policy.timeout
+    for part in range(job.share.num_parts):
         done, working = job.staging / f".written-{part}", job.staging / f".writing-{part}"
         while not done.exists():
             if not working.exists() and not done.exists():
                 raise CheckpointError(
-                    f"part {part} of {job.num_parts} of {job.final} could not be written; its rank says why"
+                    f"part {part} of {job.share.num_parts} of {job.final} could not be written; its rank says why"
                 )
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"part {part} of {job.num_parts} of {job.final} was not written in {job.timeout:g} s"
+                    f"part {part} of {job.share.num_parts} of {job.final} was not written in {job.policy.timeout:g} s"
                 )
             time.sleep(_POLL)
         for name, num_bytes, digests in json.loads(done.read_text()):
             files[name] = Written(name, num_bytes, tuple(digests))
-    for part in range(job.num_parts):
+    for part in range(job.share.num_parts):
         (job.staging / f".written-{part}").unlink()
     return files
 
@@ -260,12 +292,13 @@ def _assemble(job: Job, plan: Sequence[Mapping[str, Sequence[str]]], files: Mapp
     place = {name: file for part in plan for file, names in part.items() for name in names}
     tensors = {
         name: Entry(
-            tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
             (Chunk((0,) * tensor.ndim, tuple(tensor.shape), place[name], name),),
         )
-        for name, tensor in job.tensors.items()
-    }  # fmt: skip
-    return Manifest(tensors, dict(sorted(files.items())), job.aliases, job.state, job.about)
+        for name, tensor in job.content.tensors.items()
+    }
+    return Manifest(tensors, dict(sorted(files.items())), job.content.aliases, job.content.state, job.about)
 
 
 def _prove(manifest: Manifest) -> None:
@@ -285,7 +318,7 @@ def _prove(manifest: Manifest) -> None:
 
 def abandon(job: Job) -> None:
     """Remove the staging folder of a save that failed; what another rank still puts there is swept by the next save."""
-    if job.leads and "\0" not in str(job.staging):
+    if job.share.leads and "\0" not in str(job.staging):
         shutil.rmtree(job.staging, ignore_errors=True)
 
 

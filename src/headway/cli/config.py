@@ -129,20 +129,35 @@ _PRECISION = GroupedOption(["--mixed_precision"], metavar="no|bf16|fp16", help=S
 _JSON = GroupedOption(["--json", "as_json"], is_flag=True, help="Print JSON.")
 
 _SUBCOMMANDS = [
-    GroupedCommand("default", callback=_default, params=[_file_option(), _PRECISION, _force_option()],
-                   short_help="Write a file without asking.",
-                   help="Write a file that leaves everything to detection."),
-    GroupedCommand("update", callback=_update, params=[_file_option()],
-                   short_help="Bring a file up to date.",
-                   help="Bring a file up to date: take out what has no meaning any more, and say so."),
-    GroupedCommand("show", callback=_show, params=[_file_option(), _JSON],
-                   short_help="Print settings with their origin.",
-                   help="Print every setting, its value and where that was decided."),
-    GroupedCommand("import", callback=_import, params=[click.Argument(["foreign"], metavar="FILE"), _file_option(),
-                                                       _force_option()],
-                   short_help="Translate a file of Accelerate's.",
-                   help="Translate a config file of Accelerate's, and report what each key became."),
-]  # fmt: skip
+    GroupedCommand(
+        "default",
+        callback=_default,
+        params=[_file_option(), _PRECISION, _force_option()],
+        short_help="Write a file without asking.",
+        help="Write a file that leaves everything to detection.",
+    ),
+    GroupedCommand(
+        "update",
+        callback=_update,
+        params=[_file_option()],
+        short_help="Bring a file up to date.",
+        help="Bring a file up to date: take out what has no meaning any more, and say so.",
+    ),
+    GroupedCommand(
+        "show",
+        callback=_show,
+        params=[_file_option(), _JSON],
+        short_help="Print settings with their origin.",
+        help="Print every setting, its value and where that was decided.",
+    ),
+    GroupedCommand(
+        "import",
+        callback=_import,
+        params=[click.Argument(["foreign"], metavar="FILE"), _file_option(), _force_option()],
+        short_help="Translate Accelerate's config file.",
+        help="Translate a config file of Accelerate's, and report what each key became.",
+    ),
+]
 
 
 class ConfigGroup(click.Group):
@@ -170,12 +185,15 @@ command = ConfigGroup(
     invoke_without_command=True,
     params=[_file_option()],
     commands={str(subcommand.name): subcommand for subcommand in _SUBCOMMANDS},
-    help="Ask what this machine leaves open, write the config file, print its path. A subcommand asks nothing.",
-    epilog=examples([
-        "headway config                              ask and write",
-        "headway config default --mixed_precision bf16",
-        "headway config show                         every setting with its origin",
-        "headway config import accelerate.yaml       translate a file of Accelerate's",
-    ]),
+    help="Ask for the settings that this machine does not decide, write the config file, and print its path. Subcommands ask "
+    "nothing.",
+    epilog=examples(
+        [
+            "headway config                              ask and write",
+            "headway config default --mixed_precision bf16",
+            "headway config show                         every setting with its origin",
+            "headway config import accelerate.yaml       translate Accelerate's file",
+        ]
+    ),
     context_settings={"token_normalize_func": underscored, "help_option_names": ["-h", "--help"]},
-)  # fmt: skip
+)

@@ -1,4 +1,4 @@
-"""`headway doctor`: look at this machine, then let the processes of a run meet, measure the way between them, and advise."""
+"""`headway doctor`: look at this machine, then let the processes of a run meet, measure the links between them, and advise."""
 
 from typing import Any
 
@@ -17,17 +17,20 @@ measure an all-reduce. Each finding comes with what to do. Exits 0 where nothing
 command as to `headway launch`; under SLURM, `srun headway doctor`.
 """
 
-_EPILOG = examples([
-    "headway doctor                          this machine",
-    "headway doctor -n 8                     and the way between 8 of its processes",
-    "headway doctor --here                   this machine only, nothing is started",
-    "srun -N 4 headway doctor                four machines of a SLURM cluster",
-])  # fmt: skip
+_EPILOG = examples(
+    [
+        "headway doctor                          this machine",
+        "headway doctor -n 8                     and the links between 8 of its processes",
+        "headway doctor --here                   this machine only, nothing is started",
+        "srun -N 4 headway doctor                four machines of a SLURM cluster",
+    ]
+)
 
 
 def _doctor(config_file: str | None, here: bool, **given: Any) -> None:
     # Imported here so that the help does not wait for it.
-    from headway.launch import clusters, doctor
+    from headway.checks import doctor
+    from headway.launch import clusters
 
     environment = env.snapshot()
     cluster = clusters.detect(environment)
@@ -42,16 +45,18 @@ def _doctor(config_file: str | None, here: bool, **given: Any) -> None:
     if not _starts_several(resolved, environment):
         given = {**given, "num_processes": 2, "cpu": True}
     more = {"module": True, "no_python": None, "quiet": True}
-    start("headway.fabric", ("--bad", str(num_bad)), config_file, False, False, **{**given, **more})
+    start("headway.checks.fabric", ("--bad", str(num_bad)), config_file, False, False, **{**given, **more})
 
 
 def _run(resolved: Resolved) -> Any:
-    from headway.launch.doctor import Run
+    from headway.checks.doctor import Run
 
     return Run(
-        resolved.get("num_machines", 1), resolved.get("machine_rank", 0),
-        resolved.get("main_process_ip"), resolved.get("main_process_port"),
-    )  # fmt: skip
+        resolved.get("num_machines", 1),
+        resolved.get("machine_rank", 0),
+        resolved.get("main_process_ip"),
+        resolved.get("main_process_port"),
+    )
 
 
 def _starts_several(resolved: Resolved, environment: dict[str, str]) -> bool:
@@ -66,10 +71,14 @@ def _parameters() -> list[click.Parameter]:
     left_out = ("module", "no_python", "quiet", "log_dir", "tee", "max_restarts", "role", "monitor_interval")
     return [
         *(option for option in setting_options() if option.name not in left_out),
-        GroupedOption(["--config_file"], metavar="PATH", group="Configuration",
-                      help="Config file.  [default: the one that `headway config` writes]"),
+        GroupedOption(
+            ["--config_file"],
+            metavar="PATH",
+            group="Configuration",
+            help="Config file.  [default: the one that `headway config` writes]",
+        ),
         GroupedOption(["--here"], is_flag=True, group="Configuration", help="Look at this machine and start nothing."),
-    ]  # fmt: skip
+    ]
 
 
 command = GroupedCommand("doctor", callback=_doctor, params=_parameters(), help=_ABOUT, epilog=_EPILOG)

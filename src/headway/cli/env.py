@@ -77,5 +77,5 @@ command = GroupedCommand(
     "env",
     callback=_env,
     params=[GroupedOption(["--json", "as_json"], is_flag=True, help="Print JSON.")],
-    help="Print versions, hardware and configuration. Nothing is imported that is not Headway's own.",
+    help="Print versions, hardware and configuration. Only Headway's own code is imported.",
 )

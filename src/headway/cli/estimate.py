@@ -15,11 +15,13 @@ FOLDER is on this machine and holds a transformers `config.json`, with or withou
 rate is a ceiling: bandwidth, measured here in about two seconds, over the bytes that each token has to read.
 """
 
-_EPILOG = examples([
-    "headway estimate llama/                        the sizes, the placement, the ceiling",
-    "headway estimate llama/ --dtype int4           placed as int4",
-    "headway estimate llama/ --num_tokens 4096      with room for 4096 tokens and their cache",
-])  # fmt: skip
+_EPILOG = examples(
+    [
+        "headway estimate llama/                        the sizes, the placement, the ceiling",
+        "headway estimate llama/ --dtype int4           placed as int4",
+        "headway estimate llama/ --num_tokens 4096      with room for 4096 tokens and their cache",
+    ]
+)
 
 _WORTH_SAYING = 1024
 """Bytes for each sample below which a cache's fixed part is bookkeeping, not a state."""
@@ -32,8 +34,8 @@ def _estimate(folder: Path, inference: bool, dtype: str | None, batch_size: int 
     if batch_size is not None and num_tokens is None:
         raise ConfigError(f"--batch_size {batch_size} needs --num_tokens, the tokens of each sample")
     # Imported here so that the help does not wait for torch.
-    from headway.bigmodel import estimate
-    from headway.bigmodel.workload import Workload
+    from headway.placement import estimate
+    from headway.placement.workload import Workload
 
     model = estimate.skeleton_from(folder)
     stored = estimate.stored_weights(folder)
@@ -44,11 +46,15 @@ def _estimate(folder: Path, inference: bool, dtype: str | None, batch_size: int 
     bandwidths = estimate.Bandwidths(stored.files if stored is not None else [])
     unit = "tokens/s" if estimate.generates(model) else "forwards/s"
     for line in (
-        *_head(model, stored), "", *_table(sizings, bandwidths, unit, batch_size or 1), "",
+        *_head(model, stored),
+        "",
+        *_table(sizings, bandwidths, unit, batch_size or 1),
+        "",
         *_placement(sizings[names.index(chosen)], unit),
-        *_generation(model, chosen, workload, unit), "",
+        *_generation(model, chosen, workload, unit),
+        "",
         *_ceiling(model, stored, bandwidths, unit),
-    ):  # fmt: skip
+    ):
         click.echo(line)
 
 
@@ -66,17 +72,22 @@ def _head(model: Any, stored: Any) -> list[str]:
 
 
 def _table(sizings: list[Any], bandwidths: Any, unit: str, batch_size: int) -> list[str]:
-    from headway.bigmodel.estimate import ceiling
+    from headway.placement.estimate import ceiling
 
     rows = [["dtype", "weights", "largest layer", "lies on", "at most"]]
     for sizing in sizings:
         rate = ceiling(sizing, bandwidths)
         per_forward = batch_size if unit == "tokens/s" else 1
         places = ", ".join(f"{device} {format_bytes(size)}" for device, size in sizing.places().items())
-        rows.append([
-            sizing.dtype, format_bytes(sizing.num_bytes), f"{format_bytes(sizing.largest)} {sizing.largest_name}",
-            places or "does not fit", "-" if rate is None else f"{format_number(rate * per_forward)} {unit}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                sizing.dtype,
+                format_bytes(sizing.num_bytes),
+                f"{format_bytes(sizing.largest)} {sizing.largest_name}",
+                places or "does not fit",
+                "-" if rate is None else f"{format_number(rate * per_forward)} {unit}",
+            ]
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
 
@@ -94,7 +105,7 @@ def _placement(sizing: Any, unit: str) -> list[str]:
 
 def _generation(model: Any, dtype: str, workload: Any, unit: str) -> list[str]:
     """What generating needs beside the weights: the cache, which grows, and the logits, which come and go."""
-    from headway.bigmodel.estimate import generation
+    from headway.placement.estimate import generation
 
     found = generation(model, dtype, workload) if unit == "tokens/s" else None
     if found is None:
@@ -115,7 +126,7 @@ def _generation(model: Any, dtype: str, workload: Any, unit: str) -> list[str]:
 
 
 def _ceiling(model: Any, stored: Any, bandwidths: Any, unit: str) -> list[str]:
-    from headway.bigmodel.estimate import expert_share
+    from headway.placement.estimate import expert_share
 
     disk, lines = bandwidths.disk(), []
     found = [f"{name} {format_bytes(rate)}/s" for name, rate in bandwidths.known.items() if rate is not None]
@@ -142,13 +153,28 @@ command = GroupedCommand(
     params=[
         click.Argument(["folder"], metavar="FOLDER", type=click.Path(path_type=Path)),
         GroupedOption(["--inference"], group="What", is_flag=True, hidden=True, help="The default: running the model."),
-        GroupedOption(["--dtype"], group="What", type=click.Choice(_DTYPES), metavar="|".join(_DTYPES),
-                      help="Place the model in this dtype.  [default: what the config says]"),
-        GroupedOption(["--num_tokens"], metavar="N", group="Workload", type=click.IntRange(min=1),
-                      help="Include the cache and activations of this many tokens per sample."),
-        GroupedOption(["--batch_size"], metavar="N", group="Workload", type=click.IntRange(min=1),
-                      help="Samples at once, with --num_tokens.  [default: 1]"),
+        GroupedOption(
+            ["--dtype"],
+            group="What",
+            type=click.Choice(_DTYPES),
+            metavar="|".join(_DTYPES),
+            help="Place the model in this dtype.  [default: what the config says]",
+        ),
+        GroupedOption(
+            ["--num_tokens"],
+            metavar="N",
+            group="Workload",
+            type=click.IntRange(min=1),
+            help="Include the cache and activations of this many tokens per sample.",
+        ),
+        GroupedOption(
+            ["--batch_size"],
+            metavar="N",
+            group="Workload",
+            type=click.IntRange(min=1),
+            help="Samples at once, with --num_tokens.  [default: 1]",
+        ),
     ],
     help=_ABOUT,
     epilog=_EPILOG,
-)  # fmt: skip
+)

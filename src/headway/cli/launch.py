@@ -18,15 +18,17 @@ variables, variables over the config file. One process is a plain `python SCRIPT
 agent, and the first failure ends them all.
 """
 
-_EPILOG = examples([
-    "headway launch train.py --lr 3e-4              every accelerator, or one CPU process",
-    "headway launch -n 2 --cpu train.py             two processes on the CPU",
-    "headway launch --gpu_ids 0,3 train.py          two of this machine's GPUs",
-    "headway launch -n 4 -m my_package.train        a module",
-    "headway launch -n 8 --dry-run train.py         print the command, start nothing",
-    "headway launch -n 16 --num_machines 2 --machine_rank 0 \\",
-    "    --main_process_ip 10.0.0.1 --main_process_port 29400 train.py",
-])  # fmt: skip
+_EPILOG = examples(
+    [
+        "headway launch train.py --lr 3e-4              every accelerator, or one CPU process",
+        "headway launch -n 2 --cpu train.py             two processes on the CPU",
+        "headway launch --gpu_ids 0,3 train.py          two of this machine's GPUs",
+        "headway launch -n 4 -m my_package.train        a module",
+        "headway launch -n 8 --dry-run train.py         print the command, start nothing",
+        "headway launch -n 16 --num_machines 2 --machine_rank 0 \\",
+        "    --main_process_ip 10.0.0.1 --main_process_port 29400 train.py",
+    ]
+)
 
 
 _RAW = f"{__name__}.raw"
@@ -49,8 +51,15 @@ def _launch(**given: Any) -> None:
     start(**given, warning=warning(ctx, ctx.meta[_RAW]))
 
 
-def start(script: str, script_args: tuple[str, ...], config_file: str | None, dry_run: bool, force: bool,
-            warning: str = "", **given: Any) -> None:  # fmt: skip
+def start(
+    script: str,
+    script_args: tuple[str, ...],
+    config_file: str | None,
+    dry_run: bool,
+    force: bool,
+    warning: str = "",
+    **given: Any,
+) -> None:
     """Start `script` as the settings say; the process is replaced, or what would be started is printed.
 
     Args:
@@ -68,7 +77,7 @@ def start(script: str, script_args: tuple[str, ...], config_file: str | None, dr
     here = machine.look(environment)
     if cluster is None and resolved.get("num_machines", 1) > 1 and not resolved.config.is_set("machine_rank"):
         address = network.name_for_others(here.hostname)
-        commands = plan.commands_per_machine(resolved, program, address, run.free_port())
+        commands = plan.commands_per_machine(resolved, program, address, network.free_port())
         _name_the_commands(commands, resolved.get("num_machines", 1))
     planned = plan.make(resolved, program, here, environment, cluster)
     if warning and planned.banner:
@@ -91,8 +100,13 @@ def _name_the_commands(commands: list[str], num_machines: int) -> NoReturn:
     click.get_current_context().exit(2)
 
 
-def settings(given: dict[str, Any], config_file: str | None, force: bool, environment: dict[str, str],
-             detected: Mapping[str, Value]) -> Resolved:  # fmt: skip
+def settings(
+    given: dict[str, Any],
+    config_file: str | None,
+    force: bool,
+    environment: dict[str, str],
+    detected: Mapping[str, Value],
+) -> Resolved:
     """All layers of a launch, put together.
 
     Args:
@@ -119,15 +133,27 @@ def _kind(resolved: Resolved) -> str:
 def _parameters() -> list[click.Parameter]:
     return [
         *setting_options(),
-        GroupedOption(["--config_file"], metavar="PATH", group="Configuration",
-                      help="Config file.  [default: the one that `headway config` writes]"),
-        GroupedOption(["--dry_run"], is_flag=True, group="Configuration",
-                      help="Print the exact command and environment, and start nothing."),
-        GroupedOption(["--force"], is_flag=True, group="Configuration",
-                      help="Let the command line win where the script says something else."),
+        GroupedOption(
+            ["--config_file"],
+            metavar="PATH",
+            group="Configuration",
+            help="Config file.  [default: the one that `headway config` writes]",
+        ),
+        GroupedOption(
+            ["--dry_run"],
+            is_flag=True,
+            group="Configuration",
+            help="Print the exact command and environment, and start nothing.",
+        ),
+        GroupedOption(
+            ["--force"],
+            is_flag=True,
+            group="Configuration",
+            help="Let the command line win where the script says something else.",
+        ),
         click.Argument(["script"], metavar="SCRIPT"),
         click.Argument(["script_args"], metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED),
-    ]  # fmt: skip
+    ]
 
 
 command = LaunchCommand(

@@ -20,7 +20,6 @@ _COMMANDS = {
     "estimate": ("headway.cli.estimate", "Say what running a model takes, and how fast it can be here."),
     "doctor": ("headway.cli.doctor", "Look for what keeps a run from starting, or slows it down."),
     "report": ("headway.cli.report", "Draw runs on one page: loss, speed, memory, what happened."),
-    "batch-sizes": ("headway.cli.batch_sizes", "Print or forget the batch sizes found for this machine."),
     "env": ("headway.cli.env", "Print versions, hardware and configuration, for bug reports."),
 }
 

@@ -17,15 +17,25 @@ from headway.untrusted import printable
     params=[
         click.Argument(["checkpoint"], type=click.Path(path_type=Path)),
         click.Argument(["output"], type=click.Path(path_type=Path)),
-        GroupedOption(["--model"], group="Output", type=int, default=0, show_default=True,
-                      help="Which of several prepared models."),
-        GroupedOption(["--max_shard_size"], group="Output", default="10GB", show_default=True,
-                      help="Cut into files of at most this size."),
-        GroupedOption(["--overwrite"], group="Output", is_flag=True,
-                      help="Replace weights that OUTPUT already holds."),
+        GroupedOption(
+            ["--model"],
+            group="Output",
+            type=int,
+            default=0,
+            show_default=True,
+            help="Which of several prepared models.",
+        ),
+        GroupedOption(
+            ["--max_shard_size"],
+            group="Output",
+            default="10GB",
+            show_default=True,
+            help="Cut into files of at most this size.",
+        ),
+        GroupedOption(["--overwrite"], group="Output", is_flag=True, help="Replace weights that OUTPUT already holds."),
     ],
     help="Write the weights in CHECKPOINT to the folder OUTPUT as model.safetensors, or as shards with an index.",
-)  # fmt: skip
+)
 def command(checkpoint: Path, output: Path, model: int, max_shard_size: str, overwrite: bool) -> None:
     """Verify the checkpoint, then write its weights."""
     manifest = read_manifest(checkpoint)
@@ -35,16 +45,14 @@ def command(checkpoint: Path, output: Path, model: int, max_shard_size: str, ove
         numbers = {name.split("/")[1] for name in manifest.tensors if name.startswith("model/")}
         present = sorted(numbers, key=lambda number: (len(number), number))
         raise ConfigError(f"--model {model}: {checkpoint} holds the models {printable(', '.join(present)) or 'none'}")
-    from safetensors import SafetensorError
-
     from headway.checkpoint.layout import read_tensors, verify
-    from headway.checkpoint.weights import save_weights
+    from headway.weights.export import save_weights
 
     verify(checkpoint, manifest)
     named = ((name[len(prefix) :], tensor) for name, tensor in read_tensors(checkpoint, manifest, prefix))
     try:
         paths = save_weights(named, output, max_shard_size)
-    except (OSError, SafetensorError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:
         raise CheckpointError(f"the weights cannot be written to {output}: {error}") from error
     for path in paths:
         click.echo(path)

@@ -37,7 +37,7 @@ class _Found:
 def warning(ctx: click.Context, raw: Sequence[str]) -> str:
     """What to say of launch flags after the script; nothing where there is none, or where it is clearly meant.
 
-    It is clearly meant where the launcher got the flag as well, where `--` stands before the script or before the flag,
+    It is clearly meant where the launcher got the flag as well, where `--` comes before the script or before the flag,
     where the value cannot be one of the launcher's, and where the script's own text names the flag as one of its.
 
     Args:
@@ -61,11 +61,13 @@ def warning(ctx: click.Context, raw: Sequence[str]) -> str:
     which = ", ".join(" ".join(one.words) for one in found)
     they = "them" if len(found) > 1 else "it"
     begin, name = ["headway", "launch", *flags], Path(script).name
-    return "\n".join([
-        f"headway: warning: {which} after {name}: {name} gets {they}, and the launcher does not",
-        f"  meant for the launcher?  {shlex.join([*begin, *moved, script, *rest])}",
-        f"  meant for the script?    {shlex.join([*begin, '--', script, *args])}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"headway: warning: {which} after {name}: {name} gets {they}, and the launcher does not",
+            f"  meant for the launcher?  {shlex.join([*begin, *moved, script, *rest])}",
+            f"  meant for the script?    {shlex.join([*begin, '--', script, *args])}",
+        ]
+    )
 
 
 def _search(ctx: click.Context, args: Sequence[str]) -> Iterator[_Found]:

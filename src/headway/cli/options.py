@@ -17,7 +17,7 @@ def underscored(token: str) -> str:
 
 
 class GroupedOption(click.Option):
-    """An option that stands under a heading of the help page."""
+    """An option that is listed under a heading of the help page."""
 
     def __init__(self, *args: Any, group: str = "Options", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -13,11 +13,13 @@ The page is a single HTML file that needs no network: loss, learning rate, gradi
 errors, restarts and checkpoints marked. Several runs are laid over each other, and their settings compared.
 """
 
-_EPILOG = examples([
-    "headway report runs/digits                       writes runs/digits/report.html",
-    "headway report runs/a runs/b --out compare.html  two runs on one page",
-    "headway report runs/digits --png pictures        and each chart as a PNG",
-])  # fmt: skip
+_EPILOG = examples(
+    [
+        "headway report runs/digits                       writes runs/digits/report.html",
+        "headway report runs/a runs/b --out compare.html  two runs on one page",
+        "headway report runs/digits --png pictures        and each chart as a PNG",
+    ]
+)
 
 
 @click.command(
@@ -25,14 +27,24 @@ _EPILOG = examples([
     cls=GroupedCommand,
     params=[
         click.Argument(["run"], type=click.Path(path_type=Path), nargs=-1, required=True),
-        GroupedOption(["--out"], group="Output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-                      help="The page.  [default: report.html beside the first run's log]"),
-        GroupedOption(["--png"], group="Output", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
-                      help="Write each chart as a PNG, too; needs headway[plots]."),
+        GroupedOption(
+            ["--out"],
+            group="Output",
+            type=click.Path(path_type=Path, dir_okay=False),
+            metavar="FILE",
+            help="The page.  [default: report.html beside the first run's log]",
+        ),
+        GroupedOption(
+            ["--png"],
+            group="Output",
+            type=click.Path(path_type=Path, file_okay=False),
+            metavar="FOLDER",
+            help="Write each chart as a PNG, too; needs headway[plots].",
+        ),
     ],
     help=_ABOUT,
     epilog=_EPILOG,
-)  # fmt: skip
+)
 def command(run: tuple[Path, ...], out: Path | None, png: Path | None) -> None:
     """Read the runs, then write the page and the pictures."""
     # Imported here so that the help does not wait for it.

@@ -1,10 +1,10 @@
 """What the Accelerator's arguments mean together: windows, loading, project folders, and where they were written."""
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from headway.callsite import call_site
 from headway.config.load import UNSET, run_setting
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from headway.errors import ConfigError
@@ -12,14 +12,12 @@ from headway.errors import ConfigError
 
 def caller() -> str:
     """`file:line` of the code that builds the Accelerator, for errors about its arguments."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("headway."):
-        frame = frame.f_back
-    return "code" if frame is None else f"Accelerator(...) at {frame.f_code.co_filename}:{frame.f_lineno}"
+    return f"Accelerator(...) at {call_site()}"
 
 
-def windows(steps: int | None, plugin: GradientAccumulationPlugin | None, global_batch_size: int | None,
-            origin: str) -> GradientAccumulationPlugin:  # fmt: skip
+def windows(
+    steps: int | None, plugin: GradientAccumulationPlugin | None, global_batch_size: int | None, origin: str
+) -> GradientAccumulationPlugin:
     """How micro-batches form an update, from the three arguments that say so."""
     _check_kind("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
     if plugin is not None and steps is not None:
@@ -79,5 +77,7 @@ def _check_kind(name: str, given: object, kind: type) -> None:
     shown = f"{kind.__name__}(...)"
     if isinstance(given, Mapping) and all(isinstance(key, str) for key in given):
         shown = f"{kind.__name__}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
-    raise ConfigError(f"{name} is of type {type(given).__module__}.{type(given).__qualname__}; ".replace("builtins.", "")
-                      + f"give {name}={shown}, with {kind.__name__} from headway")  # fmt: skip
+    raise ConfigError(
+        f"{name} is of type {type(given).__module__}.{type(given).__qualname__}; ".replace("builtins.", "")
+        + f"give {name}={shown}, with {kind.__name__} from headway"
+    )

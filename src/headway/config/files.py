@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from headway import atomic
 from headway.config.launch import SETTINGS, LaunchConfig
 from headway.config.load import Value
 from headway.config.retired import advice
@@ -167,8 +168,6 @@ def write(config: LaunchConfig, path: Path) -> None:
     """Write `config` to `path`; a reader sees the old file or the new one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(dump(config))
-        scratch.replace(path)
+        atomic.write_text(path, dump(config))
     except OSError as error:
         raise ConfigError(f"the config file {path} cannot be written: {error.strerror or error}") from error

@@ -28,8 +28,15 @@ COMMAND_LINE = "command line"
 VERSION = 1
 
 # Variables of Headway that are not settings of a launch.
-_OTHER_VARIABLES = ("HEADWAY_RUN", "HEADWAY_HOME", "HEADWAY_DEVICE", "HEADWAY_LOG_LEVEL", "HEADWAY_CONFIG_FILE",
-                    "HEADWAY_CONTROL", "HEADWAY_PULSE")  # fmt: skip
+_OTHER_VARIABLES = (
+    "HEADWAY_RUN",
+    "HEADWAY_HOME",
+    "HEADWAY_DEVICE",
+    "HEADWAY_LOG_LEVEL",
+    "HEADWAY_CONFIG_FILE",
+    "HEADWAY_CONTROL",
+    "HEADWAY_PULSE",
+)
 
 
 @dataclass(frozen=True)
@@ -161,8 +168,14 @@ def asked_num_processes() -> range | None:
     return range(int(content.get("min_processes", most)), most + 1)
 
 
-def run_setting(name: str, code_value: Any, default: Any, *, code_origin: str | None = None,
-                parse: Callable[[str], Any] | None = None) -> tuple[Any, str]:  # fmt: skip
+def run_setting(
+    name: str,
+    code_value: Any,
+    default: Any,
+    *,
+    code_origin: str | None = None,
+    parse: Callable[[str], Any] | None = None,
+) -> tuple[Any, str]:
     """Decide one setting of a run, on the worker's side.
 
     Args:

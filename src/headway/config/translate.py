@@ -12,12 +12,29 @@ from headway.errors import ConfigError
 
 _RENAMED = {"use_cpu": "cpu"}
 _SAME = (
-    "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids",
-    "mixed_precision", "rdzv_backend", "enable_cpu_affinity", "debug", "gradient_accumulation_steps",
-)  # fmt: skip
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "gpu_ids",
+    "mixed_precision",
+    "rdzv_backend",
+    "enable_cpu_affinity",
+    "debug",
+    "gradient_accumulation_steps",
+)
 # Sections whose every line would mean something that this version does not do.
-_SECTIONS = ("fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config", "fp8_config",
-             "dynamo_config", "mpirun_config", "ipex_config")  # fmt: skip
+_SECTIONS = (
+    "fsdp_config",
+    "deepspeed_config",
+    "megatron_lm_config",
+    "parallelism_config",
+    "fp8_config",
+    "dynamo_config",
+    "mpirun_config",
+    "ipex_config",
+)
 _TYPES = {
     "NO": "one process, or as many as num_processes says",
     "MULTI_GPU": "one process per accelerator is what a launch does by itself",
@@ -135,7 +152,7 @@ def _translate_value(made: Translation, key: str, value: Any, origin: str) -> No
 
 
 def _translate_unknown(made: Translation, key: str, value: Any, text: str) -> None:
-    # `main` is what the peer writes there for everybody.
+    # `main` is what Accelerate writes there for everybody.
     if value in _NOTHING or (key, value) == ("main_training_function", "main") or key == "same_network":
         made.drop(key, "off" if value in _NOTHING else "it changes nothing here")
     else:

@@ -35,7 +35,7 @@ def from_text(setting: Setting, text: str, origin: str) -> Any:
         origin: where, for the error.
 
     Raises:
-        ConfigError: the text is no such value; the message has the setting, the text, the origin and what is allowed.
+        ConfigError: the text is not such a value; the message has the setting, the text, the origin and what is allowed.
     """
     if setting.kind == "text":
         return _checked(setting, text, origin)

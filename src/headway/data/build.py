@@ -7,11 +7,12 @@ from warnings import warn
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 
+from headway.collectives.door import Collectives
 from headway.config.run import DataLoaderConfiguration
 from headway.data.dispatch import DispatchFeed
 from headway.data.draws import BaseSeed, LoaderStream
 from headway.data.feed import Feed
-from headway.data.loader import PreparedLoader
+from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.mapped import MappedFeed
 from headway.data.order import DrawnOrder, Order, PureOrder, SamplerOrder, is_plain_shuffling
 from headway.data.randomness import Agree
@@ -19,7 +20,6 @@ from headway.data.shard import BatchSplit, SampleSplit, Shard
 from headway.data.sharded import Agreement, is_shardable
 from headway.data.stream import OwnShards, StreamFeed
 from headway.errors import DataError, HeadwayWarning
-from headway.ops.collectives import Collectives
 from headway.optional import require
 
 
@@ -30,7 +30,7 @@ def prepare_loader(
     config: DataLoaderConfiguration,
     device: torch.device | None,
     collectives: Collectives | None,
-    active: list[PreparedLoader],
+    events: LoaderEvents,
     seed: int,
     rng_types: Sequence[str] | None = ("generator",),
     stream: LoaderStream | None = None,
@@ -43,7 +43,7 @@ def prepare_loader(
         config: how to split, pad and move.
         device: where batches go; None: left where they are.
         collectives: the ranks that share the data, in the order of their shards; None: this process alone.
-        active: the list that a loader in iteration enters.
+        events: of the run's loaders.
         seed: of the order, the same on all ranks.
         rng_types: with "generator", samplers' own generators get rank 0's state at the start of each epoch.
         stream: what the run's loaders draw from; None: torch's global stream.
@@ -55,19 +55,31 @@ def prepare_loader(
         return loader
     _check(loader, shard, config)
     recipe = _Recipe(
-        loader, shard, config, collectives if shard.count > 1 else None, seed, "generator" in (rng_types or ()),
+        loader,
+        shard,
+        config,
+        collectives if shard.count > 1 else None,
+        seed,
+        "generator" in (rng_types or ()),
         stream or LoaderStream(),
-    )  # fmt: skip
+    )
     feed = recipe.feed()
-    return PreparedLoader(loader, feed, shard, device, config.non_blocking, active, _listeners(loader, feed))
+    return PreparedLoader(loader, feed, shard, device, config.non_blocking, events, _listeners(loader, feed))
 
 
 class _Recipe:
     """The choices that lead from a loader and a configuration to a feed."""
 
-    def __init__(self, loader: DataLoader[Any], shard: Shard, config: DataLoaderConfiguration,
-                 collectives: Collectives | None, seed: int, is_synchronised: bool,
-                 stream: LoaderStream) -> None:  # fmt: skip
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        shard: Shard,
+        config: DataLoaderConfiguration,
+        collectives: Collectives | None,
+        seed: int,
+        is_synchronised: bool,
+        stream: LoaderStream,
+    ) -> None:
         self.loader = loader
         self.shard = shard
         self.config = config
@@ -110,8 +122,9 @@ class _Recipe:
             drops_last = getattr(batch_sampler, "drop_last", False) is True
             order = self._order(batch_sampler)
             split = BatchSplit(self.shard.count, self.config.split_batches, drops_last, self.is_even, full)
-        return MappedFeed(self.loader, order, split, self.ranks, self.seed, self.collectives, self.base_seed,
-                          self.config.is_seedable)  # fmt: skip
+        return MappedFeed(
+            self.loader, order, split, self.ranks, self.seed, self.collectives, self.base_seed, self.config.is_seedable
+        )
 
     def _order(self, sampler: Any) -> Order:
         is_seedable = self.config.is_seedable
@@ -119,7 +132,7 @@ class _Recipe:
         if pure is not None:
             return pure
         if is_plain_shuffling(sampler):
-            return DrawnOrder(sampler, self.seed, self.stream, self._agree)
+            return DrawnOrder(sampler, self.stream, self._agree)
         return SamplerOrder(sampler, self.seed, is_seedable, self.stream, self._agree, self.is_synchronised)
 
     @property
@@ -204,8 +217,9 @@ def _check(loader: DataLoader[Any], shard: Shard, config: DataLoaderConfiguratio
         warn(
             "non_blocking=True on a DataLoader with pin_memory=False: copies from pageable memory wait anyway. "
             "Pass pin_memory=True to the DataLoader, or leave non_blocking out",
-            HeadwayWarning, stacklevel=4,
-        )  # fmt: skip
+            HeadwayWarning,
+            stacklevel=4,
+        )
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             raise DataError(

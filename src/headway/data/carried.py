@@ -10,6 +10,7 @@ batch n + j was.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from headway.data.feed import State
 from headway.data.randomness import read_text, write_text
 
 
@@ -32,7 +33,7 @@ class CarryingCollate:
         self.collate_fn = collate_fn
         self._last: str | None = None
 
-    def __call__(self, samples: Any) -> Carried:
+    def __call__(self, samples: object) -> Carried:
         """Collate, then look at the streams."""
         batch = self.collate_fn(samples)
         streams = read_text()
@@ -53,7 +54,7 @@ class Continued:
         self.index = index
         self.streams = streams
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _arrive, (self.index, self.streams)
 
 
@@ -107,19 +108,19 @@ class WorkerStreams:
         self._num_batches += 1
         return carried.batch
 
-    def state(self, is_running: bool) -> dict[str, Any]:
+    def state(self, is_running: bool) -> State:
         """The workers' streams and the batches so far; between two passes only of persistent ones."""
         if not (is_running or self._is_persistent):
             return {}
         return {"workers": {"streams": list(self._streams), "num_batches": self._num_batches}}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: State) -> None:
         """Go on from them, where as many workers read."""
         told = state.get("workers", {"streams": (), "num_batches": 0})
         fits = len(told["streams"]) == len(self._streams)
         self._loaded = (list(told["streams"]), told["num_batches"]) if fits else None
 
 
-def _arrive(index: Any, streams: str) -> Any:
+def _arrive(index: object, streams: str) -> Any:
     write_text(streams)
     return index

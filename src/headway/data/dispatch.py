@@ -11,10 +11,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from headway.data.feed import UNCOUNTABLE, Delivery, Feed
+from headway.collectives.door import Collectives
+from headway.data.feed import UNCOUNTABLE, Delivery, Feed, State
 from headway.data.sharded import compact
 from headway.errors import DataError
-from headway.ops.collectives import Collectives
 
 
 class DispatchFeed:
@@ -124,7 +124,7 @@ class DispatchFeed:
             shares = [share._replace(valid_counts=counts) for share in shares]
         return [(batch, share) for (batch, _), share in zip(parts, shares)]
 
-    def _receive(self, value: Any) -> Any:
+    def _receive(self, value: object) -> Any:
         """The main process's `value`, on every rank."""
         value = self._collectives.broadcast_object(value)
         if isinstance(value, Failure):
@@ -136,19 +136,19 @@ class DispatchFeed:
     def _report(self, error: Exception) -> None:
         self._collectives.broadcast_object(Failure(f"{type(error).__name__}: {error}"))
 
-    def state(self, is_running: bool) -> dict[str, Any]:
+    def state(self, is_running: bool) -> State:
         """What the main process needs to resume."""
         return self._feed.state(is_running)
 
-    def left(self) -> dict[str, Any]:
+    def left(self) -> State:
         """What the next pass needs of one that was left."""
         return self._feed.left()
 
-    def mark(self) -> dict[str, Any]:
+    def mark(self) -> State:
         """The same, as of a batch that the pass may go back to."""
         return self._feed.mark()
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: State) -> None:
         """Let the main process go on from that."""
         self._feed.load_state(state)
 

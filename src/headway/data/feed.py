@@ -11,6 +11,9 @@ from headway.data.shard import Share
 Delivery = tuple[Any, Share]
 """A batch as the user's collate function made it, and what is known about it."""
 
+State = dict[str, Any]
+"""What a part of a loader leaves in a checkpoint, by name: plain values, lists of them, tensors."""
+
 UNCOUNTABLE = (
     "{what} holds no tensor with a first dimension, so its rows cannot be counted; where several ranks share a loader "
     "with batch_size=None, its items must be batches: tensors of shape [rows, ...]"
@@ -71,16 +74,16 @@ class Feed(Protocol):
     def inner(self) -> DataLoader[Any]:
         """The torch loader that reads."""
 
-    def state(self, is_running: bool) -> dict[str, Any]:
+    def state(self, is_running: bool) -> State:
         """What a position alone does not say."""
 
-    def left(self) -> dict[str, Any]:
+    def left(self) -> State:
         """What the next pass needs of one that was left."""
 
-    def mark(self) -> dict[str, Any]:
+    def mark(self) -> State:
         """The same of a pass in progress, cheap, for one that may have to go back here: samples are sought by their number."""
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: State) -> None:
         """Let the next pass go on from that."""
 
 

@@ -7,29 +7,41 @@ batch ahead.
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from headway.data.feed import Feed
+from headway.collectives.tree import to_device
+from headway.data.feed import Feed, State
 from headway.data.position import NOTHING, Position
 from headway.data.shard import Shard
 from headway.errors import DataError
-from headway.ops.tree import to_device
 
 
-class FetchMeter(Protocol):
-    """Measures how long a loop waits for its batches."""
+@dataclass
+class LoaderEvents:
+    """What the loaders of one run tell: which are in iteration, and to whoever listens, when they fetch.
 
-    def fetch(self, loader: "PreparedLoader") -> None:
-        """A batch is asked for."""
+    Attributes:
+        active: loaders in iteration, innermost last.
+        asked: called before a batch is asked for.
+        came: called when it is there, on its device or on its way to it.
+        left: called when a pass is over, or was broken off.
+    """
 
-    def fetched(self, loader: "PreparedLoader") -> None:
-        """It is there, on its device or on its way to it."""
+    active: list["PreparedLoader"] = field(default_factory=list)
+    asked: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
+    came: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
+    left: list[Callable[[], None]] = field(default_factory=list)
 
-    def left(self) -> None:
-        """A pass is over, or was broken off."""
+    def leave(self, loader: "PreparedLoader") -> None:
+        """Its latest pass is over: a loader may be in iteration several times."""
+        for index in reversed(range(len(self.active))):
+            if self.active[index] is loader:
+                del self.active[index]
+                return
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -43,16 +55,20 @@ class PreparedLoader(DataLoader[Any]):
         shard: this rank's part of the data.
         device: where batches go; None: they stay where the loader made them.
         non_blocking: do not wait for the copies.
-        active: loaders in iteration, innermost last; this one enters and leaves it.
+        events: of the run's loaders.
         listeners: objects whose set_epoch is told each epoch's number.
-
-    Attributes:
-        before_fetch: called with this loader before each batch is asked for.
-        meter: is told when batches are asked for and come.
     """
 
-    def __init__(self, source: DataLoader[Any], feed: Feed, shard: Shard, device: torch.device | None,
-                 non_blocking: bool, active: list["PreparedLoader"], listeners: Sequence[Any]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        source: DataLoader[Any],
+        feed: Feed,
+        shard: Shard,
+        device: torch.device | None,
+        non_blocking: bool,
+        events: LoaderEvents,
+        listeners: Sequence[Any],
+    ) -> None:
         # Not DataLoader.__init__: the loader that reads is the feed's, this one only has the type.
         self.device = device
         self._source = source
@@ -60,12 +76,10 @@ class PreparedLoader(DataLoader[Any]):
         self._shard = shard
         self._is_moved = device is not None and device.type != "cpu"
         self._non_blocking = non_blocking
-        self._active = active
+        self._events = events
         self._listeners = listeners
         self._position = Position()
         self._num_skipped = 0
-        self.before_fetch: Callable[[PreparedLoader], None] | None = None
-        self.meter: FetchMeter | None = None
 
     def __getattr__(self, name: str) -> Any:
         # Asked for only where this object lacks it; before __init__ (e.g. while unpickling) there is no source.
@@ -96,36 +110,33 @@ class PreparedLoader(DataLoader[Any]):
         number = position.begin()
         self._tell_epoch(position.epoch)
         position.consumed, deliveries = self._feed.start(position.epoch, position.consumed, self._num_skipped)
-        self._active.append(self)
+        events = self._events
+        events.active.append(self)
         try:
-            self._note_fetch()
+            for told in events.asked:
+                told(self)
             for batch, share in deliveries:
                 if self._is_moved:
                     batch = to_device(batch, self.device, self._non_blocking)  # type: ignore[arg-type]
                 position.share = share
                 position.previous = position.consumed
                 position.consumed += share.num_samples
-                if self.meter is not None:
-                    self.meter.fetched(self)
+                for told in events.came:
+                    told(self)
                 yield batch
                 if position.is_stopped:
                     return
-                self._note_fetch()
+                for told in events.asked:
+                    told(self)
             position.finish()
         except GeneratorExit as left:
             position.leave(number, left.__context__)
             raise
         finally:
             self._num_skipped = 0
-            _leave(self._active, self)
-            if self.meter is not None:
-                self.meter.left()
-
-    def _note_fetch(self) -> None:
-        if self.before_fetch is not None:
-            self.before_fetch(self)
-        if self.meter is not None:
-            self.meter.fetch(self)
+            events.leave(self)
+            for end in events.left:
+                end()
 
     def stop(self) -> None:
         """End the pass in progress after the batch in hand, as `break` does; later passes are empty until a state is loaded."""
@@ -259,7 +270,7 @@ class PreparedLoader(DataLoader[Any]):
         for listener in self._listeners:
             listener.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Where this loader stands: `epoch`, `consumed`, and under `source` what a custom sampler or stream adds.
 
         The same on every rank, but for the state that a StatefulDataLoader keeps of this rank's own shards.
@@ -267,7 +278,7 @@ class PreparedLoader(DataLoader[Any]):
         source = self._feed.state(self._position.is_running)
         return {**self._position.state_dict(), **({"source": source} if source else {})}
 
-    def run_state(self, is_brief: bool = False) -> dict[str, Any]:
+    def run_state(self, is_brief: bool = False) -> State:
         """What the state of a run holds of this loader: as `state_dict`, but for a pass that was broken off, which is over.
 
         Args:
@@ -284,7 +295,7 @@ class PreparedLoader(DataLoader[Any]):
             "source": self._feed.mark() if position.is_running else self._feed.state(False),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Let the next pass go on from there, on any number of ranks; samples consumed before are not fetched.
 
         Raises:
@@ -333,10 +344,3 @@ class PreparedLoader(DataLoader[Any]):
     def even_batches(self, value: bool) -> None:
         # One rank alone has nothing to even out.
         self._feed.is_even = value and self._shard.count > 1
-
-
-def _leave(active: list[PreparedLoader], loader: PreparedLoader) -> None:
-    for index in reversed(range(len(active))):
-        if active[index] is loader:
-            del active[index]
-            return

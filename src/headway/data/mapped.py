@@ -8,9 +8,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
+from headway.collectives.door import Collectives
+from headway.collectives.tree import find_batch_size
 from headway.data.carried import CarryingCollate, Continued, WorkerStreams
 from headway.data.draws import BaseSeed
-from headway.data.feed import UNCOUNTABLE, Delivery, seed_generator
+from headway.data.feed import UNCOUNTABLE, Delivery, State, seed_generator
 from headway.data.order import Order
 from headway.data.rebuild import rebuild
 from headway.data.shard import BatchSplit, SampleSplit, Share, Start, mark_last
@@ -18,8 +20,6 @@ from headway.data.windows import WindowSplit
 from headway.data.worker import Seeded, SeededIndices, is_read_one_by_one
 from headway.errors import DataError
 from headway.log import get_logger
-from headway.ops.collectives import Collectives
-from headway.ops.tree import find_batch_size
 from headway.runtime.seed import mix
 
 log = get_logger(__name__)
@@ -69,9 +69,17 @@ class MappedFeed:
         is_seedable: order and workers' streams are functions of (seed, epoch); False: on one process, they are torch's own.
     """
 
-    def __init__(self, loader: DataLoader[Any], order: Order, split: SampleSplit | BatchSplit, ranks: Sequence[int],
-                 seed: int, collectives: Collectives | None, base_seed: BaseSeed,
-                 is_seedable: bool) -> None:  # fmt: skip
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        order: Order,
+        split: SampleSplit | BatchSplit,
+        ranks: Sequence[int],
+        seed: int,
+        collectives: Collectives | None,
+        base_seed: BaseSeed,
+        is_seedable: bool,
+    ) -> None:
         self.order = order
         self.split: SampleSplit | BatchSplit | WindowSplit = split
         self._own_split = split
@@ -108,7 +116,8 @@ class MappedFeed:
 
     @seed.setter
     def seed(self, value: int) -> None:
-        self._seed = self.order.seed = value
+        self._seed = value
+        self.order.reseed(value)
 
     @property
     def is_even(self) -> bool:
@@ -213,20 +222,20 @@ class MappedFeed:
                 "Pass drop_last=True or in_order=True to the DataLoader"
             )
 
-    def state(self, is_running: bool) -> dict[str, Any]:
+    def state(self, is_running: bool) -> State:
         """What the order needs to be drawn again, and the workers' streams."""
         state = {**self._base_seed.state(is_running), **self.order.state(is_running)}
         return state if self._streams is None else state | self._streams.state(is_running)
 
-    def left(self) -> dict[str, Any]:
-        """Nothing: an order is drawn anew, and samples are fetched when they are due."""
+    def left(self) -> State:
+        """Nothing: an order is drawn again, and samples are fetched when they are due."""
         return {}
 
-    def mark(self) -> dict[str, Any]:
+    def mark(self) -> State:
         """The same: it is cheap."""
         return self.state(True)
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: State) -> None:
         """Draw the next epoch from that."""
         self._base_seed.load_state(state)
         self.order.load_state(state)
@@ -234,12 +243,12 @@ class MappedFeed:
             self._streams.load_state(state)
 
 
-def measure_rows(batch: Any, share: Share) -> Share:
+def measure_rows(batch: object, share: Share) -> Share:
     """Take the rows of the batch from the batch itself."""
     return share._replace(num_rows=find_batch_size(batch))
 
 
-def count_rows(batch: Any, share: Share) -> Share:
+def count_rows(batch: object, share: Share) -> Share:
     """The same for one process alone, where all of them are real."""
     rows = find_batch_size(batch)
     return share._replace(num_rows=rows, valid_counts=None if rows is None else (rows,))
@@ -248,7 +257,7 @@ def count_rows(batch: Any, share: Share) -> Share:
 def agree_rows(collectives: Collectives) -> Recount:
     """Take each rank's rows from its batch, by one small exchange a step."""
 
-    def recount(batch: Any, share: Share) -> Share:
+    def recount(batch: object, share: Share) -> Share:
         rows = find_batch_size(batch)
         told = [int(numbers[0]) for numbers in collectives.gather_numbers([-1 if rows is None else rows])]
         if min(told) < 0:

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from headway.data.draws import LoaderStream
+from headway.data.feed import State
 from headway.data.randomness import Agree, GlobalStreams, OwnGenerators
 from headway.runtime.seed import mix
 
@@ -23,13 +24,10 @@ _CHUNK = 64
 
 
 class Order(Protocol):
-    """The order of an epoch's samples, or of its batches.
+    """The order of an epoch's samples, or of its batches."""
 
-    Attributes:
-        seed: what the order, with the epoch, is a function of.
-    """
-
-    seed: int
+    def reseed(self, seed: int) -> None:
+        """Let an order that is a function of a seed be one of this seed from now on."""
 
     def open(self) -> None:
         """An iterator is made; torch's would draw now if workers wait for indices."""
@@ -40,10 +38,10 @@ class Order(Protocol):
     def __len__(self) -> int:
         """How many items it has."""
 
-    def state(self, is_running: bool) -> dict[str, Any]:
+    def state(self, is_running: bool) -> State:
         """What is needed to draw the epoch in progress (else the next one) again."""
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: State) -> None:
         """Draw the next epoch from this state."""
 
 
@@ -71,10 +69,14 @@ class PureOrder:
 
     @classmethod
     def of(cls, sampler: Any, seed: int, is_seedable: bool) -> "PureOrder | None":
-        """The pure order that stands for one of torch's samplers; None where there is none."""
+        """The pure order that takes the place of one of torch's samplers; None where there is none."""
         if type(sampler) is SequentialSampler:
             return cls(sampler, False, seed)
         return cls(sampler, True, seed) if is_seedable and is_plain_shuffling(sampler) else None
+
+    def reseed(self, seed: int) -> None:
+        """Shuffle by this seed from the next epoch on."""
+        self.seed = seed
 
     def open(self) -> None:
         """Nothing is drawn."""
@@ -87,11 +89,11 @@ class PureOrder:
     def __len__(self) -> int:
         return len(self.items)
 
-    def state(self, is_running: bool) -> dict[str, Any]:
+    def state(self, is_running: bool) -> State:
         """Nothing: seed and epoch say it all."""
         return {}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: State) -> None:
         """Nothing to restore."""
 
 
@@ -106,19 +108,20 @@ class DrawnOrder:
 
     Args:
         items: what has a length (which may change between epochs).
-        seed: of nothing here.
         stream: what it is drawn from.
         agree: turns this rank's number into that of rank 0; None: this process draws alone.
     """
 
-    def __init__(self, items: Sized, seed: int, stream: LoaderStream, agree: Agree | None) -> None:
+    def __init__(self, items: Sized, stream: LoaderStream, agree: Agree | None) -> None:
         self.items = items
-        self.seed = seed
         self._stream = stream
         self._agree = agree
         self._drawn: int | None = None
         self._opened: int | None = None
         self._loaded: int | None = None
+
+    def reseed(self, seed: int) -> None:
+        """Nothing: each pass draws its own."""
 
     def open(self) -> None:
         """Draw now, where a resumed pass has not drawn before."""
@@ -138,12 +141,12 @@ class DrawnOrder:
     def __len__(self) -> int:
         return len(self.items)
 
-    def state(self, is_running: bool) -> dict[str, Any]:
+    def state(self, is_running: bool) -> State:
         """The number drawn for the pass in progress, or for one whose iterator is made."""
         number = self._drawn if is_running else self._loaded if self._opened is None else self._opened
         return {} if number is None else {"drawn": number}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: State) -> None:
         """Let the next pass be in that order."""
         self._loaded, self._opened = state.get("drawn"), None
 
@@ -160,8 +163,15 @@ class SamplerOrder:
         is_synchronised: let the sampler's own generators begin each epoch with rank 0's state.
     """
 
-    def __init__(self, sampler: Iterable[Any], seed: int, is_seedable: bool, stream: LoaderStream, agree: Agree | None,
-                 is_synchronised: bool) -> None:  # fmt: skip
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        seed: int,
+        is_seedable: bool,
+        stream: LoaderStream,
+        agree: Agree | None,
+        is_synchronised: bool,
+    ) -> None:
         self.sampler = sampler
         self.seed = seed
         self._stream = stream
@@ -173,6 +183,10 @@ class SamplerOrder:
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
+
+    def reseed(self, seed: int) -> None:
+        """Let the sampler see streams of this seed from the next epoch on, where it sees seeded ones."""
+        self.seed = seed
 
     def open(self) -> None:
         """Nothing yet: the sampler is the user's."""
@@ -213,12 +227,12 @@ class SamplerOrder:
             if len(chunk) < _CHUNK:
                 return
 
-    def state(self, is_running: bool) -> dict[str, Any]:
+    def state(self, is_running: bool) -> State:
         """What the epoch in progress (else the next one) was drawn from, where seed and epoch do not say it."""
         taken = self._global if is_running else self._loaded_global
         return self._own.state(is_running) if taken is None else {"global": taken}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: State) -> None:
         """Draw the next epoch from that."""
         self._own.load_state(state)
         self._loaded_global = state.get("global")

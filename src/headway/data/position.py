@@ -1,8 +1,8 @@
 """Where a loader stands: the epoch and the samples consumed in it, independent of ranks, workers and prefetching."""
 
 import sys
-from typing import Any
 
+from headway.data.feed import State
 from headway.data.shard import Share
 from headway.errors import StateError
 
@@ -106,11 +106,11 @@ class Position:
             return not is_resuming
         return True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """`{"epoch", "consumed"}`."""
         return {"epoch": self.epoch, "consumed": self.consumed}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` returned.
 
         Raises:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy
 import torch
 
+from headway.data.feed import State
+
 Agree = Callable[[Any], Any]
 """Turns this rank's value into that of rank 0."""
 
@@ -38,7 +40,7 @@ class OwnGenerators:
         self._loaded = None
         self._write(self._begun)
 
-    def state(self, is_running: bool) -> dict[str, Any]:
+    def state(self, is_running: bool) -> State:
         """The states at the start of the epoch in progress; between epochs, as they are."""
         if not self.generators:
             return {}
@@ -46,7 +48,7 @@ class OwnGenerators:
             return {"generators": self._begun if self._loaded is None else self._loaded}
         return {"generators": self._read(), "is_idle": True}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: State) -> None:
         """Begin the next epoch with these states."""
         texts = state.get("generators")
         if texts is None:
@@ -144,7 +146,7 @@ def is_generator_text(text: str, is_on_cpu: bool) -> bool:
     return True
 
 
-def text_of(state: Any, place: int) -> str:
+def text_of(state: object, place: int) -> str:
     """The state of one of the three streams, as torch, `random` and NumPy give it, as text."""
     states: list[Any] = list(GlobalStreams.seeded(0).states)
     states[place] = state
@@ -190,7 +192,7 @@ def _unpack(text: str) -> "_States":
     return state, (3, words, gauss if has_python_gauss else None), ("MT19937", keys, position, has_gauss, cached)
 
 
-def generators_of(sampler: Any) -> list[torch.Generator]:
+def generators_of(sampler: object) -> list[torch.Generator]:
     """The torch generators that a sampler holds, or the sampler inside it, under whatever name."""
     nested = (sampler, getattr(sampler, "sampler", None), getattr(sampler, "batch_sampler", None))
     values = [value for each in nested for value in getattr(each, "__dict__", {}).values()]

@@ -9,21 +9,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, cycle, islice
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 
-class Shard(Protocol):
-    """Which part of the data a process reads: the `index`-th of `count`."""
+@dataclass(frozen=True)
+class Shard:
+    """Which part of the data a process reads: the `index`-th of `count`, from 0."""
 
-    @property
-    def index(self) -> int:
-        """Its number, from 0."""
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
+    index: int
+    count: int
 
 
 class Share(NamedTuple):
@@ -119,7 +115,7 @@ class SampleSplit:
         """How far into the round `rank`'s samples begin."""
         return rank * self.size
 
-    def count_samples(self, samples: Sequence[Any]) -> int:
+    def count_samples(self, samples: Sequence[object]) -> int:
         """Real samples of a round."""
         return len(samples)
 

@@ -8,14 +8,14 @@ run out yields batches of no real rows until the others are done too.
 from collections.abc import Iterator
 from typing import Any
 
+from headway.collectives.door import Collectives
+from headway.collectives.tree import map_tensors
 from headway.data.feed import UNCOUNTABLE
-from headway.data.stream import Piece, copy_containers
+from headway.data.stream import Collated, copy_containers
 from headway.errors import DataError
-from headway.ops.collectives import Collectives
-from headway.ops.tree import map_tensors
 
 
-def is_shardable(dataset: Any, count: int) -> bool:
+def is_shardable(dataset: object, count: int) -> bool:
     """Can every one of `count` ranks read shards of its own?"""
     num_shards = getattr(dataset, "num_shards", None)
     return (
@@ -24,7 +24,7 @@ def is_shardable(dataset: Any, count: int) -> bool:
 
 
 class Agreement:
-    """Turns one rank's pieces into rounds that all ranks take part in.
+    """Turns one rank's parts into rounds that all ranks take part in.
 
     Args:
         collectives: the ranks.
@@ -34,36 +34,36 @@ class Agreement:
     def __init__(self, collectives: Collectives, drop_last: bool) -> None:
         self._collectives = collectives
         self._drop_last = drop_last
-        self._spare: Piece | None = None
+        self._spare: Collated | None = None
 
-    def __call__(self, pieces: Iterator[Piece]) -> Iterator[tuple[Piece, bool]]:
-        """Each round's piece with whether it is the last round."""
-        current = self._agree(next(pieces, None))
+    def __call__(self, parts: Iterator[Collated]) -> Iterator[tuple[Collated, bool]]:
+        """Each round's part with whether it is the last round."""
+        current = self._agree(next(parts, None))
         while current is not None:
-            following = self._agree(next(pieces, None))
+            following = self._agree(next(parts, None))
             yield current, following is None
             current = following
 
-    def _agree(self, piece: Piece | None) -> Piece | None:
-        if piece is not None and piece.batches:
+    def _agree(self, part: Collated | None) -> Collated | None:
+        if part is not None and part.batches:
             # The loop may change the batch it gets (e.g. pop a key): the spare has containers of its own.
-            self._spare = piece._replace(batches=copy_containers(piece.batches))
-        rows = self._collectives.gather_numbers([*_count(piece), self._spare is not None])
-        has_piece = [row[0] >= 0 for row in rows]
-        if not any(has_piece) or (self._drop_last and not all(has_piece)):
+            self._spare = part._replace(batches=copy_containers(part.batches))
+        rows = self._collectives.gather_numbers([*_count(part), self._spare is not None])
+        has_part = [row[0] >= 0 for row in rows]
+        if not any(has_part) or (self._drop_last and not all(has_part)):
             self._spare = None
             return None
         sources = [rank for rank, row in enumerate(rows) if row[2]]
-        if not all(has_piece) and 0 < len(sources) < len(rows):
+        if not all(has_part) and 0 < len(sources) < len(rows):
             self._send_spare(sources[0])
-        mine = piece if piece is not None else self._spare
+        mine = part if part is not None else self._spare
         if mine is None:  # without any spare this round is one of those that are skipped on resuming
-            return Piece([], [], int(sum(max(0, row[1]) for row in rows)))
+            return Collated([], [], int(sum(max(0, row[1]) for row in rows)))
         counts = tuple(max(0, int(row[0])) for row in rows)
         num_samples = int(sum(max(0, row[1]) for row in rows))
         shares = [share._replace(valid_counts=counts, num_samples=num_samples) for share in mine.shares]
-        return Piece(
-            mine.batches if piece is not None else copy_containers(mine.batches), shares, num_samples, mine.state
+        return Collated(
+            mine.batches if part is not None else copy_containers(mine.batches), shares, num_samples, mine.state
         )
 
     def _send_spare(self, source: int) -> None:
@@ -74,19 +74,19 @@ class Agreement:
         self._spare = given if spare is None else spare
 
 
-def _count(piece: Piece | None) -> tuple[int, int]:
-    """Real rows and samples; -1 real rows where there is no piece."""
-    if piece is None:
+def _count(part: Collated | None) -> tuple[int, int]:
+    """Real rows and samples; -1 real rows where there is no part."""
+    if part is None:
         return -1, 0
-    if not piece.batches:
-        return 0, piece.num_samples
-    counts = piece.shares[0].valid_counts
+    if not part.batches:
+        return 0, part.num_samples
+    counts = part.shares[0].valid_counts
     if counts is None:
         raise DataError(UNCOUNTABLE.format(what="an item"))
-    return counts[0], piece.num_samples
+    return counts[0], part.num_samples
 
 
-def compact(tree: Any) -> Any:
+def compact(tree: object) -> Any:
     """The tree with tensors that own no more memory than they show: pickling a view would send all it looks into."""
     return map_tensors(
         lambda tensor: tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor, tree

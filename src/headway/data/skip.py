@@ -1,6 +1,5 @@
 """Beginning in the middle of an epoch."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,16 +7,9 @@ from torch.utils.data import DataLoader
 
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
-from headway.data.loader import PreparedLoader
+from headway.data.loader import LoaderEvents, PreparedLoader
+from headway.data.shard import Shard
 from headway.errors import DataError
-
-
-@dataclass(frozen=True)
-class _Alone:
-    """The shard of a process that reads everything."""
-
-    index: int = 0
-    count: int = 1
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
@@ -38,6 +30,13 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Pre
         raise DataError(f"skip_first_batches got a {type(dataloader).__name__}; give a DataLoader, prepared or not")
     if not isinstance(dataloader, PreparedLoader):
         config = DataLoaderConfiguration(use_seedable_sampler=False)
-        dataloader = prepare_loader(dataloader, shard=_Alone(), config=config, device=None, collectives=None, active=[],
-                                    seed=torch.initial_seed())  # fmt: skip
+        dataloader = prepare_loader(
+            dataloader,
+            shard=Shard(0, 1),
+            config=config,
+            device=None,
+            collectives=None,
+            events=LoaderEvents(),
+            seed=torch.initial_seed(),
+        )
     return dataloader.skip(num_batches)

@@ -20,19 +20,19 @@ from warnings import warn
 
 from torch.utils.data import DataLoader, get_worker_info
 
+from headway.collectives.tree import find_batch_size, map_leaves
 from headway.data.draws import BaseSeed
-from headway.data.feed import UNCOUNTABLE, Delivery, seed_generator
+from headway.data.feed import UNCOUNTABLE, Delivery, State, seed_generator
 from headway.data.lines import Lines
 from headway.data.randomness import Agree, OwnGenerators
 from headway.data.rebuild import rebuild
 from headway.data.shard import SampleSplit, Share, mark_last
 from headway.data.windows import WindowSplit
 from headway.errors import DataError, HeadwayWarning
-from headway.ops.tree import find_batch_size, map_leaves
 from headway.runtime.seed import mix
 
 
-class Piece(NamedTuple):
+class Collated(NamedTuple):
     """What the collate function makes of a round.
 
     Attributes:
@@ -79,18 +79,18 @@ class StreamCollate:
         self._num_seen = 0
         self._opening: list[Any] | None = None
 
-    def __call__(self, samples: list[Any]) -> Piece:
+    def __call__(self, samples: list[Any]) -> Collated:
         """Collate one round's raw samples."""
         if self._opening is None:
             self._opening = copy_containers(samples) if self.split.is_even else []
         if self._is_seeking:
             number = self._number()
             if number < self._num_skipped:
-                return Piece([], [], len(samples))
+                return Collated([], [], len(samples))
             self._is_seeking = False
             if number == self._num_skipped:
                 samples = samples[self._num_cut :]
-        return self._collate(samples, self._opening) if samples else Piece([], [], 0)
+        return self._collate(samples, self._opening) if samples else Collated([], [], 0)
 
     def _number(self) -> int:
         """Which round of the pass this is; workers make them in turn."""
@@ -99,7 +99,7 @@ class StreamCollate:
         self._num_seen += 1
         return number
 
-    def _collate(self, samples: list[Any], opening: list[Any]) -> Piece:
+    def _collate(self, samples: list[Any], opening: list[Any]) -> Collated:
         is_full, num_samples = len(samples) == self.split.round_size, len(samples)
         batches, shares = [], []
         counts = None if self.is_batched else self._count_items(samples)
@@ -111,7 +111,7 @@ class StreamCollate:
             num_rows = len(own) if self.is_batched else find_batch_size(batch)
             batches.append(batch)
             shares.append(Share([], num_rows, sample_counts if self.is_batched else counts, num_samples, False))
-        return Piece(batches, shares, num_samples)
+        return Collated(batches, shares, num_samples)
 
     def _count_items(self, items: list[Any]) -> tuple[int, ...] | None:
         rows = [self._rows(item) for item in items]
@@ -121,7 +121,7 @@ class StreamCollate:
             return None
         raise DataError(UNCOUNTABLE.format(what=f"an item of type {type(items[rows.index(None)]).__name__}"))
 
-    def _rows(self, item: Any) -> int | None:
+    def _rows(self, item: object) -> int | None:
         rows = find_batch_size(item)
         return find_batch_size(self.collate_fn(item)) if rows is None else rows
 
@@ -140,7 +140,7 @@ class OwnShards:
     dataset: Any
     index: int
     count: int
-    mark_last: Callable[[Iterator[Piece]], Iterator[tuple[Piece, bool]]]
+    mark_last: Callable[[Iterator[Collated]], Iterator[tuple[Collated, bool]]]
 
 
 class StreamFeed:
@@ -157,9 +157,17 @@ class StreamFeed:
         base_seed: draws that of the workers, as torch would; on one process they get it.
     """
 
-    def __init__(self, loader: DataLoader[Any], split: SampleSplit, ranks: Sequence[int], seed: int, base_seed: BaseSeed,
-                 kind: type[DataLoader[Any]] = DataLoader, own: OwnShards | None = None,
-                 agree: Agree | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        split: SampleSplit,
+        ranks: Sequence[int],
+        seed: int,
+        base_seed: BaseSeed,
+        kind: type[DataLoader[Any]] = DataLoader,
+        own: OwnShards | None = None,
+        agree: Agree | None = None,
+    ) -> None:
         self.source = loader
         self._base_seed = base_seed
         self.seed = seed
@@ -174,13 +182,19 @@ class StreamFeed:
         self._lines = None if self._is_stateful or self.inner.num_workers else Lines()
         self._num_rounds = 0
         self._inner_state: Any = None
-        self._loaded: dict[str, Any] = {}
+        self._loaded: State = {}
 
     def _build(self) -> DataLoader[Any]:
         changes = {} if self._own is None else {"dataset": self._own.dataset}
         split = self._collate.split
-        return rebuild(self.source, self._kind, batch_size=split.round_size, drop_last=split.drop_last,
-                       collate_fn=self._collate, **changes)  # fmt: skip
+        return rebuild(
+            self.source,
+            self._kind,
+            batch_size=split.round_size,
+            drop_last=split.drop_last,
+            collate_fn=self._collate,
+            **changes,
+        )
 
     @property
     def is_even(self) -> bool:
@@ -248,10 +262,10 @@ class StreamFeed:
         else:
             self._collate.begin(num_rounds, num_cut)
         rounds = self._rounds()
-        consumed = num_cut + sum(piece.num_samples for piece, _ in islice(rounds, num_rounds))
+        consumed = num_cut + sum(collated.num_samples for collated, _ in islice(rounds, num_rounds))
         return consumed, self._deliveries(rounds)
 
-    def _seek(self, consumed: int, loaded: dict[str, Any]) -> tuple[int, int]:
+    def _seek(self, consumed: int, loaded: State) -> tuple[int, int]:
         """The rounds to skip, and the samples of the next one."""
         if loaded.get("round_size") == self.round_size:
             return int(loaded["num_rounds"]), 0
@@ -266,30 +280,30 @@ class StreamFeed:
             )
         return divmod(consumed, self.round_size)
 
-    def _rounds(self) -> Iterator[tuple[Piece, bool]]:
-        return (mark_last if self._own is None else self._own.mark_last)(self._pieces(self._read()))
+    def _rounds(self) -> Iterator[tuple[Collated, bool]]:
+        return (mark_last if self._own is None else self._own.mark_last)(self._stamped(self._read()))
 
-    def _read(self) -> Iterator[Piece]:
+    def _read(self) -> Iterator[Collated]:
         if self._lines is None:
             return iter(self.inner)
         return self._read_apart(self._lines, self._lines.fetch(lambda: iter(self.inner)))
 
-    def _read_apart(self, lines: Lines, batches: Iterator[Piece]) -> Iterator[Piece]:
+    def _read_apart(self, lines: Lines, batches: Iterator[Collated]) -> Iterator[Collated]:
         """The same batches; what the dataset draws for each comes from lines of its own."""
-        while (piece := lines.fetch(lambda: next(batches, None))) is not None:
-            yield piece
+        while (collated := lines.fetch(lambda: next(batches, None))) is not None:
+            yield collated
 
-    def _pieces(self, batches: Iterator[Piece]) -> Iterator[Piece]:
-        for piece in batches:
+    def _stamped(self, batches: Iterator[Collated]) -> Iterator[Collated]:
+        for collated in batches:
             if self._is_stateful:
-                piece = piece._replace(state=self.inner.state_dict())  # type: ignore[attr-defined]
-            if piece.num_samples:
-                yield piece
+                collated = collated._replace(state=self.inner.state_dict())  # type: ignore[attr-defined]
+            if collated.num_samples:
+                yield collated
 
-    def _deliveries(self, rounds: Iterator[tuple[Piece, bool]]) -> Iterator[Delivery]:
-        for piece, is_last in rounds:
-            self._num_rounds, self._inner_state = self._num_rounds + 1, piece.state
-            for batch, share in zip(piece.batches, piece.shares):
+    def _deliveries(self, rounds: Iterator[tuple[Collated, bool]]) -> Iterator[Delivery]:
+        for collated, is_last in rounds:
+            self._num_rounds, self._inner_state = self._num_rounds + 1, collated.state
+            for batch, share in zip(collated.batches, collated.shares):
                 if is_last or self.inner.pin_memory:
                     # Some versions of torch make a list of a tuple when they pin memory.
                     counts = None if share.valid_counts is None else tuple(share.valid_counts)
@@ -298,7 +312,7 @@ class StreamFeed:
         if self._lines is not None:
             self._lines.end()
 
-    def state(self, is_running: bool) -> dict[str, Any]:
+    def state(self, is_running: bool) -> State:
         """Rounds read, and the inner loader's own state as it was after the last of them."""
         if not is_running:
             lines = {} if self._lines is None else self._lines.state()
@@ -308,17 +322,17 @@ class StreamFeed:
             state |= {"inner": self._inner_state, "reader": self._reader}
         return state
 
-    def mark(self) -> dict[str, Any]:
+    def mark(self) -> State:
         """Rounds read, without the inner loader's own state, which is that of the batch last read."""
         began = {**self._base_seed.state(True), **self._generators.state(True)}
         began |= {} if self._lines is None else self._lines.state()
         return {**began, "num_rounds": self._num_rounds, "round_size": self.round_size}
 
-    def left(self) -> dict[str, Any]:
+    def left(self) -> State:
         """What the next pass needs of one that was left."""
         return {} if self._lines is None else self._lines.left()
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: State) -> None:
         """Go on from that; the inner loader's state serves only who reads the same in rounds of the same size."""
         self._base_seed.load_state(state)
         self._generators.load_state(state)
@@ -335,6 +349,6 @@ class StreamFeed:
         return None if self._own is None else self._own.index
 
 
-def copy_containers(tree: Any) -> Any:
+def copy_containers(tree: object) -> Any:
     """The same leaves in lists, dicts and tuples of their own."""
     return map_leaves(lambda leaf: leaf, tree)

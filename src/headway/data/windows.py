@@ -64,7 +64,7 @@ class WindowSplit:
             consumed = sum(map(len, islice(rounds, num_skipped)))
         return Start(consumed, [], rounds)
 
-    def _windows(self, order: Sequence[Any] | Iterator[Any], consumed: int) -> Iterator[Sequence[Any]]:
+    def _windows(self, order: Sequence[object] | Iterator[object], consumed: int) -> Iterator[Sequence[Any]]:
         windows: Iterator[Sequence[Any]]
         if isinstance(order, Iterator):
             rest = islice(order, consumed, None)
@@ -78,7 +78,7 @@ class WindowSplit:
             if length:
                 yield window[:length]
 
-    def _rounds(self, window: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    def _rounds(self, window: Sequence[object]) -> Iterator[Sequence[Any]]:
         number = self._num_in(len(window))
         return (window[_part(len(window), k, number)] for k in range(number))
 
@@ -91,7 +91,7 @@ class WindowSplit:
         """How far into the round `rank`'s samples begin."""
         return rank * len(samples) // self.count
 
-    def count_samples(self, samples: Sequence[Any]) -> int:
+    def count_samples(self, samples: Sequence[object]) -> int:
         """Real samples of a round."""
         return len(samples)
 

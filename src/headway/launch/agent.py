@@ -10,12 +10,11 @@ import math
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -33,22 +32,21 @@ from torch.numa.binding import AffinityMode, NumaOptions
 from headway.config.launch import DEFAULT_PATIENCE
 from headway.config.load import run_setting
 from headway.errors import PREEMPTED, LaunchError
-from headway.launch import preempted
-from headway.launch.deadly import DEADLY, code_of, ignore, kill_when_stuck
-from headway.launch.exchange import Ended, Exchange
-from headway.launch.failure import Death, MemoryWatch, Report, read_record
-from headway.launch.hang import GRACE as HANG_GRACE
-from headway.launch.hang import HangReport, HangWatch, Worker, progress
-from headway.launch.leftovers import end_sessions
-from headway.launch.lost import Lost, headline, is_consequence
+from headway.launch.control_group import MemoryWatch
+from headway.launch.decide import Seen, Step, decide
+from headway.launch.endings import Ended, HangReport, Lost, Report
+from headway.launch.exchange import Exchange
 from headway.launch.network import own_address, wait_for_name
 from headway.launch.peers import Peers
 from headway.launch.plan import AgentOrder
-from headway.launch.preempted import PreemptedRun
+from headway.launch.processes import DEADLY, code_of, end_sessions, ignore, kill_when_stuck
 from headway.launch.rank_files import RankFiles
+from headway.launch.records import PreemptedRun, find_preempted
 from headway.launch.rendezvous import LOOPBACK, handler_for, host_of, use_interface, watch_for
 from headway.log import is_debugging
 from headway.runtime import pulse
+from headway.watch.machine import GRACE as HANG_GRACE
+from headway.watch.machine import HangWatch, Worker
 
 GRACE = 15
 """Seconds between asking workers to end and killing them."""
@@ -149,19 +147,20 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._give_up_on_failed(worker_group)
-        ended = self._ended()
-        self._let_watch(worker_group, ended)
-        if PREEMPTED in ended.values() and (left := self._preempted()) is not None:
-            return self._end_preempted(worker_group, left)
-        if self._exchange.notice and not any(ended.values()):
-            return self._end_for(worker_group, self._exchange.notice)
-        if self._watch.report is not None and not any(ended.values()):
-            return self._end_hang(worker_group, self._watch.report)
-        is_alone = self._exchange.has_failed_elsewhere or (self._peers is not None and self._peers.lost is not None)
-        if any(ended.values()) or is_alone:
-            ended = self._end_the_rest(WITHOUT_PEER if is_alone else GRACE)
+        seen, left = self._look(worker_group)
+        step = decide(seen)
+        if step is Step.END_SAVED and left is not None:
+            return self._end_with(worker_group, left, GRACE)
+        if step is Step.END_ABORTED:
+            told = Ended(self._exchange.notice, worker_group.workers[0].world_size)
+            return self._end_with(worker_group, told, HANG_GRACE)
+        if step is Step.END_HANG and self._watch.found is not None:
+            return self._end_hang(worker_group, HangReport(self._watch.found))
+        is_alone, codes = step is Step.END_ALONE, seen.codes
+        if step is not Step.GO_ON:
+            codes = self._end_the_rest(WITHOUT_PEER if is_alone else GRACE)
         result: RunResult = super()._monitor_workers(worker_group)
-        report = self._explain(worker_group, ended) if any(ended.values()) else None
+        report = self._explain(worker_group, codes) if any(codes.values()) else None
         if report is not None or is_alone:
             report = self._exchange.merge(report, self._has_lost_one)
         self.report = report
@@ -169,6 +168,19 @@ class Agent(LocalElasticAgent):
             self.report = self._blame_a_machine(self._peers, report)
             result = RunResult(state=WorkerState.FAILED, failures=result.failures)
         return result
+
+    def _look(self, worker_group: WorkerGroup) -> tuple[Seen, PreemptedRun | None]:
+        """What is seen now; where ranks begin to end with a checkpoint, after all of them have."""
+        codes = self._ended()
+        self._let_watch(worker_group, codes)
+        left = None
+        if PREEMPTED in codes.values():
+            left = next(filter(None, map(find_preempted, self._files.records.values())), None)
+            self._wait_for_all(GRACE if left is not None else 0)
+            codes = self._ended()
+        is_alone = self._exchange.has_failed_elsewhere or (self._peers is not None and self._peers.lost is not None)
+        is_aborted, hangs = bool(self._exchange.notice), self._watch.found is not None
+        return Seen(codes, left is not None, is_aborted, hangs, is_alone), left
 
     def _failed_alive(self) -> list[int]:
         """Local ranks that have failed, by what they wrote, and whose processes are still there."""
@@ -190,26 +202,11 @@ class Agent(LocalElasticAgent):
         """Is a machine lost or silent, so that waiting for its word is in vain?"""
         return self._peers is not None and (self._peers.lost is not None or self._peers.silent() is not None)
 
-    def _preempted(self) -> PreemptedRun | None:
-        """What the ranks have left, where all of them have saved; waits for those that are about to end."""
-        found = [one for one in map(preempted.find, self._files.records.values()) if one is not None]
-        self._wait_for_all(GRACE if found else 0)
-        is_failure = any(code not in (0, PREEMPTED) for code in self._ended().values())
-        return None if is_failure or not found else found[0]
-
-    def _end_preempted(self, worker_group: WorkerGroup, left: PreemptedRun) -> RunResult:
-        """End a run that has saved: no failure, and nothing is restarted."""
+    def _end_with(self, worker_group: WorkerGroup, report: PreemptedRun | Ended, grace: int) -> RunResult:
+        """End all workers of a run that has saved, or was aborted; it is not restarted."""
         self._remaining_restarts = 0
-        self.report = left
-        self._end_the_rest()
-        result: RunResult = super()._monitor_workers(worker_group)
-        return RunResult(state=WorkerState.FAILED, failures=result.failures)
-
-    def _end_for(self, worker_group: WorkerGroup, reason: str) -> RunResult:
-        """End all workers of a run that was aborted; it is not restarted."""
-        self._remaining_restarts = 0
-        self.report = Ended(reason, worker_group.workers[0].world_size)
-        self._end_the_rest(HANG_GRACE)
+        self.report = report
+        self._end_the_rest(grace)
         result: RunResult = super()._monitor_workers(worker_group)
         return RunResult(state=WorkerState.FAILED, failures=result.failures)
 
@@ -236,7 +233,7 @@ class Agent(LocalElasticAgent):
         self._watch.end()
         self.report = report
         if self._remaining_restarts == 0:
-            self.leave(headline(report), report.exit_code)  # now, so that all machines end at the same time
+            self.leave(report.headline(), report.exit_code)  # now, so that all machines end at the same time
         self._close(HANG_GRACE)
         if left := self._held_by_the_kernel():
             self._remaining_restarts = 0  # they hold devices, ports and memory
@@ -254,7 +251,7 @@ class Agent(LocalElasticAgent):
     def _blame_a_machine(self, peers: Peers, report: Report | None) -> "Report | Lost | None":
         """The loss of a machine in the place of what it led to here."""
         self._has_ended_attempt = True
-        if report is not None and not is_consequence(report):
+        if report is not None and not report.is_consequence:
             return report
         deadline = time.monotonic() + WITHOUT_PEER  # what killed a connection here is often noticed there first
         while peers.lost is None and peers.silent() is None and time.monotonic() < deadline:
@@ -364,25 +361,18 @@ class Agent(LocalElasticAgent):
         self._given_up.clear()
         super()._restart_workers(worker_group)
 
-    def _explain(self, worker_group: WorkerGroup, ended: dict[int, int]) -> Report:
+    def _explain(self, worker_group: WorkerGroup, ended: Mapping[int, int]) -> Report:
         assert self._pcontext is not None
         pids = self._pcontext.pids()
-        deaths = []
-        for worker in worker_group.workers:
-            path = self._files.records[worker.local_rank]
-            record, code = read_record(path), ended.get(worker.local_rank)
-            crash = Path(f"{path}.fault")
-            has_crashed = code is not None and code < 0 and crash.exists()
-            if record is None and not code:
-                continue
-            self._files.append_trace(worker.local_rank, record)
-            deaths.append(Death(
-                worker.global_rank, socket.gethostname(), pids[worker.local_rank], code, record,
-                crash.read_text() if has_crashed else "", crash.stat().st_mtime if has_crashed else 0.0,
-                progress(self._files.pulses[worker.local_rank]),
-            ))  # fmt: skip
+        found = (
+            self._files.death(
+                worker.global_rank, worker.local_rank, pids[worker.local_rank], ended.get(worker.local_rank)
+            )
+            for worker in worker_group.workers
+        )
+        deaths = tuple(death for death in found if death is not None)
         finished = tuple(worker.global_rank for worker in worker_group.workers if ended.get(worker.local_rank) == 0)
-        return Report(tuple(deaths), worker_group.workers[0].world_size, self._memory.verdict(), finished)
+        return Report(deaths, worker_group.workers[0].world_size, self._memory.verdict(), finished)
 
     def _keep(self, report: Report | Lost | HangReport | Ended | PreemptedRun) -> None:
         if self._order.log_dir is not None and not isinstance(report, PreemptedRun):
@@ -399,7 +389,7 @@ class Agent(LocalElasticAgent):
             self.leave()
             _say(self.report.text())
             return self.report.exit_code
-        self.leave(headline(self.report), self.report.exit_code)
+        self.leave(self.report.headline(), self.report.exit_code)
         _say(self.report.text())
         self._keep(self.report)
         if self._order.log_dir is not None:

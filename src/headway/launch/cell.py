@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headway import env
+from headway import atomic, env
 from headway.optional import require
 
 
@@ -28,9 +28,8 @@ def _write(path: Path, obj: Any) -> None:
         pickle.loads(content)  # an exception with arguments of its own may fail only here
     except (TypeError, AttributeError, ValueError, pickle.PicklingError):
         return
-    staged = path.with_suffix(".tmp")
-    staged.write_bytes(content)
-    staged.rename(path)
+    with atomic.replacing(path) as staged:
+        staged.write_bytes(content)
 
 
 if __name__ == "__main__":

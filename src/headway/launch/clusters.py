@@ -123,9 +123,12 @@ def _slurm(environment: Mapping[str, str]) -> Cluster | None:
         if "OMP_NUM_THREADS" not in environment:
             read.decide("num_cpu_threads_per_process", read.number("SLURM_CPUS_PER_TASK"), "SLURM_CPUS_PER_TASK")
         task = Task(
-            read.number("SLURM_PROCID") or 0, num_tasks, read.number("SLURM_LOCALID") or 0, here,
+            read.number("SLURM_PROCID") or 0,
+            num_tasks,
+            read.number("SLURM_LOCALID") or 0,
+            here,
             _gpus_per_task(read.text("SLURM_GPUS_PER_TASK")),
-        )  # fmt: skip
+        )
     if num_machines > 1:
         nodes = read.text("SLURM_STEP_NODELIST") or read.text("SLURM_JOB_NODELIST")
         read.decide("main_process_ip", first_host(nodes), "SLURM_STEP_NODELIST")

@@ -5,13 +5,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway.units import format_bytes
+
 # Version 1 writes a huge number where there is no limit.
 _NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """One group, read anew at each question; all in bytes.
+    """One group, read again at each question; all in bytes.
 
     Attributes:
         folder: where its control files lie.
@@ -82,6 +84,34 @@ def control_groups(root: Path = Path("/")) -> Iterator[ControlGroup]:
             if folder.is_dir():
                 yield ControlGroup(folder, is_unified)
             folder = folder.parent
+
+
+class MemoryWatch:
+    """The kernel's out-of-memory counters, read before and after."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._group = next((group for group in control_groups(root) if group.num_kills is not None), None)
+        self._before = self._num_kills()
+
+    def verdict(self) -> str:
+        """What the counters say since this object was made; empty where they say nothing."""
+        kills = self._num_kills() - self._before
+        if kills <= 0:
+            return ""
+        text = "the kernel's out-of-memory killer sent it, as the host's memory ran out"
+        peak, limit = (None, None) if self._group is None else (self._group.peak, self._group.limit)
+        if peak is not None and limit is not None:
+            text += f" (this container's peak: {format_bytes(peak)} of {format_bytes(limit)})"
+        elif peak is not None:
+            text += f" (peak: {format_bytes(peak)})"
+        return text + "; use fewer processes or data-loading workers, or a smaller batch"
+
+    def _num_kills(self) -> int:
+        counters = _text(self._root / "proc/vmstat")
+        on_the_host = re.search(r"^oom_kill (\d+)", counters, re.MULTILINE)
+        in_the_group = None if self._group is None else self._group.num_kills
+        return max(int(on_the_host[1]) if on_the_host else 0, in_the_group or 0)
 
 
 def _text(path: Path) -> str:

@@ -10,12 +10,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
-from headway.launch.failure import Death, Record, Report
+from headway.launch.endings import Report
+from headway.launch.records import Death, Record
 from headway.runtime.store import NOTICE, Address, Link, named, present, roll, serve
 
 _KEY = "headway/control"
@@ -40,31 +40,6 @@ class Meeting(Protocol):
 
     def get(self, key: str) -> bytes:
         """Wait for a key's value."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """What is told of a run that a rank, or a broken promise, has ended on purpose."""
-
-    reason: str
-    world_size: int
-
-    @property
-    def exit_code(self) -> int:
-        """1."""
-        return 1
-
-    def text(self) -> str:
-        """What the screen shows."""
-        return f"headway: {self.reason}\nheadway: all {self.world_size} ranks have been ended"
-
-    def write(self, path: Path) -> None:
-        """Write failure.json, with the reason in the place of a first failure."""
-        content = {"world_size": self.world_size, "exit_code": self.exit_code, "reason": self.reason, "ranks": []}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(content, indent=2) + "\n")
-        scratch.replace(path)
 
 
 class Exchange:
@@ -162,8 +137,11 @@ class Exchange:
         missing = [rank for rank in self._left if rank not in here]
         if missing and here:
             they = "it" if len(missing) == 1 else "they"
-            store.set(NOTICE, f"{named(missing)} ended with exit code 0 before {they} joined the run: "
-                      + roll(self._world_size, [rank for rank in range(self._world_size) if rank not in here], "so far"))  # fmt: skip
+            store.set(
+                NOTICE,
+                f"{named(missing)} ended with exit code 0 before {they} joined the run: "
+                + roll(self._world_size, [rank for rank in range(self._world_size) if rank not in here], "so far"),
+            )
 
     def _hear_failures(self, store: Any) -> None:
         for machine in range(self._num_machines):
@@ -212,10 +190,14 @@ def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:
 def _encode(report: Report | None) -> str:
     if report is None:
         return json.dumps({})
-    return json.dumps({
-        "deaths": [asdict(death) for death in report.deaths], "world_size": report.world_size,
-        "memory": report.memory, "finished": report.finished,
-    })  # fmt: skip
+    return json.dumps(
+        {
+            "deaths": [asdict(death) for death in report.deaths],
+            "world_size": report.world_size,
+            "memory": report.memory,
+            "finished": report.finished,
+        }
+    )
 
 
 def _decode(content: dict[str, Any]) -> Report | None:

@@ -134,3 +134,10 @@ def wait_for_name(host: str, seconds: float, say: Callable[[str], None]) -> None
 def name_for_others(hostname: str) -> str:
     """What another machine can call this one: its name, or its address where the name would lead each to itself."""
     return (own_address() or hostname) if is_trap(hostname) else hostname
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

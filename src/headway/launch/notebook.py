@@ -1,7 +1,7 @@
 """Launching a function instead of a script: from a notebook cell, or from a test.
 
 The function travels by cloudpickle to processes of their own, kept by the same agent as `headway launch`: nothing that the
-notebook has done - a device it has touched, say - can stand in their way. Their output appears as it is written.
+notebook has done, such as touching a device, can get in their way. Their output appears as it is written.
 """
 
 import contextlib
@@ -38,11 +38,24 @@ _GRACE = 30.0
 
 
 def notebook_launcher(
-    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = None, mixed_precision: str | None = None,
-    use_port: str | int = DEFAULT_PORT, master_addr: str = LOOPBACK, node_rank: int = 0, num_nodes: int = 1,
-    rdzv_backend: str = "static", rdzv_endpoint: str = "", rdzv_conf: Mapping[str, Any] | None = None, rdzv_id: str = "none",
-    max_restarts: int = 0, monitor_interval: float = 0.1, log_line_prefix_template: str | None = None, *, cpu: bool = False,
-) -> list[Any]:  # fmt: skip
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str | None = None,
+    use_port: str | int = DEFAULT_PORT,
+    master_addr: str = LOOPBACK,
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+    *,
+    cpu: bool = False,
+) -> list[Any]:
     """Call `function(*args)` on every accelerator of this machine, or on `num_processes` processes.
 
     Args:
@@ -79,9 +92,12 @@ def notebook_launcher(
     if log_line_prefix_template is not None:
         logger.warning_once("log_line_prefix_template has no effect: lines of ranks have no prefix in a notebook")
     given: dict[str, Any] = {
-        "num_processes": num_processes, "mixed_precision": mixed_precision, "cpu": cpu or None, "max_restarts": max_restarts or None,
+        "num_processes": num_processes,
+        "mixed_precision": mixed_precision,
+        "cpu": cpu or None,
+        "max_restarts": max_restarts or None,
         "monitor_interval": None if monitor_interval == 0.1 else monitor_interval,
-    }  # fmt: skip
+    }
     given |= _meeting(num_nodes, node_rank, master_addr, use_port, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id)
     layer = {name: _checked(name, value) for name, value in given.items() if value is not None}
     layer["module"] = Value(True, "notebook_launcher")
@@ -147,12 +163,25 @@ def _checked(name: str, value: Any) -> Value:
     return Value(from_file(SETTINGS[name], value, origin), origin)
 
 
-def _meeting(num_nodes: int, node_rank: int, master_addr: str, use_port: str | int, rdzv_backend: str, rdzv_endpoint: str,
-             rdzv_conf: Mapping[str, Any] | None, rdzv_id: str) -> dict[str, Any]:  # fmt: skip
+def _meeting(
+    num_nodes: int,
+    node_rank: int,
+    master_addr: str,
+    use_port: str | int,
+    rdzv_backend: str,
+    rdzv_endpoint: str,
+    rdzv_conf: Mapping[str, Any] | None,
+    rdzv_id: str,
+) -> dict[str, Any]:
     """The settings by which several notebooks meet; none for one, where a free port is taken."""
     if num_nodes == 1 and node_rank == 0:
-        unused = {"use_port": (use_port, DEFAULT_PORT), "master_addr": (master_addr, LOOPBACK), "rdzv_endpoint": (rdzv_endpoint, ""),
-                  "rdzv_backend": (rdzv_backend, "static"), "rdzv_conf": (rdzv_conf or None, None)}  # fmt: skip
+        unused = {
+            "use_port": (use_port, DEFAULT_PORT),
+            "master_addr": (master_addr, LOOPBACK),
+            "rdzv_endpoint": (rdzv_endpoint, ""),
+            "rdzv_backend": (rdzv_backend, "static"),
+            "rdzv_conf": (rdzv_conf or None, None),
+        }
         named = [f"{name}={given!r}" for name, (given, default) in unused.items() if str(given) != str(default)]
         if named:
             logger.warning_once(
@@ -172,33 +201,43 @@ def _meeting(num_nodes: int, node_rank: int, master_addr: str, use_port: str | i
         )
     conf = ",".join(f"{key}={value}" for key, value in (rdzv_conf or {}).items())
     return {
-        "num_machines": num_nodes, "machine_rank": node_rank, "main_process_ip": address, "main_process_port": int(port),
-        "rdzv_backend": None if rdzv_backend == "static" else rdzv_backend, "rdzv_conf": conf or None,
+        "num_machines": num_nodes,
+        "machine_rank": node_rank,
+        "main_process_ip": address,
+        "main_process_port": int(port),
+        "rdzv_backend": None if rdzv_backend == "static" else rdzv_backend,
+        "rdzv_conf": conf or None,
         "rdzv_id": None if rdzv_id == "none" else rdzv_id,
-    }  # fmt: skip
+    }
 
 
 def _tell_what_is_taken() -> None:
     """Name what this process holds on a GPU, and the cell that began it: the ranks, new processes, have so much less."""
-    origin, torch = sys.modules.get("headway.runtime.origin"), sys.modules.get("torch")
+    device, torch = sys.modules.get("headway.runtime.device"), sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return
-    place = getattr(origin, "first_use", lambda: None)() or "before Headway was imported"
+    place = (device.scope.own(device.FirstUse).place if device is not None else None) or "before Headway was imported"
     held = torch.cuda.memory_reserved()
     print(
         f"headway: this process uses the GPU itself, since {place}. The ranks are new processes and start all the same; they "
         f"have {format_bytes(held)} less (del what is there, then torch.cuda.empty_cache())",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _run(planned: Plan, environment: dict[str, str]) -> int:
     """Start the plan's command, copy its output to this process's (which may be a cell's), and wait."""
     under = (sys.executable, "-m", "headway.launch", "under", str(os.getpid()))
     child = subprocess.Popen(
-        (*under, *planned.argv), env=planned.environment(environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", bufsize=1,
-    )  # fmt: skip
+        (*under, *planned.argv),
+        env=planned.environment(environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        bufsize=1,
+    )
     assert child.stdout is not None
     try:
         for line in child.stdout:

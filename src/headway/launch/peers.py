@@ -122,8 +122,9 @@ class Peers:
         exit_code: what the run ends with then: the failed rank's, where a rank ended the run elsewhere.
     """
 
-    def __init__(self, machine: int, address: str, patience: float, on_loss: Callable[[], None],
-                 unit: str = "machine") -> None:  # fmt: skip
+    def __init__(
+        self, machine: int, address: str, patience: float, on_loss: Callable[[], None], unit: str = "machine"
+    ) -> None:
         self._me = Peer(machine, unit, socket.gethostname(), address)
         self._patience = patience
         self._on_loss = on_loss

@@ -120,8 +120,13 @@ class Plan:
         return {**kept, **self.additions}
 
 
-def make(resolved: Resolved, program: Program, machine: Machine, environment: Mapping[str, str],
-         cluster: Cluster | None = None) -> Plan:  # fmt: skip
+def make(
+    resolved: Resolved,
+    program: Program,
+    machine: Machine,
+    environment: Mapping[str, str],
+    cluster: Cluster | None = None,
+) -> Plan:
     """Plan the launch of `program`.
 
     Args:
@@ -276,12 +281,24 @@ def _order(resolved: Resolved, program: Program, num_machines: int, num_local: i
     if tee != "0" and log_dir is None:
         raise ConfigError(f"tee={tee} ({resolved.origin('tee')}) writes log files: say where with --log_dir")
     return AgentOrder(
-        program, num_local, num_machines, resolved.get("machine_rank", 0), backend, endpoint, _conf(resolved),
-        resolved.get("rdzv_id", "headway"), max_restarts, resolved.get("monitor_interval", 0.1), log_dir, tee,
-        resolved.get("role", "rank"), resolved.get("enable_cpu_affinity", False),
-        resolved.get("machine_patience", 30.0), min_machines=_min_machines(resolved, num_machines, backend),
+        program,
+        num_local,
+        num_machines,
+        resolved.get("machine_rank", 0),
+        backend,
+        endpoint,
+        _conf(resolved),
+        resolved.get("rdzv_id", "headway"),
+        max_restarts,
+        resolved.get("monitor_interval", 0.1),
+        log_dir,
+        tee,
+        resolved.get("role", "rank"),
+        resolved.get("enable_cpu_affinity", False),
+        resolved.get("machine_patience", 30.0),
+        min_machines=_min_machines(resolved, num_machines, backend),
         grace=resolved.get("grace", DEFAULT_GRACE),
-    )  # fmt: skip
+    )
 
 
 def _min_machines(resolved: Resolved, num_machines: int, backend: str) -> int:
@@ -315,11 +332,16 @@ def _task_order(resolved: Resolved, order: AgentOrder, task: Task, machine: Mach
     # Where a task sees its own accelerators only, they count from 0 in it, and so must the local rank that picks one.
     local = (0, 1) if task.has_own_devices(len(machine.device_ids)) else (task.local_rank, task.local_world_size)
     return replace(
-        order, num_local=1, num_machines=task.world_size, machine_rank=task.rank, endpoint=endpoint, unit="task",
+        order,
+        num_local=1,
+        num_machines=task.world_size,
+        machine_rank=task.rank,
+        endpoint=endpoint,
+        unit="task",
         min_machines=_all_tasks(resolved, task),
         backend=resolved.get("rdzv_backend", "c10d" if order.max_restarts else "static"),
         variables={"LOCAL_RANK": str(local[0]), "LOCAL_WORLD_SIZE": str(local[1])},
-    )  # fmt: skip
+    )
 
 
 def _all_tasks(resolved: Resolved, task: Task) -> int:

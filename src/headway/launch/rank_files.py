@@ -1,13 +1,15 @@
-"""Where each rank's output, its record of an exception and its pulse go: a folder per attempt, a file per rank."""
+"""Each rank's files: its output, the record of its exception and its pulse; and what they say of its end."""
 
+import socket
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from headway import env
-from headway.launch.failure import Record
 from headway.launch.plan import AgentOrder
+from headway.launch.records import Death, read_record
 from headway.runtime import pulse
+from headway.watch.machine import progress
 
 
 class RankFiles(LogsSpecs):
@@ -58,8 +60,26 @@ class RankFiles(LogsSpecs):
             error_files={local_rank: str(path) for local_rank, path in self.records.items()},
         )
 
-    def append_trace(self, local_rank: int, record: Record | None) -> None:
-        """Let a rank's log file end with its own traceback, which the screen shows once for all ranks."""
+    def death(self, rank: int, local_rank: int, pid: int, code: int | None) -> Death | None:
+        """How a rank ended, from what it left; None where it left nothing and has no exit code of a failure.
+
+        A rank's log file then ends with its own traceback, which the screen shows once for all ranks.
+        """
+        path = self.records[local_rank]
+        record, crash = read_record(path), Path(f"{path}.fault")
+        has_crashed = code is not None and code < 0 and crash.exists()
+        if record is None and not code:
+            return None
         if record is not None and local_rank in self._logs:
             with open(self._logs[local_rank], "a") as log:
                 log.write(record.trace)
+        return Death(
+            rank,
+            socket.gethostname(),
+            pid,
+            code,
+            record,
+            crash.read_text() if has_crashed else "",
+            crash.stat().st_mtime if has_crashed else 0.0,
+            progress(self.pulses[local_rank]),
+        )

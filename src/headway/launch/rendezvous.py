@@ -12,9 +12,8 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from headway import env
 from headway.errors import LaunchError
 from headway.launch import meeting
-from headway.launch.network import interface_of, own_address
+from headway.launch.network import free_port, interface_of, own_address
 from headway.launch.plan import AgentOrder
-from headway.launch.run import free_port
 
 T = TypeVar("T")
 
@@ -36,45 +35,59 @@ ALIVE = 2
 """Seconds between signs of life to the meeting, where a run goes on without a machine: three missing ones free its seat."""
 
 
-class OwnStore(RendezvousHandler):
-    """The rendezvous of a single machine: a fresh store per attempt, on a port that the system chose and we hold."""
+class _OneMeeting(RendezvousHandler):
+    """A way to meet once an attempt, in which nobody comes later; workers are handed the agents' store.
 
-    def __init__(self) -> None:
+    Args:
+        backend: the name of this way.
+        run_id: the run's name.
+    """
+
+    def __init__(self, backend: str, run_id: str) -> None:
+        self._backend = backend
+        self._run_id = run_id
         self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
         """The name of this way to meet."""
-        return "local"
+        return self._backend
 
     @property
     def use_agent_store(self) -> bool:
-        """Yes: workers are handed this store and open none, so no port can be taken by somebody else in between."""
+        """Yes: workers open no store, so no port can be taken by somebody else in between."""
         return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Open the store of the next attempt; nobody else is waited for."""
-        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10))
-        info = RendezvousStoreInfo(LOOPBACK, self._store.port)
-        return RendezvousInfo(PrefixStore("agent", self._store), 0, 1, info)
 
     def is_closed(self) -> bool:
         """No."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to do: nobody else takes part."""
+        """Nothing to do: there is one meeting."""
 
     def num_nodes_waiting(self) -> int:
-        """Nobody ever joins."""
+        """Nobody joins later."""
         return 0
 
     def get_run_id(self) -> str:
         """The run's name."""
-        return "headway"
+        return self._run_id
 
     def shutdown(self) -> bool:
         """Nothing to do: the store ends with this process."""
         return True
+
+
+class OwnStore(_OneMeeting):
+    """The rendezvous of a single machine: a fresh store per attempt, on a port that the system chose and we hold."""
+
+    def __init__(self) -> None:
+        super().__init__("local", "headway")
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Open the store of the next attempt; nobody else is waited for."""
+        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10))
+        info = RendezvousStoreInfo(LOOPBACK, self._store.port)
+        return RendezvousInfo(PrefixStore("agent", self._store), 0, 1, info)
 
 
 def host_of(order: AgentOrder) -> str:
@@ -93,23 +106,14 @@ def use_interface(order: AgentOrder) -> None:
         env.set_default("GLOO_SOCKET_IFNAME", interface)
 
 
-class GivenRanks(RendezvousHandler):
+class GivenRanks(_OneMeeting):
     """Machines that know their numbers meet at a store of machine 0's; who is missing is said."""
 
     def __init__(self, order: AgentOrder, seconds: float, say: Callable[[str], None]) -> None:
+        super().__init__("static", order.run_id)
         self._order = order
         self._seconds = seconds
         self._say = say
-        self._store: TCPStore | None = None
-
-    def get_backend(self) -> str:
-        """The name of this way to meet."""
-        return "static"
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Yes: workers are handed this store."""
-        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all machines.
@@ -121,10 +125,19 @@ class GivenRanks(RendezvousHandler):
         host, port = parse_rendezvous_endpoint(order.endpoint, default_port=-1)
         waiting = waiting_of(order, self._seconds, self._say)
         if self._store is None:
-            self._store = _at_the_meeting(order, waiting, lambda: TCPStore(
-                host, port, None, order.machine_rank == 0, timedelta(seconds=max(_CALL, _finite(self._seconds))),
-                wait_for_workers=False, multi_tenant=True,
-            ))  # fmt: skip
+            self._store = _at_the_meeting(
+                order,
+                waiting,
+                lambda: TCPStore(
+                    host,
+                    port,
+                    None,
+                    order.machine_rank == 0,
+                    timedelta(seconds=max(_CALL, _finite(self._seconds))),
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                ),
+            )
         store = PrefixStore(order.run_id, self._store)
         try:
             meeting.wait_for_all(store, order.machine_rank, order.num_machines, waiting, order.endpoint, order.unit)
@@ -135,25 +148,6 @@ class GivenRanks(RendezvousHandler):
                 f"{order.unit} 0 ended while this one waited for the others at {order.endpoint}; its own output says why"
             ) from error
         return RendezvousInfo(store, order.machine_rank, order.num_machines, RendezvousStoreInfo(host, port))
-
-    def is_closed(self) -> bool:
-        """No."""
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to do: there is one meeting."""
-
-    def num_nodes_waiting(self) -> int:
-        """Nobody joins later."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """The run's name."""
-        return self._order.run_id
-
-    def shutdown(self) -> bool:
-        """Nothing to do: the store ends with this process."""
-        return True
 
 
 def waiting_of(order: AgentOrder, seconds: float, say: Callable[[str], None]) -> meeting.Waiting:
@@ -175,11 +169,12 @@ def _at_the_meeting(order: AgentOrder, waiting: meeting.Waiting, make: Callable[
     strange = f"what answers at {order.endpoint} is not the launcher of {order.unit} 0"
     try:
         return meeting.in_time(
-            make, waiting,
+            make,
+            waiting,
             f"{me} waits for an answer from {order.endpoint}, where another program may listen in place of {order.unit} 0",
             f"{strange}, or it hangs: check that it was started with this address and port, or choose another port on all machines, "
             f"such as --main_process_port {free_port()}",
-        )  # fmt: skip
+        )
     except (RendezvousError, RuntimeError) as error:
         if order.machine_rank == 0 and meeting.is_taken(error):
             raise LaunchError(meeting.taken(port, free_port())) from error
@@ -208,9 +203,14 @@ def handler_for(order: AgentOrder, seconds: float, say: Callable[[str], None]) -
     if order.min_machines < order.num_machines:
         conf = {**conf, "last_call_timeout": LATECOMERS, "keep_alive_interval": ALIVE, **order.conf}
     parameters = RendezvousParameters(
-        order.backend, order.endpoint, order.run_id, order.min_machines, order.num_machines,
-        local_addr=own_address(host_of(order)), **conf,
-    )  # fmt: skip
+        order.backend,
+        order.endpoint,
+        order.run_id,
+        order.min_machines,
+        order.num_machines,
+        local_addr=own_address(host_of(order)),
+        **conf,
+    )
     waiting = waiting_of(order, seconds, say)
     return _at_the_meeting(order, waiting, lambda: registry.get_rendezvous_handler(parameters))
 

@@ -42,12 +42,3 @@ def _on_path(program: str) -> str | None:
     import shutil
 
     return shutil.which(program)
-
-
-def free_port() -> int:
-    """A port that nothing listens on now."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

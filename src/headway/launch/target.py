@@ -94,8 +94,10 @@ def _check_module(target: str) -> None:
         raise ConfigError(f"-m takes the name of a module, such as my_package.train, and {target!r} is not one")
     missing = _missing(target.split("."))
     if missing == target:
-        raise ConfigError(f"there is no module {target!r} (looked in {Path.cwd()} and in this Python's packages); "
-                          "start from the folder that holds it, or install it, or leave -m out to run a file")  # fmt: skip
+        raise ConfigError(
+            f"there is no module {target!r} (looked in {Path.cwd()} and in this Python's packages); "
+            "start from the folder that holds it, or install it, or leave -m out to run a file"
+        )
     if missing:
         raise ConfigError(f"there is no module {target!r}: {missing!r} is not there; correct the name, or install it")
 

@@ -19,14 +19,13 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, TracebackType
-from typing import IO, NoReturn
+from typing import NoReturn
 
 from headway import env
 from headway.errors import LaunchError
 from headway.runtime import heartbeat
 
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
-_fault_file: IO[str] | None = None
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -107,10 +106,8 @@ def die_with(parent_pid: int, number: int = _SIGKILL) -> None:
 
 def _record_faults(record: str | None) -> None:
     """Write the Python stack of a crash (SIGSEGV, SIGABRT ...) beside the record."""
-    global _fault_file
     if record and not faulthandler.is_enabled():
-        _fault_file = open(f"{record}.fault", "w")  # noqa: SIM115  (held open for the process's life)
-        faulthandler.enable(_fault_file)
+        faulthandler.enable(open(f"{record}.fault", "w"))  # noqa: SIM115  (faulthandler holds it open)
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
@@ -120,11 +117,11 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _report(error: Exception, record: str | None) -> None:
-    from headway.launch.failure import write_record
+    from headway import scope, traces
+    from headway.launch.records import write_record
 
-    # Only where training has imported it: this module stays free of torch, and memory may be too short for imports.
-    memory_report = sys.modules.get("headway.memory.report")
-    note = "" if memory_report is None else memory_report.explain(error)
+    # An Accelerator has said there what else to tell, such as by what memory was used.
+    note = scope.own(traces.Hook).says(error)
     is_kept = bool(record) and write_record(Path(str(record)), error, note)
     # The agent prints the first failure's trace for all ranks; a hook of the user's still has its say, but unheard.
     with contextlib.redirect_stderr(io.StringIO()) if is_kept else contextlib.nullcontext():

@@ -6,16 +6,19 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
-import psutil
 import torch
 
+from headway import scope
 from headway.errors import StateError
 from headway.memory.oom import is_out_of_memory
 from headway.memory.report import explain
 from headway.memory.use import device_of, host_peak, memory_use
-from headway.runtime import facts, phases
+from headway.optional import Later
+from headway.runtime import events
 from headway.runtime.device import HARDWARE, Hardware
 from headway.units import format_bytes
+
+psutil = Later("psutil")
 
 
 class Meter(Protocol):
@@ -117,10 +120,6 @@ def choose_meter(device: torch.device) -> Meter:
     return meter
 
 
-# A reset by one monitor takes its past away from the others, so each reading is given to all of them.
-_running: list["MemoryMonitor"] = []
-
-
 class MemoryMonitor:
     """Measures memory in its block: the peak of each phase of training, and of phases that you name.
 
@@ -163,17 +162,17 @@ class MemoryMonitor:
         if self._meter is not None:
             raise StateError("this MemoryMonitor measures already; make another one for an inner block")
         self.device = device_of(self._wanted)
-        for other in _running:
+        for other in scope.own(_Running):
             other._read()
         self._meter = meter = choose_meter(self.device)
         meter.reset()
         self.source, self._phase, self.peaks = meter.source, "forward", {}
-        _running.append(self)
+        scope.own(_Running).append(self)
         self._stack.callback(self._end, meter)
         if self._by_phase:
-            self._stack.enter_context(phases.listening(self._begin))
-        facts.sources.append(self._fact)
-        self._stack.callback(facts.sources.remove, self._fact)
+            self._stack.enter_context(events.hearing_phases(self._begin))
+        events.facts().append(self._fact)
+        self._stack.callback(events.facts().remove, self._fact)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -184,7 +183,7 @@ class MemoryMonitor:
 
     def _end(self, meter: Meter) -> None:
         self._read()
-        _running.remove(self)
+        scope.own(_Running).remove(self)
         self._meter = None
         meter.close()
 
@@ -193,7 +192,7 @@ class MemoryMonitor:
         if self._meter is None:
             return
         peak = self._meter.peak()
-        for monitor in _running:
+        for monitor in scope.own(_Running):
             if monitor.device == self.device:
                 monitor.peaks[monitor._phase] = max(monitor.peaks.get(monitor._phase, 0), peak)
 
@@ -241,3 +240,7 @@ class MemoryMonitor:
         highest = self.peak
         parts = [f"{phase} {format_bytes(peak)}" for phase, peak in self.peaks.items()]
         return f"peak memory {format_bytes(highest)} on {self.device} ({', '.join(parts)}), by {self.source}"
+
+
+class _Running(list[MemoryMonitor]):
+    """The monitors that measure: a reset by one takes its past away from the others, so each reading is given to all."""

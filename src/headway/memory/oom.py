@@ -13,7 +13,9 @@ import torch
 
 from headway.runtime.device import HARDWARE
 
-# Each pattern is what an allocator or library itself writes. The first one stands at the start of a line (a data worker's
+_RESERVE_BYTES = 8 << 20  # a report, and the modules that make it
+
+# Each pattern is what an allocator or library itself writes. The first one is at the start of a line (a data worker's
 # error brings its own lines along), so that a sentence which merely mentions such an error does not match.
 _TEXTS = tuple(
     re.compile(text, re.MULTILINE)
@@ -32,6 +34,21 @@ _TEXTS = tuple(
         r"\bMODULE:PT_DEVMEM Allocation failed",
     )
 )
+
+
+class Reserve:
+    """Pages that were never written are not memory yet, but address space that a report can use where that is limited."""
+
+    def __init__(self) -> None:
+        self._pages: bytearray | None = None
+
+    def fill(self) -> None:
+        """Set it aside."""
+        self._pages = self._pages or bytearray(_RESERVE_BYTES)
+
+    def release(self) -> None:
+        """Let it be used."""
+        self._pages = None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -4,22 +4,21 @@ It is made while the failed frames are still alive, of plain Python and little m
 """
 
 import re
-import sys
-import threading
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
 
+from headway import scope
+from headway.callsite import stack
 from headway.memory.census import CATEGORIES, Census, Holding, frames_of, take
 from headway.memory.levers import Lever, find_levers
-from headway.memory.oom import is_out_of_memory
+from headway.memory.oom import Reserve, is_out_of_memory
 from headway.memory.use import MemoryUse, memory_use
 from headway.runtime import process
 from headway.units import format_bytes, parse_bytes
 
-_RESERVE_BYTES = 4 << 20
 _NOTE = "_headway_memory_report"
 _HOST_TEXTS = ("DefaultCPUAllocator", "unable to mmap", "bad_alloc", "alloc_cpu")
 _ASKED = (
@@ -28,9 +27,6 @@ _ASKED = (
     re.compile(r"unable to mmap (\d+) bytes"),
     re.compile(r"Unable to allocate ([\d.]+ ?[KMGT]?i?B)\b"),  # numpy's
 )
-
-# Pages that were never written are not memory yet, but address space that a report can use where that is limited.
-_reserve: list[bytearray] = []
 
 
 @dataclass(frozen=True)
@@ -64,9 +60,10 @@ class MemoryReport:
         )
         lines = [
             head + (f": {format_bytes(self.asked)} were asked for" if self.asked is not None else ""),
-            f"  {what} held {format_bytes(use.used)}" + _reserved(use)
+            f"  {what} held {format_bytes(use.used)}"
+            + _reserved(use)
             + f"; all processes {format_bytes(use.occupied)} of {format_bytes(use.total)}",
-        ]  # fmt: skip
+        ]
         lines += [f"    {format_bytes(size):>10}  {name}" for name, size in self.by_category.items() if size]
         unseen = use.used - sum(self.by_category.values())
         if unseen > 0:
@@ -100,16 +97,21 @@ def memory_report(error: BaseException | None = None, num_largest: int = 8) -> M
         error: an out-of-memory error; None: just look.
         num_largest: how many of the largest tensors are listed.
     """
-    _reserve.clear()
+    scope.own(Reserve).release()
     device = _device_of(error)
     frames = frames_of(error) if error is not None else _stack()
     use = memory_use(device)
     census = take(device.type, frames)
     asked = None if error is None else asked_bytes(error)
     return MemoryReport(
-        asked, use, {name: census.total(name) for name in CATEGORIES}, census.largest(num_largest),
-        find_levers(census, use, asked, frames), _sites(device, census, num_largest), census.is_complete,
-    )  # fmt: skip
+        asked,
+        use,
+        {name: census.total(name) for name in CATEGORIES},
+        census.largest(num_largest),
+        find_levers(census, use, asked, frames),
+        _sites(device, census, num_largest),
+        census.is_complete,
+    )
 
 
 def explain(error: BaseException) -> str:
@@ -152,12 +154,7 @@ def _device_of(error: BaseException | None) -> torch.device:
 
 def _stack() -> list[FrameType]:
     """The frames of the caller, outermost first."""
-    found: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found[::-1]
+    return list(stack())[:1:-1]
 
 
 def _sites(device: torch.device, census: Census, count: int) -> list[str]:
@@ -167,9 +164,11 @@ def _sites(device: torch.device, census: Census, count: int) -> list[str]:
     if device.type == "cpu" or snapshot is None or not census.is_complete:
         return []
     blocks: list[dict[str, Any]] = [
-        block for segment in snapshot(device)["segments"] for block in segment["blocks"]
+        block
+        for segment in snapshot(device)["segments"]
+        for block in segment["blocks"]
         if block["state"] == "active_allocated" and block.get("frames")
-    ]  # fmt: skip
+    ]
     blocks.sort(key=lambda block: -block["size"])
     return [f"{format_bytes(block['size']):>10}  {_first_python(block['frames'])}" for block in blocks[:count]]
 
@@ -188,22 +187,7 @@ def _first_python(frames: list[dict[str, Any]]) -> str:
 # ---------------------------------------------------------------- where nobody catches it
 
 
-_is_armed = threading.Event()
-
-
-def arm() -> None:
-    """Let an out-of-memory error that ends this process print its report, after what the present hook prints."""
-    if not _reserve:
-        _reserve.append(bytearray(_RESERVE_BYTES))
-    if _is_armed.is_set():
-        return
-    _is_armed.set()
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
-        text = explain(error)
-        if text and text not in getattr(error, "__notes__", ()):
-            print(text, file=sys.stderr)
-
-    sys.excepthook = hook
+def untold(error: BaseException) -> str:
+    """The report, unless it was added to the error as a note."""
+    text = explain(error)
+    return "" if text in getattr(error, "__notes__", ()) else text

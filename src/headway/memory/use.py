@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from headway import optional
 from headway.errors import ConfigError, DeviceUnavailable
 from headway.launch.control_group import control_groups
+from headway.optional import Later
 from headway.runtime import process
 from headway.runtime.device import HARDWARE, Hardware
+
+psutil = Later("psutil")
 
 MIB = 1024**2
 
@@ -120,10 +122,16 @@ def _host() -> MemoryUse:
         except psutil.Error:  # it has ended meanwhile
             continue
     return MemoryUse(
-        "cpu", int(info.rss), int(info.vms), max(host_peak(), int(info.rss)), limit if is_limited and limit else machine.total,
-        held if is_limited else machine.total - machine.available, psutil.cpu_percent() / 100, processes,
+        "cpu",
+        int(info.rss),
+        int(info.vms),
+        max(host_peak(), int(info.rss)),
+        limit if is_limited and limit else machine.total,
+        held if is_limited else machine.total - machine.available,
+        psutil.cpu_percent() / 100,
+        processes,
         "psutil and the control group's limit" if is_limited else "psutil",
-    )  # fmt: skip
+    )
 
 
 def host_peak() -> int:
@@ -175,10 +183,16 @@ def _device(hardware: Hardware, device: torch.device) -> MemoryUse:
         free, total = map(int, module.mem_get_info(device))
         occupied = total - free
     return MemoryUse(
-        str(device), used, reserved, max(ask("max_memory_allocated"), used), total, occupied,
-        None if told is None else told.utilisation, {own: reserved} if told is None else told.processes,
+        str(device),
+        used,
+        reserved,
+        max(ask("max_memory_allocated"), used),
+        total,
+        occupied,
+        None if told is None else told.utilisation,
+        {own: reserved} if told is None else told.processes,
         "torch's allocator" if told is None else "torch's allocator and NVML",
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ class Precision(Protocol):
     def scaler(self) -> torch.amp.GradScaler | None:
         """torch's gradient scaler, where there is one."""
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[object]:
         """The context of a forward pass."""
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ class Precision(Protocol):
     def snapshot(self) -> Any:
         """What `restore` needs to take a window back."""
 
-    def restore(self, snapshot: Any) -> None:
+    def restore(self, snapshot: object) -> None:
         """Go back to a snapshot, which stays good."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class FullPrecision:
     is_mixed = False
     scaler: torch.amp.GradScaler | None = None
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[object]:
         """No autocast."""
         return nullcontext()
 
@@ -97,7 +97,7 @@ class FullPrecision:
         """Nothing changes."""
         return None
 
-    def restore(self, snapshot: Any) -> None:
+    def restore(self, snapshot: object) -> None:
         """Nothing has changed."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -63,9 +63,13 @@ class Fp16Precision(Bf16Precision):
         super().__init__(hardware, options)
         chosen = options.scaler
         self.scaler: torch.amp.GradScaler = torch.amp.GradScaler(
-            hardware.kind, init_scale=chosen.init_scale, growth_factor=chosen.growth_factor,
-            backoff_factor=chosen.backoff_factor, growth_interval=chosen.growth_interval, enabled=chosen.enabled,
-        )  # fmt: skip
+            hardware.kind,
+            init_scale=chosen.init_scale,
+            growth_factor=chosen.growth_factor,
+            backoff_factor=chosen.backoff_factor,
+            growth_interval=chosen.growth_interval,
+            enabled=chosen.enabled,
+        )
         self._probes: dict[int, _Probe] = {}
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()

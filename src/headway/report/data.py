@@ -25,7 +25,7 @@ class Event:
 
     Attributes:
         kind: "out_of_memory", "checkpoint" ...
-        step: where it stands on the axis of steps.
+        step: its place on the axis of steps.
         seconds: since the run began.
         details: what the run wrote with it.
         has_step: False where the run gave no step, and the time decided.
@@ -125,7 +125,7 @@ def load(paths: Sequence[Path]) -> list[RunData]:
     """Read the runs, in the order given; one that is given twice is read once.
 
     Raises:
-        ConfigError: a path holds no run, or what lies there is no log of one.
+        ConfigError: a path holds no run, or what is there cannot be read as a log.
     """
     logs = list(dict.fromkeys(find_log(Path(path)).resolve() for path in paths))
     if not logs:
@@ -158,9 +158,20 @@ def _load(path: Path, label: str) -> RunData:
     began, last = min(moments, default=0.0), max(moments, default=0.0)
     place = _Placing(run.values.values(), began)
     data = RunData(
-        label, path, run.project, flat(run.config), run.starts, began, last - began, run.is_ended, _is_torn(path), run.damaged,
-        has_steps=place.has_steps, silent_for=max(0.0, time.time() - last), summary=flat(run.summary or {}),
-    )  # fmt: skip
+        label,
+        path,
+        run.project,
+        flat(run.config),
+        run.starts,
+        began,
+        last - began,
+        run.is_ended,
+        _is_torn(path),
+        run.damaged,
+        has_steps=place.has_steps,
+        silent_for=max(0.0, time.time() - last),
+        summary=flat(run.summary or {}),
+    )
     for name, found in run.values.items():
         if points := place.points(found):
             data.series[name] = points

@@ -8,9 +8,9 @@ from datetime import datetime
 from statistics import median
 from typing import Any
 
-from headway.report.axis import duration, text
 from headway.report.data import RunData
-from headway.report.events import kind_of
+from headway.report.looks import kind_of
+from headway.report.numbers import duration, text
 
 _FRESH = 120.0
 """Seconds of silence after which a run without an end is hardly alive."""
@@ -33,7 +33,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class State:
-    """How a run stands.
+    """The state of a run.
 
     Attributes:
         word: "finished", "preempted", "cut off" or "no end".

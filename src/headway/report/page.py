@@ -10,13 +10,15 @@ from importlib.resources import files
 from itertools import groupby
 from typing import Any
 
-from headway.report import chart, events, facts, palette
+from headway.report import facts, looks
 from headway.report.data import RunData
-from headway.report.panels import Line, Panel, cut_off, domain, has_finite, panels, single_values
-from headway.report.tables import event_table, overview, settings, sign, swatch
+from headway.report.panels import SMOOTHING, Line, Panel, across, panels, single_values
+from headway.report.tables import event_table, overview, settings, sign, swatch, values_of
 from headway.report.tables import single_values as single_table
 
 _HEADINGS = ("Training", "Evaluation", "Speed", "Memory", "More")
+_CROWD = 30
+"""So many lines of events are drawn fainter, so that they do not hide the chart."""
 
 
 def html_page(runs: Sequence[RunData]) -> str:
@@ -26,15 +28,15 @@ def html_page(runs: Sequence[RunData]) -> str:
     nothing be fetched.
     """
     drawn = [panel for panel in panels(runs) if panel.lines]
-    ends = chart.across(drawn)
+    ends = across(drawn)
     script = files("headway.report").joinpath("script.js").read_text(encoding="utf-8")
-    style = files("headway.report").joinpath("style.css").read_text(encoding="utf-8") + palette.css()
+    style = files("headway.report").joinpath("style.css").read_text(encoding="utf-8") + looks.css()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
     body = [_head(runs), overview(runs), _toolbar(runs)]
     single = single_values(runs, drawn)
-    charts = "" if single and not drawn else _charts(drawn, runs, ends)
+    charts = "" if single and not drawn else _charts(drawn, runs)
     body += [charts, single_table(runs, single), event_table(runs), settings(runs), _foot()]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -81,8 +83,8 @@ def _toolbar(runs: Sequence[RunData]) -> str:
             for index, run in enumerate(runs)
         )
         legend = f'<div class="chips">{legend}</div>'
-    for name, count in events.kinds(runs).items():
-        kind = events.kind_of(name)
+    for name, count in looks.kinds(runs).items():
+        kind = looks.kind_of(name)
         tone = kind.tone if len(runs) == 1 else "calm"
         chips += (
             f'<button type="button" class="chip" data-kind="{escape(name, quote=True)}" aria-pressed="true">'
@@ -95,7 +97,7 @@ def _toolbar(runs: Sequence[RunData]) -> str:
             '<button type="button" data-axis="step" aria-pressed="true">step</button>'
             '<button type="button" data-axis="time" aria-pressed="false">time</button></span>'
         )
-    percent = f"{chart.SMOOTHING * 100:g}"
+    percent = f"{SMOOTHING * 100:g}"
     return (
         f'<nav class="bar">{legend}<div class="chips">{chips}</div><div class="controls">'
         '<button type="button" class="chip" id="unzoom" hidden>reset zoom</button>'
@@ -104,31 +106,26 @@ def _toolbar(runs: Sequence[RunData]) -> str:
     )
 
 
-def _charts(drawn: Sequence[Panel], runs: Sequence[RunData], ends: tuple[float, float]) -> str:
+def _charts(drawn: Sequence[Panel], runs: Sequence[RunData]) -> str:
     if not drawn:
         return '<p class="empty">This run has logged no values yet.</p>'
     order = sorted(range(len(drawn)), key=lambda index: _HEADINGS.index(drawn[index].section))
     parts = []
     for section, numbers in groupby(order, key=lambda index: drawn[index].section):
-        cards = "".join(_card(drawn[number], runs, ends, number) for number in numbers)
+        cards = "".join(_card(drawn[number], runs, number) for number in numbers)
         parts.append(f'<section><h2>{section}</h2><div class="grid">{cards}</div></section>')
     return "\n".join(parts)
 
 
-def _card(panel: Panel, runs: Sequence[RunData], ends: tuple[float, float], number: int) -> str:
-    low, high = domain(panel)
-    notes = []
-    if not has_finite(panel):
-        notes.append("no finite value")
-    elif beyond := cut_off(panel, low, high):
-        notes.append(f"{beyond} beyond the axis")
-    if num_marks := sum(mark.count for line in panel.lines for mark in line.series.marks):
-        notes.append(f"{num_marks:,} not finite")
-    note = f'<span class="cut">{" · ".join(notes)}</span>' if notes else ""
+def _card(panel: Panel, runs: Sequence[RunData], number: int) -> str:
+    """A chart's frame, which the script fills; a reader without scripts gets its figures."""
     classes = "card wide" if panel.is_wide else "card"
+    names = ", ".join(f"{runs[line.run].label} {line.label}".strip() for line in panel.lines[:6])
+    label = escape(f"{panel.title}: {names}", quote=True)
     return (
         f'<figure class="{classes}" data-panel="{number}"><figcaption><h3>{escape(panel.title)}</h3>{_keys(panel, runs)}'
-        f'<span class="tools">{note}</span></figcaption><div class="plot">{chart.chart(panel, runs, ends, number)}</div></figure>'
+        f'<span class="tools"></span></figcaption><div class="plot" data-label="{label}"></div>'
+        f"<noscript>{values_of(panel, runs)}</noscript></figure>"
     )
 
 
@@ -139,11 +136,15 @@ def _keys(panel: Panel, runs: Sequence[RunData]) -> str:
         labels.setdefault(line.label, line)
     if len(labels) < 2:
         return ""
-    return '<span class="keys">' + "".join(
-        f'<span class="key {f"c{palette.colour(line.colour)}" if len(runs) == 1 else "grey"}">'
-        f'<i class="{"dotted" if line.is_dotted else "dashed" if line.is_dashed else "solid"}"></i>{escape(label)}</span>'
-        for label, line in labels.items()
-    ) + "</span>"  # fmt: skip
+    return (
+        '<span class="keys">'
+        + "".join(
+            f'<span class="key {f"c{looks.colour(line.colour)}" if len(runs) == 1 else "grey"}">'
+            f'<i class="{"dotted" if line.is_dotted else "dashed" if line.is_dashed else "solid"}"></i>{escape(label)}</span>'
+            for label, line in labels.items()
+        )
+        + "</span>"
+    )
 
 
 def _foot() -> str:
@@ -151,34 +152,36 @@ def _foot() -> str:
 
     made = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     return (
-        f"<footer>Made by Headway {__version__} on {made}. Bands show minimum and maximum where there are more values than "
-        "points to draw; smoothed lines are fitted around each point and pass spikes by."
-        '<span class="scripted"> Drag to zoom, double-click to go back.</span></footer>'
+        f"<footer>Made by Headway {__version__} on {made}."
+        '<span class="scripted"> Bands show minimum and maximum where there are more values than points to draw; smoothed '
+        "lines are fitted around each point and pass spikes by. Drag to zoom, double-click to go back.</span>"
+        "<noscript> Charts need JavaScript; without it each shows its figures.</noscript></footer>"
     )
 
 
 def _data(drawn: Sequence[Panel], runs: Sequence[RunData], ends: tuple[float, float]) -> str:
     """What the script draws from, as JSON that cannot end its element."""
-    kinds = {name: events.kind_of(name) for name in events.kinds(runs)}
+    kinds = {name: looks.kind_of(name) for name in looks.kinds(runs)}
     content = {
-        "runs": [
-            {"label": run.label, "restarts": run.restarts, "events": list(_signs(run))}
-            for run in runs
-        ],
+        "runs": [{"label": run.label, "restarts": run.restarts, "events": list(_signs(run))} for run in runs],
         "kinds": {name: {"sign": kind.sign, "tone": kind.tone, "line": kind.has_line} for name, kind in kinds.items()},
         "steps": all(run.has_steps for run in runs),
         "ends": ends,
-        "crowd": chart.CROWD,
+        "crowd": _CROWD,
         "panels": [
             {
-                "title": panel.title, "unit": panel.unit, "zero": panel.from_zero, "tall": panel.is_tall,
-                "smooth": panel.is_smoothed, "lines": [_line(line) for line in panel.lines],
+                "title": panel.title,
+                "unit": panel.unit,
+                "zero": panel.from_zero,
+                "tall": panel.is_tall,
+                "smooth": panel.is_smoothed,
+                "lines": [_line(line) for line in panel.lines],
             }
             for panel in drawn
         ],
-        "dashes": [palette.dash(index) for index in range(4 * len(palette.LINES))],
-        "marks": chart.MARKS,
-    }  # fmt: skip
+        "dashes": [looks.dash(index) for index in range(4 * len(looks.LINES))],
+        "marks": looks.MARKS,
+    }
     written = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for character, code in (
         ("<", "\\u003c"),
@@ -192,16 +195,22 @@ def _data(drawn: Sequence[Panel], runs: Sequence[RunData], ends: tuple[float, fl
 
 
 def _signs(run: RunData) -> Iterator[list[Any]]:
-    for event in events.drawn(run):
-        yield [event.kind, _brief(event.step), _brief(event.seconds), events.sentence(event)]
+    for event in looks.drawn(run):
+        yield [event.kind, _brief(event.step), _brief(event.seconds), looks.sentence(event)]
 
 
 def _line(line: Line) -> dict[str, Any]:
     series = line.series
     found: dict[str, Any] = {
-        "run": line.run, "label": line.label, "colour": line.colour, "dotted": line.is_dotted, "dashed": line.is_dashed,
-        "s": _briefly(series.steps, 12), "t": _briefly(series.times, 7), "v": _briefly(series.means, 6),
-    }  # fmt: skip
+        "run": line.run,
+        "label": line.label,
+        "colour": line.colour,
+        "dotted": line.is_dotted,
+        "dashed": line.is_dashed,
+        "s": _briefly(series.steps, 12),
+        "t": _briefly(series.times, 7),
+        "v": _briefly(series.means, 6),
+    }
     if series.lows:
         found |= {"lo": _briefly(series.lows, 4), "hi": _briefly(series.highs, 4)}
     if series.marks:

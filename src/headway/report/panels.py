@@ -12,6 +12,8 @@ MAX_BUCKETS = 1200
 ALL_BUCKETS = 60_000
 """Buckets of all series together: what keeps the page at a few megabytes."""
 MIN_BUCKETS = 200
+SMOOTHING = 0.01
+"""How far smoothed lines look, as a share of the series; the page has a slider for it."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Panel:
     """A chart.
 
     Attributes:
-        section: the heading under which it stands.
+        section: the heading it is listed under.
         title: what it shows.
         unit: "number", "bytes", "share" or "rate".
         from_zero: its axis begins at zero.
@@ -94,9 +96,19 @@ def panels(runs: Sequence[RunData]) -> list[Panel]:
     limit = max(MIN_BUCKETS, min(MAX_BUCKETS, ALL_BUCKETS // max(1, sum(len(run.series) for run in runs))))
     drawn = _Drawing(runs, limit)
     found = [
-        Panel(known.section, known.title, known.unit, known.from_zero, known.is_tall, known.is_smoothed, known.is_tall, lines)
-        for known in _KNOWN if (lines := drawn.lines(known.names))
-    ]  # fmt: skip
+        Panel(
+            known.section,
+            known.title,
+            known.unit,
+            known.from_zero,
+            known.is_tall,
+            known.is_smoothed,
+            known.is_tall,
+            lines,
+        )
+        for known in _KNOWN
+        if (lines := drawn.lines(known.names))
+    ]
     found += _memory(drawn, names)
     taken = {name for known in _KNOWN for name in known.names} | {"epoch"}
     left = [name for name in names if name not in taken and name not in _MEMORY and not name.startswith("memory/")]
@@ -180,23 +192,25 @@ def _unit(name: str) -> str:
     return "bytes" if name.endswith("_bytes") else "number"
 
 
-def domain(panel: Panel, is_calm: bool = True) -> tuple[float, float]:
-    """The ends of the value axis.
+def across(panels: Sequence[Panel]) -> tuple[float, float]:
+    """The ends of the axis of steps, the same for all charts."""
+    steps = [end for panel in panels for line in panel.lines for end in (line.series.steps[0], line.series.steps[-1])]
+    low, high = min(steps, default=0.0), max(steps, default=1.0)
+    if 0 < low < 0.05 * high:
+        low = 0.0
+    return (low, high) if high > low else (low - 0.5, low + 0.5)
 
-    Args:
-        panel: the chart.
-        is_calm: cut off spikes that would press the rest flat.
-    """
+
+def domain(panel: Panel) -> tuple[float, float]:
+    """The ends of a picture's value axis, which cuts off spikes that would press the rest flat."""
     tops = [value for line in panel.lines for value in (line.series.highs or line.series.means) if value is not None]
     lows = [value for line in panel.lines for value in (line.series.lows or line.series.means) if value is not None]
     if not tops:
         return 0.0, 1.0
-    low, high = min(lows), max(tops)
-    if is_calm:
-        lowest, highest = calm(lows, tops)
-        # The edge is the furthest value that is kept, not the limit itself.
-        high = max(value for value in tops if value <= highest)
-        low = min(value for value in lows if value >= lowest)
+    lowest, highest = calm(lows, tops)
+    # The edge is the furthest value that is kept, not the limit itself.
+    high = max(value for value in tops if value <= highest)
+    low = min(value for value in lows if value >= lowest)
     return _widened(low, high, panel.from_zero)
 
 
@@ -225,18 +239,3 @@ def _widened(low: float, high: float, from_zero: bool) -> tuple[float, float]:
         return (low if from_zero and low == 0 else low - room), high + room
     room = 0.06 * (high - low)
     return (low if low == 0 else low - room), high + room
-
-
-def cut_off(panel: Panel, low: float, high: float) -> int:
-    """How many buckets reach beyond the axis."""
-    return sum(
-        1
-        for line in panel.lines
-        for bottom, top in zip(line.series.lows or line.series.means, line.series.highs or line.series.means)
-        if bottom is not None and top is not None and (bottom < low or top > high)
-    )
-
-
-def has_finite(panel: Panel) -> bool:
-    """Does the chart show anything but marks?"""
-    return any(value is not None and math.isfinite(value) for line in panel.lines for value in line.series.means)

@@ -1,5 +1,6 @@
 """Draws each chart of a report as a PNG with matplotlib (the `plots` extra)."""
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +9,11 @@ from typing import Any
 
 from headway.errors import ConfigError
 from headway.optional import require
-from headway.report import events
-from headway.report.axis import tick_text, ticks
-from headway.report.chart import SMOOTHING, across
+from headway.report import looks
 from headway.report.data import RunData
-from headway.report.palette import LINES, colour
-from headway.report.panels import Panel, domain, panels
+from headway.report.looks import LINES, colour
+from headway.report.numbers import text
+from headway.report.panels import SMOOTHING, Panel, across, domain, panels
 from headway.report.reduce import smooth
 
 _INK, _SOFT, _GRID = "#1d1d1f", "#6b6a66", "#e9e8e4"
@@ -73,16 +73,15 @@ def _save(panel: Panel, runs: Sequence[RunData], ends: tuple[float, float], path
     _events(axes, runs)
     axes.set_title(_plain(panel.title), loc="left", fontsize=11, fontweight="bold", color=_INK, pad=16)
     if any(_label(line, runs) for line in panel.lines):
-        # To the right of the title; the signs of events stand between it and the lines.
-        axes.legend(
-            loc="lower right",
-            bbox_to_anchor=(1, 1.035),
-            ncols=6,
-            frameon=False,
-            fontsize=8,
-            labelcolor=_SOFT,
-            borderaxespad=0,
-        )
+        # To the right of the title, above the signs of events; many labels would cover it.
+        above: dict[str, Any] = {
+            "loc": "lower right",
+            "bbox_to_anchor": (1, 1.035),
+            "borderaxespad": 0,
+            "frameon": False,
+        }
+        place = above if len(panel.lines) <= 4 else {"loc": "best"}
+        axes.legend(ncols=2 if len(panel.lines) > 4 else 4, fontsize=8, labelcolor=_SOFT, **place)
     figure.savefig(path)
 
 
@@ -114,9 +113,15 @@ def _line(axes: Any, line: Any, is_smoothed: bool, label: str, up: tuple[float, 
             linewidth=0.7,
         )
     axes.plot(
-        series.steps, [nan if value is None else value for value in means], color=shade, label=label or None, linewidth=1.5,
-        marker="o" if line.is_dotted else None, markersize=4, linestyle="--" if line.is_dashed else "-",
-    )  # fmt: skip
+        series.steps,
+        [nan if value is None else value for value in means],
+        color=shade,
+        label=label or None,
+        linewidth=1.5,
+        marker="o" if line.is_dotted else None,
+        markersize=4,
+        linestyle="--" if line.is_dashed else "-",
+    )
     for mark in series.marks:
         sign, height = ("v", up[0]) if mark.kind == "-inf" else ("^" if mark.kind == "inf" else "x", up[1])
         axes.plot([mark.steps[0]], [height], sign, color=shade, markersize=6, clip_on=False)
@@ -125,10 +130,11 @@ def _line(axes: Any, line: Any, is_smoothed: bool, label: str, up: tuple[float, 
 def _axis(axes: Any, ends: tuple[float, float], up: tuple[float, float], unit: str, unit_across: str) -> None:
     axes.set_xlim(*ends)
     axes.set_ylim(*up)
-    for axis, limits, kind, target in ((axes.xaxis, ends, unit_across, 8), (axes.yaxis, up, unit, 5)):
-        places = ticks(*limits, target, kind)
-        distance = places[1] - places[0] if len(places) > 1 else 1.0
-        axis.set_ticks(places, [tick_text(place, distance, kind) for place in places])
+    for axis, limits, kind, most in ((axes.xaxis, ends, unit_across, 8), (axes.yaxis, up, unit, 5)):
+        axis.set_major_locator(_places(limits, kind, most))
+        axis.set_major_formatter(
+            lambda place, _, kind=kind: text(place, "rate" if kind in ("number", "step") else kind)
+        )
     axes.tick_params(length=0, labelsize=8, labelcolor=_SOFT)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -139,11 +145,20 @@ def _axis(axes: Any, ends: tuple[float, float], up: tuple[float, float], unit: s
         axes.set_xlabel("step", fontsize=8, color=_SOFT)
 
 
+def _places(limits: tuple[float, float], unit: str, most: int) -> Any:
+    from matplotlib.ticker import MaxNLocator, MultipleLocator
+
+    distance = (limits[1] - limits[0]) / most
+    if unit == "bytes" and distance >= 1:
+        return MultipleLocator(2.0 ** math.ceil(math.log2(distance)))
+    return MaxNLocator(most, integer=unit == "step")
+
+
 def _events(axes: Any, runs: Sequence[RunData]) -> None:
     shown = []
     for index, run in enumerate(runs):
-        for event in events.drawn(run):
-            kind = events.kind_of(event.kind)
+        for event in looks.drawn(run):
+            kind = looks.kind_of(event.kind)
             if not kind.has_line:
                 continue
             shade = LINES[colour(index)] if len(runs) > 1 else _TONES[kind.tone]
@@ -153,9 +168,17 @@ def _events(axes: Any, runs: Sequence[RunData]) -> None:
     for step, words, shade in _apart(sorted(shown), 0.1 * (high - low)):
         place = (step - low) / (high - low)
         axes.annotate(
-            words, (step, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3), textcoords="offset points", fontsize=6.5,
-            color=shade, ha="left" if place < 0.1 else "right" if place > 0.9 else "center", va="bottom", annotation_clip=True,
-        )  # fmt: skip
+            words,
+            (step, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            fontsize=6.5,
+            color=shade,
+            ha="left" if place < 0.1 else "right" if place > 0.9 else "center",
+            va="bottom",
+            annotation_clip=True,
+        )
 
 
 def _apart(shown: Sequence[tuple[float, str, str]], distance: float) -> list[tuple[float, str, str]]:

@@ -42,7 +42,7 @@ class Reduced:
     """A series as it is drawn.
 
     Attributes:
-        steps: where each bucket stands.
+        steps: the step of each bucket.
         times: the same in seconds.
         means: the mean of each bucket; None where it holds no finite value, which is a gap in the line.
         lows: the minimum of each bucket. Empty where each bucket is one value.
@@ -90,23 +90,6 @@ def reduce(points: Sequence[Point], limit: int) -> Reduced:
         found.means.append(_mean(finite))
         found.lows.append(min(finite, default=None))
         found.highs.append(max(finite, default=None))
-    return found
-
-
-def coarser(series: Reduced, limit: int) -> Reduced:
-    """The same series in at most `limit` buckets; extremes are kept."""
-    count = len(series.means)
-    if count <= limit:
-        return series
-    lows, highs = series.lows or series.means, series.highs or series.means
-    found = Reduced([], [], [], count=series.count, marks=series.marks)
-    for index, (start, end) in enumerate(_edges(count, limit)):
-        place = {0: start, limit - 1: end - 1}.get(index, (start + end) // 2)
-        found.steps.append(series.steps[place])
-        found.times.append(series.times[place])
-        found.means.append(_mean([value for value in series.means[start:end] if value is not None]))
-        found.lows.append(min((value for value in lows[start:end] if value is not None), default=None))
-        found.highs.append(max((value for value in highs[start:end] if value is not None), default=None))
     return found
 
 

@@ -1,5 +1,5 @@
 "use strict";
-// Redraws the page's charts at their true width, with zoom, crosshair, smoothing and both axes. Without it the page's own SVG stands.
+// Draws the page's charts at their true width, with zoom, crosshair, smoothing and both axes. Without it each shows a table of figures.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const LEFT = 56, RIGHT = 14, TOP = 22, BOTTOM = 26, COLOURS = data.dashes.length / 4;
@@ -327,12 +327,12 @@
   const figures = [...document.querySelectorAll("figure[data-panel]")].map((figure) => ({ figure, panel: data.panels[figure.dataset.panel], plot: figure.querySelector(".plot"), number: figure.dataset.panel }));
   const draw = (card) => {
     const { panel, plot, number } = card, width = Math.max(220, Math.round(plot.clientWidth)), frame = (card.frame = makeFrame(panel, width));
-    const lines = panel.lines.filter(isShown), label = plot.firstElementChild ? plot.firstElementChild.getAttribute("aria-label") : panel.title;
+    const lines = panel.lines.filter(isShown);
     plot.innerHTML = `<svg viewBox="0 0 ${width} ${frame.height}" role="img"><clipPath id="p${number}"><rect x="${LEFT - 4}" y="${TOP}" width="${width - LEFT - RIGHT + 8}" height="${frame.foot - TOP + 1}"/></clipPath>`
       + drawGrid(frame, panel) + drawEvents(frame)
       + `<g clip-path="url(#p${number})">${drawLines(frame, panel, lines)}</g>`
       + lines.map((line) => drawMarks(frame, line)).join("") + '<path class="cross"/><rect class="chosen" width="0"/></svg>';
-    plot.firstElementChild.setAttribute("aria-label", label);
+    plot.firstElementChild.setAttribute("aria-label", plot.dataset.label);
     plot.style.minHeight = `${frame.height}px`;
     card.cross = plot.querySelector(".cross");
     card.chosen = plot.querySelector(".chosen");
@@ -444,7 +444,6 @@
   for (const card of figures) {
     const { panel } = card, marks = panel.lines.reduce((sum, line) => sum + (line.m || []).reduce((total, mark) => total + mark[5], 0), 0);
     const tools = card.figure.querySelector(".tools");
-    tools.replaceChildren();
     if (marks) tools.append(make("span", "", `${marks.toLocaleString("en-US")} not finite`));
     card.cut = tool(card, "", "show every value, or cut off those that would press the rest flat", () => { panel.isWhole = !panel.isWhole; });
     tool(card, "log", "logarithmic values", (button) => { panel.isLog = !panel.isLog; press(button, panel.isLog); });

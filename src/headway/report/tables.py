@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from headway.report import events, facts, palette
-from headway.report.axis import duration, text
+from headway.report import facts, looks
 from headway.report.data import Event, RunData
+from headway.report.numbers import duration, text
+from headway.report.panels import Panel
+from headway.report.reduce import Reduced
 
 _MANY_SETTINGS = 24
 """Longer lists are closed at first."""
@@ -68,21 +70,42 @@ def single_values(runs: Sequence[RunData], values: Mapping[str, Sequence[tuple[f
     )
 
 
+def values_of(panel: Panel, runs: Sequence[RunData]) -> str:
+    """A chart's lines in figures, for readers whose browser runs no script: where each begins, its extremes, where it ends."""
+    rows = []
+    for line in panel.lines:
+        name = " · ".join(part for part in (runs[line.run].label if len(runs) > 1 else "", line.label) if part)
+        cells = "".join(f"<td>{text(value, panel.unit)}</td>" for value in _first_low_high_last(line.series))
+        not_finite = sum(mark.count for mark in line.series.marks)
+        rows.append(
+            f"<tr><th>{swatch(line.run) if len(runs) > 1 else ''}{escape(name or panel.title)}</th>{cells}"
+            f"<td>{line.series.count:,}</td><td>{not_finite or '-'}</td></tr>"
+        )
+    head = "".join(f"<th>{name}</th>" for name in ("First", "Lowest", "Highest", "Last", "Values", "Not finite"))
+    return f'<div class="scroll"><table><thead><tr><th>Line</th>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _first_low_high_last(series: Reduced) -> tuple[float | None, ...]:
+    known = [value for value in series.means if value is not None]
+    low, high = series.bounds() or (None, None)
+    return (known[0], low, high, known[-1]) if known else (None, None, None, None)
+
+
 def event_table(runs: Sequence[RunData]) -> str:
     """All events, run by run in the order of time."""
     rows = [(index, event) for index, run in enumerate(runs) for event in run.events]
     if not rows:
         return ""
-    shown = rows if len(rows) <= events.MAX_ROWS else _most_telling(rows)
+    shown = rows if len(rows) <= looks.MAX_ROWS else _most_telling(rows)
     lines = []
     for index, event in shown:
-        kind = events.kind_of(event.kind)
+        kind = looks.kind_of(event.kind)
         name = f"<td>{swatch(index)}{escape(runs[index].label)}</td>" if len(runs) > 1 else ""
         step = text(event.step) if event.has_step else "-"
         lines.append(
             f'<tr>{name}<td class="number">{step}</td><td class="number">{duration(event.seconds)}</td>'
             f'<td><span class="event {kind.tone}">{sign(kind)}{escape(kind.words)}</span></td>'
-            f'<td class="details">{escape(events.details(event.details))}</td></tr>'
+            f'<td class="details">{escape(looks.details(event.details))}</td></tr>'
         )
     head = "<th>Run</th>" if len(runs) > 1 else ""
     head += '<th class="number">Step</th><th class="number">After</th><th>Event</th><th>Details</th>'
@@ -98,8 +121,8 @@ def event_table(runs: Sequence[RunData]) -> str:
 def _most_telling(rows: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
     """Trouble first, then what is usual, in the order of the runs."""
     ranks = {"bad": 0, "warn": 1, "good": 2, "calm": 3}
-    chosen = sorted(range(len(rows)), key=lambda number: ranks[events.kind_of(rows[number][1].kind).tone])
-    return [rows[number] for number in sorted(chosen[: events.MAX_ROWS])]
+    chosen = sorted(range(len(rows)), key=lambda number: ranks[looks.kind_of(rows[number][1].kind).tone])
+    return [rows[number] for number in sorted(chosen[: looks.MAX_ROWS])]
 
 
 def settings(runs: Sequence[RunData]) -> str:
@@ -141,11 +164,11 @@ def _list(title: str, rows: Sequence[tuple[str, str]], is_open: bool) -> str:
     return f'<details class="card"{opened}><summary>{title} <b>{len(rows)}</b></summary><dl class="rows">{inner}</dl></details>'
 
 
-def sign(kind: events.Kind) -> str:
+def sign(kind: looks.Kind) -> str:
     """A kind's sign, in its colour."""
     return f'<svg viewBox="-6 -6 12 12" aria-hidden="true"><path class="sign" d="{kind.sign}"/></svg>'
 
 
 def swatch(index: int) -> str:
     """A small square in a run's colour."""
-    return f'<i class="swatch c{palette.colour(index)} round{index // len(palette.LINES) % 4}"></i>'
+    return f'<i class="swatch c{looks.colour(index)} round{index // len(looks.LINES) % 4}"></i>'

@@ -10,7 +10,6 @@ import ast
 import linecache
 import operator
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from headway.runtime.frames import Frame
+from headway.callsite import Frame, is_headways, stack
 
 if TYPE_CHECKING:
     from headway.runtime.process import ProcessRuntime
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 SAVE = "save_state"
 """How a save's first exchange is called, so that who misses it is told by that name."""
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STARTED = time.time()
 _MAX_DEPTH = 30
 _UNKNOWN: Any = object()
@@ -37,13 +35,24 @@ _RANK = ("process_index", "rank", "global_rank", "get_rank", "RANK")
 _LOCAL_RANK = ("local_process_index", "local_rank", "get_local_rank", "get_node_local_rank", "LOCAL_RANK")
 _WORDS = (*_MAIN, *_LOCAL_MAIN, "is_last_process", *_RANK, *_LOCAL_RANK)
 _COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
-    ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.In: lambda a, b: a in b,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda a, b: a in b,
     ast.NotIn: lambda a, b: a not in b,
-}  # fmt: skip
+}
 _COMPUTED: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod, ast.FloorDiv: operator.floordiv,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Mod: operator.mod,
+    ast.FloorDiv: operator.floordiv,
+}
 
 Passes = Callable[[int, int], bool]
 """From a rank's number and its number on its machine: does it run the function?"""
@@ -95,17 +104,16 @@ def calling_ranks(runtime: "ProcessRuntime") -> Callers:
     kept = [rank for rank in everyone if all(passes(rank, _local(runtime, rank)) for _, passes in _chosen.get())]
     reason = f"@accelerator.{_chosen.get()[-1][0]}" if len(kept) < len(everyone) else ""
     called, site = "", ""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_PACKAGE):
-            place = Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    for frame in stack():
+        is_ours = is_headways(frame.f_code.co_filename)
+        if not is_ours:
+            place = Frame.of(frame)
             site = site or str(place)
             for rank, (line, told) in _kept_out(frame, called, runtime, kept).items():
                 kept.remove(rank)
                 reason = reason or f"{told} ({replace(place, line=line)})"
-        if not site or not frame.f_code.co_filename.startswith(_PACKAGE):
+        if not site or not is_ours:
             called = frame.f_code.co_name
-        frame = frame.f_back
     if runtime.rank not in kept:  # what was read is not what ran
         return Callers(tuple(everyone), site)
     return Callers(tuple(kept), site, reason)
@@ -290,7 +298,7 @@ class _Reader:
         value = self._read(node, rank, knows_rest)
         try:
             return value if value is _UNKNOWN else bool(value)
-        except Exception:  # a tensor of several values, say
+        except Exception:  # such as a tensor of several values
             return _UNKNOWN
 
     def _read(self, node: ast.AST, rank: int, knows_rest: bool) -> Any:
@@ -317,7 +325,7 @@ class _Reader:
         if theirs is _UNKNOWN:
             return _UNKNOWN
         here = self._look_up(node)
-        # A variable of that name may hold something else: -1, say, where another launcher would have put a number.
+        # A variable of that name may hold something else, such as -1 where another launcher would have put a number.
         return theirs if here is _UNKNOWN or here == mine else _UNKNOWN
 
     def _of_call(self, node: ast.Call, rank: int) -> Any:
@@ -331,8 +339,13 @@ class _Reader:
 
     def _meaning(self, word: object, rank: int) -> Any:
         local = _local(self._runtime, rank)
-        for words, value in ((_MAIN, rank == 0), (_LOCAL_MAIN, local == 0), (_RANK, rank), (_LOCAL_RANK, local),
-                             (("is_last_process",), rank == self._runtime.world_size - 1)):  # fmt: skip
+        for words, value in (
+            (_MAIN, rank == 0),
+            (_LOCAL_MAIN, local == 0),
+            (_RANK, rank),
+            (_LOCAL_RANK, local),
+            (("is_last_process",), rank == self._runtime.world_size - 1),
+        ):
             if word in words:
                 return value
         return _UNKNOWN

@@ -17,15 +17,18 @@ from typing import Literal, NoReturn
 
 from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-defined]
 
+from headway.callsite import call_site
 from headway.errors import CollectiveError, ConfigError, ControlPlaneError
 from headway.runtime import process, pulse
-from headway.runtime.ledger import call_site
 from headway.runtime.store import NOTICE, Link, end_process, first_line, named, wait_and_get, wait_for, whereabouts
 
 Op = Literal["any", "min", "max", "sum"]
 _FOLDS: dict[str, Callable[[Iterable[float]], float]] = {
-    "any": lambda column: float(any(column)), "min": min, "max": max, "sum": math.fsum,
-}  # fmt: skip
+    "any": lambda column: float(any(column)),
+    "min": min,
+    "max": max,
+    "sum": math.fsum,
+}
 _CODES = {op: code for code, op in enumerate(_FOLDS)}
 _HEAD = struct.Struct("<qBH")  # number of the vote, operation, how many values
 _MISMATCH = -1
@@ -235,7 +238,9 @@ def _where() -> str:
     return f"update {reading.update}" if reading.update else ""
 
 
-_current: tuple[process.ProcessRuntime, Control] | None = None
+def _joined() -> Control:
+    runtime = process.current()
+    return Control(runtime.rank, runtime.world_size, process.control_link(), runtime.patience)
 
 
 def current() -> Control:
@@ -244,11 +249,7 @@ def current() -> Control:
     Raises:
         LaunchError: its host cannot be reached.
     """
-    global _current
-    runtime, link = process.current(), process.control_link()
-    if _current is None or _current[0] is not runtime:
-        _current = runtime, Control(runtime.rank, runtime.world_size, link, runtime.patience)
-    return _current[1]
+    return process.current().scope.own(_joined)
 
 
 def note_progress(update: int, micro_step: int) -> None:

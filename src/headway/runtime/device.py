@@ -5,15 +5,14 @@ own that the strategies here have not been run on.
 """
 
 import gc
+import linecache
 from dataclasses import dataclass
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import torch
 
+from headway import callsite, scope
 from headway.errors import DeviceUnavailable
-from headway.runtime import origin
-
-origin.watch()
 
 _REFUSED = {
     "tpu": "TPUs need torch_xla, which Headway does not drive yet; use a CPU, CUDA, XPU or MPS machine",
@@ -115,3 +114,54 @@ def by_name(name: str) -> Hardware:
         state = "is not on this machine" if name in HARDWARE else "is not a known kind of device"
         raise DeviceUnavailable(f"{name!r} {state}; available here: {', '.join(here)}")
     return HARDWARE[name]
+
+
+# ---------------------------------------------------------------- where CUDA was first used
+
+_UNKNOWN = "before Headway was imported"
+
+
+class FirstUse:
+    """Where this process first used a CUDA device: the line of the user's that did, or the notebook's cell.
+
+    Attributes:
+        place: None where no CUDA device was used.
+    """
+
+    def __init__(self) -> None:
+        self.place: str | None = None
+
+
+def describe(frame: FrameType | None) -> str:
+    """The user's innermost line from `frame` on; in a notebook with its cell's number.
+
+    The cell is the one whose text holds the line, as IPython keeps it in `In`.
+    """
+    if frame is None:
+        return _UNKNOWN
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(path, line).strip()
+    cells = frame.f_globals.get("In")
+    source = "".join(linecache.getlines(path)).strip()
+    number = (
+        next((n for n, cell in enumerate(cells) if cell.strip() == source), None) if isinstance(cells, list) else None
+    )
+    where = f"line {line} of the cell In [{number}]" if number and source else f"{path}:{line}"
+    return f"{where}: {text}" if text else where
+
+
+def _note_first_use() -> None:
+    scope.own(FirstUse).place = describe(callsite.users_frame())
+
+
+def _watch_for_first_use() -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        scope.own(FirstUse).place = _UNKNOWN
+        return
+    # torch calls what is queued here at that moment, below the line that led to it.
+    queue = getattr(torch.cuda, "_lazy_call", None)
+    if queue is not None:
+        queue(_note_first_use)
+
+
+_watch_for_first_use()

@@ -12,10 +12,11 @@ import signal
 import sys
 import threading
 import time
-from types import FrameType
+from itertools import islice
 from typing import IO, Any
 
-from headway import env
+from headway import env, scope
+from headway.callsite import stack
 from headway.runtime import pulse
 
 INTERVAL = 1.0
@@ -59,8 +60,9 @@ class Heartbeat:
         before_shutdown(self.stop)
         if hasattr(os, "register_at_fork"):
             # A fork in the middle of a beat would copy the locks it holds.
-            os.register_at_fork(before=self._lock.acquire, after_in_parent=self._lock.release,
-                                after_in_child=self._after_fork)  # fmt: skip
+            os.register_at_fork(
+                before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._after_fork
+            )
         self._thread.start()
 
     def stop(self) -> None:
@@ -94,9 +96,14 @@ class Heartbeat:
         stack = _main_stack()
         if stack != self._stack:
             self._stack, self._still_since = stack, now
-        self._pulse.set_note({
-            "stack": stack, "still": round(self._still_since, 3), "torch": self._torch(now), "live": self._is_live,
-        })  # fmt: skip
+        self._pulse.set_note(
+            {
+                "stack": stack,
+                "still": round(self._still_since, 3),
+                "torch": self._torch(now),
+                "live": self._is_live,
+            }
+        )
         self._pulse.beat(self._beats)
 
     def _torch(self, now: float) -> list[dict[str, Any]] | None:
@@ -118,8 +125,9 @@ class Heartbeat:
         return self._calls
 
 
-def _latest(entries: list[dict[str, Any]], status: dict[str, Any], members: dict[str, list[int]], now: float
-            ) -> list[dict[str, Any]]:  # fmt: skip
+def _latest(
+    entries: list[dict[str, Any]], status: dict[str, Any], members: dict[str, list[int]], now: float
+) -> list[dict[str, Any]]:
     """Per group: the latest collective, and how long it has been open."""
     latest = {entry["process_group"][0]: entry for entry in entries if not entry.get("is_p2p")}
     found = []
@@ -130,10 +138,15 @@ def _latest(entries: list[dict[str, Any]], status: dict[str, Any], members: dict
             counts.get("last_enqueued_collective") != counts.get("last_completed_collective")
         )
         entered = now - (time.time() - entry["time_created_ns"] / 1e9)
-        found.append({
-            "group": group, "number": entry["collective_seq_id"], "operation": entry["profiling_name"].split(":")[-1],
-            "since": round(entered, 3) if is_open else None, "members": members.get(group),
-        })  # fmt: skip
+        found.append(
+            {
+                "group": group,
+                "number": entry["collective_seq_id"],
+                "operation": entry["profiling_name"].split(":")[-1],
+                "since": round(entered, 3) if is_open else None,
+                "members": members.get(group),
+            }
+        )
     return found
 
 
@@ -146,13 +159,9 @@ def _members(c10d: Any) -> dict[str, list[int]]:
 
 def _main_stack() -> list[list[Any]]:
     """[file, line, function] of the main thread's frames, innermost first."""
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-    found: list[list[Any]] = []
-    while frame is not None and len(found) < _MAX_FRAMES:
-        code = frame.f_code
-        found.append([code.co_filename, frame.f_lineno, code.co_name])
-        frame = frame.f_back
-    return found
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = stack(innermost) if innermost is not None else ()
+    return [[frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name] for frame in islice(frames, _MAX_FRAMES)]
 
 
 def before_shutdown(stop: Any) -> None:
@@ -161,14 +170,13 @@ def before_shutdown(stop: Any) -> None:
     (register or atexit.register)(stop)
 
 
-_beating: Heartbeat | None = None
+def _of_this_process() -> Heartbeat:
+    return Heartbeat(pulse.own())
 
 
 def start() -> None:
     """Start this process's heartbeat, once."""
-    global _beating
-    if _beating is None:
+    if not scope.has(_of_this_process):
         # torch's own 2,000 collectives take a third of a second to read; some versions of torch record none.
         env.set_default("TORCH_FR_BUFFER_SIZE", NUM_RECORDED)
-        _beating = Heartbeat(pulse.own())
-        _beating.start()
+        scope.own(_of_this_process).start()

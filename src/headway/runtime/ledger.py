@@ -1,13 +1,10 @@
 """The ledger: a small ring of the collectives this process entered and left, with the user's line for each."""
 
-import sys
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 
+from headway.callsite import call_site
 from headway.runtime import pulse
-
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 
 @dataclass(frozen=True)
@@ -39,11 +36,3 @@ class Ledger:
     def leave(self, entry: Entry) -> None:
         """Note that all ranks have come to this collective: those of its parts that follow cannot miss one."""
         pulse.own().leave(entry.number)
-
-
-def call_site() -> str:
-    """`file:line` of the innermost frame outside Headway."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

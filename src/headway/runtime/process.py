@@ -3,7 +3,7 @@
 import atexit
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.constants import default_pg_timeout
 
-from headway import env
+from headway import env, scope
 from headway.config.launch import DEFAULT_PATIENCE
 from headway.config.load import UNSET, asked_num_processes, run_setting
 from headway.errors import ConfigError, LaunchError, UnsupportedError
@@ -19,6 +19,8 @@ from headway.log import get_logger
 from headway.runtime import pulse
 from headway.runtime.device import CPU, Hardware, by_name, detect
 from headway.runtime.store import Address, Link, check_in, host_beside, meet
+from headway.scope import Scope
+from headway.traces import Hook
 
 log = get_logger(__name__)
 
@@ -36,6 +38,7 @@ class ProcessRuntime:
         device: that device.
         owns_group: did Headway start torch's process group (and so ends it)?
         patience: how long a rank may keep the others waiting.
+        scope: holds what ends with this runtime, such as the control plane.
     """
 
     rank: int
@@ -46,6 +49,7 @@ class ProcessRuntime:
     device: torch.device
     owns_group: bool
     patience: timedelta = timedelta(seconds=DEFAULT_PATIENCE)
+    scope: Scope = field(default_factory=Scope, repr=False, compare=False)
 
     @property
     def is_main_process(self) -> bool:
@@ -63,24 +67,97 @@ class ProcessRuntime:
         return self.rank == self.world_size - 1
 
 
-_current: ProcessRuntime | None = None
-_store: Store | None = None
-_link: Link | None = None
-_num_groups = 0
-_asked: tuple[str, timedelta] = ("gloo", default_pg_timeout)
-_num_starts = 0
+class _Process:
+    """What this process holds of its runtime, and what outlives one: where ranks have met, and how often.
+
+    Attributes:
+        runtime: the one that runs.
+        link: the way to the control plane.
+        store: where the ranks of every group of this process meet.
+        asked: the group's engine, and how long it waits in a collective.
+        endings: called before the runtime ends.
+        engines: called before the group ends.
+    """
+
+    def __init__(self) -> None:
+        self.runtime: ProcessRuntime | None = None
+        self.link: Link | None = None
+        self.store: Store | None = None
+        self.asked: tuple[str, timedelta] = ("gloo", default_pg_timeout)
+        self.endings: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self.engines: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._num_groups = self._num_starts = 0
+
+    def begin(self, runtime: ProcessRuntime) -> None:
+        """This is the runtime from now on."""
+        self.runtime = runtime
+        self._num_starts += 1
+
+    def join(
+        self, backend: str, init_method: str | None, timeout: timedelta, rank: int, world_size: int, patience: timedelta
+    ) -> None:
+        """Join the group; a later group of this process meets under keys of its own, where no stale address can be read."""
+        self.asked = backend, timeout
+        # Its functions have the default group as a default argument: imported later, they would keep it alive for ever.
+        import torch.distributed.nn.functional  # noqa: F401
+
+        if self.store is None:
+            launched = self.launched_link(patience)
+            if launched is not None:  # who is missing is told there with names, where a group only says how many
+                check_in(launched.store, rank, world_size, patience)
+            self.store, rank, world_size = meet(init_method, rank, world_size, patience)
+            if launched is None:
+                check_in(PrefixStore("headway/roll", self.store), rank, world_size, patience)
+            # A thread of the engine that drops a tensor while Python shuts down would abort the process.
+            atexit.register(reset)
+        store = PrefixStore(f"headway/{self._num_groups}", self.store)
+        self._num_groups += 1
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+    def launched_link(self, timeout: timedelta) -> Link | None:
+        """The way to the control plane that the launcher hosts; None without a launcher."""
+        text = env.get(env.CONTROL)
+        if self.link is None and text:
+            self.link = Link(Address.decode(text), timeout)
+        return self.link
+
+    def host_control(self, runtime: ProcessRuntime) -> None:
+        """Without a launcher rank 0 opens the control plane and tells where; nobody waits here."""
+        if self.launched_link(runtime.patience) is None and runtime.rank == 0:
+            is_alone = runtime.local_world_size == runtime.world_size
+            self.link = host_beside(self.group_store(), runtime.rank, is_alone, runtime.patience)
+            atexit.register(reset)  # says goodbye
+
+    def group_store(self) -> Store:
+        """The store at which the group has met."""
+        store: Store = self.store if self.store is not None else dist.distributed_c10d._get_default_store()
+        return PrefixStore(f"headway/beside/{self._num_starts}", store)
+
+    def end(self) -> None:
+        """Release what hangs on the runtime, then the runtime itself."""
+        while self.endings:
+            release = self.endings.pop()()
+            if release is not None:
+                release()
+        runtime, link = self.runtime, self.link
+        if link is not None and runtime is not None:
+            link.close(runtime.rank, runtime.world_size)
+        if runtime is not None and runtime.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self.runtime = self.link = None
+        scope.own(Hook).take_out()
+
+
 _MARGIN = timedelta(seconds=30)
 """How much longer than the patience an engine waits in a collective."""
 
 FOR_EVER = timedelta(days=365)
 """The patience of a run that waits for ever (`--patience 0`)."""
 
-_endings: list[weakref.WeakMethod[Callable[[], None]]] = []
-_engines: list[weakref.WeakMethod[Callable[[], None]]] = []
 
-
-def start(*, cpu: bool = False, backend: str | None = None, init_method: str | None = None,
-          timeout: timedelta | None = None) -> ProcessRuntime:  # fmt: skip
+def start(
+    *, cpu: bool = False, backend: str | None = None, init_method: str | None = None, timeout: timedelta | None = None
+) -> ProcessRuntime:
     """Start this process's runtime, or return the one that runs.
 
     Args:
@@ -94,14 +171,14 @@ def start(*, cpu: bool = False, backend: str | None = None, init_method: str | N
         ConfigError: a runtime on another device runs already, or code and command line differ about the patience.
         DeviceUnavailable: this machine has fewer devices than local ranks.
     """
-    global _current, _num_starts
-    if _current is not None:
-        if cpu and _current.hardware is not CPU:
+    here = scope.own(_Process)
+    if here.runtime is not None:
+        if cpu and here.runtime.hardware is not CPU:
             raise ConfigError(
-                f"cpu=True was asked for, but this process already computes on {_current.device}: "
+                f"cpu=True was asked for, but this process already computes on {here.runtime.device}: "
                 "pass cpu=True to the first Accelerator of the process"
             )
-        return _current
+        return here.runtime
     wanted = env.get("HEADWAY_DEVICE")
     hardware = CPU if cpu else by_name(wanted) if wanted else detect()
     rank, world_size, patience = env.rank(), env.world_size(), _patience(timeout)
@@ -111,15 +188,16 @@ def start(*, cpu: bool = False, backend: str | None = None, init_method: str | N
     if owns_group:
         # With a margin, so that who watches over the run speaks before the engine does.
         limit = timeout or patience + _MARGIN
-        _join(backend or hardware.backend, init_method, limit, rank, world_size, patience)
+        here.join(backend or hardware.backend, init_method, limit, rank, world_size, patience)
     elif dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     elif hardware.is_indexed and hardware.num_devices() > 1:
         log.info_once(
             "one process on a machine with %d %s devices: `headway launch` uses all of them",
-            hardware.num_devices(), hardware.kind,
-        )  # fmt: skip
-    _current = ProcessRuntime(
+            hardware.num_devices(),
+            hardware.kind,
+        )
+    runtime = ProcessRuntime(
         rank,
         world_size,
         env.local_rank(),
@@ -129,21 +207,22 @@ def start(*, cpu: bool = False, backend: str | None = None, init_method: str | N
         owns_group,
         patience,
     )
-    _num_starts += 1
+    here.begin(runtime)
     pulse.own().set_patience(patience.total_seconds())
     if world_size > 1:
-        _host_control(_current)
-    return _current
+        here.host_control(runtime)
+    return runtime
 
 
 def current() -> ProcessRuntime:
     """The runtime of this process, started on first use."""
-    return _current if _current is not None else start()
+    runtime = scope.own(_Process).runtime
+    return runtime if runtime is not None else start()
 
 
 def is_started() -> bool:
     """Does this process have a runtime yet? Asking does not start one."""
-    return _current is not None
+    return scope.own(_Process).runtime is not None
 
 
 def at_end(release: Callable[[], None], *, is_engine: bool = False) -> None:
@@ -153,8 +232,8 @@ def at_end(release: Callable[[], None], *, is_engine: bool = False) -> None:
         release: lets go, for example of the process group, whose threads would outlive it.
         is_engine: also when only the group ends, because what is released belongs to it (`leave_group`).
     """
-    method = weakref.WeakMethod(release)
-    for registered in (_endings, _engines) if is_engine else (_endings,):
+    here, method = scope.own(_Process), weakref.WeakMethod(release)
+    for registered in (here.endings, here.engines) if is_engine else (here.endings,):
         if method not in registered:
             registered.append(method)
 
@@ -167,12 +246,13 @@ def leave_group() -> None:
     Raises:
         UnsupportedError: the group was not started by Headway, which then has no way to begin another.
     """
-    if _current is None or not _current.owns_group:
+    here = scope.own(_Process)
+    if here.runtime is None or not here.runtime.owns_group:
         raise UnsupportedError(
             "the process group has to be renewed, but was started outside Headway, by init_process_group or another library; leave "
             "that call out, and Headway starts the group"
         )
-    for each in list(_engines):
+    for each in list(here.engines):
         release = each()
         if release is not None:
             release()
@@ -184,49 +264,19 @@ def leave_group() -> None:
 
 def join_group() -> None:
     """Begin the next process group, with the settings of the first; every rank calls it, after `leave_group`."""
-    assert _current is not None
-    _join(_asked[0], None, _asked[1], _current.rank, _current.world_size, _current.patience)
+    here = scope.own(_Process)
+    assert here.runtime is not None
+    here.join(here.asked[0], None, here.asked[1], here.runtime.rank, here.runtime.world_size, here.runtime.patience)
 
 
 def group_timeout() -> timedelta:
     """How long a collective waits for a missing rank."""
-    return _asked[1]
+    return scope.own(_Process).asked[1]
 
 
 def reset() -> None:
     """End the runtime, and the process group where Headway started it; at the process's exit at the latest."""
-    global _current, _link
-    while _endings:
-        release = _endings.pop()()
-        if release is not None:
-            release()
-    if _link is not None and _current is not None:
-        _link.close(_current.rank, _current.world_size)
-    if _current is not None and _current.owns_group and dist.is_initialized():
-        dist.destroy_process_group()
-    _current = _link = None
-
-
-def _join(backend: str, init_method: str | None, timeout: timedelta, rank: int, world_size: int,
-          patience: timedelta) -> None:  # fmt: skip
-    """Join the group; a later group of this process meets under keys of its own, where no stale address can be read."""
-    global _store, _num_groups, _asked
-    _asked = backend, timeout
-    # Its functions have the default group as a default argument: imported later, they would keep it alive for ever.
-    import torch.distributed.nn.functional  # noqa: F401
-
-    if _store is None:
-        launched = _launched_link(patience)
-        if launched is not None:  # who is missing is told there with names, where a group only says how many
-            check_in(launched.store, rank, world_size, patience)
-        _store, rank, world_size = meet(init_method, rank, world_size, patience)
-        if launched is None:
-            check_in(PrefixStore("headway/roll", _store), rank, world_size, patience)
-        # A thread of the engine that drops a tensor while Python shuts down would abort the process.
-        atexit.register(reset)
-    store = PrefixStore(f"headway/{_num_groups}", _store)
-    _num_groups += 1
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    scope.own(_Process).end()
 
 
 def _patience(timeout: timedelta | None) -> timedelta:
@@ -237,24 +287,6 @@ def _patience(timeout: timedelta | None) -> timedelta:
     return timedelta(seconds=seconds) if seconds else FOR_EVER
 
 
-def _launched_link(timeout: timedelta) -> Link | None:
-    """The way to the control plane that the launcher hosts; None without a launcher."""
-    global _link
-    text = env.get(env.CONTROL)
-    if _link is None and text:
-        _link = Link(Address.decode(text), timeout)
-    return _link
-
-
-def _host_control(runtime: ProcessRuntime) -> None:
-    """Without a launcher rank 0 opens the control plane and tells where; nobody waits here."""
-    global _link
-    if _launched_link(runtime.patience) is None and runtime.rank == 0:
-        is_alone = runtime.local_world_size == runtime.world_size
-        _link = host_beside(_group_store(), runtime.rank, is_alone, runtime.patience)
-        atexit.register(reset)  # says goodbye
-
-
 def control_link() -> Link | None:
     """The way to the control plane; None on one process.
 
@@ -262,19 +294,10 @@ def control_link() -> Link | None:
         ControlPlaneError: rank 0 has not said in time where it is.
         LaunchError: it cannot be reached.
     """
-    global _link
-    runtime = current()
-    if runtime.world_size > 1 and _link is None:
-        _link = host_beside(_group_store(), runtime.rank, False, runtime.patience)
-    return _link
-
-
-def _group_store() -> Store:
-    """The store at which the group has met."""
-    if _store is not None:
-        return PrefixStore(f"headway/beside/{_num_starts}", _store)
-    store: Store = dist.distributed_c10d._get_default_store()
-    return PrefixStore(f"headway/beside/{_num_starts}", store)
+    runtime, here = current(), scope.own(_Process)
+    if runtime.world_size > 1 and here.link is None:
+        here.link = host_beside(here.group_store(), runtime.rank, False, runtime.patience)
+    return here.link
 
 
 def _check_contract(world_size: int) -> None:

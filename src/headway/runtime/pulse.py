@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway import env
+from headway import env, scope
 
 VARIABLE = "HEADWAY_PULSE"
 """Name of the variable that carries the file's path to a worker."""
 
 PARTS = "waiting for the other ranks' parts of a checkpoint"
-"""The phase of a rank that commits a checkpoint, in a wait that is no collective."""
+"""The phase of a rank that commits a checkpoint, in a wait that is not a collective."""
 
 NUM_CALLS = 64
 """How many collectives the ring holds."""
@@ -207,7 +207,7 @@ class Pulse:
         try:
             note = json.loads(text) if text else {}
         except ValueError:
-            note = {}  # it was written anew while being read; the next look finds it whole
+            note = {}  # it was rewritten while being read; the next look finds it whole
         saves = bool(self._memory[_SAVES_AT])
         return Reading(
             pid,
@@ -240,15 +240,13 @@ def _text(padded: bytes) -> str:
     return padded.rstrip(b"\0").decode(errors="replace")
 
 
-_own: Pulse | None = None
+def _of_this_process() -> Pulse:
+    return _claim(env.take(VARIABLE)) or Pulse()
 
 
 def own() -> Pulse:
     """This process's pulse: the file that the agent made for it, else memory of its own."""
-    global _own
-    if _own is None:
-        _own = _claim(env.take(VARIABLE)) or Pulse()
-    return _own
+    return scope.own(_of_this_process)
 
 
 def is_watched() -> bool:
@@ -276,11 +274,6 @@ def _claim(path: str | None) -> Pulse | None:
     return Pulse(Path(path))
 
 
-def _forget() -> None:
-    global _own
-    _own = None
-
-
 if hasattr(os, "register_at_fork"):
     # A forked child (e.g. a data-loading worker) shares the mapping, but is not the rank.
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=lambda: scope.drop(_of_this_process))

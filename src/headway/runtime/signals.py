@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
+from headway import scope
 from headway.errors import StateError
 
 DEFAULT = (signal.SIGTERM, signal.SIGUSR1)
-
-_listening: "weakref.WeakSet[SignalFlags]" = weakref.WeakSet()
 
 
 class SignalFlags:
@@ -66,7 +65,7 @@ class SignalFlags:
             self._former[number] = signal.signal(number, self._chain)
         self._thread = threading.Thread(target=self._listen, args=(receiver,), name="headway-signals", daemon=True)
         self._thread.start()
-        _listening.add(self)
+        scope.own(_Listening).add(self)
 
     def stop(self, *, then_ignore: bool = False) -> None:
         """Put back what was there before; in the main thread.
@@ -76,7 +75,7 @@ class SignalFlags:
         """
         if self._pipe is None:
             return
-        _listening.discard(self)
+        scope.own(_Listening).discard(self)
         self._give_back(signal.SIG_IGN if then_ignore else signal.SIG_DFL)
         receiver, sender = self._pipe
         sender.close()
@@ -132,22 +131,26 @@ class SignalFlags:
                 os.write(self._former_fd, numbers)
 
 
+class _Listening(weakref.WeakSet[SignalFlags]):
+    """Those that listen in this process."""
+
+
 def listened_for() -> tuple[int, ...]:
     """The signals that somebody in this process listens for, by number."""
-    return tuple(sorted({number for flags in _listening for number in flags._signals}))
+    return tuple(sorted({number for flags in scope.own(_Listening) for number in flags._signals}))
 
 
 def tell(hear: Callable[[], None]) -> None:
     """Call `hear` in a thread when a signal comes that somebody in this process listens for."""
-    for flags in _listening:
+    for flags in scope.own(_Listening):
         flags.listeners.append(hear)
 
 
 def _leave_alone() -> None:
     """A forked child is not the rank: it ends by SIGTERM as ever, and writes nothing into the rank's pipe."""
-    for flags in list(_listening):
+    for flags in list(scope.own(_Listening)):
         flags._give_back(signal.SIG_DFL)
-    _listening.clear()
+    scope.drop(_Listening)
 
 
 if hasattr(os, "register_at_fork"):

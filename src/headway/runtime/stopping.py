@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+from headway import scope
 from headway.errors import ControlPlaneError
 from headway.log import get_logger
 from headway.runtime import heartbeat, process, pulse
@@ -247,8 +248,17 @@ class Stopping:
         return ""
 
 
-_current: tuple[process.ProcessRuntime, Stopping] | None = None
-_num_started = 0
+class _Agreements:
+    """Those of this process, one after the other.
+
+    Attributes:
+        current: the one that listens; None before the first.
+        num_started: how many there have been: ranks begin them alike, so it names each.
+    """
+
+    def __init__(self) -> None:
+        self.current: Stopping | None = None
+        self.num_started = 0
 
 
 def start(signals: Sequence[int], end: float | None) -> Stopping:
@@ -261,13 +271,13 @@ def start(signals: Sequence[int], end: float | None) -> Stopping:
     Raises:
         StateError: called outside the main thread.
     """
-    global _current, _num_started
-    if _current is not None:
-        _current[1].stop()
-        _current = None
-    stopping = Stopping(current(), signals, end, str(_num_started))
-    _num_started += 1
+    own = scope.own(_Agreements)
+    if own.current is not None:
+        own.current.stop()
+        own.current = None
+    stopping = Stopping(current(), signals, end, str(own.num_started))
+    own.num_started += 1
     stopping.start()
-    _current = process.current(), stopping
+    own.current = stopping
     process.at_end(stopping.stop)
     return stopping

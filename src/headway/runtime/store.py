@@ -193,8 +193,11 @@ def meet(init_method: str | None, rank: int, world_size: int, timeout: timedelta
     if init_method not in (None, "env://") or not address or not port or env.get("TORCHELASTIC_USE_AGENT_STORE"):
         store, rank, world_size = next(rendezvous(init_method or "env://", rank, world_size, timeout=timeout))
         return store, rank, world_size
-    return TCPStore(address, port, is_master=rank == 0, wait_for_workers=False, multi_tenant=True,
-                    timeout=timeout), rank, world_size  # fmt: skip
+    return (
+        TCPStore(address, port, is_master=rank == 0, wait_for_workers=False, multi_tenant=True, timeout=timeout),
+        rank,
+        world_size,
+    )
 
 
 def wait_for(store: Store, keys: Sequence[str], timeout: timedelta) -> bool:

@@ -7,22 +7,15 @@ from typing import Any, Protocol
 
 import torch
 
+from headway.collectives.door import Collectives
+from headway.data.shard import Shard
 from headway.errors import UnsupportedError
-from headway.ops.collectives import Collectives
 from headway.precision.base import Precision
 
 Transform = Callable[[torch.nn.Module], torch.nn.Module]
 """Something done to a model before it is wrapped: activation checkpointing, compile, sharding."""
 Engine = Callable[..., Any]
 """What a prepared model's forward goes through when gradients are wanted; None: the model itself."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Which slice of the data a process reads: the `index`-th of `count`."""
-
-    index: int
-    count: int
 
 
 @dataclass(frozen=True)
@@ -74,10 +67,10 @@ class Strategy(Protocol):
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The user's own module."""
 
-    def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
+    def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[object]:
         """The context of a micro-batch: do gradients travel in its backward?"""
 
-    def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+    def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """A block in which nothing of the model travels, neither gradients nor buffers, whatever `accumulate` says."""
 
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:

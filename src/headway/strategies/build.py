@@ -1,7 +1,7 @@
 """Which strategy a run uses: the one place that names them."""
 
+from headway.collectives.door import Collectives
 from headway.config.strategies import EngineOptions
-from headway.ops.collectives import Collectives
 from headway.strategies.base import Strategy
 from headway.strategies.ddp import DDPStrategy
 from headway.strategies.replica import ReplicaStrategy

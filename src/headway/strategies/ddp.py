@@ -14,18 +14,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _broadcast_coalesced
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from headway.batch_size import attempt
+from headway.collectives.door import Collectives
 from headway.config.strategies import DDPCommunicationHookType as Hook
 from headway.config.strategies import DistributedDataParallelKwargs
-from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
-from headway.memory import attempt
-from headway.ops.collectives import Collectives
+from headway.errors import HeadwayError, StateError, UnsupportedError
+from headway.optional import Later
 from headway.precision.base import Precision
 from headway.runtime import process
 from headway.strategies.base import Engine, Transform
 from headway.strategies.single import SingleStrategy
+
+default_hooks = Later("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+powerSGD_hook = Later("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")  # noqa: N816  (torch's name)
 
 # torch 2.13 renamed the option.
 _HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
@@ -49,27 +52,22 @@ class DDPStrategy(SingleStrategy):
         self._local: set[int] = set()
 
     def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
-        """Wrap in DDP, which gives all ranks rank 0's values.
-
-        Raises:
-            PrepareError: parameters on the meta device.
-        """
+        """Wrap in DDP, which gives all ranks rank 0's values."""
         super().setup(model, transforms)
-        lazy = [name for name, tensor in model.named_parameters() if tensor.is_meta]
-        if lazy:
-            raise PrepareError(
-                f"{type(model).__name__} has {len(lazy)} parameters without memory (meta device), such as {lazy[0]!r}; "
-                "load or initialise them before prepare()"
-            )
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return None
         chosen, device = self._options, next(model.parameters()).device
         engine = DistributedDataParallel(
-            model, device_ids=None if device.type == "cpu" else [device], dim=chosen.dim,
-            bucket_cap_mb=chosen.bucket_cap_mb, find_unused_parameters=chosen.find_unused_parameters,
-            gradient_as_bucket_view=chosen.gradient_as_bucket_view, static_graph=chosen.static_graph,
-            process_group=self.data_group.group, **_NO_FORWARD_SYNC,
-        )  # fmt: skip
+            model,
+            device_ids=None if device.type == "cpu" else [device],
+            dim=chosen.dim,
+            bucket_cap_mb=chosen.bucket_cap_mb,
+            find_unused_parameters=chosen.find_unused_parameters,
+            gradient_as_bucket_view=chosen.gradient_as_bucket_view,
+            static_graph=chosen.static_graph,
+            process_group=self.data_group.group,
+            **_NO_FORWARD_SYNC,
+        )
         _register_hook(engine, chosen)
         self._engines[id(model)] = engine
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -78,7 +76,7 @@ class DDPStrategy(SingleStrategy):
             # A prepared model may outlive its Accelerator, and would keep the engine and so the group beyond its end.
             process.at_end(self.release, is_engine=True)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> Any:
             try:
                 return self._engines[id(model)](*args, **kwargs)
             except RuntimeError as error:
@@ -89,7 +87,7 @@ class DDPStrategy(SingleStrategy):
 
         return run
 
-    def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
+    def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[object]:
         """DDP's no_sync where gradients stay local."""
         engine = self._engines.get(id(model))
         if sync or engine is None:

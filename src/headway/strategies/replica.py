@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from headway.collectives.door import Collectives
 from headway.config.strategies import DDPCommunicationHookType, DistributedDataParallelKwargs
 from headway.errors import PrepareError, UnsupportedError
-from headway.ops.collectives import Collectives
 from headway.precision.base import Precision
 from headway.strategies.base import Engine, Transform
 from headway.strategies.single import SingleStrategy
@@ -63,11 +63,11 @@ class ReplicaStrategy(SingleStrategy):
         self._models.append(model)
         return None
 
-    def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
+    def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[object]:
         """Gradients stay local until `reduce_gradients`."""
         return nullcontext()
 
-    def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+    def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """Refused: a batch in pieces is agreed on by all ranks.
 
         Raises:

@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 
-from headway.ops.collectives import Collectives
+from headway.collectives.door import Collectives
+from headway.data.shard import Shard
 from headway.precision.base import Precision
-from headway.strategies.base import Capabilities, Engine, Shard, Transform
+from headway.strategies.base import Capabilities, Engine, Transform
+
+_NOTHING = nullcontext()
 
 
 class SingleStrategy:
@@ -35,7 +38,7 @@ class SingleStrategy:
 
     def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
         """Nothing travels."""
-        return nullcontext()
+        return _NOTHING
 
     def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Nothing travels."""

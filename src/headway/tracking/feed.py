@@ -1,9 +1,9 @@
-"""One run on one rank: its log, and the trackers that are fed with what stands in it.
+"""One run on one rank: its log, and the trackers that are fed from it.
 
 Nothing that a tracker does wrong reaches the loop: a failure is warned about once and noted in the log, three in a row
-end its part in the run. What it missed stands in the log.
+end its part in the run. What it missed is in the log.
 
-Which run is it? A process cannot know when it starts: it may resume or begin anew. The trackers go on with the run that
+Which run is it? A process cannot know when it starts: it may resume or start over. The trackers go on with the run that
 the log knows where a resume is to be expected, and are opened again where the guess was wrong::
 
     resumed, or a checkpoint waits to be resumed from       the same tracker runs
@@ -23,7 +23,7 @@ from typing import Any
 from headway import env
 from headway.errors import StateError, TrackingError
 from headway.log import get_logger
-from headway.runtime.streams import untouched_streams
+from headway.runtime.seed import untouched_streams
 from headway.tracking.base import TrackedRun, Tracker
 from headway.tracking.pictures import Picture, file_name, write_png
 from headway.tracking.runlog import Run, RunLog, Value, read_run
@@ -87,8 +87,14 @@ class Guarded:
         self.is_dropped = is_fatal or self._num_failures >= NUM_FAILURES
         if not self._is_warned or self.is_dropped:
             fate = "is used no more" if self.is_dropped else "failed"
-            log.warning("the tracker %s %s: %s in %s(); training goes on", self.name, fate, text[:1000], method,
-                        main_process_only=False)  # fmt: skip
+            log.warning(
+                "the tracker %s %s: %s in %s(); training goes on",
+                self.name,
+                fate,
+                text[:1000],
+                method,
+                main_process_only=False,
+            )
             self._is_warned = True
             what = "tracker_dropped" if self.is_dropped else "tracker_failed"
             report = self._report()
@@ -110,8 +116,9 @@ class Feed:
         begun: when, in seconds since 1970.
     """
 
-    def __init__(self, project: str, folder: Path | None, choices: Sequence[Choice], is_main: bool,
-                 position: Callable[[], int]) -> None:  # fmt: skip
+    def __init__(
+        self, project: str, folder: Path | None, choices: Sequence[Choice], is_main: bool, position: Callable[[], int]
+    ) -> None:
         self.project = project
         self.folder = folder
         self._choices = choices
@@ -145,8 +152,14 @@ class Feed:
 
     # ---------------------------------------------------------------- begin
 
-    def start(self, config: dict[str, Any], init_kwargs: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any],
-              is_continuing: bool, since: float | None = None) -> None:  # fmt: skip
+    def start(
+        self,
+        config: dict[str, Any],
+        init_kwargs: Mapping[str, Mapping[str, Any]],
+        about: Mapping[str, Any],
+        is_continuing: bool,
+        since: float | None = None,
+    ) -> None:
         """Write the first line and begin the trackers.
 
         Args:
@@ -245,8 +258,9 @@ class Feed:
         self._write("values", step, values)
         self._each("log", values, step=step, by_name=log_kwargs)
 
-    def log_images(self, images: Mapping[str, Sequence[Picture]], step: int | None,
-                   log_kwargs: Mapping[str, Mapping[str, Any]]) -> None:  # fmt: skip
+    def log_images(
+        self, images: Mapping[str, Sequence[Picture]], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]
+    ) -> None:
         """Images of one step; their files stand in the run's folder."""
         self._settle(step)
         if self.runlog is not None:

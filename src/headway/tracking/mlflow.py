@@ -29,8 +29,13 @@ class MLflowTracker(Tracker):
 
     name = "mlflow"
 
-    def __init__(self, tracking_uri: str | Path | None = None, experiment_name: str | None = None,
-                 run_id: str | None = None, **kwargs: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        tracking_uri: str | Path | None = None,
+        experiment_name: str | None = None,
+        run_id: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         self._mlflow: Any = require("mlflow", "log_with='mlflow' needs", "headway[trackers]")
         self._uri = tracking_uri
         self._experiment = experiment_name

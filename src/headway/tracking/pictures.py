@@ -19,7 +19,7 @@ Picture = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
 """[H, W, C] with C 1, 3 or 4."""
 
 
-def pictures(value: Any, name: str) -> list[Picture]:
+def pictures(value: object, name: str) -> list[Picture]:
     """One image or several as arrays [H, W, C] of bytes.
 
     Args:
@@ -38,7 +38,7 @@ def pictures(value: Any, name: str) -> list[Picture]:
     return [_picture(array, name)]
 
 
-def _to_array(value: Any, name: str) -> numpy.ndarray[Any, Any]:
+def _to_array(value: object, name: str) -> numpy.ndarray[Any, Any]:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         array: numpy.ndarray[Any, Any] = (value.float() if value.is_floating_point() else value).numpy()

@@ -70,8 +70,15 @@ class RunLog:
         """The number of this process start in the log: 1 for the first; 0 before `run`."""
         return self._attempt
 
-    def run(self, project: str, config: Mapping[str, Any] | None = None, *, world_size: int = 1, device: str = "cpu",
-            versions: Mapping[str, str] | None = None) -> int:  # fmt: skip
+    def run(
+        self,
+        project: str,
+        config: Mapping[str, Any] | None = None,
+        *,
+        world_size: int = 1,
+        device: str = "cpu",
+        versions: Mapping[str, str] | None = None,
+    ) -> int:
         """Begin: must be the first line that this process writes.
 
         Args:
@@ -86,9 +93,15 @@ class RunLog:
         """
         self._attempt = self._num_before + 1
         self._write(
-            "run", format=FORMAT, project=project, config=plain(dict(config or {})), world_size=world_size, device=device,
-            versions=dict(versions or {}), attempt=self._attempt,
-        )  # fmt: skip
+            "run",
+            format=FORMAT,
+            project=project,
+            config=plain(dict(config or {})),
+            world_size=world_size,
+            device=device,
+            versions=dict(versions or {}),
+            attempt=self._attempt,
+        )
         return self._attempt
 
     def reopen(self) -> None:
@@ -406,10 +419,17 @@ class _Reader:
         self.attempt += 1
         is_after_end, self.run.summary = self.run.summary is not None, None
         self.run.starts.append(
-            Start(moment, self.attempt, str(entry.get("project", "")), dict(entry.get("config") or {}),
-                  int(entry.get("world_size", 1)), str(entry.get("device", "")), dict(entry.get("versions") or {}),
-                  is_after_end)
-        )  # fmt: skip
+            Start(
+                moment,
+                self.attempt,
+                str(entry.get("project", "")),
+                dict(entry.get("config") or {}),
+                int(entry.get("world_size", 1)),
+                str(entry.get("device", "")),
+                dict(entry.get("versions") or {}),
+                is_after_end,
+            )
+        )
 
     def _supersede(self, step: int) -> None:
         for points in self.points.values():

@@ -28,7 +28,7 @@ Choice = Tracker | tuple[str, Callable[..., Tracker]]
 """A user's own tracker, or the name and the class of one that is built when a run begins."""
 
 
-def select_trackers(log_with: Any, *, has_folder: bool, is_main: bool = True) -> list[Choice]:
+def select_trackers(log_with: object, *, has_folder: bool, is_main: bool = True) -> list[Choice]:
     """The trackers that `log_with` asks for, each once.
 
     Args:
@@ -57,13 +57,13 @@ def select_trackers(log_with: Any, *, has_folder: bool, is_main: bool = True) ->
     return list(chosen.values())
 
 
-def _as_list(log_with: Any) -> Iterable[Any]:
+def _as_list(log_with: object) -> Iterable[Any]:
     if log_with is None:
         return []
     return log_with if isinstance(log_with, list | tuple | set) else [log_with]
 
 
-def _text(each: Any) -> str:
+def _text(each: object) -> str:
     name = each.value if isinstance(each, Enum) else each
     if not isinstance(name, str):
         raise ConfigError(

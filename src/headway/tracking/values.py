@@ -10,7 +10,7 @@ from headway.errors import TrackingError
 from headway.tracking.runlog import Value
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "", is_heard: bool = True) -> dict[str, Any]:
+def flatten(values: Mapping[str, object], prefix: str = "", is_heard: bool = True) -> dict[str, Any]:
     """Nested mappings as one, names joined with '/'; everything in it can be logged. Nothing is read from a device.
 
     Args:
@@ -42,7 +42,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "", is_heard: bool = True) 
     return flat
 
 
-def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def leaves(values: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one, names joined with '/', whatever the values are."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
@@ -50,14 +50,14 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def is_loggable(value: Any) -> bool:
+def is_loggable(value: object) -> bool:
     """Is it one number or a text?"""
     if isinstance(value, torch.Tensor | numpy.ndarray):
         return value.ndim == 0 and not _is_complex(value)
     return isinstance(value, bool | int | float | str | numpy.number | numpy.bool_) and not _is_complex(value)
 
 
-def to_python(value: Any) -> Value:
+def to_python(value: object) -> Value:
     """The value as Python has it; a tensor on a device is waited for."""
     if isinstance(value, torch.Tensor | numpy.ndarray | numpy.generic):
         value = value.item()
@@ -67,20 +67,20 @@ def to_python(value: Any) -> Value:
     raise TrackingError(f"{_describe(value)} cannot be logged")
 
 
-def _is_complex(value: Any) -> bool:
+def _is_complex(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.is_complex()
     return isinstance(value, numpy.generic | numpy.ndarray) and numpy.iscomplexobj(value)
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, torch.Tensor | numpy.ndarray):
         kind = "a tensor" if isinstance(value, torch.Tensor) else "an array"
         return f"{kind} of shape {tuple(value.shape)} and type {value.dtype}"
     return f"{type(value).__name__} {str(value)[:60]!r}"
 
 
-def _hint(value: Any) -> str:
+def _hint(value: object) -> str:
     if isinstance(value, torch.Tensor | numpy.ndarray) and value.ndim:
         return "; reduce it first (.mean(), .sum(), .item())"
     return ""

@@ -103,8 +103,13 @@ class WandbTracker(Tracker):
 
     def log_images(self, values: Mapping[str, Sequence[Picture]], step: int | None = None, **kwargs: Any) -> None:
         """One row of images."""
-        row = {name: [self._wandb.Image(image.squeeze(2) if image.shape[2] == 1 else image) for image in pictures(images, name)]
-               for name, images in values.items()}  # fmt: skip
+        row = {
+            name: [
+                self._wandb.Image(image.squeeze(2) if image.shape[2] == 1 else image)
+                for image in pictures(images, name)
+            ]
+            for name, images in values.items()
+        }
         self._run.log(self._row(row, step), **kwargs)
 
     @staticmethod

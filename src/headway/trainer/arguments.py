@@ -8,10 +8,8 @@ from typing import Any
 
 from headway.config.strategies import ActivationCheckpointing
 from headway.errors import ConfigError
+from headway.trainer.argument_names import Surroundings, with_other_spellings
 from headway.trainer.checking import checked
-from headway.trainer.optimizer import OPTIMIZERS, SCHEDULES
-from headway.trainer.spellings import with_other_spellings
-from headway.trainer.surroundings import Surroundings
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "eval_strategy": ("no", "steps", "epoch"),
@@ -19,7 +17,21 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "logging_strategy": ("no", "steps", "epoch"),
     "train_sampling_strategy": ("random", "sequential", "group_by_length"),
     "log_level": (None, "passive", "debug", "detail", "info", "warning", "error", "critical"),
+    "optim": ("adamw_torch_fused", "adamw_torch", "adam", "nadamw", "radam", "adafactor", "sgd", "adagrad", "rmsprop"),
+    "lr_scheduler_type": (
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+        "reduce_lr_on_plateau",
+    ),
 }
+"""The words that an argument may be; `optimizer.py` knows what those of the last two mean."""
 
 
 _WORDS = (
@@ -69,6 +81,7 @@ class TrainingArguments(Surroundings):
         eval_strategy: "no", "steps" or "epoch"; eval_steps: updates between two; None: as `logging_steps`.
         eval_delay: updates (epochs, with "epoch") before the first one.
         eval_on_start: evaluate before the first update.
+        eval_rehearsal: try the evaluation on a few rows before the first update, so that its mistakes show then.
         eval_accumulation_steps: accepted for the name's sake: predictions go to host memory batch by batch.
         batch_eval_metrics: call `compute_metrics(prediction, compute_result)` for each batch.
         prediction_loss_only: evaluate the loss alone.
@@ -132,6 +145,7 @@ class TrainingArguments(Surroundings):
     eval_steps: float | None = None
     eval_delay: float = 0
     eval_on_start: bool = False
+    eval_rehearsal: bool = True
     eval_accumulation_steps: int | None = None
     batch_eval_metrics: bool = False
     prediction_loss_only: bool = False
@@ -200,8 +214,7 @@ class TrainingArguments(Surroundings):
             self.warmup_steps, self.warmup_ratio = self.warmup_ratio, None
 
     def _check_choices(self) -> None:
-        allowed = {**CHOICES, "optim": tuple(OPTIMIZERS), "lr_scheduler_type": tuple(SCHEDULES)}
-        for name, words in allowed.items():
+        for name, words in CHOICES.items():
             if getattr(self, name) not in words:
                 raise ConfigError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(map(str, words))}")
 
@@ -306,10 +319,21 @@ class TrainingArguments(Surroundings):
         """`warmup_steps` in updates."""
         return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(self.warmup_steps * num_updates)
 
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """The same by transformers' name."""
+        return self.num_warmup_updates(num_training_steps)
+
     def to_dict(self) -> dict[str, Any]:
         """All arguments, as JSON has them."""
         found = asdict(self) if self.accelerator_config is None else asdict(_without_objects(self))
         return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
+
+    def to_sanitized_dict(self) -> dict[str, bool | int | float | str]:
+        """All arguments as numbers, truth values and texts, for trackers."""
+        return {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in self.to_dict().items()
+        }
 
     def to_json_string(self) -> str:
         """The same as text."""

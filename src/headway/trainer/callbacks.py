@@ -1,16 +1,29 @@
-"""Callbacks: the events of a training, what they are told, and what they may ask for."""
+"""Callbacks: the events of a training, what they are told, what they may ask for; the rules of the arguments, and early stopping."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from headway.errors import ConfigError
+from headway.trainer.arguments import TrainingArguments
 
 EVENTS = (
-    "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_substep_end",
-    "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_log", "on_evaluate", "on_prediction_step", "on_predict",
+    "on_init_end",
+    "on_train_begin",
+    "on_train_end",
+    "on_epoch_begin",
+    "on_epoch_end",
+    "on_step_begin",
+    "on_substep_end",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_step_end",
+    "on_log",
+    "on_evaluate",
+    "on_prediction_step",
+    "on_predict",
     "on_save",
-)  # fmt: skip
+)
 
 
 @dataclass
@@ -85,8 +98,13 @@ class TrainerControl:
 
     def set_flags(self, flags: Sequence[bool]) -> None:
         """The reverse."""
-        (self.should_training_stop, self.should_epoch_stop, self.should_save, self.should_evaluate,
-         self.should_log) = flags  # fmt: skip
+        (self.should_training_stop, self.should_epoch_stop, self.should_save, self.should_evaluate, self.should_log) = (
+            flags
+        )
+
+
+Answer = TrainerControl | None
+"""What an event may return: another control in place of the Trainer's; None: it stays."""
 
 
 class TrainerCallback:
@@ -98,49 +116,75 @@ class TrainerCallback:
     docstring shows where each event is.
     """
 
-    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
         """The Trainer is built."""
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
         """Everything is prepared, and resumed where that was asked."""
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
         """The last update is made and saved."""
 
-    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
         """An epoch begins."""
 
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
         """It is over."""
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
         """A window begins: the micro-batches of one update."""
 
-    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
         """A micro-batch that does not end its window is done."""
 
-    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
         """Gradients are final and clipped."""
 
-    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
         """The optimizer has stepped; gradients are still there."""
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
         """The update is made and counted."""
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Answer:
         """Values are logged."""
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
         """An evaluation is done."""
 
-    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
         """A batch of an evaluation is done."""
 
-    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_predict(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
         """A prediction is done."""
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Answer:
         """A checkpoint is taken; it is written behind the loop."""
 
 
@@ -153,7 +197,7 @@ class Callbacks:
         about: what every event is given by name.
     """
 
-    def __init__(self, own: Sequence[Any], given: Sequence[Any], about: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, own: Sequence[Any], given: Sequence[Any], about: Callable[[], dict[str, object]]) -> None:
         self.all: list[Any] = list(own)
         self._num_own = len(self.all)
         self._about = about
@@ -192,7 +236,9 @@ class Callbacks:
         """Are there any besides the Trainer's own, so that ranks may disagree on what comes next?"""
         return any(not type(callback).__module__.startswith("headway.") for callback in self.all)
 
-    def tell(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> TrainerControl:
+    def tell(
+        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object
+    ) -> TrainerControl:
         """Call the event of everyone who has it; returns the control, or the one that a callback returned."""
         for method in self._methods(event):
             control = method(args, state, control, **self._about(), **more) or control
@@ -229,3 +275,116 @@ class Callbacks:
 
 def _has_state(callback: Any) -> bool:
     return all(callable(getattr(callback, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+class Events:
+    """One Trainer's events: who is told, how far the training is, and what the callbacks have asked for.
+
+    Args:
+        args: the Trainer's.
+        callbacks: who is told.
+        state: of a training that has not begun.
+
+    Attributes:
+        state: how far the training is.
+        control: what the loop does next; a callback may put another object in its place.
+    """
+
+    def __init__(self, args: TrainingArguments, callbacks: Callbacks, state: TrainerState) -> None:
+        self.callbacks = callbacks
+        self.state = state
+        self.control = TrainerControl()
+        self._args = args
+
+    def begin(self, state: TrainerState) -> None:
+        """A training begins."""
+        self.state, self.control = state, TrainerControl()
+
+    def tell(self, event: str, **more: object) -> None:
+        """Tell the callbacks of an event; they may change the control."""
+        self.control = self.callbacks.tell(event, self._args, self.state, self.control, **more)
+
+
+# ---------------------------------------------------------------- when to log, evaluate, save and stop
+
+
+class DefaultFlowCallback(TrainerCallback):
+    """Sets the control by the arguments' strategies; it is told first, so that others can overrule it."""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """By number of updates."""
+        step = state.global_step
+        if (step == 1 and args.logging_first_step) or _is_due(args.logging_strategy, step, state.logging_steps):
+            control.should_log = True
+        if _is_due(args.eval_strategy, step, state.eval_steps) and step >= args.eval_delay:
+            control.should_evaluate = True
+        if _is_due(args.save_strategy, step, state.save_steps):
+            control.should_save = True
+        if step >= state.max_steps:
+            control.should_training_stop = True
+            # What the last updates learned must not be lost.
+            control.should_save |= args.save_strategy == "steps"
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """By epochs."""
+        control.should_log |= args.logging_strategy == "epoch"
+        control.should_evaluate |= args.eval_strategy == "epoch" and state.epoch >= args.eval_delay
+        control.should_save |= args.save_strategy == "epoch"
+
+
+def _is_due(strategy: str, step: int, every: int) -> bool:
+    return strategy == "steps" and step % every == 0
+
+
+class EarlyStoppingCallback(TrainerCallback):
+    """Ends the training when the metric has not become better for some evaluations.
+
+    Args:
+        early_stopping_patience: evaluations in a row without a better metric.
+        early_stopping_threshold: by how much a metric must be better to count.
+    """
+
+    def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:
+        self.early_stopping_patience = early_stopping_patience
+        self.early_stopping_threshold = early_stopping_threshold
+        self.num_without_gain = 0
+        self.best: float | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check that there is something to go by.
+
+        Raises:
+            ConfigError: no metric, or no evaluations.
+        """
+        if args.eval_strategy == "no" or args.wanted_metric is None:
+            raise ConfigError(
+                "EarlyStoppingCallback goes by a metric of evaluations: set eval_strategy to 'steps' or 'epoch', and "
+                "metric_for_best_model (such as 'loss')"
+            )
+        if state.global_step == 0:
+            self.num_without_gain, self.best = 0, None
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Compare."""
+        value = kwargs["metrics"].get(args.wanted_metric)
+        if value is None:
+            return
+        gain = None if self.best is None else (value - self.best if args.greater_is_better else self.best - value)
+        if gain is None or gain > self.early_stopping_threshold:
+            self.best, self.num_without_gain = float(value), 0
+        else:
+            self.num_without_gain += 1
+        if self.num_without_gain >= self.early_stopping_patience:
+            control.should_training_stop = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count, for a checkpoint."""
+        return {"num_without_gain": self.num_without_gain, "best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from it."""
+        self.num_without_gain, self.best = state["num_without_gain"], state["best"]

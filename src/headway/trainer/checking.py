@@ -14,8 +14,16 @@ from headway.errors import ConfigError
 
 # Own messages say more of these.
 _SEEN_TO_ELSEWHERE = frozenset({"per_device_train_batch_size"})
-_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", Path: "a path", dict: "a dict",
-          list: "a list of texts", type(None): "None"}  # fmt: skip
+_WORDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    Path: "a path",
+    dict: "a dict",
+    list: "a list of texts",
+    type(None): "None",
+}
 
 
 @dataclass(frozen=True)
@@ -46,13 +54,27 @@ class Range:
 
 _ANY, _ONE = Range(0), Range(1)
 RANGES = {
-    "per_device_eval_batch_size": _ONE, "gradient_accumulation_steps": _ONE, "num_train_epochs": _ANY,
-    "max_steps": Range(0, also=-1, meaning="-1 and 0: as many as num_train_epochs says"), "learning_rate": _ANY,
-    "warmup_steps": _ANY, "warmup_ratio": Range(0, 1, meaning="a share of all updates"), "weight_decay": _ANY,
-    "adam_beta1": Range(0, 1), "adam_beta2": Range(0, 1), "adam_epsilon": _ANY, "max_grad_norm": _ANY,
-    "label_smoothing_factor": Range(0, 1), "eval_delay": _ANY, "eval_accumulation_steps": _ONE, "save_total_limit": _ONE,
-    "seed": Range(0, 2**32), "data_seed": Range(0, 2**32), "dataloader_num_workers": _ANY, "dataloader_prefetch_factor": _ONE,
-}  # fmt: skip
+    "per_device_eval_batch_size": _ONE,
+    "gradient_accumulation_steps": _ONE,
+    "num_train_epochs": _ANY,
+    "max_steps": Range(0, also=-1, meaning="-1 and 0: as many as num_train_epochs says"),
+    "learning_rate": _ANY,
+    "warmup_steps": _ANY,
+    "warmup_ratio": Range(0, 1, meaning="a share of all updates"),
+    "weight_decay": _ANY,
+    "adam_beta1": Range(0, 1),
+    "adam_beta2": Range(0, 1),
+    "adam_epsilon": _ANY,
+    "max_grad_norm": _ANY,
+    "label_smoothing_factor": Range(0, 1),
+    "eval_delay": _ANY,
+    "eval_accumulation_steps": _ONE,
+    "save_total_limit": _ONE,
+    "seed": Range(0, 2**32),
+    "data_seed": Range(0, 2**32),
+    "dataloader_num_workers": _ANY,
+    "dataloader_prefetch_factor": _ONE,
+}
 
 
 def checked(arguments: Any, kind: type) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import numpy
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
+from headway.collectives.tree import Tree
 from headway.errors import DataError
 from headway.log import get_logger
 
@@ -16,10 +17,25 @@ log = get_logger(__name__)
 NUM_ITEMS = "_num_items"
 """The batch's key for the number of its labels that count; taken out before the model sees the batch."""
 
+Batch = Tree
+"""A dict, tuple or list of tensors, or a tensor."""
+
+Collate = Callable[[list[Any]], Batch]
+"""From a list of rows to a batch."""
+
 IGNORED = -100
 _LABELS = ("label", "label_ids", "labels")
-_PADDING = {"attention_mask": 0, "token_type_ids": 0, "special_tokens_mask": 1, "labels": IGNORED, "label": IGNORED,
-            "label_ids": IGNORED, "decoder_input_ids": 0, "decoder_attention_mask": 0, "position_ids": 0}  # fmt: skip
+_PADDING = {
+    "attention_mask": 0,
+    "token_type_ids": 0,
+    "special_tokens_mask": 1,
+    "labels": IGNORED,
+    "label": IGNORED,
+    "label_ids": IGNORED,
+    "decoder_input_ids": 0,
+    "decoder_attention_mask": 0,
+    "position_ids": 0,
+}
 
 
 # ---------------------------------------------------------------- what forward takes
@@ -107,11 +123,11 @@ class Collator:
         pad_token_id: for `input_ids`; None: they cannot be padded.
     """
 
-    def __init__(self, processing_class: Any = None, pad_token_id: int | None = None) -> None:
-        self.processing_class = processing_class if callable(getattr(processing_class, "pad", None)) else None
+    def __init__(self, processing_class: object = None, pad_token_id: int | None = None) -> None:
+        self.processing_class: Any = processing_class if callable(getattr(processing_class, "pad", None)) else None
         self.pad_token_id = pad_token_id
 
-    def __call__(self, rows: list[Any]) -> Any:
+    def __call__(self, rows: list[Any]) -> Batch:
         """The batch.
 
         Raises:
@@ -141,7 +157,7 @@ class Collator:
             {name: values[i] for name, values in columns.items() if name not in apart}
             for i in range(len(next(iter(columns.values()))))
         ]
-        batch = dict(self.processing_class.pad(rows, return_tensors="pt"))  # type: ignore[union-attr]
+        batch = dict(self.processing_class.pad(rows, return_tensors="pt"))
         length = batch["input_ids"].shape[1] if "input_ids" in batch else None
         for name in apart:
             batch[name] = self._pad(name, columns[name], max([length or 0, *map(len, columns[name])]))
@@ -198,14 +214,19 @@ class Collating:
         labels: the names of labels.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], kept: set[str] | None,
-                 count: Callable[[Any], int | None] | None, labels: Collection[str] = _LABELS) -> None:  # fmt: skip
+    def __init__(
+        self,
+        collate: Collate,
+        kept: set[str] | None,
+        count: Callable[[Batch], int | None] | None,
+        labels: Collection[str] = _LABELS,
+    ) -> None:
         self.labels = labels
         self.collate = collate
         self.kept = kept
         self.count = count
 
-    def __call__(self, rows: list[Any]) -> Any:
+    def __call__(self, rows: list[Any]) -> Batch:
         """The batch, with `NUM_ITEMS` where labels are counted."""
         kept = self.kept
         if kept is not None and isinstance(rows[0], Mapping):
@@ -233,7 +254,7 @@ class LabelCount:
     def __init__(self, is_shifted: bool) -> None:
         self.is_shifted = is_shifted
 
-    def __call__(self, batch: Any) -> int | None:
+    def __call__(self, batch: Batch) -> int | None:
         """The number; None where the batch has no integer labels."""
         labels = batch.get("shift_labels") if isinstance(batch, Mapping) else None
         if labels is None:

@@ -1,17 +1,31 @@
 """The Trainer's loaders, and the sampler that puts rows of like length into one batch."""
 
-from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from headway.errors import DataError
-
-if TYPE_CHECKING:
-    from headway.trainer.arguments import TrainingArguments
+from headway.trainer.arguments import TrainingArguments
+from headway.trainer.collate import Collate
 
 _BATCHES_AT_ONCE = 50
+
+
+class Rows(Protocol):
+    """Rows that are found by their number: a list, or a dataset of the datasets library."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+Data = Rows | Dataset[Any]
+"""What a Trainer trains on or evaluates: rows, torch's datasets, streams among them."""
+
+EvalData = Data | dict[str, Data]
+"""One evaluation's data, or that of several by name."""
 
 
 class LengthGroupedSampler(Sampler[int]):
@@ -75,7 +89,7 @@ def find_lengths(dataset: Any, column: str) -> list[int]:
     return found
 
 
-def train_sampler(dataset: Any, args: "TrainingArguments", batch_size: int) -> Sampler[int] | None:
+def train_sampler(dataset: Data, args: TrainingArguments, batch_size: int) -> Sampler[int] | None:
     """The order of the training data, by `train_sampling_strategy`; None for a stream.
 
     Args:
@@ -95,29 +109,43 @@ def train_sampler(dataset: Any, args: "TrainingArguments", batch_size: int) -> S
         return None
     if args.train_sampling_strategy == "group_by_length":
         return LengthGroupedSampler(find_lengths(dataset, args.length_column_name), batch_size)
+    assert isinstance(dataset, Sized)  # `check_dataset` has seen to it
     return (SequentialSampler if args.train_sampling_strategy == "sequential" else RandomSampler)(dataset)
 
 
-def make_loader(dataset: Any, args: "TrainingArguments", batch_size: int, collate: Callable[[list[Any]], Any],
-                sampler: Sampler[int] | None, drop_last: bool, is_pinned: bool) -> DataLoader[Any]:  # fmt: skip
+def make_loader(
+    dataset: Any,
+    args: TrainingArguments,
+    batch_size: int,
+    collate: Collate,
+    sampler: Sampler[int] | None,
+    drop_last: bool,
+    is_pinned: bool,
+) -> DataLoader[Any]:
     """A DataLoader by the arguments."""
     return DataLoader(
-        dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate, drop_last=drop_last,
-        num_workers=args.dataloader_num_workers, pin_memory=args.dataloader_pin_memory and is_pinned,
-        persistent_workers=args.dataloader_persistent_workers, prefetch_factor=args.dataloader_prefetch_factor,
-    )  # fmt: skip
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        collate_fn=collate,
+        drop_last=drop_last,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory and is_pinned,
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+    )
 
 
-def length_of(data: Any) -> int | None:
+def length_of(data: object) -> int | None:
     """How many rows a dataset, or batches a loader has; None for a stream."""
     try:
-        return len(data)
+        return len(data)  # type: ignore[arg-type]
     except TypeError:
         return None
 
 
-def check_dataset(dataset: Any) -> None:
-    """Refuse what cannot be read as rows.
+def check_dataset(dataset: object) -> Data:
+    """Give back what can be read as rows, and refuse anything else.
 
     Raises:
         DataError: this is not a dataset.
@@ -129,3 +157,4 @@ def check_dataset(dataset: Any) -> None:
             f"a {type(dataset).__name__} is not a dataset: give one of the datasets library, a torch Dataset or IterableDataset, or "
             "a list of rows"
         )
+    return dataset  # type: ignore[return-value]

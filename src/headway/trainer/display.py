@@ -98,8 +98,11 @@ def _history(state: TrainerState) -> list[dict[str, str]]:
     rows: dict[int, dict[str, str]] = {}
     for entry in state.log_history:
         step = int(entry["step"])
-        kept = {name: value for name, value in entry.items()
-                if name == "loss" or (name.startswith("eval_") and not name.endswith(_OF_SPEED))}  # fmt: skip
+        kept = {
+            name: value
+            for name, value in entry.items()
+            if name == "loss" or (name.startswith("eval_") and not name.endswith(_OF_SPEED))
+        }
         if kept:
             row = rows.setdefault(step, {"update": str(step)})
             row |= {name: format_value(name, value) for name, value in kept.items()}

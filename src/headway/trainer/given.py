@@ -1,12 +1,9 @@
-"""Checks what a Trainer is given, for mistakes that would show late or with an unhelpful message."""
+"""Checks what a Trainer is given and what a subclass overrides, for mistakes that would show late, unhelpfully or not at all."""
 
-from pathlib import Path
 from typing import Any
 
-from headway.checkpoint.folders import committed
 from headway.errors import ConfigError
 from headway.trainer.arguments import TrainingArguments
-from headway.trainer.records import FOLDER
 
 
 def checked_arguments(model: Any, args: Any) -> TrainingArguments:
@@ -26,8 +23,15 @@ def checked_arguments(model: Any, args: Any) -> TrainingArguments:
     return TrainingArguments() if args is None else args
 
 
-def check_pairs(args: TrainingArguments, first: Any, second: Any, processing_class: Any, tokenizer: Any,
-                 optimizers: tuple[Any, Any], named: Any) -> None:  # fmt: skip
+def check_pairs(
+    args: TrainingArguments,
+    first: Any,
+    second: Any,
+    processing_class: Any,
+    tokenizer: Any,
+    optimizers: tuple[Any, Any],
+    named: Any,
+) -> None:
     """Refuse what was given twice by two names."""
     if first is not None and second is not None:
         raise ConfigError("compute_loss_func and loss_function are two names of one thing; give one")
@@ -42,28 +46,66 @@ def check_pairs(args: TrainingArguments, first: Any, second: Any, processing_cla
         )
 
 
-def missing_checkpoint(asked: str | Path, output_dir: str | Path) -> str | None:
-    """Why nothing can be resumed from there, in a sentence; None where it seems to be a checkpoint.
+# ---------------------------------------------------------------- methods of transformers' Trainer
 
-    Args:
-        asked: `resume_from_checkpoint`, a folder.
-        output_dir: the run's, whose checkpoints are named.
+_NO_HUB = "nothing is uploaded; call trainer.save_model(folder), and huggingface_hub's upload_folder"
+NOT_SERVED = {
+    "hyperparameter_search": "write a function that makes TrainingArguments and a Trainer(model_init=...) from a trial and returns a "
+    "metric of train() or evaluate(), and give it to Optuna's study.optimize",
+    "push_to_hub": _NO_HUB,
+    "init_hf_repo": _NO_HUB,
+    "create_accelerator_and_postprocess": "override create_accelerator, which returns the Accelerator",
+    "get_batch_samples": "batches come from the prepared loader; compute_loss(..., num_items_in_batch) is told how many labels count",
+    "set_initial_training_values": "state.max_steps and state.num_train_epochs are there from on_train_begin on",
+    "store_flos": "accelerator.profile and the run's log have FLOPs",
+    "loss_is_scaled_for_ga": "accelerator.backward(loss, weight=...) takes care of the window's mean",
+}
+"""Methods that are not here, and what to do instead."""
+
+_BY_CALLBACK = "Headway never calls it; use a callback's on_save"
+HOOKS = {
+    "_inner_training_loop": "Headway's loop is another one; use callbacks, or write a loop with the Accelerator",
+    "_run_epoch": "Headway's loop is another one; use callbacks, or write a loop with the Accelerator",
+    "_save_checkpoint": _BY_CALLBACK,
+    "_save_optimizer_and_scheduler": _BY_CALLBACK,
+    "_save_rng_state": _BY_CALLBACK,
+    "_load_from_checkpoint": "use accelerator.register_load_state_pre_hook",
+    "_load_optimizer_and_scheduler": "use accelerator.register_load_state_pre_hook",
+    "_load_rng_state": "random streams are restored with each checkpoint",
+    "_load_best_model": "use a callback's on_train_end",
+    "_maybe_log_save_evaluate": "use a callback's on_step_end, which sets control.should_log, should_evaluate and should_save",
+    "_evaluate": "override evaluate",
+    "_wrap_model": "override create_accelerator, or wrap the model before the Trainer gets it",
+    "_get_dataloader": "override get_train_dataloader and get_eval_dataloader",
+    "_get_num_items_in_batch": "labels are counted in the loader; override compute_loss",
+    "_clip_grad_norm": "set max_grad_norm=0 and clip in a callback's on_pre_optimizer_step",
+    "_get_output_dir": "set output_dir",
+    "_prepare_for_training": "override create_optimizer, create_scheduler and the loaders' methods",
+    "_finalize_training": "use a callback's on_train_end",
+    "_determine_best_metric": "set metric_for_best_model, or set the state's fields in a callback's on_evaluate",
+    "_push_from_checkpoint": _NO_HUB,
+    "_hp_search_setup": NOT_SERVED["hyperparameter_search"],
+    **{
+        name: NOT_SERVED[name]
+        for name in (
+            "create_accelerator_and_postprocess",
+            "get_batch_samples",
+            "set_initial_training_values",
+            "push_to_hub",
+            "init_hf_repo",
+        )
+    },
+}
+"""Methods of transformers' Trainer that an override of would do nothing here, and what to use."""
+
+
+def check_hooks(kind: type) -> None:
+    """Refuse a subclass whose overrides would never be called.
+
+    Raises:
+        ConfigError: naming them.
     """
-    folder = Path(asked)
-    if folder.is_dir() and not committed(folder / FOLDER) and not (folder / "trainer_state.json").is_file():
-        return None
-    there = committed(folder / FOLDER) or committed(Path(output_dir) / FOLDER)
-    known = (
-        f"{there[0].parent} holds {', '.join(path.name for path in there[:5])}"
-        if there
-        else "this run has no checkpoint"
-    )
-    if not folder.exists():
-        what = "does not exist"
-    elif committed(folder / FOLDER):
-        what = "is a run's folder, not a checkpoint"
-    elif folder.is_dir():
-        what = "is a checkpoint of transformers, which cannot be resumed; take its weights with from_pretrained"
-    else:
-        what = "is a file; a checkpoint is a folder"
-    return f"resume_from_checkpoint={str(asked)!r} {what}; {known}; True resumes from the newest"
+    theirs = [each for each in kind.__mro__ if not each.__module__.startswith("headway.")]
+    found = [f"{name}: {HOOKS[name]}" for name in HOOKS if any(name in vars(each) for each in theirs)]
+    if found:
+        raise ConfigError(f"{kind.__name__} overrides methods that Headway never calls: " + "; ".join(found))

@@ -1,4 +1,4 @@
-"""How a batch becomes a loss: how the model is called, where its loss is, and what it is a mean over."""
+"""How a batch becomes a loss: how the model is called, where its loss is, what it is a mean over, and what of it is logged."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -7,10 +7,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from headway.accelerator import Accelerator
+from headway.collectives.tree import Tree
 from headway.errors import ConfigError, LossError
-from headway.trainer.collate import IGNORED, NUM_ITEMS, LabelCount, forward_parameters, is_shifted
+from headway.trainer.collate import IGNORED, NUM_ITEMS, Batch, LabelCount, forward_parameters, is_shifted
 
 LossFunction = Callable[..., torch.Tensor]
+
+_MOST_WAITING = 512
+"""Windows whose losses wait on the device; then they are read, which waits for it."""
 
 
 class LossOf:
@@ -27,8 +32,9 @@ class LossOf:
         label_names: the batch's keys that are labels.
     """
 
-    def __init__(self, model: torch.nn.Module, function: LossFunction | None, smoothing: float,
-                 label_names: list[str]) -> None:  # fmt: skip
+    def __init__(
+        self, model: torch.nn.Module, function: LossFunction | None, smoothing: float, label_names: list[str]
+    ) -> None:
         if function is not None and smoothing:
             raise ConfigError(
                 "label_smoothing_factor changes the model's own loss, but there is a loss function; smooth in that, and leave the "
@@ -42,7 +48,9 @@ class LossOf:
         self._forward_names = forward_parameters(model)
         self._is_called = False
 
-    def __call__(self, model: torch.nn.Module, inputs: Any, num_items: int | None = None) -> tuple[torch.Tensor, Any]:
+    def __call__(
+        self, model: torch.nn.Module, inputs: Batch, num_items: int | None = None
+    ) -> tuple[torch.Tensor, Tree]:
         """(loss, outputs): the loss is a mean.
 
         Raises:
@@ -62,7 +70,7 @@ class LossOf:
         assert self.function is not None
         return self.function(outputs, labels, **more), outputs
 
-    def split(self, inputs: Any) -> tuple[Any, Any]:
+    def split(self, inputs: Batch) -> tuple[Batch, Tree]:
         """(what the model is called with, labels): labels that are not there are None."""
         if isinstance(inputs, Mapping):
             names = [name for name in self.label_names if name in inputs] or [
@@ -77,7 +85,7 @@ class LossOf:
             return (inputs[0] if len(inputs) == 2 else tuple(inputs[:-1])), inputs[-1]
         return inputs, None
 
-    def _smoothed(self, model: torch.nn.Module, inputs: Any, labels: Any) -> tuple[torch.Tensor, Any]:
+    def _smoothed(self, model: torch.nn.Module, inputs: Batch, labels: Tree) -> tuple[torch.Tensor, Tree]:
         outputs = call(model, inputs)
         logits = outputs["logits"] if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
         if not isinstance(logits, torch.Tensor) or not isinstance(labels, torch.Tensor):
@@ -91,7 +99,7 @@ class LossOf:
         )
         return loss, outputs
 
-    def weight(self, piece: Any, num_items: int | None, is_whole: bool) -> int | None:
+    def weight(self, piece: Batch, num_items: int | None, is_whole: bool) -> int | None:
         """Over how many items the piece's loss is a mean; None: over its samples.
 
         Args:
@@ -102,7 +110,7 @@ class LossOf:
         return num_items if num_items is None or is_whole else self.count(piece)
 
 
-def take_count(batch: Any) -> tuple[Any, int | None]:
+def take_count(batch: Batch) -> tuple[Batch, int | None]:
     """(the batch, the number that `Collating` put into it)."""
     if isinstance(batch, Mapping) and NUM_ITEMS in batch:
         number = batch.pop(NUM_ITEMS)  # type: ignore[attr-defined]
@@ -110,7 +118,7 @@ def take_count(batch: Any) -> tuple[Any, int | None]:
     return batch, None
 
 
-def call(model: torch.nn.Module, inputs: Any) -> Any:
+def call(model: torch.nn.Module, inputs: Batch) -> Tree:
     """The model's outputs: a dict goes in by name, a tuple or list by position."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
@@ -119,7 +127,7 @@ def call(model: torch.nn.Module, inputs: Any) -> Any:
     return model(inputs)
 
 
-def check_call(model: torch.nn.Module, inputs: Any) -> None:
+def check_call(model: torch.nn.Module, inputs: Batch) -> None:
     """Can the model be called with a whole batch, labels included, so that it may return a loss?
 
     Raises:
@@ -142,7 +150,7 @@ def check_call(model: torch.nn.Module, inputs: Any) -> None:
         ) from None
 
 
-def loss_among(outputs: Any) -> torch.Tensor | None:
+def loss_among(outputs: Tree) -> torch.Tensor | None:
     """The loss among a model's outputs: `outputs["loss"]`, `outputs.loss`, a tuple's first item, or a scalar."""
     if isinstance(outputs, Mapping):
         loss = outputs.get("loss")
@@ -154,7 +162,7 @@ def loss_among(outputs: Any) -> torch.Tensor | None:
     return loss.reshape(()) if is_loss else None  # type: ignore[union-attr]
 
 
-def find_loss(outputs: Any, model: torch.nn.Module) -> torch.Tensor:
+def find_loss(outputs: Tree, model: torch.nn.Module) -> torch.Tensor:
     """The same, where there must be one.
 
     Raises:
@@ -170,7 +178,7 @@ def find_loss(outputs: Any, model: torch.nn.Module) -> torch.Tensor:
     return loss
 
 
-def without_loss(outputs: Any, has_loss: bool, ignored: list[str]) -> Any:
+def without_loss(outputs: Tree, has_loss: bool, ignored: list[str]) -> Tree:
     """The model's outputs as predictions: one value alone, several as a tuple; None where only the loss is left.
 
     Args:
@@ -192,3 +200,94 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # written in C
         return []
+
+
+# ---------------------------------------------------------------- the losses of a training
+
+
+class LossBook:
+    """The losses of a training as they are logged: the exact mean of each window, over its pieces and all ranks.
+
+    Nothing waits for the device before a value is asked for.
+
+    Args:
+        accelerator: whose ranks compute the windows.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._pieces: list[tuple[torch.Tensor, float, int]] = []
+        self._window: list[tuple[torch.Tensor, float]] = []
+        self._windows: list[list[tuple[torch.Tensor, float]]] = []
+        self._recent: list[float] = []
+        self._total = 0.0
+        self._num_windows = 0
+
+    def add(self, loss: torch.Tensor, weight: float, num_rows: int) -> None:
+        """A piece of a batch went through.
+
+        Args:
+            loss: its mean.
+            weight: over how many items.
+            num_rows: the piece's rows.
+        """
+        self._pieces.append((loss.detach(), weight, num_rows))
+
+    def end_batch(self, num_rows: int) -> None:
+        """The batch stands. Where it was run again, the last pieces that have its rows are those that count."""
+        kept, rows = [], 0
+        for piece in reversed(self._pieces):
+            kept.append(piece[:2])
+            rows += piece[2]
+            if rows >= num_rows:
+                break
+        self._window += reversed(kept)
+        self._pieces.clear()
+
+    def end_window(self) -> None:
+        """The window of these batches is over."""
+        if self._window:
+            self._windows.append(self._window)
+            self._window = []
+        if len(self._windows) >= _MOST_WAITING:
+            self._read()
+
+    def _read(self) -> None:
+        """Exchange and read what waits; every rank calls it at the same window."""
+        if not self._windows:
+            return
+        pieces = [(loss, weight, number) for number, window in enumerate(self._windows) for loss, weight in window]
+        losses = torch.stack([loss.float() for loss, _, _ in pieces])
+        weights = torch.tensor([float(weight) for _, weight, _ in pieces], device=losses.device)
+        places = torch.tensor([number for _, _, number in pieces], device=losses.device)
+        # A mean over nothing is not a number; it must not get into the sum.
+        shares = torch.stack([torch.where(weights > 0, losses * weights, 0.0), weights])
+        both = shares.new_zeros(2, len(self._windows)).index_add_(1, places, shares)
+        self._windows.clear()
+        if self._accelerator.num_processes > 1:
+            both = self._accelerator.reduce(both)
+        means = [total / weight for total, weight in zip(*both.tolist()) if weight]
+        self._recent += means
+        self._total += sum(means)
+        self._num_windows += len(means)
+
+    def take(self) -> float | None:
+        """The mean over the windows since the last call; None where there were none. Every rank calls it."""
+        self._read()
+        found = sum(self._recent) / len(self._recent) if self._recent else None
+        self._recent = []
+        return found
+
+    def mean(self) -> float:
+        """The mean over all windows of the run; every rank calls it."""
+        self._read()
+        return self._total / self._num_windows if self._num_windows else float("nan")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was read so far and is not logged yet, and the total; every rank calls it."""
+        self._read()
+        return {"recent": list(self._recent), "total": self._total, "num_windows": self._num_windows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._recent, self._total, self._num_windows = list(state["recent"]), state["total"], state["num_windows"]

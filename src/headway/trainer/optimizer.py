@@ -1,18 +1,18 @@
-"""Optimizers and schedules by name, and which parameters decay."""
+"""Optimizers and schedules by name, which parameters decay, and what is left to read of them after a training."""
 
 import ast
+import copy
 import math
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from headway.errors import ConfigError
-
-if TYPE_CHECKING:
-    from headway.trainer.arguments import TrainingArguments
+from headway.errors import ConfigError, StateError
+from headway.trainer.arguments import TrainingArguments
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw_torch_fused": (torch.optim.AdamW, {"fused": True}),
@@ -60,7 +60,7 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def optimizer_settings(args: "TrainingArguments") -> dict[str, Any]:
+def optimizer_settings(args: TrainingArguments) -> dict[str, Any]:
     """What the optimizer that the arguments name is made with, beside the parameters."""
     kind, settings = OPTIMIZERS[args.optim]
     settings = {"lr": args.learning_rate, **settings}
@@ -69,9 +69,12 @@ def optimizer_settings(args: "TrainingArguments") -> dict[str, Any]:
     return settings | read_settings(args.optim_args)
 
 
-def create_optimizer(model: torch.nn.Module, args: "TrainingArguments",
-                     given: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
-                     decaying: Sequence[str] | None = None) -> torch.optim.Optimizer:  # fmt: skip
+def create_optimizer(
+    model: torch.nn.Module,
+    args: TrainingArguments,
+    given: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+    decaying: Sequence[str] | None = None,
+) -> torch.optim.Optimizer:
     """The optimizer that the arguments name.
 
     Args:
@@ -116,6 +119,49 @@ def read_settings(text: str | None) -> dict[str, Any]:
     return found
 
 
+# ---------------------------------------------------------------- after the training
+
+
+def at_rest(optimizer: Any, schedule: Any) -> tuple[Any, Any]:
+    """(optimizer, schedule) to read after a training: groups, rates and settings, without the optimizer's state.
+
+    They are copies; the state is freed with the training's own, as nobody else holds it. Reading it is an error instead of an
+    empty dict. What is not torch's kind is given back as it is.
+
+    Args:
+        optimizer: made for the training, not the prepared one.
+        schedule: likewise; None: there is none yet.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer, schedule
+    kept = object.__new__(type(optimizer))
+    # A schedule has put a step of its own there, which holds the training's optimizer.
+    kept.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    kept.state = defaultdict(dict)
+    kept.param_groups = [dict(group) for group in optimizer.param_groups]
+    kept._optimizer_state_dict_pre_hooks = OrderedDict({0: _refuse_state})
+    return kept, _schedule_of(kept, schedule)
+
+
+def _refuse_state(optimizer: torch.optim.Optimizer) -> None:
+    raise StateError(
+        "the optimizer's state was freed when the training ended; its groups and rates can be read. A checkpoint of the training "
+        "holds the state, and so does an optimizer of your own: Trainer(optimizers=(optimizer, None))"
+    )
+
+
+def _schedule_of(optimizer: torch.optim.Optimizer, schedule: Any) -> Any:
+    """A copy of a schedule that has that optimizer in place of its own; of one made of several, all of them."""
+    if not isinstance(schedule, LRScheduler):
+        return schedule
+    kept = copy.copy(schedule)
+    kept.optimizer = optimizer
+    parts = getattr(kept, "_schedulers", None)
+    if isinstance(parts, list | tuple):
+        kept.__dict__["_schedulers"] = [_schedule_of(optimizer, part) for part in parts]
+    return kept
+
+
 # ---------------------------------------------------------------- schedules
 
 # Each factor is a function of the number of updates made. `num_training_steps` is a keyword by that name because a
@@ -135,8 +181,9 @@ def _linear(update: int, *, num_warmup_steps: int, num_training_steps: int) -> f
     return 1.0 - _progress(update, num_warmup_steps, num_training_steps) if warm is None else warm
 
 
-def _cosine(update: int, *, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5,
-            min_lr_rate: float = 0.0) -> float:  # fmt: skip
+def _cosine(
+    update: int, *, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5, min_lr_rate: float = 0.0
+) -> float:
     warm = _warm(update, num_warmup_steps)
     if warm is not None:
         return warm
@@ -153,8 +200,9 @@ def _cosine_with_restarts(update: int, *, num_warmup_steps: int, num_training_st
     return 0.0 if done >= 1 else max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * done) % 1.0))))
 
 
-def _polynomial(update: int, *, num_warmup_steps: int, num_training_steps: int, power: float = 1.0,
-                end_share: float = 0.0) -> float:  # fmt: skip
+def _polynomial(
+    update: int, *, num_warmup_steps: int, num_training_steps: int, power: float = 1.0, end_share: float = 0.0
+) -> float:
     warm = _warm(update, num_warmup_steps)
     if warm is not None:
         return warm
@@ -175,8 +223,9 @@ def _inverse_sqrt(update: int, *, num_warmup_steps: int, timescale: int | None =
     return 1.0 / math.sqrt((update + scale - num_warmup_steps) / scale)
 
 
-def _warmup_stable_decay(update: int, *, num_warmup_steps: int, num_training_steps: int, num_decay_steps: int,
-                         min_lr_ratio: float = 0.0) -> float:  # fmt: skip
+def _warmup_stable_decay(
+    update: int, *, num_warmup_steps: int, num_training_steps: int, num_decay_steps: int, min_lr_ratio: float = 0.0
+) -> float:
     """Hu et al., MiniCPM, 2024: warm-up from the lowest rate, a plateau, and half a cosine at its end."""
     warm = _warm(update, num_warmup_steps)
     if warm is None:
@@ -202,7 +251,7 @@ SCHEDULES: dict[str, Callable[..., float] | None] = {
 _WITHOUT_END = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 
-def create_schedule(optimizer: torch.optim.Optimizer, args: "TrainingArguments", num_updates: int) -> Any:
+def create_schedule(optimizer: torch.optim.Optimizer, args: TrainingArguments, num_updates: int) -> Any:
     """The schedule that the arguments name, counted in updates.
 
     Raises:

@@ -1,23 +1,55 @@
 """What a Trainer's checkpoints hold beside the objects, which one is the best, and how its weights come back."""
 
+import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from headway.checkpoint.folders import committed
+from headway.checkpoint.foreign import number_of
 from headway.checkpoint.layout import read_tensors, verify
-from headway.trainer.callbacks import Callbacks, TrainerControl, TrainerState
-from headway.trainer.losses import LossBook
-from headway.trainer.rehearsal import check_wanted
+from headway.log import get_logger
+from headway.trainer.arguments import TrainingArguments
+from headway.trainer.callbacks import Events, TrainerState
+from headway.trainer.loss import LossBook
+from headway.trainer.metrics import check_wanted
+from headway.trainer.results import Metrics
 
-if TYPE_CHECKING:
-    from headway.trainer.arguments import TrainingArguments
+log = get_logger(__name__)
 
 FOLDER = "checkpoints"
+_OF_THE_PLACE = frozenset(
+    [
+        "output_dir",
+        "logging_dir",
+        "run_name",
+        "report_to",
+        "log_level",
+        "disable_tqdm",
+        "use_cpu",
+        "do_train",
+        "do_eval",
+        "do_predict",
+        "resume_from_checkpoint",
+        "skip_memory_metrics",
+        "save_total_limit",
+        "eval_accumulation_steps",
+        "per_device_eval_batch_size",
+        "logging_strategy",
+        "logging_steps",
+        "logging_first_step",
+        "dataloader_num_workers",
+        "dataloader_pin_memory",
+        "dataloader_persistent_workers",
+        "dataloader_prefetch_factor",
+        "eval_rehearsal",
+    ]
+)
+"""Arguments that a run may be continued with other values of: they change nothing of what is learned."""
 _MODEL = "model/0/"
 
 
@@ -25,38 +57,70 @@ class Record:
     """Registered with the Accelerator: the state, the losses and the callbacks' states.
 
     Args:
-        state, control, losses, callbacks: the Trainer's; control: asked for, because callbacks may exchange it.
+        events: the Trainer's, with the state and the control.
+        losses: of the training.
+        settings: the model and the arguments, as `settings_of` writes them.
     """
 
-    def __init__(
-        self, state: TrainerState, control: Callable[[], TrainerControl], losses: LossBook, callbacks: Callbacks
-    ) -> None:
-        self.state = state
-        self.control = control
-        self.losses = losses
-        self.callbacks = callbacks
+    def __init__(self, events: Events, losses: LossBook, settings: dict[str, str]) -> None:
+        self._events = events
+        self._losses = losses
+        self._settings = settings
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything."""
+        """All of it."""
+        events = self._events
         return {
-            "state": self.state.state_dict(), "losses": self.losses.state_dict(), "callbacks": self.callbacks.state_dict(),
-            # Not empty where the run was asked to end in an evaluation, say: the resumed one owes it.
-            "owed": self.control().flags()[2:],
-        }  # fmt: skip
+            "state": events.state.state_dict(),
+            "losses": self._losses.state_dict(),
+            "callbacks": events.callbacks.state_dict(),
+            # Not empty where the run was asked to end in an evaluation, for example: the resumed one owes it.
+            "owed": events.control.flags()[2:],
+            "settings": self._settings,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from it."""
-        self.state.load_state_dict(state["state"])
-        self.losses.load_state_dict(state["losses"])
-        self.callbacks.load_state_dict(state["callbacks"])
-        self.control().set_flags([False, False, *state["owed"]])
+        """Go on from it; where the run that has saved it was another, that is said."""
+        told = differences(state.get("settings", {}), self._settings)
+        if told:
+            log.warning(
+                "this run is not the one that it continues: %s. It goes on with what is given now; what the checkpoint holds "
+                "(weights, the optimizer's groups and rates, the schedule's place) is as it was saved. "
+                "resume_from_checkpoint=False starts from the beginning",
+                ", ".join(told),
+            )
+        self._events.state.load_state_dict(state["state"])
+        self._losses.load_state_dict(state["losses"])
+        self._events.callbacks.load_state_dict(state["callbacks"])
+        self._events.control.set_flags([False, False, *state["owed"]])
+
+
+def settings_of(args: TrainingArguments, model: torch.nn.Module) -> dict[str, str]:
+    """The model, and the arguments that shape what it learns, each in words.
+
+    Args:
+        args: all of them.
+        model: before it is prepared.
+    """
+    found = {name: _in_words(value) for name, value in args.to_dict().items() if name not in _OF_THE_PLACE}
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return {"model": f"{type(model).__name__} ({count:,} parameters)", **found}
+
+
+def _in_words(value: Any) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", json.dumps(value, default=repr, sort_keys=True))
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What is not as it was, of the settings that both runs know."""
+    return [f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
 
 
 def next_number(output_dir: str | Path) -> int:
     """The number of the next checkpoint in the folder: after those of earlier runs."""
     folder = Path(output_dir) / FOLDER
-    numbers = [re.search(r"(\d+)$", path.name) for path in committed(folder)] if folder.is_dir() else []
-    return max((int(found[1]) for found in numbers if found), default=-1) + 1
+    numbers = [number_of(path) for path in committed(folder)]
+    return max((number for number in numbers if number is not None), default=-1) + 1
 
 
 def checkpoint_path(output_dir: str | Path, number: int) -> Path:
@@ -64,7 +128,7 @@ def checkpoint_path(output_dir: str | Path, number: int) -> Path:
     return Path(output_dir).absolute() / FOLDER / f"checkpoint_{number}"
 
 
-def note_best(state: TrainerState, args: "TrainingArguments", metrics: dict[str, Any]) -> bool:
+def note_best(state: TrainerState, args: TrainingArguments, metrics: Metrics) -> bool:
     """Is this the best evaluation so far? Then note it.
 
     Raises:

@@ -1,32 +1,43 @@
 """A rehearsal of the evaluation before the first update: what would fail after an epoch of training fails before it.
 
-A few rows of the evaluation data, spread over all of it, go through the model and `compute_metrics`. Nothing of the training
-changes: modules keep their modes and buffers, random streams and loaders their positions, and a metric that keeps something is
-copied. Some metrics raise on few rows (an area under the curve where only one class occurs) or name what they find (a score of
-each class); so one that raises, or lacks the name that is sought, is tried on many more rows before that counts.
+A few rows of the evaluation data, spread over all of it, go through the model and `compute_metrics`. Some metrics raise on few
+rows (an area under the curve where only one class occurs) or name what they find (a score of each class); so one that raises, or
+lacks the name that is sought, is tried on many more rows before that counts.
+
+What is put back: modules' modes and buffers, the global random streams. What is not touched: loaders, callbacks, the log, files,
+the optimizer. A metric that keeps something is copied, and left out where it cannot be. What cannot be undone is what the user's own
+code does elsewhere when it is called once more: the dataset, the collator, `compute_loss`, `prediction_step`, a metric that is a
+function. `TrainingArguments(eval_rehearsal=False)` goes without all this.
 """
 
 import copy
-import difflib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
+from headway.accelerator import Accelerator
+from headway.collectives.tree import to_device
 from headway.data.loader import PreparedLoader
-from headway.errors import ConfigError, MetricError
+from headway.errors import MetricError
+from headway.log import get_logger
+from headway.runtime.seed import read_streams, write_streams
+from headway.trainer.arguments import TrainingArguments
+from headway.trainer.collate import Batch
 from headway.trainer.data import length_of
-from headway.trainer.evaluate import as_metric, named_metrics
+from headway.trainer.evaluator import Evaluator, Steps
 from headway.trainer.loss import take_count
+from headway.trainer.metrics import Measure, check_wanted, named_metrics
+from headway.trainer.results import Metrics
+
+log = get_logger(__name__)
 
 MOST_BATCHES = 32
 _SPEED = ("runtime", "samples_per_second", "steps_per_second")
 _NEVER_OF_THE_DATA = (NameError, ImportError)
-
-Predict = Callable[[Any, int], tuple[torch.Tensor | None, Any, Any]]
-"""From a batch and its number of rows to (loss, predictions, labels)."""
 
 
 def spread(num_rows: int, batch_size: int, num_batches: int) -> list[list[int]]:
@@ -37,7 +48,7 @@ def spread(num_rows: int, batch_size: int, num_batches: int) -> list[list[int]]:
     return [rows[first::count] for first in range(count)]
 
 
-def rows_of(loader: PreparedLoader, num_batches: int) -> Iterator[tuple[Any, int]] | None:
+def rows_of(loader: PreparedLoader, num_batches: int) -> Iterator[tuple[Batch, int]] | None:
     """Batches of the loader's data and their rows, read past it; None where that cannot be done without a trace (a stream)."""
     dataset, sampler = loader.dataset, loader.batch_sampler
     num_rows = None if isinstance(dataset, IterableDataset) else length_of(dataset)
@@ -48,100 +59,136 @@ def rows_of(loader: PreparedLoader, num_batches: int) -> Iterator[tuple[Any, int
 
 
 class Rehearsal:
-    """One evaluation's.
+    """Tries the evaluations that a training will make.
 
     Args:
-        loader: the prepared loader; nothing is taken from it.
-        to_device: moves a batch.
-        predict: what is done with each batch.
-        compute_metrics: the user's; None: only the loss is looked at.
-        is_batchwise: it is called for each batch.
-        prefix: what the metrics' names begin with.
+        args: which metric the training goes by.
+        accelerator: whose ranks try together.
+        model: prepared.
+        evaluator: is told which batch is in hand.
+        steps: the Trainer's methods that may be overridden.
+        measure: what is made of predictions.
+        shared: objects that a metric may hold, and that are not copied with it; nor is the model.
     """
 
-    def __init__(self, loader: PreparedLoader, to_device: Callable[[Any], Any], predict: Predict, compute_metrics: Any,
-                 is_batchwise: bool, prefix: str) -> None:  # fmt: skip
-        self._loader, self._to_device, self._predict = loader, to_device, predict
-        self._compute_metrics, self._is_batchwise, self._prefix = compute_metrics, is_batchwise, prefix
+    def __init__(
+        self,
+        args: TrainingArguments,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        evaluator: Evaluator,
+        steps: Steps,
+        measure: Measure,
+        shared: Sequence[object],
+    ) -> None:
+        self._shared = [*shared, *model.modules(), *model.parameters(), *model.buffers()]
+        self._args = args
+        self._accelerator = accelerator
+        self._model = model
+        self._evaluator = evaluator
+        self._steps = steps
+        self._measure = measure
 
-    def run(self, wanted: str | None) -> dict[str, Any] | None:
-        """The metrics of a few rows; None where they cannot be known.
+    def run(self, loaders: dict[str, PreparedLoader]) -> None:
+        """Try them; every rank calls it, and all fail if one does.
 
         Args:
-            wanted: the metric that should be among them.
+            loaders: of each evaluation, prepared, by what its metrics' names begin with; nothing is taken from them.
 
         Raises:
-            MetricError: `compute_metrics` raises, on few rows and on many.
+            MetricError: `compute_metrics` raises.
+            ConfigError: `metric_for_best_model` is not among the metrics.
         """
+        hardware = self._accelerator.runtime.hardware
+        streams, failure, error = read_streams(hardware), None, None
         try:
-            found = self._of(1)
-            if found is None or wanted is None or wanted in found or self._compute_metrics is None:
+            with left_as_it_was(self._model):
+                self._try_all(loaders)
+        except Exception as raised:
+            failure, error = f"{type(raised).__name__}: {raised}", raised
+        finally:
+            write_streams(streams, hardware)
+        told = [text for text in self._accelerator.collectives.gather_objects(failure) if text is not None]
+        if error is not None:
+            raise error
+        if told:
+            raise MetricError(f"the evaluation failed on another rank: {told[0]}")
+
+    def _try_all(self, loaders: dict[str, PreparedLoader]) -> None:
+        wanted = self._args.wanted_metric
+        found: Metrics = {}
+        is_all = True
+        for prefix, loader in loaders.items():
+            is_here = prefix == "eval" or (wanted or "").startswith(f"{prefix}_")
+            metrics = self._try(loader, prefix, wanted if is_here else None)
+            found |= metrics or {}
+            is_all = is_all and metrics is not None
+        if wanted is not None and (is_all or wanted in found):
+            check_wanted(wanted, self._args.metric_for_best_model or wanted, found)
+
+    def _try(self, loader: PreparedLoader, prefix: str, wanted: str | None) -> Metrics | None:
+        """The metrics of a few rows; None where they cannot be known."""
+        try:
+            found = self._of(loader, prefix, 1)
+            if found is None or wanted is None or wanted in found or self._measure.is_of_loss:
                 return found
         except MetricError as error:
             if isinstance(error.__cause__, _NEVER_OF_THE_DATA):
                 raise
-        return self._of(MOST_BATCHES)
+        return self._of(loader, prefix, MOST_BATCHES)
 
-    def _of(self, num_batches: int) -> dict[str, Any] | None:
-        batches = rows_of(self._loader, num_batches)
+    def _of(self, loader: PreparedLoader, prefix: str, num_batches: int) -> Metrics | None:
+        batches = rows_of(loader, num_batches)
         if batches is None:
             return None
-        metric = as_metric(_copied(self._compute_metrics), self._is_batchwise, None)
-        found: dict[str, Any] = dict.fromkeys((f"{self._prefix}_{name}" for name in _SPEED), 0.0)
+        measure, is_complete = self._copied_measure()
+        metric = measure.metric(None)
+        found: Metrics = dict.fromkeys((f"{prefix}_{name}" for name in _SPEED), 0.0)
         num_rows = 0
         for batch, rows in batches:
             num_rows += rows
-            inputs, _ = take_count(self._to_device(batch))
-            loss, predictions, labels = self._predict(inputs, rows)
+            inputs, _ = take_count(to_device(batch, self._accelerator.device))
+            with self._evaluator.of_rows(self._model, rows):
+                loss, predictions, labels = self._steps.prediction_step(self._model, inputs, metric is None)
+            predictions = measure.kept(predictions, labels)
             if loss is not None:
-                found[f"{self._prefix}_loss"] = 0.0
+                found[f"{prefix}_loss"] = 0.0
             if metric is not None:
-                self._try(lambda: metric.update(predictions, labels), num_rows)  # noqa: B023  (called at once)
+                with _told(num_rows):
+                    metric.update(predictions, labels)
         if metric is not None:
-            found |= self._try(lambda: named_metrics(metric.compute(), self._prefix), num_rows)
-        return found
+            with _told(num_rows):
+                found |= named_metrics(metric.compute(), prefix)
+        return found if is_complete else None
 
-    def _try(self, act: Callable[[], Any], num_rows: int) -> Any:
+    def _copied_measure(self) -> tuple[Measure, bool]:
+        """(what is made of predictions, by a copy of a metric that may keep something; is the metric among it?)."""
+        measure = self._measure
         try:
-            return act()
-        except Exception as error:
-            raise MetricError(
-                f"compute_metrics raised {type(error).__name__}: {error}. It was tried on {num_rows} rows of the evaluation data "
-                "before the training, not after its first epoch. Fix it, or override Trainer.check_evaluation to skip this "
-                "rehearsal"
-            ) from error
+            return replace(measure, compute=_copied(measure.compute, self._shared)), True
+        except Exception as error:  # whatever the user's object raises
+            if callable(getattr(measure.compute, "reset", None)):  # each evaluation resets it first
+                return measure, True
+            log.info("compute_metrics cannot be copied (%s), so the evaluation is rehearsed without it", error)
+            return replace(measure, is_loss_only=True), False
 
 
-def _copied(metric: Any) -> Any:
-    """A copy of what may keep something from call to call; what cannot be copied is used as it is."""
+@contextmanager
+def _told(num_rows: int) -> Iterator[None]:
+    """An error of the user's metric says when it was tried, and how that is switched off."""
     try:
-        return copy.deepcopy(metric)
-    except Exception:
-        return metric
+        yield
+    except Exception as error:
+        raise MetricError(
+            f"compute_metrics raised {type(error).__name__}: {error}. It was tried on {num_rows} rows of the evaluation data "
+            "before the training, not after its first epoch. Fix it, or go without this rehearsal: eval_rehearsal=False"
+        ) from error
 
 
-def check_wanted(wanted: str, given: str, found: dict[str, Any]) -> None:
-    """Is the metric to go by among those found, and a number?
-
-    Args:
-        wanted: as results call it.
-        given: as the user does.
-        found: the evaluation's metrics.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if wanted not in found:
-        names = {name.removeprefix("eval_"): name for name in found}
-        near = difflib.get_close_matches(wanted.removeprefix("eval_"), names, n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise ConfigError(
-            f"metric_for_best_model={given!r} is not among the evaluation's metrics: {', '.join(sorted(found))}{hint}"
-        )
-    if isinstance(found[wanted], bool) or not isinstance(found[wanted], int | float):
-        raise ConfigError(
-            f"metric_for_best_model={given!r} is {found[wanted]!r}, which cannot be compared; name a metric that is a number"
-        )
+def _copied(metric: Any, shared: Sequence[object]) -> Any:
+    """A copy of what may keep something from call to call; a function is itself."""
+    kept = [*shared, *(metric.parameters() if isinstance(metric, torch.nn.Module) else ())]
+    return copy.deepcopy(metric, {id(each): each for each in kept})
 
 
 @contextmanager
@@ -159,17 +206,3 @@ def left_as_it_was(model: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-
-
-def first_failure(told: Sequence[str | None]) -> str | None:
-    """What the first rank that failed says; None where none did."""
-    return next((text for text in told if text is not None), None)
-
-
-def merged(several: Iterable[dict[str, Any] | None]) -> tuple[dict[str, Any], bool]:
-    """(the metrics of all evaluations, are they all known?)."""
-    known = list(several)
-    found: dict[str, Any] = {}
-    for each in known:
-        found |= each or {}
-    return found, all(each is not None for each in known)

@@ -1,9 +1,21 @@
-"""What training, evaluation and prediction return, and the table at the end."""
+"""What training, evaluation and prediction return, how a person reads it, and the files that a Trainer writes."""
 
+import json
 from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from headway.accelerator import Accelerator
+from headway.collectives.tree import Tree
+from headway.trainer.arguments import TrainingArguments
+from headway.trainer.callbacks import TrainerState
 from headway.units import format_bytes, format_seconds
+
+Metrics = dict[str, Any]
+"""Numbers by name; what a user's metric gives may be something else."""
 
 
 class TrainOutput(NamedTuple):
@@ -29,8 +41,8 @@ class EvalPrediction(NamedTuple):
         label_ids: the labels; None where there are none.
     """
 
-    predictions: Any
-    label_ids: Any
+    predictions: Tree
+    label_ids: Tree
 
 
 class EvalLoopOutput(NamedTuple):
@@ -42,8 +54,8 @@ class EvalLoopOutput(NamedTuple):
         num_samples: rows of all ranks.
     """
 
-    predictions: Any
-    label_ids: Any
+    predictions: Tree
+    label_ids: Tree
     metrics: dict[str, float]
     num_samples: int | None
 
@@ -56,8 +68,8 @@ class PredictionOutput(NamedTuple):
         metrics: their names begin with "test_".
     """
 
-    predictions: Any
-    label_ids: Any
+    predictions: Tree
+    label_ids: Tree
     metrics: dict[str, float]
 
 
@@ -85,3 +97,84 @@ def format_value(name: str, value: Any) -> str:
 def format_line(values: Mapping[str, Any]) -> str:
     """Values in one line."""
     return " | ".join(f"{name} {format_value(name, value)}" for name, value in values.items())
+
+
+# ---------------------------------------------------------------- files
+
+
+class Files:
+    """Writes what a Trainer leaves beside its checkpoints.
+
+    Args:
+        args: the folder; they are written too.
+        accelerator: whose main process writes.
+    """
+
+    def __init__(self, args: TrainingArguments, accelerator: Accelerator) -> None:
+        self._args = args
+        self._accelerator = accelerator
+
+    def folder(self, given: str | Path | None = None) -> Path:
+        """The folder given, or that of the arguments; it is there on the main process."""
+        folder = Path(given or self._args.output_dir or ".")
+        if self._accelerator.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        processing_class: object,
+        folder: Path,
+        state_dict: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Write the weights, the model's config and the processing class.
+
+        Args:
+            model: prepared or not.
+            processing_class: a tokenizer or the like.
+            folder: where.
+            state_dict: in place of the model's own, where the model can write itself.
+        """
+        save: Any = getattr(model, "save_pretrained", None)
+        if state_dict is None or not callable(save):
+            self._accelerator.save_model(model, folder)
+        else:
+            save(folder, state_dict=state_dict)
+        if not self._accelerator.is_main_process:
+            return
+        for part in (getattr(model, "config", None), getattr(model, "generation_config", None), processing_class):
+            write: Any = getattr(part, "save_pretrained", None)
+            if callable(write):
+                write(folder)
+        (folder / "training_args.json").write_text(self._args.to_json_string() + "\n")
+
+    def save_state(self, state: TrainerState) -> None:
+        """Write `trainer_state.json`."""
+        if self._accelerator.is_main_process:
+            _write(self.folder() / "trainer_state.json", asdict(state))
+
+    def save_metrics(self, split: str, metrics: Metrics, combined: bool) -> None:
+        """Write `<split>_results.json`, and add the metrics to `all_results.json` if they are to be combined."""
+        if not self._accelerator.is_main_process:
+            return
+        _write(self.folder() / f"{split}_results.json", metrics)
+        if combined:
+            path = self.folder() / "all_results.json"
+            _write(path, {**(json.loads(path.read_text()) if path.exists() else {}), **metrics})
+
+    def save_card(self, model: torch.nn.Module, state: TrainerState, about: dict[str, object]) -> None:
+        """Write `README.md`: what was trained, what else is said about it, and the last evaluation."""
+        if not self._accelerator.is_main_process:
+            return
+        folder = self.folder()
+        name = about.pop("model_name", None) or folder.absolute().name
+        evaluations = [entry for entry in state.log_history if any(key.startswith("eval_") for key in entry)]
+        lines = [f"# {name}", "", f"{type(model).__name__}, {state.global_step} updates.", ""]
+        lines += [f"- {key}: {value}" for key, value in about.items() if value is not None]
+        lines += [f"- {key}: {value}" for key, value in (evaluations[-1] if evaluations else {}).items()]
+        (folder / "README.md").write_text("\n".join(lines) + "\n")
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")

@@ -1,33 +1,40 @@
-"""The Trainer: the whole loop, on top of the Accelerator and nothing else."""
+"""The Trainer: a builder, an evaluator, a log and a loop behind one face, on top of the Accelerator and nothing else."""
 
 import inspect
-import math
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, Sampler
 
+from headway.accelerator import Accelerator
+from headway.collectives.tree import Tree, to_device
+from headway.data.loader import PreparedLoader
 from headway.errors import CheckpointError, ConfigError, DataError, Preempted
 from headway.log import get_logger
 from headway.memory.monitor import MemoryMonitor
-from headway.ops.tree import find_batch_size
 from headway.runtime.seed import set_seed
+from headway.trainer import builder
 from headway.trainer.arguments import TrainingArguments
-from headway.trainer.callbacks import Callbacks, TrainerControl, TrainerState
-from headway.trainer.continuing import Mark, agreed, begin, leave_mark, read_mark, remove_mark
-from headway.trainer.data import length_of
+from headway.trainer.callbacks import Callbacks, DefaultFlowCallback, Events, TrainerControl, TrainerState
+from headway.trainer.collate import Batch, Collate
+from headway.trainer.continuing import Continuation, check_folder
+from headway.trainer.data import Data, EvalData, check_dataset, length_of, train_sampler
 from headway.trainer.display import PrinterCallback, ProgressCallback
-from headway.trainer.flow import DefaultFlowCallback
-from headway.trainer.given import check_pairs, checked_arguments, missing_checkpoint
-from headway.trainer.loss import LossFunction, take_count
-from headway.trainer.losses import LossBook
-from headway.trainer.other_names import NOT_SERVED, OtherNames, check_hooks
-from headway.trainer.records import Record, checkpoint_path, load_weights, note_best
-from headway.trainer.results import TrainOutput, speed
+from headway.trainer.evaluator import Evaluator, StepOutput, num_rows_of, per_sample
+from headway.trainer.given import NOT_SERVED, check_hooks, check_pairs, checked_arguments
+from headway.trainer.log import Log, TrainingLog
+from headway.trainer.loop import Prepared, Training, count_updates
+from headway.trainer.loss import LossBook, LossFunction, call, loss_among, without_loss
+from headway.trainer.metrics import Measure
+from headway.trainer.optimizer import at_rest, create_optimizer, create_schedule, decaying_names
+from headway.trainer.other_names import OtherNames
+from headway.trainer.records import Record, settings_of
+from headway.trainer.rehearsal import Rehearsal
+from headway.trainer.results import EvalLoopOutput, Files, Metrics, PredictionOutput, TrainOutput
+from headway.training.optimizer import PreparedOptimizer
+from headway.training.scheduler import PreparedScheduler
 
 log = get_logger(__name__)
 
@@ -79,20 +86,41 @@ class Trainer(OtherNames):
         preprocess_logits_for_metrics: from (predictions, labels) to what is kept of the predictions.
         loss_function: `f(outputs, labels)`, a mean over the batch. None: the model's forward returns the loss.
 
+    Attributes:
+        args: the arguments.
+        model: the user's own object, also while it is prepared.
+        accelerator: of the training in progress, or of the last one.
+        state: how far the training is.
+        control: what the loop does next.
+        optimizer, lr_scheduler: as they were given or made; None before the first training makes them. After it, groups, rates
+            and settings of what was made can be read; its state is freed.
+        train_dataloader: of the training in progress, prepared; None at other times.
+        is_in_train: is a training in progress?
+        label_names: the batch's keys that are labels.
+
     Raises:
         ConfigError: arguments that contradict each other.
     """
 
     def __init__(
-        self, model: torch.nn.Module | None = None, args: TrainingArguments | None = None,
-        data_collator: Callable[[list[Any]], Any] | None = None, train_dataset: Any = None, eval_dataset: Any = None,
-        processing_class: Any = None, model_init: Callable[[], torch.nn.Module] | None = None,
-        compute_loss_func: LossFunction | None = None, compute_metrics: Any = None, callbacks: Sequence[Any] | None = None,
+        self,
+        model: torch.nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Collate | None = None,
+        train_dataset: Data | None = None,
+        eval_dataset: EvalData | None = None,
+        processing_class: Any = None,
+        model_init: Callable[[], torch.nn.Module] | None = None,
+        compute_loss_func: LossFunction | None = None,
+        compute_metrics: object = None,
+        callbacks: Sequence[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None, *,
-        loss_function: LossFunction | None = None, tokenizer: Any = None,
-    ) -> None:  # fmt: skip
+        preprocess_logits_for_metrics: Callable[[Tree, Tree], Tree] | None = None,
+        *,
+        loss_function: LossFunction | None = None,
+        tokenizer: Any = None,
+    ) -> None:
         check_hooks(type(self))
         self.args = args = checked_arguments(model, args)
         check_pairs(
@@ -101,27 +129,36 @@ class Trainer(OtherNames):
         if args.log_level not in (None, "passive"):
             get_logger("headway", "debug" if args.log_level == "detail" else args.log_level)
         self.accelerator = self.create_accelerator()
+        self.accelerator.stop_watching()  # until the training begins: before it there is nothing to save
         set_seed(args.seed)
         self._model_init = model_init
         self._function = compute_loss_func if loss_function is None else loss_function
-        self._take_model(model, model_init, self._function)
+        self._take(builder.chosen_model(model, model_init))
         self.processing_class = tokenizer if processing_class is None else processing_class
-        self._default_collator(data_collator, self.processing_class)
+        own = builder.default_collator(self.model, self.processing_class)
+        self.data_collator: Collate = own if data_collator is None else data_collator
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self._given_optimizer, self._given_scheduler = optimizers
+        self._given_optimizers = optimizers
         self._optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-        self.optimizer = self.lr_scheduler = self.train_dataloader = None
-        self._eval_loaders = {}
-        self.is_in_train, self._has_trained = False, False
+        self.optimizer: Any = None
+        self.lr_scheduler: Any = None
+        self.train_dataloader: PreparedLoader | None = None
+        self.is_in_train = self._has_trained = False
         size = args.per_device_train_batch_size
         self._train_batch_size = size if isinstance(size, int) else 1
-        self.state, self.control = self._new_state(), TrainerControl()
         self._takes_count = "num_items_in_batch" in inspect.signature(self.compute_loss).parameters
         shown = PrinterCallback() if args.disable_tqdm else ProgressCallback()
-        self.callbacks = Callbacks([DefaultFlowCallback()], [*(callbacks or ()), shown], self._about)
+        told = Callbacks([DefaultFlowCallback()], [*(callbacks or ()), shown], self._about)
+        self._events = Events(args, told, self._new_state())
+        self._report_to(Log(args, self.accelerator, self._events))
         self.tell("on_init_end")
+
+    def _take(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self._intake = builder.intake_of(model, self.args, self._function)
+        self.label_names = self._intake.label_names
 
     def _new_state(self) -> TrainerState:
         return TrainerState(
@@ -129,16 +166,24 @@ class Trainer(OtherNames):
             is_local_process_zero=self.accelerator.is_local_main_process,
         )
 
+    def _overrides(self, *names: str) -> bool:
+        """Has a subclass a method of its own by one of these names?"""
+        return any(getattr(type(self), name) is not getattr(Trainer, name) for name in names)
+
     # ---------------------------------------------------------------- train
 
-    def train(self, resume_from_checkpoint: str | Path | bool | None = None, trial: Any = None,
-              ignore_keys_for_eval: list[str] | None = None) -> TrainOutput:  # fmt: skip
+    def train(
+        self,
+        resume_from_checkpoint: str | Path | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
         """Train to the end; every rank calls it. A second call is a new training, from the model as it is.
 
         Args:
             resume_from_checkpoint: True: go on from the newest checkpoint in `output_dir` that verifies, or begin where there is
                 none yet. A folder: from that one. None: as the arguments say; where those say nothing either, go on where the same
-                command was asked to end (exit code 75), else begin. False: begin, whatever there is.
+                command was preempted (exit code 75), else begin. False: begin, whatever there is.
             trial: of a hyperparameter search: not served.
             ignore_keys_for_eval: as `ignore_keys` of the evaluations on the way.
 
@@ -148,218 +193,125 @@ class Trainer(OtherNames):
         Raises:
             DataError: there is no data.
             CheckpointError: the folder is damaged, or does not fit.
-            MemoryExhausted: not even one row fits, where memory is seen to.
+            MemoryExhausted: not even one row fits, with `auto_find_batch_size`.
         """
-        args = self.args
+        args, folder = self.args, self.args.output_dir or "."
         if trial is not None:
             raise ConfigError(f"train(trial=...): {NOT_SERVED['hyperparameter_search']}")
-        self._ignored_in_evaluations = ignore_keys_for_eval
         asked = args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        self._check_folder(asked)
-        self._training = begin(args.output_dir or ".")
+        check_folder(self.accelerator, asked, folder)
+        continuation = Continuation(folder, asked)
+        self._begin()
+        try:
+            with MemoryMonitor(by_phase=not args.skip_memory_metrics) as monitor:
+                run_log = TrainingLog(args, self.accelerator, self._events, monitor)
+                losses = LossBook(self.accelerator)
+                self.is_in_train = True
+                self._report_to(run_log)
+                self.accelerator.start_watching()
+                prepared = self._prepare(losses)
+                self.check_evaluation()
+                self._resume(continuation)
+                training = Training(args, prepared, self._events, run_log, losses, self, ignore_keys_for_eval)
+                output = training.run()
+                if self.accelerator.preempted:  # with Preemption(exits=False)
+                    continuation.preempted(self.accelerator, training.newest, self.state.global_step)
+                else:
+                    continuation.end_well(self.accelerator)
+                return output
+        except Preempted as told:
+            continuation.preempted(self.accelerator, told.checkpoint, self.state.global_step)
+            raise
+        finally:
+            self._release()
+
+    def _begin(self) -> None:
+        """An Accelerator of its own for each training, streams from the seed, the model, and its batch size."""
+        args = self.args
         if self._has_trained:
             self.accelerator.end_trackers()
             self.accelerator = self.create_accelerator()
         self._has_trained = True
         set_seed(args.seed)
         if self._model_init is not None:
-            self._take_model(None, self._model_init, self._function)
+            self._take(builder.chosen_model(None, self._model_init))
         if args.per_device_train_batch_size == "largest":
             self._train_batch_size = self.find_largest_batch_size()
             set_seed(args.seed)
-        try:
-            with MemoryMonitor(by_phase=not args.skip_memory_metrics) as self._monitor:
-                self.is_in_train = True
-                self._prepare()
-                self.check_evaluation()
-                self._resume(asked)
-                output = self._train()
-                if self.accelerator.preempted:  # with Preemption(exits=False)
-                    self._leave_mark(self._newest, asked)
-                elif self.accelerator.is_local_main_process:
-                    remove_mark(args.output_dir or ".", self._training)
-                return output
-        except Preempted as told:
-            self._leave_mark(told.checkpoint, asked)
-            raise
-        finally:
-            self._release()
 
-    def _prepare(self) -> None:
+    def _prepare(self, losses: LossBook) -> Prepared:
         """Prepare everything, always in the same order: a resumed run finds it by that."""
-        accelerator, args = self.accelerator, self.args
-        self.state, self.control = self._new_state(), TrainerControl()
+        accelerator, args, model = self.accelerator, self.args, self.model
+        self._events.begin(self._new_state())
         self.state.train_batch_size = self._train_batch_size
-        self.losses = LossBook(accelerator)
-        if args.gradient_checkpointing:
-            plan = args.checkpointing_plan()
-            accelerator.checkpoint_activations(self.model, plan.every, plan.policy, plan.offload, plan.blocks)
-        self.train_dataloader = accelerator.prepare_data_loader(self.get_train_dataloader())
-        self._count_updates()
-        self.model.to(accelerator.device)
-        self.optimizer, self.lr_scheduler = self._given_optimizer, self._given_scheduler
+        settings = settings_of(args, model)
+        builder.recompute_activations(args, accelerator, model)
+        self.train_dataloader = loader = accelerator.prepare_data_loader(self.get_train_dataloader())
+        num_batches = length_of(loader)
+        count_updates(self.state, args, num_batches)
+        model.to(accelerator.device)
+        self.optimizer, self.lr_scheduler = self._given_optimizers
         self.create_optimizer_and_scheduler(self.state.max_steps)
         _, self.optimizer, self.lr_scheduler = accelerator.prepare(
-            self.model, self.optimizer, self.lr_scheduler, strict=True
+            model, self.optimizer, self.lr_scheduler, strict=True
         )
         if args.eval_strategy != "no" or args.eval_on_start:
-            for key in self.eval_dataset if isinstance(self.eval_dataset, dict) else [None]:
-                self._eval_loader(key)
-        record = Record(self.state, lambda: self.control, self.losses, self.callbacks)
-        accelerator.register_for_checkpointing(record)
+            self._own_eval_loaders()
+        accelerator.register_for_checkpointing(Record(self._events, losses, settings))
         set_seed(args.seed, device_specific=True)  # dropout differs from rank to rank
-
-    def _count_updates(self) -> None:
-        """How many epochs and updates there will be.
-
-        Raises:
-            ConfigError: a stream without max_steps.
-        """
-        args, state = self.args, self.state
-        self._num_batches = length_of(self.train_dataloader)
-        if not self._num_batches:
-            if args.max_steps <= 0:
-                what = "has no length" if self._num_batches is None else "has no batch"
-                raise ConfigError(f"the training data {what}, so epochs cannot be counted; set max_steps, or give data")
-            per_epoch = None
-        else:
-            per_epoch = -(-self._num_batches // args.gradient_accumulation_steps)
-        if args.max_steps > 0:
-            state.max_steps = args.max_steps
-            state.num_train_epochs = 1 if per_epoch is None else -(-args.max_steps // per_epoch)
-        else:
-            assert per_epoch is not None
-            state.max_steps = math.ceil(args.num_train_epochs * per_epoch)
-            state.num_train_epochs = math.ceil(args.num_train_epochs)
-        state.logging_steps, state.eval_steps, state.save_steps = (
-            args.interval(name, state.max_steps) for name in ("logging_steps", "eval_steps", "save_steps")
+        return Prepared(
+            accelerator, model, self.optimizer, self.lr_scheduler, loader, self._intake.loss_of, num_batches
         )
 
-    def _check_folder(self, asked: str | Path | bool | None) -> None:
-        """Is the folder to resume from there? Asked before anything is prepared; one machine that has it is enough."""
-        if asked is not None and not isinstance(asked, bool):
-            told = self.accelerator.collectives.gather_objects(missing_checkpoint(asked, self.args.output_dir or "."))
-            if all(told):
-                raise CheckpointError(str(told[0]))
-
-    def _resume(self, asked: str | Path | bool | None) -> None:
-        """Go on from where the arguments say, or from where the same command was asked to end."""
-        accelerator, folder = self.accelerator, self.args.output_dir or "."
-        mark = agreed(accelerator.collectives.gather_objects(read_mark(folder)))
-        if mark is not None and mark.is_meant(self._training, asked):
-            log.warning(
-                "the run in %s was preempted after update %d and resumes from its newest checkpoint; resume_from_checkpoint=False "
-                "starts from the beginning", folder, mark.update,
-            )  # fmt: skip
-            self._resume_marked(mark)
-        else:
-            if accelerator.is_local_main_process:
-                remove_mark(folder, self._training)
-            if asked:
-                accelerator.resume("latest" if asked is True else asked)
-            elif accelerator.save_iteration:
-                log.info(
-                    "%s holds checkpoints of earlier runs, which stay; this one's are numbered from %d on. "
-                    "resume_from_checkpoint=True resumes from the newest", folder, accelerator.save_iteration,
-                )  # fmt: skip
-        self.state.global_step = accelerator.num_updates
+    def _resume(self, continuation: Continuation) -> None:
+        continuation.resume(self.accelerator)
+        self.state.global_step = self.accelerator.num_updates
         self.control.should_training_stop = self.state.global_step >= self.state.max_steps
-        self.begin_run()
+        self._log.begin()
         if not self.state.global_step:
             # The first step tells readers of the log that this is not a continuation of what may stand in it.
-            accelerator.log({"epoch": 0.0}, step=0)
+            self.accelerator.log({"epoch": 0.0}, step=0)
 
-    def _resume_marked(self, mark: Mark) -> None:
-        try:
-            self.accelerator.resume("latest", run=mark.run)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{error}\nThe same command was preempted and has to resume; resume_from_checkpoint=False starts from the beginning"
-            ) from error
+    def _release(self) -> None:
+        """Give the model its own class and forward back, and let go of gradients and of the optimizer made here."""
+        accelerator = self.accelerator
+        self.is_in_train = False
+        if accelerator.num_processes == 1:  # alone, because other ranks may be elsewhere
+            try:
+                accelerator.wait_for_save()
+            except CheckpointError as error:
+                log.warning("the last checkpoint was not written: %s", error)
+        for callback in self.callbacks.all:
+            if isinstance(callback, ProgressCallback):
+                callback.close()
+        self.model.zero_grad(set_to_none=True)
+        self._put_optimizer_to_rest()
+        builder.undo(self.args, accelerator, self.model)
+        accelerator.stop_watching()  # an evaluation that follows has nothing to save
+        self.train_dataloader = None
+        self._report_to(Log(self.args, accelerator, self._events))
 
-    def _leave_mark(self, checkpoint: str | Path, asked: str | Path | bool | None) -> None:
-        """The run was asked to end: note where the same command goes on."""
-        if asked is False:
-            log.warning("the next start is from the beginning, as resume_from_checkpoint=False says; True resumes")
-        elif self.accelerator.is_local_main_process:
-            leave_mark(self.args.output_dir or ".", checkpoint, self._training, asked, self.state.global_step)
+    def _put_optimizer_to_rest(self) -> None:
+        """Those given are the user's again; of those made here groups and rates can be read, and the state is freed."""
+        made, schedule = self.optimizer, self.lr_scheduler
+        made, schedule = at_rest(
+            made.optimizer if isinstance(made, PreparedOptimizer) else made,
+            schedule.scheduler if isinstance(schedule, PreparedScheduler) else schedule,
+        )
+        given, given_schedule = self._given_optimizers
+        self.optimizer = made if given is None else given
+        self.lr_scheduler = schedule if given_schedule is None else given_schedule
 
-    def _train(self) -> TrainOutput:
-        """The loop over epochs; see the class."""
-        args, state = self.args, self.state
-        self._began = (time.monotonic(), state.global_step)
-        self.num_samples_seen, self._last_saved = 0, -1
-        self._grad_norm: torch.Tensor | None = None
-        self._last_logged = state.global_step
-        self._meter = self.accelerator.throughput
-        self.model.train()
-        self.tell("on_train_begin")
-        if args.eval_on_start and not state.global_step:
-            self.control.should_evaluate = True
-        self._obey()  # also what a run that was asked to end in an evaluation still owes
-        num_epochs = sys.maxsize if args.max_steps > 0 else state.num_train_epochs
-        if not self.control.should_training_stop:
-            for epoch in self.accelerator.epochs(num_epochs):
-                self.control.should_epoch_stop = False
-                self.tell("on_epoch_begin")
-                self._epoch(epoch)
-                if self.train_dataloader.is_stopped:  # by the guard against non-finite losses, or from outside
-                    break
-                self.tell("on_epoch_end")
-                self._agree()
-                self._obey()
-                if self.control.should_training_stop:
-                    break
-        return self._finish()
+    def _report_to(self, run_log: Log) -> None:
+        """Log there, and evaluate with the Accelerator that is in use now: in a training, or outside one."""
+        self._log = run_log
+        self._evaluator = Evaluator(self.accelerator, self._events, run_log, self, self.is_in_train)
 
-    def _epoch(self, epoch: int) -> None:
-        """One pass over the data, or what is left of it."""
-        loader, accelerator, state = self.train_dataloader, self.accelerator, self.state
-        first = loader.num_consumed // loader.total_batch_size if loader.total_batch_size else 0
-        index, is_resumed = first, loader.num_consumed > 0
-        for index, batch in enumerate(loader, first + 1):
-            if accelerator.sync_gradients:
-                self.tell("on_step_begin")
-            self._micro_batch(batch)
-            state.epoch = epoch + (index / self._num_batches if self._num_batches else index / state.max_steps)
-            self.num_samples_seen += sum(loader.valid_counts or ())
-            if accelerator.num_updates == state.global_step:
-                self.tell("on_substep_end")
-            else:
-                state.global_step = accelerator.num_updates
-                self.tell("on_step_end")
-                if accelerator.preempted:  # with Preemption(exits=False); else the process has ended
-                    self.control.should_save = self.control.should_training_stop = True
-                self._agree()
-                self._obey()
-            if self.control.should_epoch_stop or self.control.should_training_stop:
-                break
-        if index == first and not is_resumed and not loader.is_stopped:
-            raise DataError("an epoch of the training data had no batch; give data, or fewer max_steps")
+    # ---------------------------------------------------------------- the step, for subclasses
 
-    def _micro_batch(self, batch: Any) -> None:
-        """Forward and backward; and the update, where a window ends."""
-        accelerator, loader = self.accelerator, self.train_dataloader
-        batch, num_items = take_count(batch)
-        num_rows = loader.num_rows or 1
-        if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
-            self._meter.add(tokens=batch["input_ids"].numel())
-        for piece in accelerator.microbatches(batch):
-            with accelerator.accumulate(self.model):
-                is_whole = piece is batch
-                rows = num_rows if is_whole else find_batch_size(piece) or num_rows
-                weight = self._loss_of.weight(piece, num_items, is_whole)
-                loss = self.training_step(self.model, piece, weight)
-                num_valid = num_rows if loader.num_valid is None else loader.num_valid
-                weighed = num_valid * rows / num_rows if weight is None or not num_valid else weight
-                self.losses.add(loss, float(weighed), rows)
-                if accelerator.sync_gradients:
-                    self._update()
-        self.losses.end_batch(num_rows)
-        if accelerator.sync_gradients:
-            self.losses.end_window()
-
-    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: int | None = None) -> torch.Tensor:
+    def training_step(
+        self, model: torch.nn.Module, inputs: Batch, num_items_in_batch: int | None = None
+    ) -> torch.Tensor:
         """Forward and backward of one micro-batch, or of a piece of it; returns its loss.
 
         Args:
@@ -374,109 +326,447 @@ class Trainer(OtherNames):
         self.accelerator.backward(loss, weight=num_items_in_batch)
         return loss.detach()
 
-    def _update(self) -> None:
-        limit = self.args.max_grad_norm
-        if limit:
-            self._grad_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
-        self.tell("on_pre_optimizer_step")
-        self._learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        self.optimizer.step()
-        self.tell("on_optimizer_step")
-        if not isinstance(self.lr_scheduler.scheduler, ReduceLROnPlateau):
-            self.lr_scheduler.step()
-        self.optimizer.zero_grad()
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: int | None = None
+    ) -> Any:
+        """The batch's loss, a mean; override it for one of your own.
 
-    # ---------------------------------------------------------------- after an update
+        Args:
+            model: prepared.
+            inputs: the batch, on the device.
+            return_outputs: return (loss, outputs).
+            num_items_in_batch: how many labels of the batch count; None: the loss is a mean over samples.
 
-    def _agree(self) -> None:
-        """Where callbacks of others decide, what one rank asks for is done by all."""
-        if self.accelerator.num_processes > 1 and self.callbacks.has_foreign:
-            flags = torch.tensor([float(flag) for flag in self.control.flags()], device=self.accelerator.device)
-            self.control.set_flags([flag > 0 for flag in self.accelerator.reduce(flags, "max").tolist()])
+        Raises:
+            LossError: the model gives none.
+        """
+        loss, outputs = self._intake.loss_of(model, inputs, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
 
-    def _obey(self) -> None:
-        """Log, evaluate and save as the control says."""
-        control, state = self.control, self.state
-        if control.should_log and state.global_step > self._last_logged:
-            self._log_training()
-        control = self.control
-        control.should_log = False
-        metrics: dict[str, Any] | None = None
-        if control.should_evaluate:
-            # Given only where it is there: an override may not know it.
-            ignored = self._ignored_in_evaluations
-            metrics = self.evaluate() if ignored is None else self.evaluate(ignore_keys=ignored)
-            control = self.control
-            control.should_evaluate = False
-            is_best = note_best(state, self.args, metrics)
-            if isinstance(self.lr_scheduler.scheduler, ReduceLROnPlateau):
-                self.lr_scheduler.step(metrics[self.args.wanted_metric or "eval_loss"])
-            if self.args.save_strategy == "best":
-                control.should_save = is_best
-        is_due, control.should_save = control.should_save and state.global_step != self._last_saved, False
-        if is_due:
-            self._checkpoint(metrics)
+    def _prepare_inputs(self, inputs: Batch) -> Batch:
+        """What each step does with its batch first; one of a prepared loader is on the device already. May be overridden."""
+        return inputs
 
-    def _log_training(self) -> None:
-        loss = self.losses.take()
-        logs: dict[str, Any] = {} if loss is None else {"loss": loss}
-        if self._grad_norm is not None:
-            logs["grad_norm"] = float(self._grad_norm)
-        logs["learning_rate"] = self._learning_rate
-        self._last_logged = self.state.global_step
-        self.log(logs)
+    def _prepare_input(self, data: Tree) -> Tree:
+        """On the device."""
+        return to_device(data, self.accelerator.device)
 
-    def _checkpoint(self, metrics: dict[str, Any] | None) -> None:
-        """Take a checkpoint, and write it behind the loop."""
-        state, args = self.state, self.args
-        value = None if metrics is None else metrics.get(args.wanted_metric or "")
-        if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(checkpoint_path(args.output_dir or ".", self.accelerator.save_iteration))
-        metric = None if value is None or math.isnan(value) else float(value)
-        self._newest = self.accelerator.save_state(blocking=False, metric=metric)
-        self._last_saved = state.global_step
-        self.tell("on_save")
+    # ---------------------------------------------------------------- what a training is built of, for subclasses
 
-    # ---------------------------------------------------------------- the end
+    def create_accelerator(self) -> Accelerator:
+        """The Accelerator of one training, by the arguments."""
+        return builder.create_accelerator(self.args)
 
-    def _finish(self) -> TrainOutput:
-        accelerator, state, args = self.accelerator, self.state, self.args
-        seconds = time.monotonic() - self._began[0]
-        accelerator.wait_for_save()
-        if args.load_best_model_at_end and state.best_model_checkpoint and state.best_global_step != state.global_step:
-            log.info("the weights of update %s are loaded: %s", state.best_global_step, state.best_model_checkpoint)
-            load_weights(state.best_model_checkpoint, self.model)
-        num_samples = self.num_samples_seen
-        metrics = speed("train", seconds, num_samples, state.global_step - self._began[1])
-        metrics["train_loss"] = self.losses.mean()
-        metrics["epoch"] = state.epoch
-        if self._monitor is not None:
-            metrics["train_memory_peak"] = self._monitor.peak
-            if not args.skip_memory_metrics:
-                metrics |= {f"train_memory_peak_{phase}": peak for phase, peak in self._monitor.peaks.items()}
-        self.log(dict(metrics))
-        accelerator.end_trackers()
-        self.tell("on_train_end")
-        return TrainOutput(state.global_step, metrics["train_loss"], metrics)
+    def call_model_init(self, trial: Any = None) -> torch.nn.Module:
+        """A new model of `model_init`.
 
-    def _release(self) -> None:
-        """Give the model its own class and forward back, and let go of gradients and of the optimizer made here."""
-        self.is_in_train, self._monitor = False, None
-        self._wait_for_writer()
-        for callback in self.callbacks.all:
-            if isinstance(callback, ProgressCallback):
-                callback.close()
-        self.model.zero_grad(set_to_none=True)
-        self._undo(self.accelerator)
-        self.accelerator.stop_watching()  # an evaluation that follows has nothing to save
-        self.optimizer, self.lr_scheduler = self._given_optimizer, self._given_scheduler
-        self.train_dataloader = None
-        self._eval_loaders = {}
+        Raises:
+            ConfigError: there is no `model_init`.
+        """
+        if self._model_init is None:
+            raise ConfigError("call_model_init: the Trainer was given a model and no model_init")
+        return self._model_init()
 
-    def _wait_for_writer(self) -> None:
-        """Where training broke off, let the last checkpoint become whole; alone, because other ranks may be elsewhere."""
-        if self.accelerator.num_processes == 1:
-            try:
-                self.accelerator.wait_for_save()
-            except CheckpointError as error:
-                log.warning("the last checkpoint was not written: %s", error)
+    def _loader(
+        self, dataset: Data, batch_size: int, sampler: Sampler[int] | None = None, drop_last: bool = False
+    ) -> DataLoader[Any]:
+        built = builder.Builder(self.args, self._intake, self.accelerator.device.type == "cuda")
+        return built.loader(dataset, batch_size, self.data_collator, sampler, drop_last)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The training data, not yet prepared.
+
+        Raises:
+            DataError: there is none.
+        """
+        if self.train_dataset is None:
+            raise DataError("the Trainer was given no train_dataset, so there is nothing to train on")
+        check_dataset(self.train_dataset)
+        args, size = self.args, self._train_batch_size
+        sampler = self._get_train_sampler(self.train_dataset)
+        return self._loader(self.train_dataset, size, sampler, args.dataloader_drop_last)
+
+    def _get_train_sampler(self, train_dataset: Data | None = None) -> Sampler[int] | None:
+        """The order of the training data; None for a stream. May be overridden."""
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        size = self._train_batch_size * self.args.gradient_accumulation_steps * self.accelerator.num_processes
+        return train_sampler(check_dataset(dataset), self.args, size)
+
+    def _get_eval_sampler(self, eval_dataset: Data) -> Sampler[int] | None:
+        """The order of evaluation data; None: as it is. May be overridden."""
+        return None
+
+    def get_eval_dataloader(self, eval_dataset: Data | str | None = None) -> DataLoader[Any]:
+        """The evaluation data, not yet prepared.
+
+        Args:
+            eval_dataset: None: the Trainer's own; a name: of one of several.
+
+        Raises:
+            DataError: there is none.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str) and isinstance(self.eval_dataset, dict):
+            dataset = self.eval_dataset[dataset]
+        if dataset is None:
+            raise DataError("the Trainer was given no eval_dataset; give one to it or to evaluate()")
+        rows = check_dataset(dataset)
+        return self._loader(rows, self.args.per_device_eval_batch_size, self._get_eval_sampler(rows))
+
+    def get_test_dataloader(self, test_dataset: Data) -> DataLoader[Any]:
+        """The data to predict, not yet prepared."""
+        check_dataset(test_dataset)
+        sampler = self._get_eval_sampler(test_dataset)
+        return self._loader(test_dataset, self.args.per_device_eval_batch_size, sampler)
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Set `optimizer` and `lr_scheduler` where they are None; an override may do it in its own way."""
+        if self.optimizer is None:
+            # An override may set the attribute itself.
+            self.optimizer = self.create_optimizer() or self.optimizer
+        if self.lr_scheduler is None:
+            self.lr_scheduler = self.create_scheduler(num_training_steps, self.optimizer) or self.lr_scheduler
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """The optimizer by the arguments; what was given to the Trainer goes first.
+
+        Args:
+            model: None: the Trainer's.
+        """
+        chosen = self.model if model is None else model
+        decaying = self.get_decay_parameter_names(chosen)
+        return create_optimizer(chosen, self.args, self._optimizer_cls_and_kwargs, decaying)
+
+    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
+        """The names of the parameters that decay: all but biases and parameters of norms."""
+        return decaying_names(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """The schedule by the arguments, counted in updates.
+
+        Args:
+            num_training_steps: updates.
+            optimizer: None: the Trainer's.
+        """
+        return create_schedule(self.optimizer if optimizer is None else optimizer, self.args, num_training_steps)
+
+    def find_largest_batch_size(self) -> int:
+        """The most rows of a micro-batch that fit, by updates on the longest rows of the training data.
+
+        The weights are put back afterwards.
+
+        Raises:
+            BatchSizeError: not even one row fits.
+        """
+        search = builder.LargestBatch(
+            self.args, self.model, self._intake, self.create_accelerator, self.create_optimizer, self._loader
+        )
+        return search.find(self.train_dataset, self.accelerator.num_processes)
+
+    # ---------------------------------------------------------------- evaluate
+
+    def evaluate(
+        self,
+        eval_dataset: EvalData | str | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Metrics:
+        """The loss and the metrics on the evaluation data; every rank calls it and gets the same.
+
+        The loss is the exact mean over all samples (over all labels that count, where the model has such), on any number of
+        processes.
+
+        Args:
+            eval_dataset: None: the Trainer's own. A dict of several: each is evaluated under its name.
+            ignore_keys: outputs of the model that are not predictions.
+            metric_key_prefix: what the metrics' names begin with.
+
+        Returns:
+            <prefix>_loss, the metrics, <prefix>_runtime, <prefix>_samples_per_second, <prefix>_steps_per_second, epoch.
+
+        Raises:
+            DataError: there is no data.
+            ConfigError: `compute_metrics` is neither a function nor a streaming metric.
+        """
+        several = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(several, dict):
+            found: Metrics = {}
+            for name, dataset in several.items():
+                chosen = name if eval_dataset is None else dataset
+                found.update(self._evaluate_one(chosen, ignore_keys, f"{metric_key_prefix}_{name}"))
+        else:
+            found = self._evaluate_one(None if eval_dataset is None else several, ignore_keys, metric_key_prefix)
+        self.tell("on_evaluate", metrics=found)
+        return found
+
+    def _evaluate_one(self, dataset: Data | str | None, ignored: list[str] | None, prefix: str) -> Metrics:
+        with self._evaluator.session(self.model, self.optimizer) as session:
+            loader = self._eval_loader(dataset)
+            if self._overrides("evaluation_loop"):
+                found = dict(self.evaluation_loop(loader, "Evaluation", None, ignored, prefix).metrics)
+            else:
+                measure = self._measure()
+                metric = measure.metric(num_rows_of(loader))
+                found, _ = self._evaluator.run(session, loader, metric, measure, ignored, prefix)
+        self.log(found)
+        return found
+
+    def _measure(self, is_loss_only: bool | None = None) -> Measure:
+        args = self.args
+        return Measure(
+            self.compute_metrics,
+            args.batch_eval_metrics,
+            self.preprocess_logits_for_metrics,
+            args.prediction_loss_only if is_loss_only is None else is_loss_only,
+        )
+
+    def _eval_loader(self, dataset: Data | str | None) -> PreparedLoader:
+        """Of the Trainer's own data, prepared once in a training; of other data each time."""
+        if dataset is None or isinstance(dataset, str):
+            return self._evaluator.own_loader(dataset or "", lambda: self.get_eval_dataloader(dataset))
+        return self._evaluator.prepared(self.get_eval_dataloader(dataset))
+
+    def _own_eval_loaders(self) -> dict[str, PreparedLoader]:
+        """By what their metrics' names begin with."""
+        if not isinstance(self.eval_dataset, dict):
+            return {"eval": self._eval_loader(None)}
+        return {f"eval_{name}": self._eval_loader(name) for name in self.eval_dataset}
+
+    def check_evaluation(self) -> None:
+        """Try the evaluation on a few rows before the first update; `train` calls it where evaluations are to come.
+
+        It leaves no trace in the training (`headway.trainer.rehearsal` says what is put back). Streams are not tried, since
+        that would read them, nor is an `evaluate` or `evaluation_loop` of a subclass. `eval_rehearsal=False` switches it off.
+
+        Raises:
+            MetricError: `compute_metrics` raises.
+            ConfigError: `metric_for_best_model` is not among the metrics.
+        """
+        args = self.args
+        if not args.eval_rehearsal or (args.eval_strategy == "no" and not args.eval_on_start):
+            return
+        if not self._overrides("evaluate", "evaluation_loop"):
+            shared = (self, self.train_dataset, self.eval_dataset, self.processing_class)
+            rehearsal = Rehearsal(args, self.accelerator, self.model, self._evaluator, self, self._measure(), shared)
+            rehearsal.run(self._own_eval_loaders())
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str = "Evaluation",
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """One pass over a loader, with all predictions in host memory; every rank calls it and gets all of them.
+
+        `evaluate` and `predict` call it where a subclass overrides it; without that `evaluate` keeps no predictions that the
+        metric does not need.
+
+        Args:
+            dataloader: prepared, or not yet.
+            description: accepted for the name's sake.
+            prediction_loss_only: the loss alone; None: as the arguments say.
+            ignore_keys: outputs of the model that are not predictions.
+            metric_key_prefix: what the metrics' names begin with.
+        """
+        with self._evaluator.session(self.model, self.optimizer) as session:
+            loader = self._evaluator.prepared(dataloader)
+            measure = self._measure(prediction_loss_only)
+            return self._evaluator.collect(session, loader, measure, ignore_keys, metric_key_prefix)
+
+    def prediction_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """The old name of `evaluation_loop`."""
+        return self.evaluation_loop(*args, **kwargs)
+
+    def prediction_step(
+        self, model: torch.nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> StepOutput:
+        """(loss, predictions, labels) of one batch, under no_grad; what is not there is None.
+
+        Args:
+            model: in evaluation mode.
+            inputs: the batch, on the device.
+            prediction_loss_only: leave predictions and labels out.
+            ignore_keys: outputs that are not predictions; None: what the model's config says.
+        """
+        inputs = self._prepare_inputs(inputs)
+        bare, labels = self._intake.loss_of.split(inputs)
+        with self.accelerator.autocast():
+            if labels is not None:
+                loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+            else:
+                outputs = call(model, bare)
+                loss = loss_among(outputs) if self._intake.loss_of.function is None else None
+        if prediction_loss_only:
+            return loss, None, None
+        if ignore_keys is None:
+            config = getattr(self.model, "config", None)
+            ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", None) or ())
+        has_loss = loss is not None and self._intake.loss_of.function is None
+        num_rows = self._evaluator.num_rows()
+        predictions = per_sample(without_loss(outputs, has_loss, ignore_keys), num_rows)
+        return loss, predictions, per_sample(labels, num_rows)
+
+    def predict(
+        self, test_dataset: Data, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predictions for a dataset, as arrays in its order; every rank gets all of them.
+
+        They lie in host memory together; `iterate_predictions` gives them batch by batch.
+
+        Args:
+            test_dataset: with labels or without.
+            ignore_keys: outputs of the model that are not predictions.
+            metric_key_prefix: what the metrics' names begin with.
+        """
+        with self._evaluator.session(self.model, self.optimizer):
+            loader = self._evaluator.prepared(self.get_test_dataloader(test_dataset))
+            predictions, labels, found, _ = self.evaluation_loop(
+                loader, "Prediction", False, ignore_keys, metric_key_prefix
+            )
+        self.tell("on_predict", metrics=found)
+        return PredictionOutput(predictions, labels, found)
+
+    def iterate_predictions(
+        self, test_dataset: Data, ignore_keys: list[str] | None = None
+    ) -> Iterator[tuple[Tree, Tree]]:
+        """(predictions, labels) batch by batch, on the device, of all ranks; every rank goes through all of it.
+
+        Args:
+            test_dataset: with labels or without.
+            ignore_keys: outputs of the model that are not predictions.
+        """
+        with self._evaluator.session(self.model, self.optimizer) as session:
+            loader = self._evaluator.prepared(self.get_test_dataloader(test_dataset))
+            yield from self._evaluator.iterate(session, loader, self._measure(), ignore_keys)
+
+    # ---------------------------------------------------------------- events and the log
+
+    @property
+    def callbacks(self) -> Callbacks:
+        """Who is told of events."""
+        return self._events.callbacks
+
+    @property
+    def state(self) -> TrainerState:
+        """How far the training is."""
+        return self._events.state
+
+    @state.setter
+    def state(self, state: TrainerState) -> None:
+        self._events.state = state
+
+    @property
+    def control(self) -> TrainerControl:
+        """What the loop does next."""
+        return self._events.control
+
+    @control.setter
+    def control(self, control: TrainerControl) -> None:
+        self._events.control = control
+
+    def tell(self, event: str, **more: object) -> None:
+        """Tell the callbacks of an event; they may change the control."""
+        self._events.tell(event, **more)
+
+    def _about(self) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "processing_class": self.processing_class,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "train_dataloader": self.train_dataloader,
+        }
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback: an object, or a class to make one of."""
+        self.callbacks.add(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Take out a callback, by object or class, and return it; None where there is none."""
+        return self.callbacks.pop(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Take out a callback, by object or class."""
+        self.callbacks.pop(callback)
+
+    def log(self, logs: Metrics, start_time: float | None = None) -> None:
+        """Log values: to `state.log_history`, callbacks, the run's log and its trackers.
+
+        Args:
+            logs: by name; `epoch` is added.
+            start_time: accepted for the name's sake.
+        """
+        self._log.write(logs)
+
+    def is_world_process_zero(self) -> bool:
+        """Is this process rank 0 of all machines?"""
+        return self.accelerator.is_main_process
+
+    def is_local_process_zero(self) -> bool:
+        """Is this the first process of its machine?"""
+        return self.accelerator.is_local_main_process
+
+    # ---------------------------------------------------------------- files
+
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
+        """Write the weights as safetensors, the model's config and the processing class; every rank calls it.
+
+        Args:
+            output_dir: None: that of the arguments.
+            _internal_call: accepted for the name's sake.
+        """
+        if not self._overrides("_save"):
+            self._save(None if output_dir is None else str(output_dir))
+            return
+        if self.accelerator.is_main_process:
+            self._save(str(self._files().folder(output_dir)))
+        self.accelerator.wait_for_everyone()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        """What `save_model` does; only on rank 0 where a subclass overrides this.
+
+        Args:
+            output_dir: None: that of the arguments.
+            state_dict: in place of the model's own.
+        """
+        folder = Path(output_dir or self.args.output_dir or ".")
+        self._files().save_model(self.model, self.processing_class, folder, state_dict)
+
+    def _files(self) -> Files:
+        return Files(self.args, self.accelerator)
+
+    def save_state(self) -> None:
+        """Write `trainer_state.json`: how far the training is, and all that was logged. Checkpoints hold the rest."""
+        self._files().save_state(self.state)
+
+    def save_metrics(self, split: str, metrics: Metrics, combined: bool = True) -> None:
+        """Write metrics to `<output_dir>/<split>_results.json`, from the main process.
+
+        Args:
+            split: "train", "eval", "test" or "all".
+            metrics: by name.
+            combined: add them to `all_results.json`, too.
+        """
+        self._files().save_metrics(split, metrics, combined)
+
+    def log_metrics(self, split: str, metrics: Metrics) -> None:
+        """Print metrics, one a line, from the main process."""
+        if self.accelerator.is_main_process:
+            print(f"***** {split} metrics *****")
+            for name, value in sorted(self.metrics_format(metrics).items()):
+                print(f"  {name} = {value}")
+
+    @staticmethod
+    def metrics_format(metrics: Metrics) -> Metrics:
+        """Metrics as `log_metrics` prints them."""
+        return dict(metrics)
+
+    def create_model_card(self, **about: object) -> None:
+        """Write `README.md`: what was trained, and the last evaluation.
+
+        Args:
+            about: what else the card says, by name: language, license, dataset, tasks, ...
+        """
+        self._files().save_card(self.model, self.state, about)

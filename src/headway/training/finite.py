@@ -12,18 +12,18 @@ the device at each update; without the guard there is none.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from headway.collectives.door import Collectives
 from headway.errors import ConfigError, NonFiniteError
 from headway.log import get_logger
-from headway.ops.collectives import Collectives
+from headway.precision.base import Precision
 from headway.runtime.events import notify
-from headway.training.accumulation import Accumulation
-from headway.training.clock import Clock
-from headway.training.prepare import Preparation
+from headway.training.prepared import Prepared
+from headway.training.windows import Clock, Windows
 
 log = get_logger(__name__)
 
@@ -73,11 +73,10 @@ class FiniteGuard:
 
     Args:
         policy: what to do.
+        windows: of the run; loaders that are trained on are ended by the action "stop".
+        prepared: its models; names are asked for only where something is wrong.
+        clock: the run's.
         group: the ranks whose gradients are summed.
-        clock: the run's, for those who hear of the event.
-        names: {id of a parameter: its name}, asked for only where something is wrong.
-        buffers: (name, buffer) of the models, likewise.
-        stop: ends the loaders that are trained on.
         has_scaler: fp16's scaler looks at gradients itself; what is left to the guard is whether a loss was the reason.
 
     Attributes:
@@ -87,33 +86,40 @@ class FiniteGuard:
         report: the latest message; empty while all is well.
     """
 
-    def __init__(self, policy: NonFinitePolicy, group: Collectives, clock: Clock, names: Callable[[], dict[int, str]],
-                 buffers: Callable[[], Iterable[tuple[str, torch.Tensor]]], stop: Callable[[], None],
-                 has_scaler: bool) -> None:  # fmt: skip
+    def __init__(
+        self,
+        policy: NonFinitePolicy,
+        windows: Windows,
+        prepared: Prepared,
+        clock: Clock,
+        group: Collectives,
+        has_scaler: bool,
+    ) -> None:
         self.policy = policy
         self.num_skipped = self.num_in_row = 0
         self.has_stopped = False
         self.report = ""
-        self._group = group
+        self._windows = windows
+        self._prepared = prepared
         self._clock = clock
-        self._names = names
-        self._buffers = buffers
-        self._stop = stop
+        self._group = group
         self._has_scaler = has_scaler
         self._seen = _Seen()
         self._window = -1
         self._verdict: tuple[tuple[int, int], bool] | None = None
         self._counted = -1
+        windows.restarted.append(self.forget)
 
     def forget(self) -> None:
-        """The run goes on from another place: windows are numbered anew. What was counted in all stays."""
+        """The run goes on from another place: windows are numbered afresh. What was counted in all stays."""
         self._seen, self._window, self._verdict, self._counted = _Seen(), -1, None, -1
         self.num_in_row, self.has_stopped = 0, False
 
     # ---------------------------------------------------------------- during the window
 
-    def watch(self, loss: torch.Tensor, window: int, micro_batch: int) -> torch.Tensor:
+    def watch(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss; one that is not finite comes back so that its gradients are nan."""
+        window, micro_batch = self._windows.current.number, self._windows.current.num_done
         if self._window != window and self._seen.is_judged:
             self._seen = _Seen()
         self._window = window
@@ -127,36 +133,32 @@ class FiniteGuard:
         seen.losses.append((micro_batch, plain))
         return loss * (plain - plain + 1)  # inf - inf and nan - nan are nan, all else 0: no value is read here
 
-    def before_clip(self, parameters: Iterable[torch.Tensor]) -> None:
+    def before_clip(self, parameters: Sequence[torch.Tensor]) -> None:
         """Note the norms of gradients that are about to be clipped; nothing is read from the device."""
         if not self._has_scaler:
             self._seen.norms += _norms(parameters)
 
     # ---------------------------------------------------------------- the verdict
 
-    def permits(self, parameters: Iterable[torch.Tensor], window: int, update: int) -> bool:
+    def permits(self) -> bool:
         """May the update be made? The same answer on every rank; asked by each optimizer before its step.
-
-        Args:
-            parameters: those of the window.
-            window: its number.
-            update: the number that the update would get.
 
         Raises:
             NonFiniteError: it may not, and the policy says so.
         """
         if self._has_scaler:
             return True
-        key = (window, self._seen.num_backwards)
+        window = self._windows.current
+        key = (window.number, self._seen.num_backwards)
         if self._verdict is None or self._verdict[0] != key:
-            chosen = list(parameters)
+            chosen = list(self._prepared.parameters_of(window))
             self._verdict = key, _are_finite(chosen)
             if not self._verdict[1]:
-                self._refuse(self._bad_losses(), window, update, chosen)
+                self._refuse(self._bad_losses(), chosen)
             self._seen.is_judged = True
         return self._verdict[1]
 
-    def after_step(self, did_step: bool, window: int, update: int) -> None:
+    def after_step(self, did_step: bool) -> None:
         """An optimizer has made its step, or not: because of the scaler's scale, or was it a loss that is not finite?
 
         Raises:
@@ -164,10 +166,10 @@ class FiniteGuard:
         """
         if did_step:
             self.num_in_row = 0
-        elif self._has_scaler and self._counted != window:
+        elif self._has_scaler and self._counted != self._windows.current.number:
             ranks = self._bad_losses()
             if ranks:
-                self._refuse(ranks, window, update, [])
+                self._refuse(ranks, [])
         self._seen.is_judged = True
 
     def _bad_losses(self) -> dict[int, list[float]]:
@@ -176,7 +178,8 @@ class FiniteGuard:
         rows = self._group.gather_numbers([float(len(bad)), *(bad[0] if bad else (0.0, 0.0))])
         return {rank: row for rank, row in enumerate(rows) if row[0]}
 
-    def _refuse(self, ranks: dict[int, list[float]], window: int, update: int, parameters: list[torch.Tensor]) -> None:
+    def _refuse(self, ranks: dict[int, list[float]], parameters: Sequence[torch.Tensor]) -> None:
+        window, update = self._windows.current.number, self._clock.num_updates + 1
         # A bad loss makes all gradients nan: their names say nothing then.
         culprits = [] if ranks else self._culprits(parameters)
         if self._counted != window:
@@ -186,19 +189,24 @@ class FiniteGuard:
         action = "raise" if self.num_in_row > self.policy.max_in_row else self.policy.action
         self.report = self._words(update, ranks, culprits, len(parameters), action)
         notify(
-            "non_finite", source=self._clock, update=update, action=action, parameters=culprits[:_NUM_NAMES],
+            "non_finite",
+            source=self._clock,
+            update=update,
+            action=action,
+            parameters=culprits[:_NUM_NAMES],
             losses={str(rank): f"{row[2]} in micro-batch {row[1]:.0f}" for rank, row in ranks.items()},
-        )  # fmt: skip
+        )
         if action == "raise":
             raise NonFiniteError(self.report)
         log.warning("%s", self.report)
         if action == "stop" and not self.has_stopped:
             self.has_stopped = True
-            self._stop()
+            for loader in self._windows.trained_on:
+                loader.stop()
 
-    def _culprits(self, parameters: list[torch.Tensor]) -> list[str]:
+    def _culprits(self, parameters: Sequence[torch.Tensor]) -> list[str]:
         """Names of the parameters whose gradients are not finite, in the models' order."""
-        names = self._names()
+        names = {id(tensor): name for name, tensor in self._prepared.named("named_parameters")}
         bad = {
             id(p) for chosen, norms in self._seen.norms for p, ok in zip(chosen, norms.isfinite().tolist()) if not ok
         }
@@ -226,7 +234,7 @@ class FiniteGuard:
             if self.policy.action == "raise"
             else f"{self.num_in_row} in a row are more than max_in_row={self.policy.max_in_row}",
         }[action]
-        spoilt = [name for name, buffer in self._buffers() if not _is_finite(buffer)]
+        spoilt = [name for name, buffer in self._prepared.named("named_buffers") if not _is_finite(buffer)]
         after = (
             f". Buffers are not finite either ({', '.join(spoilt[:_NUM_NAMES])}), and no skipped update takes that back: go back to "
             "a checkpoint"
@@ -236,32 +244,22 @@ class FiniteGuard:
         return f"update {update}: {'; '.join(told)}: {done}{after}"
 
 
-def build_guard(chosen: str | NonFinitePolicy | None, accumulation: Accumulation, preparation: Preparation,
-                clock: Clock) -> None:  # fmt: skip
-    """Put a guard into the accumulation where one is asked for.
+def build_guard(
+    chosen: str | NonFinitePolicy,
+    windows: Windows,
+    prepared: Prepared,
+    clock: Clock,
+    precision: Precision,
+    group: Collectives,
+) -> "FiniteGuard":
+    """The guard that is asked for.
 
     Raises:
         ConfigError: an unknown action.
     """
-    if chosen is None:
-        return
     policy = chosen if isinstance(chosen, NonFinitePolicy) else NonFinitePolicy(chosen)
-
-    def named(attribute: str) -> Iterable[tuple[str, torch.Tensor]]:
-        several = len(preparation.models) > 1
-        for number, model in enumerate(preparation.models):
-            for name, tensor in getattr(model, attribute)():
-                yield f"{type(model).__name__} {number}: {name}" if several else name, tensor
-
-    def stop() -> None:
-        for loader in accumulation.trained_on:
-            loader.stop()
-
-    scaler = getattr(accumulation.precision, "scaler", None)
-    accumulation.guard = FiniteGuard(
-        policy, accumulation.strategy.data_group, clock, names=lambda: {id(p): name for name, p in named("named_parameters")},
-        buffers=lambda: named("named_buffers"), stop=stop, has_scaler=scaler is not None and scaler.is_enabled(),
-    )  # fmt: skip
+    scaler = precision.scaler
+    return FiniteGuard(policy, windows, prepared, clock, group, scaler is not None and scaler.is_enabled())
 
 
 # ---------------------------------------------------------------- finiteness

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from headway.collectives.door import Collectives
 from headway.errors import ConfigError, PrepareError, StateError
-from headway.ops.collectives import Collectives
 from headway.strategies.base import Strategy
 
 _GROUP_BYTES = 256 << 20

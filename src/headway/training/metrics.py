@@ -6,11 +6,11 @@ from typing import Any
 import numpy
 import torch
 
+from headway.collectives.door import Collectives
+from headway.collectives.tree import Tree
 from headway.data.loader import PreparedLoader
 from headway.errors import MetricError
 from headway.log import get_logger
-from headway.ops.collectives import Collectives
-from headway.ops.tree import Tree
 
 log = get_logger(__name__)
 
@@ -33,7 +33,7 @@ def gather_for_metrics(
     """
     num_rows = None if loader is None else loader.num_rows
     num_valid = None if loader is None else loader.num_valid
-    plan = _Plan(num_rows, num_valid, _full_size(loader), use_gather_object, collectives)
+    plan = _Gathering(num_rows, num_valid, _full_size(loader), use_gather_object, collectives)
     shape = plan.read(tree)
     tensors = collectives.gather(plan.tensors)
     parts = collectives.gather_objects(plan.sequences) if plan.sequences else []
@@ -47,11 +47,17 @@ def _full_size(loader: PreparedLoader | None) -> int | None:
     return total // len(counts) if total and counts else None
 
 
-class _Plan:
+class _Gathering:
     """What to gather, and how to put it back: tensors in one list, per-sample sequences in another."""
 
-    def __init__(self, num_rows: int | None, num_valid: int | None, full_size: int | None, is_list_per_sample: bool,
-                 collectives: Collectives) -> None:  # fmt: skip
+    def __init__(
+        self,
+        num_rows: int | None,
+        num_valid: int | None,
+        full_size: int | None,
+        is_list_per_sample: bool,
+        collectives: Collectives,
+    ) -> None:
         self.collectives = collectives
         self.num_rows = num_rows
         self.num_valid = num_valid
@@ -120,8 +126,11 @@ class _Plan:
             )
         log.warning_once(
             "gather_for_metrics got %s for a batch of %d samples, the short last one of its loader: only the first %d count. "
-            "Write loss.repeat(len(batch)) instead of repeating to the batch size", what, self.num_rows, self.num_valid,
-        )  # fmt: skip
+            "Write loss.repeat(len(batch)) instead of repeating to the batch size",
+            what,
+            self.num_rows,
+            self.num_valid,
+        )
 
     def _sequence(self, values: Any) -> Any:
         self.sequences.append(values[: self.num_valid])

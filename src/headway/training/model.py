@@ -30,8 +30,13 @@ class _Call:
 
     __slots__ = ("autocast", "bare_class", "engine", "is_inside", "keep_local", "num_opened")
 
-    def __init__(self, bare_class: type, engine: Engine | None, autocast: Callable[[], AbstractContextManager[Any]] | None,
-                 keep_local: KeepLocal | None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        bare_class: type,
+        engine: Engine | None,
+        autocast: Callable[[], AbstractContextManager[Any]] | None,
+        keep_local: KeepLocal | None,
+    ) -> None:
         self.bare_class = bare_class
         self.engine = engine
         self.autocast = autocast
@@ -66,7 +71,7 @@ class PreparedModel:
 
 
 def reduce_to_bare(model: Any, reduced: Any, bare: type, keys: tuple[str, ...]) -> tuple[Any, ...]:
-    """What copy and pickle need to build `model` anew with the class it had, and without the attributes `keys`.
+    """What copy and pickle need to rebuild `model` with the class it had, and without the attributes `keys`.
 
     Args:
         model: an object whose class was exchanged.
@@ -108,8 +113,12 @@ def _no_sync(model: Any) -> AbstractContextManager[Any]:
     return keep_local(model)
 
 
-def attach(model: torch.nn.Module, engine: Engine | None, autocast: Callable[[], AbstractContextManager[Any]] | None,
-           keep_local: KeepLocal | None = None) -> None:  # fmt: skip
+def attach(
+    model: torch.nn.Module,
+    engine: Engine | None,
+    autocast: Callable[[], AbstractContextManager[Any]] | None,
+    keep_local: KeepLocal | None = None,
+) -> None:
     """Make calls of `model` run through `engine` and `autocast`; with nothing to add, the object is left as it is.
 
     Args:

@@ -1,20 +1,30 @@
 """The prepared optimizer: steps when a window is closed, skips where there is nothing to learn, counts what happened."""
 
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from headway.errors import PrepareError, UnsupportedError
+from headway.errors import PrepareError, StateError
 from headway.log import get_logger
-from headway.precision.base import Precision
-from headway.runtime import phases
-from headway.strategies.base import Strategy
-from headway.training.accumulation import Accumulation
-from headway.training.clock import Clock
-from headway.training.unprepared import note_prepared, owner_of
+from headway.runtime import process
+from headway.training.neighbours import Neighbours
+from headway.training.step import Step
+from headway.training.windows import Clock
 
 log = get_logger(__name__)
+
+
+@dataclass
+class _Counts:
+    """What a rollback takes back of a prepared optimizer: all of it."""
+
+    num_updates: int = 0
+    was_skipped: bool = False
+    window_length: int = 1
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -23,25 +33,54 @@ class PreparedOptimizer(torch.optim.Optimizer):
     An object of its own, not the user's with another class: schedulers made before prepare() have already bound the
     step of the original.
 
+    Args:
+        optimizer: the user's.
+        step: makes updates.
+        clock: counts them.
+        neighbours: the other Accelerators of this process, one of which may have prepared the model.
+
     Attributes:
         optimizer: the wrapped one.
-        num_updates: how many of its steps happened.
-        step_was_skipped: the last step() at a closed window made no update (fp16 overflow, a window of weight zero).
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, accumulation: Accumulation, strategy: Strategy,
-                 precision: Precision, clock: Clock) -> None:  # fmt: skip
+    def __init__(self, optimizer: torch.optim.Optimizer, step: Step, clock: Clock, neighbours: Neighbours) -> None:
         # Optimizer.__init__ would build a second set of groups and state: everything is delegated instead.
         self.optimizer = optimizer
-        self.num_updates = 0
-        self.step_was_skipped = False
-        self.last_window_length = 1
-        self._accumulation = accumulation
-        self._strategy = strategy
-        self._precision = precision
+        self._counts = _Counts()
+        self._step = step
+        self._windows = step.windows
+        self._strategy = step.strategy
         self._clock = clock
+        self._neighbours = neighbours
         self._checked = -1
-        note_prepared(optimizer, accumulation)
+        neighbours.note_prepared(optimizer, step)
+
+    @property
+    def num_updates(self) -> int:
+        """How many of its steps happened."""
+        return self._counts.num_updates
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Did the last step() at a closed window make no update (fp16 overflow, a window of weight zero)?"""
+        return self._counts.was_skipped
+
+    @property
+    def last_window_length(self) -> int:
+        """Micro-batches of the window that its last update was made from."""
+        return self._counts.window_length
+
+    def resume(self, num_updates: int) -> None:
+        """Go on from so many updates."""
+        self._counts.num_updates = num_updates
+
+    def snapshot(self) -> Any:
+        """What `restore` needs to take a batch back."""
+        return replace(self._counts)
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a snapshot, which stays good."""
+        self._counts = replace(snapshot)
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -94,12 +133,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients at the end of a window or before its first backward; in between, nothing."""
-        if self._accumulation.is_fresh:
-            transaction = self._accumulation.transaction
-            if transaction is not None:
-                transaction.forget_gradients(self.optimizer)
-            self._precision.discard(self.optimizer)
-            self.optimizer.zero_grad(set_to_none=set_to_none)
+        if self._windows.is_fresh:
+            self._step.drop(self.optimizer, set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Make the update at the end of a window; inside one, nothing.
@@ -107,55 +142,90 @@ class PreparedOptimizer(torch.optim.Optimizer):
         Raises:
             PrepareError: parameters that belong to no prepared model, where processes would drift apart.
         """
-        accumulation = self._accumulation
-        if not accumulation.is_final:
-            if accumulation.will_step:
+        windows, step = self._windows, self._step
+        if not windows.is_final:
+            if windows.is_due:
                 log.warning_once(
                     "step() came at the end of a window whose last micro-batch ran no accelerator.backward(): its gradients are "
                     "not final, so no update was made; the window goes on. Is loss.backward() called instead?"
                 )
             return
-        if self._checked != accumulation.num_resets:
+        if self._checked != step.prepared.num_resets:
             self._check_parameters()
-        window = accumulation.current
-        phases.mark("step")
-        did_step = not window.is_empty and self._make_step(closure)
-        phases.mark("forward")
-        self.step_was_skipped = not did_step
+        window, phases = windows.current, step.moments.phases
+        for listener in phases:
+            listener("step")
+        did_step = not window.is_empty and step.update(self.optimizer, self._strategy, closure)
+        for listener in phases:
+            listener("forward")
+        # Where the batch was run again within the update, there may be another window, and other counts.
+        window, counts = windows.current, self._counts
+        counts.was_skipped = not did_step
         window.is_applied = True
         if did_step:
-            self.num_updates += 1
-            self.last_window_length = window.num_done or 1
+            counts.num_updates += 1
+            counts.window_length = window.num_done or 1
             self._clock.count(window.number)
-        if accumulation.guard is not None and not window.is_empty:
-            accumulation.guard.after_step(did_step, window.number, self._clock.num_updates + 1)
-
-    def _make_step(self, closure: Callable[[], Any] | None) -> bool:
-        transaction = self._accumulation.transaction
-        is_permitted = self._accumulation.permits(self._clock.num_updates + 1)
-        if transaction is None:
-            return is_permitted and self._strategy.step(self.optimizer, self._precision, closure)
-        if closure is not None:
-            raise UnsupportedError(
-                "optimizer.step(closure) computes gradients of its own, which microbatching='auto' cannot take back; leave the "
-                "closure out, or microbatching off"
-            )
-        # What is not permitted is voted on all the same: the batch is over.
-        return transaction.step(
-            self.optimizer, lambda: is_permitted and self._strategy.step(self.optimizer, self._precision, None)
-        )
+        if not window.is_empty:
+            step.guard.after_step(did_step)
 
     def _check_parameters(self) -> None:
-        self._checked = self._accumulation.num_resets
+        prepared = self._step.prepared
+        self._checked = prepared.num_resets
         if self._strategy.data_shard.count == 1:
             return
-        known = {id(parameter) for parameters in self._accumulation.parameters.values() for parameter in parameters}
+        known = prepared.ids()
         every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        owner = None if known.issuperset(map(id, every)) else owner_of(every)
+        owner = None if known.issuperset(map(id, every)) else self._neighbours.owner_of(every)
         if owner is None:
             check_owned(self.optimizer, known)
         else:  # another Accelerator has prepared the model, and reduces its gradients
             self._strategy = owner.strategy
+
+
+class StepWatch:
+    """Every step of any optimizer in this process passes here, prepared or not, by torch's own hook.
+
+    Args:
+        neighbours: the Accelerators whose windows are looked after.
+        judge: looks at an optimizer that steps for the first time.
+    """
+
+    def __init__(self, neighbours: Neighbours, judge: Callable[[torch.optim.Optimizer], None]) -> None:
+        self._neighbours = neighbours
+        self._judge = judge
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        process.at_end(self.release)
+
+    def release(self) -> None:
+        """Look no longer."""
+        self._hook.remove()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer is about to step.
+
+        Raises:
+            StateError: on a part of a window's gradient, or on gradients that are scaled.
+        """
+        for reference in self._neighbours.members:
+            member = reference()
+            if member is not None and member.step.windows.is_partial:
+                _check_apart(optimizer, member.step)
+        if optimizer not in self._seen:
+            self._seen.add(optimizer)
+            self._judge(optimizer)
+
+
+def _check_apart(optimizer: torch.optim.Optimizer, step: Step) -> None:
+    """The optimizer must not step on what learns in the window in progress."""
+    learning = {id(parameter) for parameter in step.prepared.parameters_of(step.windows.current)}
+    if any(id(p) in learning for group in optimizer.param_groups for p in group["params"]):
+        raise StateError(
+            f"{type(optimizer).__name__} stepped inside an accumulation window, on a part of its gradient. Only an optimizer "
+            "that the same Accelerator has prepared waits for the window's end: prepare it together with its model, and call "
+            "step() on what prepare() returned"
+        )
 
 
 def _itself(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -1,55 +1,91 @@
 """What prepare() does with each kind of object, and what it remembers of them."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
 
+from headway.batch_size import attempt
+from headway.collectives.streams import synchronize_rng_states
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
 from headway.data.draws import LoaderStream
-from headway.data.loader import PreparedLoader
+from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.errors import ConfigError, PrepareError
 from headway.log import get_logger
-from headway.memory import attempt
-from headway.ops.streams import synchronize_rng_states
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
 from headway.training import model as prepared_model
-from headway.training.accumulation import Accumulation
-from headway.training.clock import Clock, KeptTicks, MicroBatchTicks, PerProcessTicks, TickRule, UpdateTicks
+from headway.training.neighbours import Neighbours
 from headway.training.optimizer import PreparedOptimizer, check_owned
-from headway.training.scheduler import PreparedScheduler, is_scheduler, schedule_length
+from headway.training.prepared import Optimizing, Scheduling
+from headway.training.scheduler import (
+    KeptTicks,
+    MicroBatchTicks,
+    PerProcessTicks,
+    PreparedScheduler,
+    TickRule,
+    UpdateTicks,
+    is_scheduler,
+    schedule_length,
+)
+from headway.training.step import Step
+from headway.training.windows import Clock
 
 log = get_logger(__name__)
 
 
 class Preparation:
-    """The prepared objects of one Accelerator.
+    """Prepares objects for one Accelerator.
+
+    Args:
+        step: what they take part in; its registry holds them.
+        clock: counts updates.
+        runtime: this process.
+        events: of the run's loaders.
+        neighbours: the other Accelerators of this process.
+        loading: how loaders split, pad and move batches.
+        device_placement: move models and batches to the device.
+        rule: how schedules tick.
+        follows_optimizer: schedules tick for updates; False: for each call.
+        rng_types: random streams to make equal over ranks when a loader begins.
+        global_batch_size: samples per update, which the accumulation is derived from; None: it is given.
+        transforms: what is done to a model before it is wrapped, in order.
 
     Attributes:
-        models, optimizers, loaders, schedulers: in the order they were prepared.
-        loading: how loaders split, pad and move batches.
-        transforms: what is done to a model before it is wrapped, in order.
+        loading: as above; `set_evenness` changes it.
         loader_stream: what loaders draw their orders from.
+        events: as above.
     """
 
-    def __init__(self, accumulation: Accumulation, clock: Clock, runtime: ProcessRuntime, loading: DataLoaderConfiguration,
-                 device_placement: bool, rule: TickRule, follows_optimizer: bool, rng_types: tuple[str, ...],
-                 global_batch_size: int | None) -> None:  # fmt: skip
-        self.models: list[torch.nn.Module] = []
-        self.optimizers: list[PreparedOptimizer] = []
-        self.loaders: list[PreparedLoader] = []
-        self.schedulers: list[PreparedScheduler] = []
-        self._evaluated: set[int] = set()
-        self.transforms: tuple[Callable[[torch.nn.Module], Any], ...] = ()
+    def __init__(
+        self,
+        step: Step,
+        clock: Clock,
+        runtime: ProcessRuntime,
+        events: LoaderEvents,
+        neighbours: Neighbours,
+        loading: DataLoaderConfiguration,
+        device_placement: bool,
+        rule: TickRule,
+        follows_optimizer: bool,
+        rng_types: tuple[str, ...],
+        global_batch_size: int | None,
+        transforms: tuple[Callable[[torch.nn.Module], Any], ...] = (),
+    ) -> None:
         self.loading = loading
-        self._accumulation = accumulation
-        self._strategy = accumulation.strategy
+        self.events = events
+        self._step = step
+        self._windows = step.windows
+        self._prepared = step.prepared
+        self._strategy = step.strategy
+        self._neighbours = neighbours
+        self._transforms = transforms
+        self._evaluated: set[int] = set()
         self.loader_stream = LoaderStream(is_private=self._strategy.data_shard.count > 1)
         self._clock = clock
         self._runtime = runtime
@@ -60,6 +96,26 @@ class Preparation:
         self._rng_types = rng_types
         self._global_batch_size = global_batch_size
         attempt.register(self)
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """In the order they were prepared."""
+        return self._prepared.models
+
+    @property
+    def optimizers(self) -> list[Optimizing]:
+        """In the order they were prepared."""
+        return self._prepared.optimizers
+
+    @property
+    def loaders(self) -> list[PreparedLoader]:
+        """In the order they were prepared."""
+        return self._prepared.loaders
+
+    @property
+    def schedulers(self) -> list[Scheduling]:
+        """In the order they were prepared."""
+        return self._prepared.schedulers
 
     def prepare(self, objects: Sequence[Any], placement: list[bool] | None, is_strict: bool = False) -> list[Any]:
         """Prepare by kind - models, optimizers, loaders, schedules - and return in the order given.
@@ -116,16 +172,17 @@ class Preparation:
             self._check_device(model)
         if self.models:
             self._strategy.capabilities.require("several_models", self._strategy.name, "prepare one model")
-        engine = None if is_evaluation else self._strategy.setup(model, self.transforms)
-        precision = self._accumulation.precision
+        engine = None if is_evaluation else self._strategy.setup(model, self._transforms)
+        precision = self._step.precision
         prepared_model.attach(
-            model, engine, precision.autocast if precision.is_mixed else None,
+            model,
+            engine,
+            precision.autocast if precision.is_mixed else None,
             partial(self._strategy.accumulate, sync=False) if self._is_replicated(model, is_evaluation) else None,
-        )  # fmt: skip
-        self.models.append(model)
+        )
+        self._prepared.add_model(model)
         if is_evaluation:
             self._evaluated.add(id(model))
-        self._accumulation.parameters[id(model)] = list(model.parameters())
         return model
 
     def _is_replicated(self, model: torch.nn.Module, is_evaluation: bool) -> bool:
@@ -151,12 +208,10 @@ class Preparation:
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
         """Wrap, once."""
-        for known in self.optimizers:
+        for known in map(_as_made, self.optimizers):
             if optimizer is known or optimizer is known.optimizer:
                 return known
-        made = PreparedOptimizer(
-            optimizer, self._accumulation, self._strategy, self._accumulation.precision, self._clock
-        )
+        made = PreparedOptimizer(optimizer, self._step, self._clock, self._neighbours)
         self.optimizers.append(made)
         return made
 
@@ -172,14 +227,18 @@ class Preparation:
                 return known
         places = self._places if place is None else place
         made = prepare_loader(
-            loader, shard=self._strategy.data_shard, config=self.loading, device=self._runtime.device if places else None,
-            collectives=self._strategy.data_group, active=self._accumulation.active, seed=self._seed(), rng_types=self._rng_types,
+            loader,
+            shard=self._strategy.data_shard,
+            config=self.loading,
+            device=self._runtime.device if places else None,
+            collectives=self._strategy.data_group,
+            events=self.events,
+            seed=self._seed(),
+            rng_types=self._rng_types,
             stream=self.loader_stream,
-        )  # fmt: skip
+        )
         self._synchronise()
-        made.meter = self._accumulation.meter
-        self.loaders.append(made)
-        self._accumulation.has_loader = True
+        self._prepared.add_loader(made)
         if self._global_batch_size is not None and len(self.loaders) == 1:
             self._derive_steps(made, self._global_batch_size)
         return made
@@ -203,16 +262,21 @@ class Preparation:
                 f"global_batch_size={wanted} is not a multiple of what all ranks read at once ({per_step} samples); choose a "
                 "multiple, or another batch size for the loader"
             )
-        self._accumulation.num_steps = wanted // per_step
+        self._windows.set_steps(wanted // per_step)
         count = self._strategy.data_shard.count
-        log.info("global batch %d = %d per process x %d processes x %d accumulation steps",
-                 wanted, per_step // count, count, self._accumulation.num_steps)  # fmt: skip
+        log.info(
+            "global batch %d = %d per process x %d processes x %d accumulation steps",
+            wanted,
+            per_step // count,
+            count,
+            self._windows.num_steps,
+        )
 
     def scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Wrap, bound to its prepared optimizer; say once how it will tick."""
         for known in self.schedulers:
             if scheduler is known or scheduler is known.scheduler:
-                return known
+                return cast(PreparedScheduler, known)
         bound = getattr(scheduler, "optimizer", None)
         followed = [o for o in self.optimizers if bound is None or bound is o or bound is o.optimizer]
         if not followed and self._follows_optimizer:
@@ -220,7 +284,7 @@ class Preparation:
                 f"{type(scheduler).__name__} follows an optimizer that is not prepared; prepare that optimizer before it or in the "
                 "same call, or pass step_scheduler_with_optimizer=False"
             )
-        made = PreparedScheduler(scheduler, followed, self._rule, self._follows_optimizer, self._accumulation)
+        made = PreparedScheduler(scheduler, followed, self._rule, self._follows_optimizer, self._step)
         self.schedulers.append(made)
         if self._follows_optimizer:
             self._explain(made)
@@ -240,7 +304,7 @@ class Preparation:
         loader = next((loader for loader in self.loaders if _has_len(loader)), None)
         if length is None or loader is None or length == 0:
             return
-        updates = -(-len(loader) // self._accumulation.num_steps)
+        updates = -(-len(loader) // self._windows.num_steps)
         if not updates or _is_whole(length, updates * self._ticks(rule), self._ticks(rule)):
             return
         for other, remedy in self._other_rules():
@@ -253,7 +317,7 @@ class Preparation:
                 return
 
     def _ticks(self, rule: TickRule) -> int:
-        return max(1, rule.ticks(self._accumulation.num_steps))
+        return max(1, rule.ticks(self._windows.num_steps))
 
     def _other_rules(self) -> list[tuple[TickRule, str]]:
         count = 1 if self.loading.split_batches else self._strategy.data_shard.count
@@ -269,7 +333,7 @@ class Preparation:
         """(processes, micro-batches per update) that schedules are counted by: this run's, or that of the one resumed."""
         # With split batches a single process makes as many updates as many do.
         num_processes = 1 if self.loading.split_batches else self._strategy.data_shard.count
-        return self._tick_base or (num_processes, self._accumulation.num_steps)
+        return self._tick_base or (num_processes, self._windows.num_steps)
 
     def keep_ticks(self, num_processes: int, accumulation: int) -> None:
         """Tick as the run that is resumed did, where schedules count what a single process would do.
@@ -284,42 +348,9 @@ class Preparation:
         if isinstance(self._rule, PerProcessTicks):
             self._rule = PerProcessTicks(num_processes)
         elif isinstance(self._rule, MicroBatchTicks | KeptTicks):
-            self._rule = KeptTicks(num_processes * accumulation, self._accumulation.num_steps)
+            self._rule = KeptTicks(num_processes * accumulation, self._windows.num_steps)
         for scheduler in self.schedulers:
-            scheduler.rule = self._rule
-
-    # ---------------------------------------------------------------- gradients of prepared parameters
-
-    def unscaled(self, parameters: Any) -> list[torch.nn.Parameter]:
-        """The parameters as a list, with true values in their gradients."""
-        chosen: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if self._accumulation.precision.is_mixed:
-            wanted = set(map(id, chosen))
-            for optimizer in self.optimizers:
-                if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
-                    self._accumulation.precision.unscale(optimizer.optimizer)
-        return chosen
-
-    def act(self, action: Callable[[], Any]) -> Any:
-        """Do something to final gradients, so that it can be repeated where the batch is run again."""
-        transaction = self._accumulation.transaction
-        return action() if transaction is None else transaction.act(action)
-
-    def clip(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip at the end of a window; inside one only the norm so far is returned."""
-        if self._accumulation.is_final:
-            chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            if self._accumulation.guard is not None:
-                self._accumulation.guard.before_clip(chosen)
-            return self.act(lambda: self._strategy.clip(self.unscaled(chosen), max_norm, norm_type))  # type: ignore[no-any-return]
-        those: Iterable[torch.Tensor] = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        grads = [parameter.grad for parameter in those if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(grads, norm_type) / self._accumulation.precision.gradient_scale()
-
-    def clip_value(self, parameters: Any, clip_value: float) -> None:
-        """Clamp final gradients element by element."""
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self.act(lambda: torch.nn.utils.clip_grad_value_(self.unscaled(chosen), clip_value))
+            scheduler.go_by(self._rule)
 
     # ---------------------------------------------------------------- loaders' evenness, the end
 
@@ -352,16 +383,18 @@ class Preparation:
         for model in self.models:
             if id(model) not in kept:
                 prepared_model.detach(model)
-        everything: tuple[list[Any], ...] = (self.models, self.optimizers, self.loaders, self.schedulers)
-        for held in everything:
-            held[:] = [each for each in held if id(each) in kept]
+        self._prepared.forget(kept)
         if not self.loaders:
             self.loader_stream.load_state(None)
         self._evaluated &= {id(model) for model in self.models}
-        self._accumulation.reset()
-        self._accumulation.parameters.update({id(model): list(model.parameters()) for model in self.models})
+        self._step.release()
         if not self.models:
             self._strategy.release()
+
+
+def _as_made(optimizer: Optimizing) -> PreparedOptimizer:
+    """What the registry holds, as the class that this file put into it."""
+    return cast(PreparedOptimizer, optimizer)
 
 
 def _kind(obj: Any) -> str | None:

@@ -34,9 +34,13 @@ def profiling(options: ProfileKwargs, rank: int) -> Iterator[torch.profiler.prof
     profiler = torch.profiler.profile(
         activities=[_ACTIVITIES[name] for name in options.activities] if options.activities else None,
         schedule=torch.profiler.schedule(**options.schedule_option) if options.schedule_option else None,
-        on_trace_ready=options.on_trace_ready, record_shapes=options.record_shapes, profile_memory=options.profile_memory,
-        with_stack=options.with_stack, with_flops=options.with_flops, with_modules=options.with_modules,
-    )  # fmt: skip
+        on_trace_ready=options.on_trace_ready,
+        record_shapes=options.record_shapes,
+        profile_memory=options.profile_memory,
+        with_stack=options.with_stack,
+        with_flops=options.with_flops,
+        with_modules=options.with_modules,
+    )
     try:
         with profiler:
             yield profiler

@@ -1,16 +1,105 @@
-"""The prepared scheduler: ticks for updates that happened, by the rule in force."""
+"""The prepared scheduler: ticks for updates that happened, by the rule in force; and the rules there are."""
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from headway.log import get_logger
-from headway.training.accumulation import Accumulation
-from headway.training.clock import TickRule
-from headway.training.optimizer import PreparedOptimizer
+from headway.training.prepared import Optimizing
+from headway.training.step import Step
 
 log = get_logger(__name__)
+
+
+class TickRule(Protocol):
+    """How often a schedule is stepped for one update."""
+
+    @property
+    def name(self) -> str:
+        """A short name."""
+
+    @property
+    def reason(self) -> str:
+        """Why it ticks so, for the log."""
+
+    def ticks(self, window_length: int) -> int:
+        """Schedule steps for an update of a window of `window_length` micro-batches."""
+
+
+@dataclass(frozen=True)
+class PerProcessTicks:
+    """P ticks per update on P processes: the schedule was written for the single-process loop, stepped once an update.
+
+    That loop makes P times as many updates for the same data.
+    """
+
+    num_processes: int
+    name: str = "per process"
+
+    @property
+    def reason(self) -> str:
+        """Why it ticks so, for the log."""
+        ticks = "1 tick" if self.num_processes == 1 else f"{self.num_processes} ticks"
+        return f"counted in the updates of the single-process loop: {ticks} an update"
+
+    def ticks(self, window_length: int) -> int:
+        """The number of processes."""
+        return self.num_processes
+
+
+@dataclass(frozen=True)
+class MicroBatchTicks:
+    """P times the window's length: the schedule was counted in the micro-batches of the single-process loop."""
+
+    num_processes: int
+    name: str = "micro-batches"
+
+    @property
+    def reason(self) -> str:
+        """Why it ticks so, for the log."""
+        return f"counted in single-process micro-batches: {self.num_processes} ticks for each micro-batch of the update"
+
+    def ticks(self, window_length: int) -> int:
+        """Processes times the real window."""
+        return self.num_processes * window_length
+
+
+@dataclass(frozen=True)
+class KeptTicks:
+    """As many ticks as an update had before the run was resumed on another world, with windows of another length.
+
+    Attributes:
+        num_ticks: of an update of a full window.
+        num_steps: micro-batches of a full window now; a shorter one ticks in proportion, rounded up.
+    """
+
+    num_ticks: int
+    num_steps: int
+    name: str = "micro-batches"
+
+    @property
+    def reason(self) -> str:
+        """Why it ticks so, for the log."""
+        return f"counted in the micro-batches of the run that was resumed: {self.num_ticks} ticks a full update"
+
+    def ticks(self, window_length: int) -> int:
+        """In proportion to the window."""
+        return -(-self.num_ticks * window_length // self.num_steps)
+
+
+@dataclass(frozen=True)
+class UpdateTicks:
+    """One tick per update: the schedule was counted in real updates."""
+
+    name: str = "updates"
+    reason: str = "counted in updates: 1 tick an update"
+
+    def ticks(self, window_length: int) -> int:
+        """1, whatever its length."""
+        return 1
 
 
 class PreparedScheduler(LRScheduler):
@@ -21,17 +110,18 @@ class PreparedScheduler(LRScheduler):
         optimizers: the prepared optimizers it follows.
         rule: ticks for an update.
         follows_optimizer: False: every call of step() is one tick, whatever the optimizers did.
-        accumulation: the run's windows; where a batch is run in pieces, a tick of its own waits until the batch stands.
+        step: the run's; where it runs a batch in pieces, a tick of its own waits until the batch is committed.
     """
 
-    def __init__(self, scheduler: Any, optimizers: list[PreparedOptimizer], rule: TickRule, follows_optimizer: bool,
-                 accumulation: Accumulation | None = None) -> None:  # fmt: skip
+    def __init__(
+        self, scheduler: Any, optimizers: Sequence[Optimizing], rule: TickRule, follows_optimizer: bool, step: Step
+    ) -> None:
         # LRScheduler.__init__ would tick and bind the optimizer a second time: everything is delegated instead.
         self.scheduler = scheduler
         self.optimizers = optimizers
         self.rule = rule
         self.follows_optimizer = follows_optimizer
-        self._accumulation = accumulation
+        self._step = step
         self._seen = self._count()
 
     def __getattr__(self, name: str) -> Any:
@@ -43,7 +133,10 @@ class PreparedScheduler(LRScheduler):
         return f"Prepared({self.scheduler!r})"
 
     def _count(self) -> int:
-        return max((optimizer.num_updates for optimizer in self.optimizers), default=0)
+        count = 0
+        for optimizer in self.optimizers:
+            count = max(count, optimizer.num_updates)
+        return count
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Tick for the update just made; nothing where there was none since the last tick.
@@ -52,7 +145,7 @@ class PreparedScheduler(LRScheduler):
         given a value (ReduceLROnPlateau's metric) ticks once a call: it counts evaluations.
         """
         if not self.follows_optimizer or args or kwargs or isinstance(self.scheduler, ReduceLROnPlateau):
-            self._tick(*args, **kwargs)
+            self._step.tick(lambda: self.scheduler.step(*args, **kwargs))
             return
         count = self._count()
         if count == self._seen and not self._is_by_hand:
@@ -61,27 +154,22 @@ class PreparedScheduler(LRScheduler):
             log.warning_once(
                 "%s.step() was called once for %d updates. A schedule that is stepped per epoch needs "
                 "Accelerator(step_scheduler_with_optimizer=False); now it ticked for the last update only",
-                type(self.scheduler).__name__, count - self._seen,
-            )  # fmt: skip
+                type(self.scheduler).__name__,
+                count - self._seen,
+            )
         self._seen = count
-        window = max(optimizer.last_window_length for optimizer in self.optimizers)
+        window = max([optimizer.last_window_length for optimizer in self.optimizers])
         for _ in range(min(self.rule.ticks(window), ticks_left(self.scheduler))):
             self.scheduler.step()
 
     @property
     def _is_by_hand(self) -> bool:
-        accumulation = self._accumulation
-        if accumulation is None or not accumulation.current.is_by_hand:
-            return False
-        return not any(optimizer.step_was_skipped for optimizer in self.optimizers)
+        is_by_hand = self._step.windows.current.is_by_hand
+        return is_by_hand and not any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
-    def _tick(self, *args: Any, **kwargs: Any) -> None:
-        accumulation = self._accumulation
-        if accumulation is None or accumulation.transaction is None:
-            self.scheduler.step(*args, **kwargs)
-            return
-        is_last = accumulation.piece is None or accumulation.piece.is_last
-        accumulation.transaction.tick(lambda: self.scheduler.step(*args, **kwargs), is_last)
+    def go_by(self, rule: TickRule) -> None:
+        """Tick by another rule from now on."""
+        self.rule = rule
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """As the wrapped schedule computes it."""

@@ -15,6 +15,7 @@ from headway.checkpoint import folders, writer
 from headway.checkpoint.layout import read_state, read_tensors, verify
 from headway.checkpoint.manifest import MANIFEST, Chunk, Entry, Manifest, Written, read_manifest
 from headway.checkpoint.shards import describe, write_shard
+from headway.checkpoint.state import Collected
 from headway.errors import CheckpointError
 from tests.unit.checkpoint.amount import EXAMPLES
 
@@ -26,8 +27,11 @@ TENSORS = {
 
 
 def job(folder, nonce="0" * 16, **more):
-    given = {"final": folder / "checkpoint_1", "nonce": nonce, "part": 0, "num_parts": 1, "leads": True, "tensors": TENSORS,
-                 "aliases": {"model/0/tied": "model/0/a"}, "state": {"clock": [1]}, "about": {"num_updates": 7}}  # fmt: skip
+    share = writer.Share(**{name: more.pop(name) for name in ("part", "num_parts", "leads") if name in more})
+    content = {"tensors": TENSORS, "aliases": {"model/0/tied": "model/0/a"}, "state": {"clock": [1]}}
+    content = Collected(**{name: more.pop(name, value) for name, value in content.items()})
+    given = {"final": folder / "checkpoint_1", "nonce": nonce, "share": share, "policy": writer.Policy(), "content": content,
+             "about": {"num_updates": 7}}  # fmt: skip
     return writer.Job(**{**given, **more})
 
 
@@ -327,7 +331,7 @@ LARGE = {
 
 @pytest.mark.parametrize("is_verified", [True, False])
 def test_the_state_is_read_into_memory_of_its_own(tmp_path, is_verified):
-    save(tmp_path, tensors=LARGE, aliases={})
+    save(tmp_path, content=Collected(LARGE))
     folder = tmp_path / "checkpoint_1"
     manifest = read_manifest(folder)
     assert len(manifest.files["optimizer-00000.safetensors"].digests) == 2
@@ -345,7 +349,7 @@ def test_the_state_is_read_into_memory_of_its_own(tmp_path, is_verified):
 
 @pytest.mark.parametrize("place", [3, 200, 17_000_000, -1])
 def test_a_flipped_byte_is_found_and_its_piece_named(tmp_path, place):
-    save(tmp_path, tensors=LARGE, aliases={})
+    save(tmp_path, content=Collected(LARGE))
     folder = tmp_path / "checkpoint_1"
     manifest = read_manifest(folder)
     path = folder / "optimizer-00000.safetensors"

@@ -14,10 +14,9 @@ from hypothesis.extra import numpy as npst
 from headway.checkpoint.arrays import contents
 from headway.checkpoint.manifest import ITEM_BYTES, Manifest
 from headway.checkpoint.shards import prove_shard, read_shard, write_shard
-from headway.checkpoint.tensors import bits, raw_bytes
-from headway.checkpoint.text import logical
-from headway.checkpoint.values import decode, dtype_named, encode
+from headway.checkpoint.values import decode, dtype_named, encode, logical
 from headway.errors import CheckpointError
+from headway.weights.shards import bits, raw_bytes
 from tests.unit.checkpoint.amount import EXAMPLES
 
 SIMPLE = [dtype_named(name) for name in ITEM_BYTES]

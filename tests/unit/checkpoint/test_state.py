@@ -10,8 +10,9 @@ from headway.checkpoint.layout import read_tensors, verify
 from headway.checkpoint.manifest import Manifest
 from headway.checkpoint.restoring import cast_lines, misfits, restore
 from headway.checkpoint.state import Collected, Parts, collect
-from headway.checkpoint.tensors import copied, raw_bytes
+from headway.checkpoint.tensors import copied
 from headway.errors import CheckpointError
+from headway.weights.shards import raw_bytes
 from tests.unit.checkpoint.test_layout import save
 from tests.unit.checkpoint.test_round_trip import assert_same
 

@@ -8,11 +8,11 @@ import torch
 import transformers
 
 from headway import infer_auto_device_map
-from headway.bigmodel import bandwidth, estimate
-from headway.bigmodel.estimate import Bandwidths, Sizing, ceiling, expert_share, size_up, skeleton_from, traffic
-from headway.bigmodel.workload import Workload
 from headway.cli import main
 from headway.errors import DeviceMapError
+from headway.placement import bandwidth, estimate
+from headway.placement.estimate import Bandwidths, Sizing, ceiling, expert_share, size_up, skeleton_from, traffic
+from headway.placement.workload import Workload
 from headway.units import parse_bytes
 
 SIZES = {

@@ -8,6 +8,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
+from headway.data.loader import LoaderEvents
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def prepare(
         config=DataLoaderConfiguration(**config),
         device=device,
         collectives=collectives,
-        active=[] if active is None else active,
+        events=LoaderEvents([] if active is None else active),
         seed=seed,
         rng_types=rng_types,
     )

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from headway import Accelerator, ProjectConfiguration
-from headway.data.lines import Lines
+from headway.data.lines import Lines, NumpyReader
 from headway.data.randomness import among_streams, is_streams_text, text_of
 
 NUM_SAMPLES, BATCH, EPOCHS = 22, 4, 3
@@ -142,3 +142,51 @@ def test_a_line_that_no_save_writes_is_refused():
     assert not is_streams_text(among_streams(text[:100], 0))
     assert not is_streams_text(among_streams("nonsense!", 2))
     assert not is_streams_text(among_streams(text + " " + text, 1))
+
+
+def test_a_dataset_whose_first_draw_comes_late_in_a_pass_is_noticed_all_the_same():
+    lines = Lines()
+    lines.begin()
+    for number in range(60):
+        before = torch.get_rng_state()
+        lines.fetch(lambda number=number: torch.rand(1) if number == 40 else None)
+        if number == 40:
+            assert lines.state()["lines"] == [[0, 40, text_of(before, 0)]]
+    assert lines.state()["lines"][0][1] == 40
+    lines.end()
+
+
+DRAWS = {
+    "rand": lambda: numpy.random.rand(),
+    "one of a pair of normal numbers": lambda: numpy.random.standard_normal(),
+    "normal numbers": lambda: numpy.random.randn(3),
+    "seed": lambda: numpy.random.seed(5),
+    "nothing": lambda: None,
+    "an earlier state": lambda state=numpy.random.get_state(): numpy.random.set_state(state),
+    "another generator": lambda: numpy.random.set_bit_generator(numpy.random.MT19937(3)),
+}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_numpys_stream_is_read_as_numpy_tells_it_whatever_happens_in_between(seed):
+    chosen = random.Random(seed)
+    own = numpy.random.get_bit_generator()
+    reader = NumpyReader()
+    try:
+        for _ in range(200):
+            DRAWS[chosen.choice(list(DRAWS))]()
+            told, true = reader.read(), numpy.random.get_state()
+            assert numpy.array_equal(told[1], true[1])
+            assert told[2:] == true[2:]
+        assert reader.read() is reader.read() or reader.read()[3]
+    finally:
+        numpy.random.set_bit_generator(own)
+
+
+@pytest.mark.parametrize("number", [1, 2, 311, 312, 623, 624, 625, 1248, 6240])
+def test_any_number_of_draws_from_pythons_stream_is_noticed(number):
+    lines = Lines()
+    lines.begin()
+    lines.fetch(lambda: [random.getrandbits(32) for _ in range(number)])
+    assert [place for place, *_ in lines.state()["lines"]] == [1]
+    lines.end()

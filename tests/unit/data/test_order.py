@@ -140,7 +140,7 @@ def test_a_seeded_generator_gives_the_plain_loaders_order(make):
 
 
 def drawn(sampler, agree=None):
-    return DrawnOrder(sampler, 1, LoaderStream(), agree)
+    return DrawnOrder(sampler, LoaderStream(), agree)
 
 
 def test_a_drawn_order_is_the_plain_samplers_and_leaves_the_same_state():

@@ -4,8 +4,9 @@ import threading
 
 import pytest
 
+from headway.launch.endings import Report
 from headway.launch.exchange import Exchange
-from headway.launch.failure import Death, Record, Report
+from headway.launch.records import Death, Record
 
 
 class Meeting(dict[str, bytes]):

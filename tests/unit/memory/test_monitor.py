@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway import Accelerator, MemoryMonitor, track
+from headway import Accelerator, MemoryMonitor, scope, track
 from headway.errors import StateError
 from headway.memory import monitor as monitor_file
 from headway.memory.monitor import AllocatorMeter, KernelMeter, SampledMeter, choose_meter
-from headway.runtime import phases
+from headway.runtime import events
 from headway.runtime.device import HARDWARE
 
 MIB = 1 << 20
@@ -75,7 +75,7 @@ def test_prepared_objects_mark_forward_backward_and_step():
     model = torch.nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, HungrySGD(model.parameters(), lr=0.1))
     heard = []
-    with MemoryMonitor() as monitor, phases.listening(heard.append):
+    with MemoryMonitor() as monitor, events.hearing_phases(heard.append):
         start = monitor.summary()["memory/used"]
         for _ in range(2):
             with accelerator.accumulate(model):
@@ -93,13 +93,13 @@ def test_prepared_objects_mark_forward_backward_and_step():
     }
     assert summary["memory/peak"] == summary["memory/peak_backward"]
     assert "backward" in str(monitor)
-    assert not phases._listeners
+    assert not scope.own(events.Listeners).to_phases
 
 
 def test_marks_outside_of_a_monitor_do_nothing():
-    phases.mark("forward")
-    assert not phases._listeners
-    assert not monitor_file._running
+    events.mark("forward")
+    assert not scope.own(events.Listeners).to_phases
+    assert not scope.own(monitor_file._Running)
 
 
 @LINUX
@@ -113,7 +113,7 @@ def test_an_inner_monitor_takes_nothing_from_the_outer_one():
             del block
     assert outer.peak - start > 150 * MIB
     assert inner.peak - start < 120 * MIB
-    assert not monitor_file._running
+    assert not scope.own(monitor_file._Running)
 
 
 def test_it_can_be_used_again_but_not_inside_itself():

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headway.ops.collectives import Collectives
-from headway.ops.ranks import RankAware
+from headway.collectives.door import Collectives
+from headway.collectives.ranks import RankAware
 from headway.runtime import callers
 from headway.runtime.callers import calling_ranks
 from headway.runtime.device import CPU

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from headway import scope
 from headway.runtime import events
 
 
@@ -20,8 +21,10 @@ class Listener:
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    monkeypatch.setattr(events, "_listeners", [])
+def alone():
+    scope.drop(events.Listeners)
+    yield
+    scope.drop(events.Listeners)
 
 
 def test_all_listeners_hear_and_once_each():
@@ -48,4 +51,4 @@ def test_a_listener_lives_no_longer_than_its_owner():
     del listener
     gc.collect()
     events.notify("checkpoint")
-    assert events._listeners == []
+    assert scope.own(events.Listeners).to_happenings == []

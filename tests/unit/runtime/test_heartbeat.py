@@ -73,8 +73,8 @@ print("done")
 
 
 def test_a_dump_comes_while_c_code_holds_the_interpreter(path):
-    from headway.runtime.frames import parse
     from headway.runtime.heartbeat import LIVE_SIGNAL
+    from headway.watch.frames import parse
 
     if LIVE_SIGNAL is None:
         pytest.skip("this system has no signal to spare")

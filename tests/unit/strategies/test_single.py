@@ -6,9 +6,10 @@ from torch import nn
 
 from headway import Accelerator
 from headway.config.strategies import DDPCommunicationHookType, DistributedDataParallelKwargs
+from headway.data.shard import Shard
 from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.precision.base import FullPrecision
-from headway.strategies.base import Capabilities, Shard
+from headway.strategies.base import Capabilities
 from headway.strategies.ddp import _named
 from headway.strategies.single import SingleStrategy
 

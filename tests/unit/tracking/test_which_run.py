@@ -198,7 +198,7 @@ def test_what_is_not_finished_is_flushed(monkeypatch):
     own = Own()
     accelerator = build(own)
     accelerator.init_trackers("p")
-    accelerator._at_exit()
+    accelerator._record._at_exit()
     assert own.calls[-1] == ("flush",)
     accelerator.end_trackers()
-    assert not accelerator._at_exit.alive
+    assert not accelerator._record._at_exit.alive

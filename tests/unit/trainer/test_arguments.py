@@ -1,6 +1,7 @@
 """The training arguments: spellings, answers, contradictions, and what follows from them."""
 
 import dataclasses
+import inspect
 import json
 from typing import get_type_hints
 
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 
 from headway import TrainingArguments
 from headway.errors import ConfigError
+from headway.trainer.argument_names import ACCEPTED, ANSWERS
 from headway.trainer.checking import RANGES
-from headway.trainer.spellings import ACCEPTED, ANSWERS
 
 
 def refused(**given):
@@ -67,6 +68,15 @@ def test_what_scripts_ask_the_arguments_about_their_place():
     assert (args.train_batch_size, args.get_process_log_level()) == (8, 20)
     with args.main_process_first(desc="tokenising"):
         pass
+
+
+def test_nothing_of_the_arguments_is_left_for_others_to_write():
+    for kind in TrainingArguments.__mro__[:-1]:
+        assert "NotImplementedError" not in inspect.getsource(kind)
+    args = TrainingArguments(warmup_ratio=0.1, output_dir="here")
+    assert args.get_warmup_steps(50) == args.num_warmup_updates(50) == 5
+    assert args.to_sanitized_dict()["output_dir"] == "here"
+    assert args.to_sanitized_dict()["report_to"] == "none"
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(TrainingArguments)])

@@ -20,7 +20,7 @@ from headway.trainer.collate import (
     kept_columns,
 )
 from headway.trainer.data import LengthGroupedSampler, find_lengths
-from headway.trainer.losses import LossBook
+from headway.trainer.loss import LossBook
 from tests.unit.trainer.models import bert, llama, texts
 
 

@@ -8,11 +8,12 @@ import time
 import pytest
 import torch
 
-from headway import Preemption, TrainerCallback
+from headway import Preemption, TrainerCallback, scope
 from headway.checkpoint.manifest import read_manifest
 from headway.errors import CheckpointError, Preempted
 from headway.trainer import continuing
-from tests.unit.trainer.models import Net, make, weights
+from headway.trainer.records import differences, settings_of
+from tests.unit.trainer.models import Net, Points, arguments, make, weights
 
 
 class Terminate(TrainerCallback):
@@ -36,7 +37,7 @@ class First(TrainerCallback):
 def heard():
     from headway.runtime import stopping
 
-    return bool(stopping._current[1].reason)
+    return bool(scope.own(stopping._Agreements).current.reason)
 
 
 SAVES = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
@@ -44,19 +45,19 @@ SAVES = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
 
 @pytest.fixture(autouse=True)
 def _new_process():
-    continuing._num_begun.clear()
+    scope.drop(continuing.Begun)
 
 
 def preempt(folder, step=3, resume=None, **given):
     """A process whose only training is asked to end."""
-    continuing._num_begun.clear()
+    scope.drop(continuing.Begun)
     with pytest.raises(Preempted):
         make(folder, callbacks=[Terminate(step)], **SAVES, **given).train(resume_from_checkpoint=resume)
 
 
 def where_begun(folder, resume=None, model=None, is_new_process=True, **given):
     if is_new_process:
-        continuing._num_begun.clear()
+        scope.drop(continuing.Begun)
     first = First()
     trainer = make(folder, model=model, callbacks=[first], **SAVES, **given)
     trainer.train(resume_from_checkpoint=resume)
@@ -110,6 +111,37 @@ def test_a_model_that_does_not_fit_is_told_how_to_begin(tmp_path):
     assert where_begun(tmp_path)[0] == 3  # nothing was lost by the error
 
 
+class Another(Net):
+    """It fits where a Net was saved."""
+
+
+def test_a_run_that_is_continued_by_another_says_what_differs(tmp_path, caplog):
+    def told():
+        return [
+            record.getMessage() for record in caplog.records if "not the one that it continues" in record.getMessage()
+        ]
+
+    preempt(tmp_path)
+    preempt(tmp_path, step=4, logging_steps=2)  # nothing that matters
+    assert told() == []
+    step, trainer = where_begun(tmp_path, model=Another(), learning_rate=0.02, weight_decay=0.5)
+    assert step == 4
+    (message,) = told()
+    assert "model Net (130 parameters) -> Another (130 parameters), " in message
+    assert "learning_rate 0.01 -> 0.02, weight_decay 0.0 -> 0.5. It goes on" in message
+    assert trainer.state.log_history[-2]["learning_rate"] < 0.01  # as the warning says: the schedule is the saved one
+    caplog.clear()
+    where_begun(tmp_path, resume=True, model=Another(), learning_rate=0.02, num_train_epochs=2)
+    (message,) = told()
+    assert "continues: num_train_epochs 1 -> 2, weight_decay 0.5 -> 0.0. It" in message
+
+
+def test_addresses_and_settings_that_were_not_saved_are_no_difference(tmp_path):
+    one, other = (arguments(tmp_path, accelerator_config={"loss_policy": object()}) for _ in range(2))
+    assert settings_of(one, Net()) == settings_of(other, Net())
+    assert differences({}, settings_of(one, Net())) == []
+
+
 def test_a_loop_that_ends_in_its_own_way_is_gone_on_with_too(tmp_path):
     own_way = {"accelerator_config": {"preemption": Preemption(exits=False)}}
     trainer = make(tmp_path, callbacks=[Terminate(3)], **SAVES, **own_way)
@@ -138,13 +170,45 @@ def test_no_run_rotates_the_checkpoints_of_another(tmp_path):
     assert left() == ["checkpoint_7", "checkpoint_9"]
 
 
-def test_an_evaluation_after_the_training_saves_nothing(tmp_path):
-    from tests.unit.trainer.models import Points
+class TerminateEvaluation(TrainerCallback):
+    def on_prediction_step(self, args, state, control, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    trainer = make(tmp_path, evaluation=Points(4), **SAVES)
-    trainer.train()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    trainer.evaluate()
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_an_evaluation_outside_a_training_saves_nothing(tmp_path, is_trained):
+    """A signal means to it what it means without Headway: the handler that was there hears of it, and nobody else."""
+    heard = []
+    former = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    try:
+        trainer = make(tmp_path, evaluation=Points(12), per_device_eval_batch_size=4, **SAVES)
+        if is_trained:
+            trainer.train()
+        left = sorted((tmp_path / "run").rglob("*.safetensors"))
+        trainer.add_callback(TerminateEvaluation)
+        assert "eval_loss" in trainer.evaluate()
+        trainer.predict(Points(8))
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert len(heard) == 5
+    assert sorted((tmp_path / "run").rglob("*.safetensors")) == left
+
+
+def test_a_training_is_preempted_after_an_evaluation_and_beside_other_trainers(tmp_path):
+    first = make(tmp_path, evaluation=Points(4), callbacks=[Terminate(3)], **SAVES)
+    first.evaluate()
+    make(tmp_path / "other", **SAVES)
+    with pytest.raises(Preempted):
+        first.train()
+    assert where_begun(tmp_path)[0] == 3
+
+
+def test_a_training_with_the_largest_batch_is_preempted_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path / "home"))
+    with pytest.raises(Preempted):
+        make(
+            tmp_path, callbacks=[Terminate(1)], per_device_train_batch_size="largest", num_train_epochs=5, **SAVES
+        ).train()
 
 
 def test_the_mark_says_which_run(tmp_path):

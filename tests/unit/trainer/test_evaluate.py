@@ -10,8 +10,9 @@ import torch
 
 from headway import EvalPrediction, Trainer, TrainingArguments
 from headway.errors import ConfigError, MetricError
-from headway.trainer import evaluate
-from headway.trainer.evaluate import Accumulated, as_metric, named_metrics, per_sample
+from headway.trainer import metrics as kinds_of_metrics
+from headway.trainer.evaluator import per_sample
+from headway.trainer.metrics import Accumulated, as_metric, named_metrics
 from tests.unit.trainer.models import Net, Points, Speaker, cross_entropy, texts
 
 
@@ -136,7 +137,7 @@ def test_only_what_has_a_row_for_each_sample_is_kept():
 
 
 def test_keeping_much_is_warned_about(caplog, monkeypatch):
-    monkeypatch.setattr(evaluate, "_LARGE", 1000)
+    monkeypatch.setattr(kinds_of_metrics, "_LARGE", 1000)
     metric = Accumulated(lambda prediction: {}, 100)
     metric.update(torch.zeros(2, 10), torch.zeros(2))
     assert "about 3.9 KiB of host memory" in caplog.text

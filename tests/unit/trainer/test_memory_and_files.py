@@ -8,8 +8,8 @@ import torch
 from headway import Trainer, TrainerCallback
 from headway.errors import BatchSizeError, ConfigError, MemoryExhausted
 from headway.report import load
-from headway.report.events import kinds
 from headway.report.facts import headline
+from headway.report.looks import kinds
 from headway.tracking.runlog import read_run
 from headway.trainer.display import PrinterCallback, ProgressCallback
 from tests.unit.trainer.models import Net, Points, arguments, losses, make, texts, weights

@@ -7,7 +7,6 @@ from torch.utils.data import IterableDataset
 
 from headway import Trainer, TrainingArguments
 from headway.errors import CheckpointError, ConfigError, DataError, LossError
-from headway.trainer.collate import log
 from tests.unit.trainer.models import Net, Points, WithLoss, arguments, cross_entropy, make
 
 ROWS = [
@@ -18,11 +17,6 @@ ROWS = [
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(ROWS)
-
-
-@pytest.fixture(autouse=True)
-def _says_it_again():
-    log._seen.clear()
 
 
 # ---------------------------------------------------------------- the loss

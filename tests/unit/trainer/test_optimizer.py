@@ -7,6 +7,7 @@ from torch import nn
 
 from headway import TrainingArguments
 from headway.errors import ConfigError
+from headway.trainer.arguments import CHOICES
 from headway.trainer.optimizer import (
     OPTIMIZERS,
     SCHEDULES,
@@ -22,6 +23,11 @@ def bert():
         hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=20
     )
     return transformers.BertForSequenceClassification(config)
+
+
+def test_the_arguments_know_the_names_of_optimizers_and_schedules():
+    assert CHOICES["optim"] == tuple(OPTIMIZERS)
+    assert CHOICES["lr_scheduler_type"] == tuple(SCHEDULES)
 
 
 def test_the_same_parameters_decay_as_in_transformers(tmp_path):

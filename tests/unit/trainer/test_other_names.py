@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ import transformers
 from torch.utils.data import DataLoader, SequentialSampler
 
 from headway import Trainer
-from headway.errors import ConfigError, MemberNotServed
-from headway.trainer.other_names import HOOKS, NOT_SERVED
+from headway.errors import ConfigError, NotServed
+from headway.trainer.given import HOOKS, NOT_SERVED
+from tests.house.tree_of_source import ROOT
 from tests.unit.trainer.models import Points, WithLoss, arguments, make, weights
 
 THEIRS = [name for name in dir(transformers.Trainer) if not hasattr(object, name)]
@@ -23,7 +25,7 @@ def test_every_public_name_is_served_or_answered(name, tmp_path):
         assert name not in NOT_SERVED
         return
     trainer = make(tmp_path)
-    with pytest.raises(MemberNotServed, match=name) as told:
+    with pytest.raises(NotServed, match=name) as told:
         getattr(trainer, name)
     assert NOT_SERVED[name] in str(told.value)
     assert not hasattr(trainer, name)  # scripts ask first
@@ -111,6 +113,66 @@ def test_overrides_are_called(tmp_path):
     trainer.save_model(tmp_path / "saved")
     assert "save" in trainer.called
     assert (tmp_path / "saved" / "model.safetensors").exists()
+
+
+OVERRIDDEN = [
+    "compute_loss", "training_step", "prediction_step", "evaluate", "evaluation_loop", "predict", "log", "save_model",
+    "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "_get_train_sampler", "_get_eval_sampler",
+    "create_optimizer", "create_scheduler", "create_optimizer_and_scheduler", "get_decay_parameter_names", "_prepare_inputs",
+    "create_accelerator", "check_evaluation",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_each_method_alone_may_be_overridden(name, tmp_path):
+    """Also as the only one, calling its base, which is then all that is seen to do the work."""
+    called = []
+
+    def override(self, *args, **kwargs):
+        called.append(name)
+        return getattr(Trainer, name)(self, *args, **kwargs)
+
+    kind = type("Own", (Trainer,), {name: override})
+    trainer = kind(WithLoss(), arguments(tmp_path, eval_strategy="epoch"), train_dataset=Rows(8), eval_dataset=Rows(6))
+    assert trainer.train().global_step == 2
+    trainer.predict(Rows(3))
+    trainer.save_model(tmp_path / "saved")
+    assert called
+    assert [sorted(entry) for entry in trainer.state.log_history] == [
+        ["epoch", "grad_norm", "learning_rate", "loss", "step"]] * 2 + [
+        ["epoch", "eval_loss", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "step"],
+        ["epoch", "step", "train_loss", "train_memory_peak", "train_runtime", "train_samples_per_second",
+         "train_steps_per_second"]]  # fmt: skip
+
+
+def test_what_the_documents_say_may_be_overridden_is_tried():
+    row = next(
+        line for line in (ROOT / "docs" / "trainer.md").read_text().splitlines() if "| may be overridden |" in line
+    )
+    assert set(re.findall(r"`(\w+)`", row)) - {"_save"} <= set(OVERRIDDEN)
+
+
+def test_attributes_may_be_exchanged_between_trainings(tmp_path):
+    trainer = Trainer(WithLoss(), arguments(tmp_path), train_dataset=Rows(8))
+    trainer.train()
+    trainer.train_dataset, trainer.eval_dataset = Rows(16), Rows(5)
+    trainer.compute_metrics = lambda prediction: {"rows": len(prediction.label_ids)}
+    assert trainer.train().global_step == 4
+    assert trainer.evaluate()["eval_rows"] == 5
+    trainer.state.best_metric, state = 0.5, trainer.state
+    trainer.state, trainer.control = state, trainer.control
+    assert trainer.state is state
+
+
+def test_an_evaluation_between_two_batches_of_predictions(tmp_path):
+    """Each knows the rows of its own batch: with two rows a prediction of four values is no longer one a row."""
+    args = arguments(tmp_path, per_device_eval_batch_size=2)
+    trainer = Trainer(WithLoss(), args, eval_dataset=Rows(3))
+    shapes = []
+    for predictions, _ in trainer.iterate_predictions(Rows(6)):
+        shapes.append(tuple(predictions.shape))
+        trainer.evaluate()
+    assert shapes == [(2, 2)] * 3
 
 
 def test_the_evaluation_loop_by_itself(tmp_path):

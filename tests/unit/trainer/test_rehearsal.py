@@ -1,6 +1,7 @@
 """The rehearsal of an evaluation: mistakes are found before the first update, and nothing else changes by it."""
 
 import random
+import threading
 
 import numpy
 import pytest
@@ -211,6 +212,91 @@ def test_it_leaves_no_trace(tmp_path):
     assert all(torch.equal(with_it[2][name], without[2][name]) for name in with_it[2])
     assert with_it[3:] == without[3:]
     assert {"eval_rows": 9} in [{k: v for k, v in entry.items() if k == "eval_rows"} for entry in with_it[3]]
+
+
+class Holder:
+    """An experiment that has everything, and whose method is the metric."""
+
+    def __init__(self, data):
+        self.data, self.calls = data, []
+        self.model = Net()
+
+    def metrics(self, prediction):
+        self.calls.append((id(self), id(self.model), id(self.data)))
+        return {"rows": len(prediction.label_ids)}
+
+
+def test_a_metrics_object_is_copied_without_the_model_and_the_data(tmp_path):
+    seen = []
+
+    class Told(Holder):
+        def metrics(self, prediction):
+            seen.append((self is holder, self.model is holder.model, self.data is holder.data))
+            return super().metrics(prediction)
+
+    holder = Told(Points(8))
+    trainer = make(
+        tmp_path, holder.model, data=holder.data, evaluation=holder.data, metrics=holder.metrics, eval_strategy="epoch"
+    )
+    trainer.train()
+    assert seen == [(False, True, True), (True, True, True)]
+    assert len(holder.calls) == 1
+
+
+class Locked(Kept):
+    """It cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Resettable(Locked):
+    def reset(self):
+        self.rows = 0
+
+
+@pytest.mark.parametrize("kind", [Locked, Resettable])
+def test_a_metric_that_cannot_be_copied_keeps_nothing_of_it(tmp_path, kind):
+    trainer = make(tmp_path, evaluation=Points(9), metrics=kind(), eval_strategy="epoch", metric_for_best_model="rows")
+    trainer.train()
+    assert [entry["eval_rows"] for entry in trainer.state.log_history if "eval_rows" in entry] == [9]
+
+
+def test_callbacks_and_files_know_nothing_of_it(tmp_path):
+    events = []
+
+    class Look(TrainerCallback):
+        def on_prediction_step(self, *args, **kwargs):
+            events.append("prediction")
+
+        def on_train_begin(self, *args, **kwargs):
+            events.append("train")
+
+    def metrics(prediction):
+        events.append(sorted(path.name for path in (tmp_path / "run").rglob("*")))
+        return {}
+
+    trainer = make(
+        tmp_path, callbacks=[Look], evaluation=Points(4), metrics=metrics, eval_strategy="epoch", save_strategy="epoch"
+    )
+    trainer.train()
+    assert events[:2] == [[], "train"]
+    assert events[2] == "prediction"
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+def test_it_can_be_switched_off(tmp_path):
+    sizes = []
+
+    def metrics(prediction):
+        sizes.append(len(prediction.label_ids))
+        return {}
+
+    make(tmp_path, evaluation=Points(20), metrics=metrics, eval_strategy="epoch", eval_rehearsal=False).train()
+    assert sizes == [20]
+    told = str(refused(tmp_path / "on", MetricError, lambda prediction: no_such_name).value)  # noqa: F821
+    assert "go without this rehearsal: eval_rehearsal=False" in told
 
 
 class Once(IterableDataset):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from headway import Accelerator
 from headway.config.run import GradientAccumulationPlugin
 from headway.errors import ConfigError, LossError
-from headway.training.accumulation import ConstantDivision
+from headway.training.windows import ConstantDivision
 
 
 def data(num_rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

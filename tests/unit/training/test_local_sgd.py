@@ -1,4 +1,4 @@
-"""Local SGD on one process; the averages are in tests/distributed/test_familiar.py."""
+"""Local SGD on one process; the averages are in tests/distributed/test_compat_accelerate.py."""
 
 import pytest
 import torch

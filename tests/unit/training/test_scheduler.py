@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator
 from headway.config.run import GradientAccumulationPlugin
 from headway.errors import ConfigError, PrepareError
-from headway.training.clock import MicroBatchTicks, PerProcessTicks, UpdateTicks
 from headway.training.prepare import choose_rule
-from headway.training.scheduler import schedule_length, ticks_left
+from headway.training.scheduler import MicroBatchTicks, PerProcessTicks, UpdateTicks, schedule_length, ticks_left
 
 
 def build(length: int = 100, **options: Any) -> tuple[Accelerator, Any, Any, Any, Any]:

@@ -107,12 +107,12 @@ def test_a_loader_of_another_accelerator_is_known() -> None:
             optimizer.zero_grad()
         assert first.gather_for_metrics(inputs).shape == inputs.shape
     assert closed == [4, 5]
-    assert first._accumulation.loader is None
+    assert first._training_step.windows.loader is None
     own = first.prepare(DataLoader(torch.arange(3), batch_size=3))
     for _ in loader:
         for _ in own:
-            assert first._accumulation.loader is own
-        assert first._accumulation.loader is None  # outside a loop of its own
+            assert first._training_step.windows.loader is own
+        assert first._training_step.windows.loader is None  # outside a loop of its own
         break
 
 

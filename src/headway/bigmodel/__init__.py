@@ -1,1 +1,0 @@
-"""Models larger than a device: built without memory, sized, placed, loaded and streamed."""

@@ -1,0 +1,47 @@
+"""Random streams made equal on all ranks, through the one door."""
+
+from collections.abc import Sequence
+
+import torch
+
+from headway.collectives.door import Collectives
+from headway.errors import ConfigError
+from headway.runtime.process import current
+from headway.runtime.seed import read_states, write_states
+
+_KNOWN = ("python", "numpy", "torch", "device", "generator")
+_DEVICES = frozenset({"cuda", "xpu", "mps", "npu", "mlu", "musa", "sdaa", "hpu", "neuron", "xla"})
+"""Accelerate's names for the device's stream."""
+
+
+def stream_names(rng_types: Sequence[str]) -> list[str]:
+    """The streams by Headway's own names: "cuda", "xpu" and their like are "device".
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    names = ["device" if str(name) in _DEVICES else str(name) for name in rng_types]
+    for name in names:
+        if name not in _KNOWN:
+            raise ConfigError(f"unknown random stream {name!r}; allowed: {', '.join(_KNOWN)}")
+    return list(dict.fromkeys(names))
+
+
+def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator | None = None) -> None:
+    """Give all ranks the random states of rank 0.
+
+    Args:
+        rng_types: any of "python", "numpy", "torch", "device" (or its kind, "cuda" say), "generator".
+        generator: the generator that "generator" means.
+
+    Raises:
+        ConfigError: an unknown name, or "generator" without one.
+        CollectiveError: other ranks do something else at this moment.
+    """
+    rng_types = stream_names(rng_types)
+    if "generator" in rng_types and generator is None:
+        raise ConfigError("rng_types names 'generator', but no generator was given; pass generator=, or leave it out")
+    runtime = current()
+    if runtime.world_size > 1:
+        own = read_states(rng_types, generator) if runtime.is_main_process else None
+        write_states(Collectives(runtime).broadcast_object(own), generator)

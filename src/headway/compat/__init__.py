@@ -1,0 +1,1 @@
+"""Other libraries' names, served by Headway's own parts."""

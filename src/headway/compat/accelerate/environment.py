@@ -1,0 +1,173 @@
+"""Small things around a script: environment variables, sizes, ports, nested dicts, a progress bar, and a first config file."""
+
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import reduce, wraps
+from pathlib import Path
+from typing import Any
+
+from headway import env, optional
+from headway.compat.accelerate.state import PartialState
+from headway.config.files import default_file, write
+from headway.config.launch import LaunchConfig
+from headway.errors import ConfigError
+from headway.units import parse_bytes
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """1 for "yes", "true", "on", "1" and their like, 0 for their opposites; with `to_bool` True and False.
+
+    Raises:
+        ConfigError: neither.
+    """
+    answer = env.parse_bool(value, "value")
+    return answer if to_bool else int(answer)
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """The environment variable as a truth value; `default` where it is not set."""
+    text = env.get(key)
+    return bool(default) if text is None else bool(str_to_bool(text))
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """The environment variable's text; `default` where it is not set."""
+    text = env.get(key)
+    return str(default) if text is None else text
+
+
+def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
+    """The first of the variables that is set, to 0 or more; `default` without one."""
+    found = (env.get_int(key) for key in env_keys)
+    return next((value for value in found if value is not None and value >= 0), default)
+
+
+def patch_environment(**kwargs: object) -> AbstractContextManager[None]:
+    """Set environment variables for a block: names in capitals, values as text. The former values come back after it."""
+    return env.patched({key.upper(): str(value) for key, value in kwargs.items()})
+
+
+def clear_environment() -> AbstractContextManager[None]:
+    """Run a block without any environment variable. The former ones come back after it."""
+    return env.cleared()
+
+
+def purge_accelerate_environment(func: Callable[..., object]) -> Callable[..., Any]:
+    """Decorator: variables of Accelerate's and Headway's that the function sets are gone after it, as they were before."""
+
+    @wraps(func)
+    def run(*args: object, **kwargs: object) -> Any:
+        with _as_before():
+            return func(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    before = _settings()
+    try:
+        yield
+    finally:
+        env.change({name: before.get(name) for name in {*before, *_settings()}})
+
+
+def _settings() -> dict[str, str]:
+    prefixes = ("ACCELERATE_", env.PREFIX)
+    return {name: value for name, value in env.snapshot().items() if name.startswith(prefixes)}
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Which of these are imported."""
+    return [name for name in library_names if name in sys.modules]
+
+
+def convert_bytes(size: float) -> str:
+    """Bytes for people: 1536 -> '1.5 KB', by powers of 1024."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Bytes of "5GB", "10MiB" or a number (see `headway.units.parse_bytes`)."""
+    return parse_bytes(size)
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Does something listen on this port of localhost? None: 29500."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
+
+
+def get_pretty_name(obj: Any) -> str:
+    """The qualified name of a function or class, or of an object's class."""
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return str(getattr(named, "__qualname__", None) or named.__name__)
+
+
+def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
+    """Put what `source` holds into `destination`, nested dicts by their entries; returns `destination`."""
+    for key, value in source.items():
+        if isinstance(value, dict):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def recursive_getattr(obj: object, attr: str) -> Any:
+    """`obj.a.b` for "a.b"."""
+    return reduce(getattr, attr.split("."), obj)
+
+
+def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | bool:
+    """Write a config file that `headway launch` starts from: this machine, all its devices, the precision.
+
+    Args:
+        mixed_precision: "no", "bf16" or "fp16".
+        save_location: the file; None: the default one (see `headway config`).
+
+    Returns:
+        Its path; False where it is there already, which is left alone.
+
+    Raises:
+        ConfigError: another precision.
+    """
+    path = default_file(env.snapshot()) if save_location is None else Path(save_location)
+    precision = str(mixed_precision).lower()
+    if precision not in ("no", "bf16", "fp16"):
+        raise ConfigError(f"mixed_precision={mixed_precision!r}; allowed: 'no', 'bf16', 'fp16'")
+    if path.exists():
+        print(f"{path} already exists and was left alone; edit it with `headway config`, or give another save_location")
+        return False
+    write(LaunchConfig(mixed_precision=precision), path)
+    return path
+
+
+def tqdm(*args: object, main_process_only: bool = True, **kwargs: object) -> Any:
+    """tqdm.auto.tqdm, shown by the first process of each machine only; it iterates on every process.
+
+    `headway.track` does the same without tqdm, and writes plain lines where nobody watches.
+
+    Args:
+        args, kwargs: for tqdm.
+        main_process_only: False: every process shows its bar.
+
+    Raises:
+        ConfigError: a truth value in the place of what is iterated.
+        OptionalDependencyMissing: tqdm is not installed.
+    """
+    if args and isinstance(args[0], bool):
+        raise ConfigError(
+            f"tqdm({args[0]}, ...) is an old spelling: the first argument is what is iterated; write main_process_only={args[0]}"
+        )
+    bar = optional.require("tqdm.auto", "headway.tqdm shows its bars with", "tqdm").tqdm
+    hidden = kwargs.pop("disable", False)
+    if main_process_only and not hidden:
+        hidden = not PartialState().is_local_main_process
+    return bar(*args, **kwargs, disable=hidden)

@@ -1,0 +1,155 @@
+"""Accelerate's names of layouts: its enumerations, plugins that are refused, and stand-ins for what DeepSpeed defines."""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, ClassVar
+
+from headway.config.layouts import Spelled, refusal
+from headway.runtime.process import ProcessRuntime
+
+
+class DistributedType(str, Enum):
+    """How processes share the work. Headway's are NO, MULTI_CPU, MULTI_GPU and MULTI_XPU; the others are there to compare with."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    TPU = "XLA"  # noqa: PIE796 - the older name of the same member
+    MEGATRON_LM = "MEGATRON_LM"
+
+
+class PrecisionType(Spelled):
+    """Values of `mixed_precision`."""
+
+    NO = "no"
+    FP8 = "fp8"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class RNGType(Spelled):
+    """Random streams, for `rng_types`."""
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    MLU = "mlu"
+    NPU = "npu"
+    SDAA = "sdaa"
+    MUSA = "musa"
+    XLA = "xla"
+    XPU = "xpu"
+    HPU = "hpu"
+    NEURON = "neuron"
+    GENERATOR = "generator"
+
+
+_BY_DEVICE = {"cuda": DistributedType.MULTI_GPU, "xpu": DistributedType.MULTI_XPU}
+
+
+def distributed_type(runtime: ProcessRuntime) -> DistributedType:
+    """What Accelerate calls this process's surroundings."""
+    if runtime.world_size == 1:
+        return DistributedType.NO
+    return _BY_DEVICE.get(runtime.hardware.kind, DistributedType.MULTI_CPU)
+
+
+class _Planned:
+    """A plugin of a layout that is not there yet: making one is refused, and the error says what to do today."""
+
+    _layout: ClassVar[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise refusal(self._layout)
+
+
+class FullyShardedDataParallelPlugin(_Planned):
+    """Settings of FSDP, a layout that is not there yet.
+
+    Raises:
+        UnsupportedError: always; it says what to do today.
+    """
+
+    _layout = "FSDP"
+
+
+class DeepSpeedPlugin(_Planned):
+    """Settings of DeepSpeed, a layout that is not there yet.
+
+    Raises:
+        UnsupportedError: always; it says what to do today.
+    """
+
+    _layout = "DeepSpeed"
+
+
+class MegatronLMPlugin(_Planned):
+    """Settings of Megatron-LM, a layout that is not there yet.
+
+    Raises:
+        UnsupportedError: always; it says what to do today.
+    """
+
+    _layout = "Megatron-LM"
+
+
+class TorchTensorParallelPlugin(_Planned):
+    """Settings of tensor parallelism, a layout that is not there yet.
+
+    Raises:
+        UnsupportedError: always; it says what to do today.
+    """
+
+    _layout = "tensor parallelism"
+
+
+class DummyOptim:
+    """Stands for an optimizer that DeepSpeed's configuration defines. Without DeepSpeed nothing steps it.
+
+    Args:
+        params: parameters or groups.
+        lr: learning rate.
+        weight_decay: weight decay.
+        kwargs: kept by name.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params = params
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+
+
+class DummyScheduler:
+    """Stands for a schedule that DeepSpeed's configuration defines. Without DeepSpeed nothing steps it.
+
+    Args:
+        optimizer: the optimizer, or its stand-in.
+        total_num_steps: updates of the run.
+        warmup_num_steps: updates of warm-up.
+        lr_scheduler_callable: makes the schedule from the optimizer.
+        kwargs: kept by name.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs

@@ -1,0 +1,139 @@
+"""What scripts read from an Accelerator besides its own members: states, plugins that are None, what was prepared."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+
+from headway.accelerator import Accelerator
+from headway.compat.accelerate.layouts import DistributedType
+from headway.compat.accelerate.not_served import member_advice
+from headway.compat.accelerate.state import AcceleratorState, GradientState
+from headway.config.layouts import ParallelismConfig
+from headway.errors import UnsupportedError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+
+class Members:
+    """The members that an Accelerator has for scripts written for Accelerate; it looks here for what it does not have itself.
+
+    Args:
+        accelerator: whose members these are.
+
+    Attributes:
+        state: this process and the run's settings (`AcceleratorState`).
+        gradient_state: the windows (`GradientState`).
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self.state = AcceleratorState(_run=accelerator._run)
+        self.gradient_state = GradientState(_run=accelerator._run)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(member_advice(name) or f"'Accelerator' object has no attribute {name!r}")
+
+    # ---------------------------------------------------------------- surroundings
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How processes share the work: NO, MULTI_CPU, MULTI_GPU or MULTI_XPU."""
+        return self.state.distributed_type
+
+    @property
+    def multi_device(self) -> bool:
+        """Are there several processes, each with an accelerator?"""
+        return self.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU)
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """None: DeepSpeed is not there yet."""
+        return self.state.deepspeed_plugin
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """What the Accelerator was given."""
+        return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> None:
+        """None: replicas need no mesh."""
+        return self.state.device_mesh
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """False: there is no sharded layout yet."""
+        return False
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """False: there is no sharded layout yet."""
+        return False
+
+    @property
+    def should_save_model(self) -> bool:
+        """Is this the first process of its machine? `save_model` itself is called on all."""
+        return self._accelerator.is_local_main_process
+
+    # ---------------------------------------------------------------- precision
+
+    @property
+    def native_amp(self) -> bool:
+        """Do forward passes autocast?"""
+        return self._accelerator.precision.is_mixed
+
+    @property
+    def fp8_backend(self) -> None:
+        """None: there is no fp8 yet."""
+        return None
+
+    # ---------------------------------------------------------------- the step
+
+    @contextmanager
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: object = None,
+    ) -> Iterator[None]:
+        """Run the block as it is: there is no context parallelism yet, and every process holds whole sequences."""
+        log.warning_once(
+            "maybe_context_parallel has no effect: there is no context parallelism yet, so sequences stay whole"
+        )
+        yield
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> NoReturn:
+        """Refused: LOMO makes its updates inside backward, where no window, clipping or skipping can act.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "lomo_backward makes updates inside backward, where no window, clipping or skipping can act; use another optimizer, "
+            "and accelerator.checkpoint_activations(model) where memory is short"
+        )
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Was the model, or a part of it, placed over several devices?"""
+        return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
+
+    # ---------------------------------------------------------------- what was prepared
+
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        return self._accelerator._preparation.models
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        return list(self._accelerator._preparation.optimizers)
+
+    @property
+    def _schedulers(self) -> list[Any]:
+        return list(self._accelerator._preparation.schedulers)
+
+    @property
+    def _dataloaders(self) -> list[Any]:
+        return list(self._accelerator._preparation.loaders)

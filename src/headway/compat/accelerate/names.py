@@ -1,0 +1,167 @@
+"""Accelerate's names and module paths under Headway's: which are served besides its own, from where, and how they are found.
+
+`from headway.utils import set_seed` finds what `headway` itself has. A finder at the end of `sys.meta_path` is asked only for
+what nobody else found, so other imports pay nothing. It makes a module without a file, whose names are looked up in
+`headway`; and for `from headway import X` with a name of Accelerate's that is not served it raises NotServed, an ImportError
+with the sentence that says what to use. Those sentences are in `not_served.py`. Together the tables answer for every public
+name of Accelerate; a house test compares. Nothing here imports torch.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from headway.errors import ImportNotServed
+
+_BY_PLACE = {
+    "headway.config.layouts": "DynamoBackend ParallelismConfig TorchDynamoPlugin",
+    "headway.compat.accelerate.state": "AcceleratorState GradientState PartialState is_initialized wait_for_everyone",
+    "headway.compat.accelerate.layouts": """
+        DeepSpeedPlugin DistributedType DummyOptim DummyScheduler FullyShardedDataParallelPlugin MegatronLMPlugin PrecisionType
+        RNGType TorchTensorParallelPlugin
+    """,
+    "headway.compat.accelerate.exchange": """
+        broadcast broadcast_object_list copy_tensor_to_devices gather gather_object pad_across_processes reduce
+        synchronize_rng_state
+    """,
+    "headway.compat.accelerate.batches": """
+        concatenate convert_outputs_to_fp32 convert_to_fp32 find_device honor_type is_namedtuple is_torch_tensor listify
+        recursively_apply send_to_device slice_tensors
+    """,
+    "headway.compat.accelerate.environment": """
+        are_libraries_initialized clear_environment convert_bytes convert_file_size_to_int get_int_from_env get_pretty_name
+        is_port_in_use merge_dicts parse_choice_from_env parse_flag_from_env patch_environment
+        purge_accelerate_environment recursive_getattr str_to_bool tqdm write_basic_config
+    """,
+    "headway.compat.accelerate.available": """
+        compare_versions is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_amdsmi_available is_bf16_available
+        is_bitsandbytes_multi_backend_available is_bnb_available is_boto3_available is_clearml_available
+        is_comet_ml_available is_cuda_available is_datasets_available is_deepspeed_available is_dvclive_available
+        is_fp16_available is_fp8_available is_habana_gaudi1 is_hpu_available is_import_timer_available is_lomo_available
+        is_matplotlib_available is_megatron_lm_available is_mlflow_available is_mlu_available is_mps_available
+        is_msamp_available is_musa_available is_neuron_available is_npu_available is_numpy_available is_pandas_available
+        is_peft_available is_pippy_available is_pynvml_available is_pytest_available is_rich_available is_rocm_available
+        is_sagemaker_available is_schedulefree_available is_sdaa_available is_swanlab_available is_tensorboard_available
+        is_timm_available is_torch_distributed_available is_torch_version is_torch_xla_available is_torchao_available
+        is_torchdata_available is_torchdata_stateful_dataloader_available is_torchvision_available is_tqdm_available
+        is_trackio_available is_transformer_engine_available is_transformer_engine_mxfp8_available
+        is_transformers_available is_triton_available is_wandb_available is_weights_only_available is_xccl_available
+        is_xpu_available
+    """,
+    "headway.compat.accelerate.models": """
+        extract_model_from_parallel get_module_class_from_name get_module_children_bottom_up has_compiled_regions
+        is_compiled_module is_peft_model load load_state_dict model_has_dtensor SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME save
+        set_module_tensor_to_device WEIGHTS_NAME
+    """,
+}
+SERVED: dict[str, str] = {name: place for place, names in _BY_PLACE.items() for name in names.split()}
+"""Name -> module, for what is Accelerate's and not one of Headway's own names."""
+
+RENAMED: dict[str, tuple[str, str]] = {
+    "AcceleratedOptimizer": ("headway.training.optimizer", "PreparedOptimizer"),
+    "AcceleratedScheduler": ("headway.training.scheduler", "PreparedScheduler"),
+    "DistributedOperationException": ("headway.errors", "CollectiveError"),
+    "DataLoaderShard": ("headway.data.loader", "PreparedLoader"),
+    "MultiProcessAdapter": ("headway.log", "RankLogger"),
+    "should_reduce_batch_size": ("headway.memory.oom", "is_out_of_memory"),
+}
+"""Name -> (module, what it is called there), for `isinstance` above all."""
+
+_MODULES = """
+    big_modeling checkpointing data_loader hooks inference launchers local_sgd logging memory_utils optimizer
+    parallelism_config scheduler state utils utils.ao utils.bnb utils.constants utils.dataclasses utils.deepspeed
+    utils.environment utils.fsdp_utils utils.imports utils.launch utils.megatron_lm utils.memory utils.modeling utils.offload
+    utils.operations utils.other utils.random utils.rich utils.torch_xla utils.tqdm utils.transformer_engine utils.versions
+"""
+MODULES = frozenset(_MODULES.split())
+"""Accelerate's modules under the names that a changed import gives them: `headway.utils`, `headway.state`, ...
+
+Not among them: `accelerator` and `tracking`, which Headway has itself.
+"""
+
+
+_PACKAGE = "headway"
+
+
+class AccelerateModule(ModuleType):
+    """A module of Accelerate's, as a view of `headway`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        inner = f"{self.__name__}.{name}"
+        if inner.removeprefix(f"{_PACKAGE}.") in MODULES and name not in SERVED:
+            return import_module(inner)
+        return getattr(sys.modules[_PACKAGE], name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # The import system hangs `headway.utils.tqdm` into `headway.utils`, where `tqdm` is a function.
+        if not (isinstance(value, AccelerateModule) and name in SERVED):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return dir(sys.modules[_PACKAGE])
+
+
+class AccelerateFinder(MetaPathFinder, Loader):
+    """Finds the modules of `MODULES`, and speaks where a name is asked for that is not served."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module's spec; None for what is not Headway's.
+
+        Raises:
+            ImportNotServed: a name of Accelerate's that is not served.
+        """
+        package, _, name = fullname.partition(".")
+        if package != _PACKAGE:
+            return None
+        if name in MODULES:
+            return ModuleSpec(fullname, self, is_package=any(other.startswith(f"{name}.") for other in MODULES))
+        from headway.compat.accelerate.not_served import advice
+
+        # `from headway.utils import X` asks for headway.utils.X, `from headway import X` for headway.X.
+        owner, _, last = name.rpartition(".")
+        sentence = advice(last) if not owner or owner in MODULES else None
+        if sentence is None:
+            return None
+        raise ImportNotServed(sentence, name=fullname)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """An empty module, filled as it is asked."""
+        return AccelerateModule(
+            spec.name, f"Accelerate's `{spec.name.removeprefix(f'{_PACKAGE}.')}`, served by Headway."
+        )
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing runs: names are looked up on use. Without a path of its own it is asked name by name."""
+        module.__path__ = []
+
+
+def install() -> None:
+    """Add the finder, once a process."""
+    if not any(type(finder).__name__ == AccelerateFinder.__name__ for finder in sys.meta_path):
+        sys.meta_path.append(AccelerateFinder())
+
+
+def find(name: str) -> Any:
+    """What Accelerate calls `name`.
+
+    Raises:
+        AttributeError: it is not served; the message says what to use.
+    """
+    if name in SERVED:
+        return getattr(import_module(SERVED[name]), name)
+    if name in RENAMED:
+        place, own = RENAMED[name]
+        return getattr(import_module(place), own)
+    if name in MODULES:
+        return import_module(f"{_PACKAGE}.{name}")
+    from headway.compat.accelerate.not_served import advice
+
+    raise AttributeError(advice(name) or f"module {_PACKAGE!r} has no name {name!r}")

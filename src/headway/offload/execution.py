@@ -1,0 +1,224 @@
+"""Running a placed model: hooks that bring weights and inputs to where a module runs, and a word on the speed."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.collectives.tree import tensors, to_device
+from headway.log import get_logger
+from headway.offload.readahead import ReadAhead
+from headway.offload.stream import DeviceStream, Transport
+from headway.placement.budget import available_memory
+from headway.placement.homes import CPU, DISK, Home, Placement
+from headway.units import format_bytes
+from headway.weights.names import Place, is_mapped
+
+logger = get_logger(__name__)
+
+WINDOW = 512 << 20
+"""Bytes to read or copy ahead of use, unless one module alone is larger."""
+
+_USE_WEIGHTS_OF_OTHERS = {"MultiheadAttention", "TransformerEncoderLayer"}
+_NAME = "headway_execution"
+
+
+class Execution:
+    """The hooks of one dispatched model.
+
+    Args:
+        model: with every tensor at home.
+        placement: where its parts stay, and where they run.
+        skip_keys: keyword arguments that are not moved.
+        preload: classes whose weights come in together with those of the modules inside.
+        transport: how copies to the device are made; None: through a pinned ring.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        placement: Placement,
+        skip_keys: list[str],
+        preload: list[str],
+        transport: Transport | None = None,
+    ) -> None:
+        self.model = model
+        self._placement = placement
+        self._skip_keys = frozenset(skip_keys)
+        self._handles: list[Any] = []
+        self._came_from: list[torch.device | None] = []
+        self._begun: list[tuple[float, int]] = []
+        self.pace = Pace()
+        main, homes = placement.main, placement.homes
+        streams = main != CPU or transport is not None
+        found = _units(model, homes, set(preload) | _USE_WEIGHTS_OF_OTHERS if streams else set(), streams)
+        self._modules, units = [module for module, _ in found], [places for _, places in found]
+        self.stream: ReadAhead | DeviceStream | None = None
+        if units and streams:
+            self.stream = DeviceStream(units, main, WINDOW, transport)
+        elif units:
+            self.stream = ReadAhead(units, WINDOW, int(available_memory() * 0.8))
+
+    def attach(self) -> None:
+        """Register the hooks."""
+        if self._placement.devices():
+            self._attach_devices()
+        if self.stream is not None:
+            for index, module in enumerate(self._modules):
+                self._handles.append(module.register_forward_pre_hook(_Enter(self.stream, index), prepend=False))
+                if isinstance(self.stream, DeviceStream):
+                    leave = _Leave(self.stream, index)
+                    self._handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
+            self._handles.append(self.model.register_forward_pre_hook(self._begin, prepend=True))
+            self._handles.append(self.model.register_forward_hook(self._end, always_call=True))
+        self.model.__dict__[_NAME] = self
+
+    def remove(self) -> None:
+        """Take all hooks off; the tensors stay where they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.model.__dict__.pop(_NAME, None)
+
+    def _attach_devices(self) -> None:
+        """Arguments follow the modules named in the map to their devices; results go back to where the inputs were."""
+        named = dict(self.model.named_modules())
+        for name in self._placement.device_map:
+            module = named.get(name) if name in named else named.get(name.rpartition(".")[0])
+            if module is not None and module is not self.model:
+                move = _Move(self._placement.runs_on(name), self._skip_keys)
+                self._handles.append(module.register_forward_pre_hook(move, with_kwargs=True))
+        self._handles.append(self.model.register_forward_pre_hook(self._come, with_kwargs=True, prepend=True))
+        self._handles.append(self.model.register_forward_hook(self._return, with_kwargs=True, always_call=True))
+
+    def _come(self, module: nn.Module, args: object, kwargs: dict[str, Any]) -> Any:
+        first = next(tensors((args, kwargs)), None)
+        self._came_from.append(None if first is None else first.device)
+        return _Move(self._placement.main, self._skip_keys)(module, args, kwargs)
+
+    def _return(self, module: nn.Module, args: object, kwargs: dict[str, Any], output: object) -> Any:
+        device = self._came_from.pop() if self._came_from else None
+        return output if device is None or output is None else to_device(output, device)
+
+    def _begin(self, module: nn.Module, args: object) -> None:
+        assert self.stream is not None
+        self._begun.append((time.perf_counter(), self.stream.traffic.num_bytes))
+
+    def _end(self, module: nn.Module, args: object, output: object) -> None:
+        assert self.stream is not None
+        if not self._begun:
+            return
+        begun, moved = self._begun.pop()
+        traffic = self.stream.traffic
+        self.pace.note(time.perf_counter() - begun, traffic.num_bytes - moved, traffic.num_bytes, traffic.seconds)
+        if self.pace.num_passes == 2:  # the first one also learns the order
+            logger.info("%s", self.pace.words())
+
+
+class Pace:
+    """How fast forwards are, beside the fastest that moving their weights allows."""
+
+    def __init__(self) -> None:
+        self.num_passes = 0
+        self.seconds = 0.0
+        self.num_bytes = 0
+        self.bandwidth: float | None = None
+
+    def note(self, seconds: float, num_bytes: int, total_bytes: int, total_seconds: float) -> None:
+        """One forward took `seconds` and moved `num_bytes`; all so far moved `total_bytes` in `total_seconds`."""
+        self.num_passes += 1
+        self.seconds, self.num_bytes = seconds, num_bytes
+        self.bandwidth = total_bytes / total_seconds if total_seconds > 0 else None
+
+    @property
+    def ceiling(self) -> float | None:
+        """Forwards a second that the measured bandwidth allows; None where nothing had to move."""
+        return self.bandwidth / self.num_bytes if self.bandwidth and self.num_bytes else None
+
+    def words(self) -> str:
+        """One line for the log."""
+        reached = f"{1 / self.seconds:.3g} forwards/s" if self.seconds else "no forward yet"
+        if self.ceiling is None:
+            return f"offloaded weights: all were in memory already, nothing had to be read; reached {reached}"
+        assert self.bandwidth is not None
+        return (
+            f"offloaded weights: {format_bytes(self.num_bytes)} per forward at {format_bytes(self.bandwidth)}/s allow at most "
+            f"{self.ceiling:.3g} forwards/s; reached {reached}"
+        )
+
+
+class _Enter:
+    def __init__(self, stream: ReadAhead | DeviceStream, unit: int) -> None:
+        self.stream, self.unit = stream, unit
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        self.stream.enter(self.unit)
+
+
+class _Leave:
+    def __init__(self, stream: DeviceStream, unit: int) -> None:
+        self.stream, self.unit = stream, unit
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+        self.stream.leave(self.unit)
+
+
+class _Move:
+    def __init__(self, device: Any, skip_keys: frozenset[str]) -> None:
+        self.device, self.skip_keys = device, skip_keys
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        kept = {name: value for name, value in kwargs.items() if name in self.skip_keys}
+        moved = {name: value for name, value in kwargs.items() if name not in self.skip_keys}
+        return to_device(args, self.device), {**to_device(moved, self.device), **kept}
+
+
+def _units(
+    model: nn.Module, homes: Mapping[str, Home], whole: set[str], streams: bool
+) -> list[tuple[nn.Module, list[Place]]]:
+    """Modules and the tensors that have to be there when their forward begins, in the order of registration."""
+    found: list[tuple[nn.Module, list[Place]]] = []
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        if id(module) in seen:
+            continue
+        inside = list(module.named_modules()) if type(module).__name__ in whole else [("", module)]
+        places = []
+        for path, part in inside:
+            seen.add(id(part))
+            names = ".".join(filter(None, (prefix, path)))
+            places += _moving(part, f"{names}." if names else "", homes, streams)
+        if places:
+            found.append((module, places))
+    return found
+
+
+def _moving(module: nn.Module, dot: str, homes: Mapping[str, Home], streams: bool) -> list[Place]:
+    """The module's own tensors that are not where it runs: in files (used there), or anywhere in the host's memory."""
+    own = [Place(module, leaf, True) for leaf, tensor in module._parameters.items() if tensor is not None]
+    own += [Place(module, leaf, False) for leaf, tensor in module._buffers.items() if tensor is not None]
+    if streams:
+        return [place for place in own if homes.get(dot + place.leaf) in (DISK, CPU)]
+    return [place for place in own if homes.get(dot + place.leaf) == DISK and is_mapped(place.tensor)]
+
+
+def undispatch(model: nn.Module) -> None:
+    """Take off what dispatch_model() attached; the tensors stay where they are."""
+    execution = model.__dict__.get(_NAME)
+    if execution is not None:
+        execution.remove()
+    model.__dict__.pop("hf_device_map", None)
+
+
+def device_stream_of(module: nn.Module) -> DeviceStream | None:
+    """What copies the module's own weights to a device for its forward; None where nothing does."""
+    entering = (hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Enter))
+    return next((hook.stream for hook in entering if isinstance(hook.stream, DeviceStream)), None)
+
+
+def offload_pace(model: nn.Module) -> Pace | None:
+    """How fast the forwards of a dispatched model are, beside what its measured bandwidth allows; None if it does not offload."""
+    execution = model.__dict__.get(_NAME)
+    return None if execution is None or execution.stream is None else execution.pace

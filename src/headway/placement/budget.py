@@ -1,0 +1,164 @@
+"""Budgets: how many bytes a model may take on each device of this machine, as measured or as the user says."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from headway.errors import DeviceMapError, HeadwayError
+from headway.launch.control_group import control_groups
+from headway.log import get_logger
+from headway.runtime.device import Hardware, detect
+from headway.units import parse_bytes
+
+logger = get_logger(__name__)
+
+Device = int | str
+"""An accelerator's index, or "mps", "cpu" or "disk"."""
+
+UNLIMITED = 1 << 62
+OFFLOAD = ("cpu", "disk")
+_NAMED = ("mps", *OFFLOAD)
+
+
+def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict[Device, int]:
+    """Bytes a model may take on each device, accelerators first, then "mps", "cpu" and "disk".
+
+    Args:
+        max_memory: {device: bytes or text such as "10GiB"}; a device is an index, "cuda:0", "mps", "cpu" or "disk".
+            None measures: what is free on each accelerator (with what torch's allocator holds unused), and what is
+            available in main memory within the limits of the container. One for another machine may be planned with; that
+            a device of it is not here is said once in the log.
+
+    Raises:
+        DeviceMapError: devices or sizes that are none; all of them are named.
+    """
+    if max_memory is None:
+        return _measured(detect())
+    budgets = _read(max_memory)
+    if absent := absent_from_here(budgets):
+        logger.warning_once(f"{_said(absent, max_memory)}: a plan made with it is for another machine")
+    return budgets
+
+
+def check_presence(max_memory: Mapping[Device, int | str] | None) -> None:
+    """See that each device of a budget is on this machine, where a model is about to be placed on them.
+
+    Raises:
+        DeviceMapError: devices or sizes that are none, or devices that are not here.
+    """
+    if max_memory is not None and (absent := absent_from_here(_read(max_memory))):
+        raise DeviceMapError(
+            f"{_said(absent, max_memory)}; name devices that are here, such as max_memory={{'cpu': '8GiB'}}, or leave "
+            "max_memory out to use what is free"
+        )
+
+
+def absent_from_here(devices: Iterable[Device]) -> list[Device]:
+    """Those of the devices that this machine does not have."""
+    hardware = detect()
+    count = 0 if hardware.kind == "cpu" else 1 if hardware.kind == "mps" else hardware.num_devices()
+    return [
+        device
+        for device in dict.fromkeys(devices)
+        if (isinstance(device, int) and device >= count) or (device == "mps" and hardware.kind != "mps")
+    ]
+
+
+def devices_here() -> str:
+    """The accelerators of this machine, in words."""
+    hardware = detect()
+    if hardware.kind in ("cpu", "mps"):
+        return "the CPU alone" if hardware.kind == "cpu" else "mps"
+    count = hardware.num_devices()
+    return f"{hardware.kind} 0" if count == 1 else f"{hardware.kind} 0 to {count - 1}"
+
+
+def _said(absent: Sequence[Device], max_memory: Mapping[Device, int | str]) -> str:
+    given = ", ".join(f"{key!r}: {size!r}" for key, size in max_memory.items())
+    return f"max_memory={{{given}}} names {', '.join(map(str, absent))}, and this machine has {devices_here()}"
+
+
+def _read(max_memory: Mapping[Device, int | str]) -> dict[Device, int]:
+    budgets: dict[Device, int] = {}
+    faults: list[str] = []
+    for key, size in max_memory.items():
+        try:
+            device = as_device(key)
+            budgets[device] = parse_bytes(int(size) if isinstance(size, float) else size)
+        except HeadwayError as error:
+            faults.append(f"{key!r}: {error}")
+    if faults:
+        raise DeviceMapError("max_memory does not hold: " + "; ".join(faults))
+    return {device: budgets[device] for device in sorted(budgets, key=rank_of)}
+
+
+def rank_of(device: Device) -> tuple[int, int]:
+    """The order in which devices are filled: accelerators by index, then mps, cpu, disk."""
+    return (0, device) if isinstance(device, int) else (1, _NAMED.index(device) if device in _NAMED else len(_NAMED))
+
+
+def is_accelerator(device: Device) -> bool:
+    """Does this device compute, other than the CPU?"""
+    return device not in OFFLOAD
+
+
+def as_device(device: object) -> Device:
+    """Read an index, `"1"`, `"cuda:1"`, `"cuda"` (the first), torch.device(...), "mps", "cpu" or "disk".
+
+    Raises:
+        DeviceMapError: it is none of these, or "meta", where no values are.
+    """
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        return device
+    if device == "disk":
+        return "disk"
+    if isinstance(device, str) and device.isdecimal():
+        return int(device)
+    if isinstance(device, (str, torch.device)):
+        try:
+            found = torch.device(device)
+        except RuntimeError:
+            found = None
+        if found is not None and found.type == "meta":
+            raise DeviceMapError("'meta' holds no values; give 'cpu', 'disk' or an accelerator")
+        if found is not None:
+            return found.type if found.type in ("cpu", "mps") else found.index or 0
+    raise DeviceMapError(
+        f"{device!r} is not a device; give an accelerator's index (0, 1, ...), 'cuda:0', 'mps', 'cpu' or 'disk'"
+    )
+
+
+def _measured(hardware: Hardware) -> dict[Device, int]:
+    free: dict[Device, int] = {}
+    if hardware.kind == "mps":
+        return {"mps": available_memory()}
+    shares_main_memory = False
+    for index in range(hardware.num_devices() if hardware.kind != "cpu" else 0):
+        try:
+            free[index] = _free_on(hardware, index)
+        except RuntimeError as error:
+            logger.warning(f"{hardware.kind}:{index} does not answer and is left out: {error}")
+            continue
+        properties = hardware.module.get_device_properties(index)
+        shares_main_memory |= bool(getattr(properties, "is_integrated", False))
+    if not shares_main_memory:
+        free["cpu"] = available_memory()
+    return free
+
+
+def _free_on(hardware: Hardware, index: int) -> int:
+    free = int(hardware.module.mem_get_info(index)[0])
+    cached = int(hardware.module.memory_reserved(index)) - int(hardware.module.memory_allocated(index))
+    return free + max(0, cached)
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes of main memory that this process may still take, within the machine's and its container's limits.
+
+    Args:
+        root: where `proc` and `sys` lie, for the limits.
+    """
+    rooms = [room for group in control_groups(root) if (room := group.room) is not None]
+    return min([int(psutil.virtual_memory().available), *rooms])

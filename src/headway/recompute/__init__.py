@@ -1,0 +1,1 @@
+"""Activations dropped and computed again in backward, or kept in host memory."""

@@ -1,0 +1,1 @@
+"""A batch as a transaction: in pieces that fit into memory, and again where they did not."""

@@ -1,0 +1,228 @@
+"""Automatic micro-batching: a batch is cut into pieces that fit into memory, and run again where they did not."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from headway.collectives.tree import Tree, find_batch_size, tensors
+from headway.errors import StateError
+from headway.precision.base import Precision
+from headway.replay.cut import cut_rows
+from headway.replay.headroom import Headroom
+from headway.replay.snapshot import Snapshot
+from headway.replay.transaction import Transaction
+from headway.runtime.process import ProcessRuntime
+from headway.strategies.base import Strategy
+from headway.training.prepared import Prepared
+from headway.training.step import Guard, Moments, Step
+from headway.training.task import Task, Weigher
+from headway.training.windows import WHOLE, Clock, LossPolicy, Piece, Window, Windows
+
+_NO_PIECE = (
+    "under microbatching='auto' every accumulate and backward belongs to a batch that can be cut: loop with `for piece in "
+    "accelerator.microbatches(batch): with accelerator.accumulate(model): ...`, or use accelerator.forward_backward(batch, fn)"
+)
+
+
+class PieceStep(Step):
+    """Each batch in pieces, as a transaction: nothing travels before all ranks have said that their pieces went through.
+
+    Args:
+        windows, prepared, strategy, precision, policy, guard, moments: as for every step.
+        clock: counts the updates that a batch run again has to take back.
+        runtime: this process and its device.
+
+    Attributes:
+        transaction: the batch in hand.
+
+    Raises:
+        UnsupportedError: the strategy cannot take a step back.
+    """
+
+    def __init__(
+        self,
+        windows: Windows,
+        prepared: Prepared,
+        strategy: Strategy,
+        precision: Precision,
+        policy: LossPolicy,
+        guard: Guard,
+        moments: Moments,
+        clock: Clock,
+        runtime: ProcessRuntime,
+    ) -> None:
+        super().__init__(windows, prepared, strategy, precision, policy, guard, moments)
+        strategy.capabilities.require("rollback", strategy.name, "leave microbatching off")
+        snapshot = Snapshot(prepared, (windows, clock, precision), runtime.hardware)
+        self.transaction = Transaction(strategy, snapshot, Headroom(runtime.hardware, runtime.device), prepared)
+        self._num_batches = 0
+
+    # ---------------------------------------------------------------- micro-batches
+
+    def begin(self, models: Any) -> bool:
+        """A piece begins.
+
+        Raises:
+            StateError: outside a batch that is cut.
+        """
+        if not self.windows.is_cut:
+            raise StateError(_NO_PIECE)
+        return super().begin(models)
+
+    def end(self, error: BaseException | None) -> bool:
+        """The piece's block is left; memory that ran out is dealt with."""
+        if error is not None and self.transaction.takes(error):
+            self.windows.withdraw()
+            return True
+        return super().end(error)
+
+    def weigh(self, weight: float | None) -> tuple[float, float | None]:
+        """As for whole batches, with a look at labels that rows do not count."""
+        if weight is None:
+            self.transaction.look_for_padding()
+        return super().weigh(weight)
+
+    def _backward_inside(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
+        window, transaction = self.windows.current, self.transaction
+        local = self.weigh_micro_batch(window, weight)
+        if window.nominal is None:
+            window.nominal = self._estimate_nominal(window)
+        parameters = [p for p in self.prepared.parameters_of(window) if p.requires_grad]
+        # A further loss of the last piece: what has travelled already must not travel again.
+        travelled = transaction.put_aside(parameters) if window.is_closed else []
+        self.run(loss, local, window.nominal or 1.0, reduction, **kwargs)
+        if window.is_last:
+            total, has_gaps = transaction.agree_gradients(window.local_weight, parameters)
+            if window.is_closed:
+                self.strategy.reduce_gradients(parameters, has_gaps)
+            else:
+                self.close(window, total, parameters, has_gaps)
+            for parameter, grad in travelled:
+                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+    def _estimate_nominal(self, window: Window) -> float | None:
+        """Nothing may travel now. A rank's own estimate does: gradients are corrected before they are summed."""
+        assert window.micro_weight is not None
+        local, total = window.micro_weight
+        total = (local * self.strategy.data_shard.count if total is None else total) / self.windows.piece.share
+        return total * self.windows.num_steps if total > 0 else None
+
+    def _backward_outside(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
+        raise StateError(_NO_PIECE)
+
+    # ---------------------------------------------------------------- final gradients
+
+    def act(self, action: Callable[[], Any]) -> Any:
+        """Do something to final gradients, so that it can be repeated where the batch is run again."""
+        return self.transaction.act(action)
+
+    def update(self, optimizer: torch.optim.Optimizer, strategy: Strategy, closure: Callable[[], Any] | None) -> bool:
+        """Make the update, or the batch again; what is not permitted is voted on all the same: the batch is over."""
+        is_permitted = self.guard.permits()
+        return self.transaction.step(
+            optimizer, lambda: is_permitted and strategy.step(optimizer, self.precision, None), closure
+        )
+
+    def drop(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
+        """Those that were put aside too."""
+        self.transaction.forget_gradients(optimizer)
+        super().drop(optimizer, set_to_none)
+
+    def tick(self, call: Callable[[], None]) -> None:
+        """Once a batch, when it is committed."""
+        self.transaction.tick(call, self.windows.piece.is_last)
+
+    def release(self) -> None:
+        """Forget the batch in hand and all windows."""
+        self.transaction.release()
+        super().release()
+
+    # ---------------------------------------------------------------- batches
+
+    def microbatches(self, batch: Tree) -> Iterator[Tree]:
+        """The batch's pieces; all of them again, and smaller, where memory ran out."""
+        self._check_not_inside("microbatches")
+        self.transaction.begin()
+        self._num_batches += 1
+        try:
+            while True:
+                yield from self._attempt(batch)
+                if self.transaction.stands():
+                    return
+                self.transaction.rollback()
+        finally:
+            self._leave()
+
+    def _check_not_inside(self, name: str) -> None:
+        """Refuse to begin a batch while a piece of another one is in hand."""
+        if self.windows.is_cut:
+            raise StateError(
+                f"{name} inside a piece of accelerator.microbatches (or of forward_backward): pieces are not cut again by hand, "
+                "smaller ones come by themselves where memory runs out. Call accelerator.backward on the piece"
+            )
+
+    def _leave(self) -> None:
+        self._take_back()
+        window = self.windows.current
+        self.transaction.abandon(is_window_dropped=window.is_closed and window.is_empty)
+
+    def _take_back(self) -> None:
+        """No piece is in hand any more."""
+        self.windows.hand_out(WHOLE)
+        self.transaction.hand_out(None, 0)
+
+    def _attempt(self, batch: Tree) -> Iterator[Tree]:
+        num_rows = self._num_rows(batch)
+        cuts = [(0, 1)] if num_rows is None else self.transaction.size.cuts(num_rows)
+        for index, (start, stop) in enumerate(cuts):
+            self.windows.hand_out(Piece(self._num_batches, stop - start, num_rows or 1, index == len(cuts) - 1))
+            is_whole = num_rows is None or len(cuts) == 1
+            tree = batch if is_whole else cut_rows(batch, start, stop, num_rows or 1)
+            self.transaction.hand_out(tree, stop - start)
+            yield tree
+            if self.transaction.must_replay:
+                return
+
+    def _num_rows(self, batch: Tree) -> int | None:
+        """The loader's count where it is that of the batch's tensors, else their first dimension."""
+        found = find_batch_size(batch)
+        active = self.windows.active
+        known = active[-1].num_rows if active else None
+        if known and any(t.ndim > 0 and t.shape[0] == known for t in tensors(batch)):
+            return known
+        return found or None
+
+    def forward_backward(
+        self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str
+    ) -> torch.Tensor:
+        """In pieces where it must be."""
+        task = Task(batch, fn, weight, reduction)
+        self._check_not_inside("forward_backward")
+        self._num_batches += 1
+        run = partial(self._run, task, self._num_batches)
+        self.transaction.begin(again=run)
+        try:
+            run()
+        except BaseException:
+            self._leave()
+            raise
+        return task.loss(self.strategy.data_group)
+
+    def _run(self, task: Task, number: int) -> None:
+        """Until an attempt stands, or, at the end of a window, until gradients are final."""
+        transaction = self.transaction
+        self._num_batches = number
+        while True:
+            task.start_over()
+            for piece in self._attempt(task.batch):
+                self.run_task(task, piece)
+            if not transaction.must_replay and self.windows.is_final:
+                transaction.mark()
+                break
+            # A batch that does not end its window is committed at once.
+            if transaction.stands():
+                break
+            transaction.rollback()
+        self._take_back()

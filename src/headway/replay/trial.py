@@ -1,0 +1,146 @@
+"""Optimizer steps that can be taken back: the first step of an optimizer, while its state comes into being.
+
+Materialising state by a step with zero gradients would not be neutral (weight decay, bias correction, dampening). So the
+real step is made, with parameters and prior state saved in host memory, and its temporaries are measured. Where the vote
+after it passes, it stands: results are those of the plain optimizer, bit by bit. Where it fails, everything is put back.
+Later steps of torch's own optimizers find their state in place, and only the measured temporaries are reserved before
+the vote. Any other optimizer may allocate at any time, so each of its steps is made this way.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headway.collectives.tree import map_tensors, tensors
+
+
+class StepUndo:
+    """What an optimizer's step may change, in host memory.
+
+    Args:
+        optimizer: torch's, not the prepared one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = [(p, _to_host(p)) for p in _parameters(optimizer)]
+        self._state = {key: map_tensors(_to_host, value) for key, value in optimizer.state.items()}
+        self._options = [
+            {name: map_tensors(torch.clone, value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._numbers = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
+
+    def restore(self) -> None:
+        """Put everything back."""
+        state = self._optimizer.state
+        with torch.no_grad():
+            for parameter, saved in self._parameters:
+                parameter.copy_(saved)
+            for key in [key for key in state if key not in self._state]:
+                del state[key]
+            for key, saved in self._state.items():
+                state[key] = _put_back(state.get(key), saved, key)
+        for group, options in zip(self._optimizer.param_groups, self._options):
+            for name in [name for name in group if name != "params" and name not in options]:
+                del group[name]
+            group.update(options)
+        vars(self._optimizer).update(self._numbers)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _put_back(live: Any, saved: Any, key: Any) -> Any:
+    """The saved value, in the live tensors where they still fit."""
+    if isinstance(live, dict) and isinstance(saved, dict):
+        for name in [name for name in live if name not in saved]:
+            del live[name]
+        for name, value in saved.items():
+            live[name] = _put_back(live.get(name), value, key)
+        return live
+    if isinstance(saved, torch.Tensor):
+        if isinstance(live, torch.Tensor) and live.shape == saved.shape and live.dtype == saved.dtype:
+            return live.copy_(saved)
+        # A scalar count stays on the host, as torch's optimizers keep it; the rest belongs beside its parameter.
+        return saved.to(key.device) if isinstance(key, torch.Tensor) and saved.ndim else saved
+    return saved
+
+
+class Materialised:
+    """Which parameters an optimizer has stepped for, and what a step of it allocates beside its state.
+
+    Args:
+        optimizer: torch's, not the prepared one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        # LBFGS evaluates its closure and keeps a growing history.
+        self._is_known = f"{type(optimizer).__module__}.".startswith("torch.optim.") and not isinstance(
+            optimizer, torch.optim.LBFGS
+        )
+        self._seen: set[int] = set()
+        self.num_bytes = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Would the next step only use state that is there?"""
+        return self._is_known and all(id(p) in self._seen for p in _parameters(self._optimizer) if p.grad is not None)
+
+    def measure(self, step: Callable[[], bool]) -> bool:
+        """Make the step while counting what it allocates; returns whether it happened."""
+        if not self._is_known:
+            return step()
+        with AllocationMeter() as meter:
+            did_step = step()
+        self.num_bytes = max(self.num_bytes, meter.peak - meter.live)
+        return did_step
+
+    def confirm(self) -> None:
+        """The step stands."""
+        self._seen.update(id(p) for p in _parameters(self._optimizer) if p.grad is not None)
+
+    def reserve(self) -> None:
+        """Allocate what a step needs beside its state, and let it go again: a caching allocator keeps it at hand."""
+        device = next(_parameters(self._optimizer)).device
+        torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+
+
+class AllocationMeter(TorchDispatchMode):
+    """Counts the bytes of tensors made in the block: those alive, and the most that were alive at once.
+
+    Attributes:
+        peak: bytes.
+        live: bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._held: dict[StorageWeakRef, int] = {}
+
+    @property
+    def live(self) -> int:
+        """Bytes of the block's tensors that are still held."""
+        self._held = {reference: size for reference, size in self._held.items() if not reference.expired()}  # type: ignore[no-untyped-call]
+        return sum(self._held.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and look at what it returned."""
+        result = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in tensors([args, kwargs or {}])}
+        for tensor in tensors(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given:
+                self._held[StorageWeakRef(storage)] = storage.nbytes()  # type: ignore[no-untyped-call]
+                self.peak = max(self.peak, self.live)
+        return result

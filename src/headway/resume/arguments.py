@@ -1,0 +1,78 @@
+"""Arguments that Accelerate's save_state and load_state pass on to engines: which ones are accepted without effect."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from headway.config.values import did_you_mean
+from headway.errors import ConfigError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_PLACES = (None, "cpu", "on_device")
+_SAVE = ("client_state", "exclude_frozen_parameters", "max_shard_size", "save_function", "tag", "save_latest")
+_LOAD = (
+    "load_module_strict",
+    "load_optimizer_states",
+    "load_lr_scheduler_states",
+    "load_module_only",
+    "tag",
+    "custom_load_fn",
+    "mmap",
+    "weights_only",
+)
+
+
+def check_save_arguments(given: Mapping[str, Any]) -> None:
+    """Take what has no meaning here with a line in the log.
+
+    Raises:
+        ConfigError: an argument that no engine takes.
+    """
+    for name in given:
+        _take(
+            "save_state",
+            name,
+            _SAVE,
+            ("output_dir", "safe_serialization", "blocking", "metric"),
+            "it is for an engine that is not in use; the checkpoint holds the whole state",
+        )
+
+
+def check_load_arguments(given: Mapping[str, Any]) -> None:
+    """The same for a load.
+
+    Raises:
+        ConfigError: an argument that no engine takes, or a place that is none.
+    """
+    for name, value in given.items():
+        if name == "map_location":
+            place = value if value is None or isinstance(value, str) else str(value)
+            if place not in _PLACES and not _is_device(place):
+                raise ConfigError(
+                    f"load_state(map_location={value!r}); allowed: None, 'cpu', 'on_device' or a device. With any of them, "
+                    "each state goes to the device of its prepared object"
+                )
+            continue
+        _take(
+            "load_state",
+            name,
+            _LOAD,
+            ("input_dir", "load_kwargs", "map_location", "strict"),
+            "it is for an engine that is not in use; the whole state is loaded",
+        )
+
+
+def _is_device(place: str) -> bool:
+    kind, _, index = place.partition(":")
+    return kind in ("cpu", "cuda", "mps", "xpu", "npu", "mlu", "hpu", "musa", "xla", "meta") and (
+        not index or index.isdigit()
+    )
+
+
+def _take(method: str, name: str, known: Collection[str], own: Collection[str], why: str) -> None:
+    if name not in known:
+        allowed = [*own, *known]
+        hint = did_you_mean(name, allowed)
+        raise ConfigError(f"{method}() has no argument {name!r}{hint or '; allowed: ' + ', '.join(allowed)}")
+    log.info_once("%s(%s=...) has no effect: %s", method, name, why)

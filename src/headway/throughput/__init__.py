@@ -1,0 +1,1 @@
+"""How fast a loop is, and which rank holds up the others."""

@@ -1,0 +1,248 @@
+"""The record of a run: begun, fed with values, images, files and events, and ended; behind `log` and `init_trackers`."""
+
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from headway.config.run import ProjectConfiguration
+from headway.errors import ConfigError, StateError, TrackingError
+from headway.log import get_logger
+from headway.optional import Later
+from headway.runtime import events
+from headway.runtime.process import ProcessRuntime
+from headway.tracking.base import BlankTracker, Tracker
+from headway.tracking.select import select_trackers
+from headway.version import __version__
+
+# A run that keeps no record has no use for these.
+if TYPE_CHECKING:
+    from headway.tracking import feed as feeding
+    from headway.tracking import pictures as drawing
+    from headway.tracking import runlog
+    from headway.tracking import values as told
+else:
+    feeding = Later("headway.tracking.feed")
+    drawing = Later("headway.tracking.pictures")
+    runlog = Later("headway.tracking.runlog")
+    told = Later("headway.tracking.values")
+
+log = get_logger(__name__)
+
+TrackerKwargs = Mapping[str, Mapping[str, Any]]
+STEP = "tracker_step"
+
+
+class Progress(Protocol):
+    """What counts updates."""
+
+    num_updates: int
+
+
+class Record:
+    """Keeps a record of one Accelerator's run.
+
+    Args:
+        runtime: this process.
+        project: gives where the run keeps its files.
+        log_with: see `headway.tracking.select`.
+        clock: counts updates.
+        notes: goes into each checkpoint's manifest: the last step that the script gave itself stands there.
+        has_checkpoints: are there automatically named ones that a resume would find?
+    """
+
+    def __init__(
+        self,
+        runtime: ProcessRuntime,
+        project: Callable[[], ProjectConfiguration],
+        log_with: Any,
+        clock: Progress,
+        notes: dict[str, Any],
+        has_checkpoints: Callable[[], bool],
+    ) -> None:
+        self.feed: feeding.Feed | None = None
+        self._runtime, self._project = runtime, project
+        self._progress, self._notes = clock, notes
+        self._has_trackers = log_with is not None
+        self._has_checkpoints = has_checkpoints
+        is_main = self._runtime.is_main_process
+        has_folder = self._project().logging_dir is not None
+        self._choices = select_trackers(log_with, has_folder=has_folder, is_main=is_main)
+        self._is_begun = False
+        self._resumed: events.Happening | None = None
+        self._ended: tuple[tuple[str, Path | None], float] | None = None
+        events.subscribe(self._hear)
+
+    def begin(self, project_name: str, config: Any = None, init_kwargs: TrackerKwargs | None = None) -> None:
+        """Begin a run in its folder and in the trackers; one that is under way ends first.
+
+        Raises:
+            ConfigError: a name that is not a relative path, or a config that is not a mapping.
+            TrackingError: the folder holds a `log.jsonl` of something else.
+        """
+        path = PurePosixPath(project_name)
+        if not str(project_name).strip() or path.is_absolute() or ".." in path.parts:
+            raise ConfigError(f"project_name={project_name!r}; give a name, or a relative path without '..'")
+        values = runlog.plain(_as_mapping(config))
+        self.end()
+        is_main, place = self._runtime.is_main_process, self._project().logging_dir
+        self._is_begun = place is not None
+        choices = [each for each in self._choices if is_main or not getattr(each, "main_process_only", True)]
+        folder = None if place is None else Path(place).absolute() / project_name
+        if not choices and not (is_main and folder is not None):
+            self.feed = None
+            return
+        feed = feeding.Feed(project_name, folder, choices, is_main, lambda: self._progress.num_updates)
+        about = {"world_size": self._runtime.world_size, "device": self._runtime.hardware.kind, "versions": _versions()}
+        same = self._ended is not None and self._ended[0] == (project_name, folder) and self._progress.num_updates > 0
+        since = self._ended[1] if self._ended is not None and same else None
+        feed.start(values, init_kwargs or {}, about, self._is_continuing(feed), since)
+        self.feed, self._at_exit = feed, feeding.flush_at_exit(feed)
+        if self._resumed is not None:
+            self._hear(self._resumed)
+
+    def _is_continuing(self, feed: "feeding.Feed") -> bool:
+        """Is it the run that the log knows, as far as one can tell before the first value?"""
+        if self._resumed is not None:
+            return True
+        if self._project().automatic_checkpoint_naming:
+            return self._has_checkpoints()  # a save beside them without a resume is refused
+        return feed.before is not None and not feed.before.is_ended
+
+    # ---------------------------------------------------------------- log
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerKwargs | None = None) -> None:
+        """Log values of one step.
+
+        Raises:
+            TrackingError: on every rank that called: a value of another kind, with its name.
+            StateError: `log_with` was given, but no run was begun.
+        """
+        flat = told.flatten(values, is_heard=self._has_trackers or self._is_begun)
+        feed = self._ready()
+        if feed is not None and (flat or not values):
+            feed.log({name: told.to_python(value) for name, value in flat.items()}, self._step(step), log_kwargs or {})
+
+    def log_images(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerKwargs | None = None
+    ) -> None:
+        """Log images of one step.
+
+        Raises:
+            TrackingError: another shape or type, with its name.
+            StateError: `log_with` was given, but no run was begun.
+        """
+        feed = self._ready()
+        if feed is not None:
+            images = {name: drawing.pictures(value, name) for name, value in values.items()}
+            feed.log_images(images, self._step(step), log_kwargs or {})
+
+    def log_artifact(
+        self,
+        path: str | Path,
+        name: str | None = None,
+        step: int | None = None,
+        log_kwargs: TrackerKwargs | None = None,
+    ) -> None:
+        """Log a file or folder that belongs to the run.
+
+        Raises:
+            TrackingError: on rank 0: there is nothing.
+            StateError: `log_with` was given, but no run was begun.
+        """
+        feed = self._ready()
+        if feed is not None:
+            where = Path(path).absolute()
+            if not where.exists():
+                raise TrackingError(f"log_artifact({str(path)!r}): there is no such file or folder; write it first")
+            feed.log_artifact(where, name or where.name, self._step(step), log_kwargs or {})
+
+    def log_event(self, name: str, step: int | None, details: dict[str, Any]) -> None:
+        """Note that something happened."""
+        if self.feed is not None:
+            self.feed.event(name, step, details)
+
+    def _ready(self) -> "feeding.Feed | None":
+        if self.feed is None and self._runtime.is_main_process:
+            if self._has_trackers:
+                raise StateError(
+                    "log() came before a run was begun: call accelerator.init_trackers(project_name) first"
+                )
+            if self._project().logging_dir is not None:
+                log.warning_once("log() keeps nothing: call accelerator.init_trackers(project_name) first")
+        return self.feed
+
+    def _step(self, step: int | None) -> int:
+        if step is None:
+            return self._progress.num_updates
+        self._notes[STEP] = int(step)
+        return int(step)
+
+    def _hear(self, happening: events.Happening) -> None:
+        """Something happened to this process; on any thread."""
+        if happening.source not in (None, self._progress):
+            return
+        details = dict(happening.details)
+        if happening.name != "resumed":
+            if self.feed is not None:
+                self.feed.event(happening.name, happening.step, details)
+            return
+        notes = details.pop("notes", None)
+        given = notes.get(STEP) if isinstance(notes, Mapping) else None
+        if self.feed is None:
+            self._resumed = happening
+            return
+        self._resumed = None
+        if isinstance(given, int):
+            self._notes[STEP] = given
+        self.feed.resumed(max(happening.step or 0, given if isinstance(given, int) else 0), details)
+
+    # ---------------------------------------------------------------- trackers
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """This rank's trackers that are in use."""
+        several = [] if self.feed is None else self.feed.guarded
+        return [each.tracker for each in several if each.tracker is not None and not each.is_dropped]
+
+    def tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by its name; one that does nothing where this rank has none.
+
+        Raises:
+            ConfigError: `log_with` names no such tracker.
+        """
+        for tracker in self.trackers:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        known = [each.name if isinstance(each, Tracker) else each[0] for each in self._choices]
+        if str(name) not in known:
+            raise ConfigError(f"get_tracker({name!r}): log_with has {', '.join(known) if known else 'no trackers'}")
+        return BlankTracker()
+
+    def end(self, summary: Mapping[str, Any] | None = None) -> None:
+        """End the run, where one is under way, with its log and its trackers."""
+        feed, self.feed = self.feed, None
+        if feed is not None:
+            self._at_exit.detach()
+            self._ended = (feed.project, feed.folder), feed.begun
+            feed.finish(_plain_summary(summary))
+
+
+def _plain_summary(summary: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {name: told.to_python(value) for name, value in told.flatten(summary or {}).items()}
+
+
+def _as_mapping(config: Any) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return dict(config)
+    if hasattr(config, "__dict__") and not isinstance(config, type):
+        return dict(vars(config))
+    raise ConfigError(f"config={config!r} is not a configuration; give a mapping, a dataclass or an argparse.Namespace")
+
+
+def _versions() -> dict[str, str]:
+    return {"headway": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -1,0 +1,278 @@
+"""What a Trainer is built of, by its arguments: the model's wants, the Accelerator, loaders, and the largest batch that fits."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from headway import env
+from headway.accelerator import Accelerator
+from headway.batch_size.find import find_executable_batch_size
+from headway.config.run import DataLoaderConfiguration, ProjectConfiguration
+from headway.data.loader import PreparedLoader
+from headway.errors import ConfigError
+from headway.runtime.device import detect
+from headway.trainer.arguments import TrainingArguments
+from headway.trainer.collate import Collate, Collating, Collator, drop_columns, find_label_names, kept_columns
+from headway.trainer.data import length_of, make_loader
+from headway.trainer.loss import LossFunction, LossOf, take_count
+from headway.trainer.records import next_number
+
+_NUM_TRIAL_UPDATES = 2
+_NUM_MEASURED_ROWS = 512
+
+
+# ---------------------------------------------------------------- the model
+
+
+def chosen_model(model: torch.nn.Module | None, model_init: Callable[[], torch.nn.Module] | None) -> torch.nn.Module:
+    """The model that is given, or made.
+
+    Raises:
+        ConfigError: no model, or two.
+    """
+    if (model is None) == (model_init is None):
+        raise ConfigError(
+            "the Trainer needs a model: give `model`, or `model_init`, a function that makes it"
+            if model is None
+            else "the Trainer got `model` and `model_init`, which are two models; give one"
+        )
+    made = model_init() if model_init is not None else model
+    if not isinstance(made, torch.nn.Module):
+        raise ConfigError(f"the Trainer got a {type(made).__name__} as its model; give a torch.nn.Module")
+    return made
+
+
+def default_collator(model: torch.nn.Module, processing_class: object) -> Collator:
+    """What makes batches where nothing was given for it."""
+    return Collator(processing_class, getattr(getattr(model, "config", None), "pad_token_id", None))
+
+
+@dataclass(frozen=True)
+class Intake:
+    """What a model takes of a batch, as its forward says.
+
+    Attributes:
+        label_names: the batch's keys that are labels.
+        kept: the columns that go into a batch; None: all of them.
+        loss_of: computes the loss.
+    """
+
+    label_names: list[str]
+    kept: set[str] | None
+    loss_of: LossOf
+
+
+def intake_of(model: torch.nn.Module, args: TrainingArguments, function: LossFunction | None) -> Intake:
+    """Read off a model's forward what it takes.
+
+    Args:
+        model: the user's.
+        args: names of labels, smoothing.
+        function: the loss function; None: the model's own loss.
+    """
+    names = list(args.label_names or find_label_names(model))
+    kept = kept_columns(model, names) if args.remove_unused_columns else None
+    return Intake(names, kept, LossOf(model, function, args.label_smoothing_factor, names))
+
+
+# ---------------------------------------------------------------- the Accelerator
+
+
+def create_accelerator(args: TrainingArguments) -> Accelerator:
+    """The Accelerator of one training, by the arguments."""
+    keep = None if args.wanted_metric is None else "max" if args.greater_is_better else "min"
+    folder = Path(args.output_dir or ".").absolute()
+    project = ProjectConfiguration(
+        # Without a place of its own the run's log lies beside its checkpoints: in the folder of its name.
+        folder,
+        args.logging_dir or folder.parent,
+        automatic_checkpoint_naming=args.save_strategy != "no",
+        total_limit=args.save_total_limit,
+        iteration=next_number(folder),
+        keep_best=keep,
+    )
+    loading = DataLoaderConfiguration(
+        # A short last round is shared out as it is: nothing is seen twice, and one process gives the same as many.
+        even_batches=False,
+        data_seed=args.seed if args.data_seed is None else args.data_seed,
+        non_blocking=args.dataloader_pin_memory and not args.use_cpu and detect().kind == "cuda" and not _is_forced(),
+    )
+    settings: dict[str, Any] = {
+        "cpu": args.use_cpu or None,
+        "mixed_precision": args.mixed_precision,
+        "project_config": project,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "scheduler_ticks": "updates",
+        "dataloader_config": loading,
+        "microbatching": "auto" if args.auto_find_batch_size else None,
+        "log_with": args.trackers or None,
+    }
+    # Preemption, the guard against non-finite losses and the like: what the arguments do not name comes this way.
+    return Accelerator(**{**settings, **(args.accelerator_config or {})})
+
+
+def recompute_activations(args: TrainingArguments, accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """Let the model compute activations again in backward, if the arguments say so."""
+    if args.gradient_checkpointing:
+        plan = args.checkpointing_plan()
+        accelerator.checkpoint_activations(model, plan.every, plan.policy, plan.offload, plan.blocks)
+
+
+def undo(args: TrainingArguments, accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """Give the model its own class, forward and memory back."""
+    if args.gradient_checkpointing:
+        accelerator.keep_activations(model)
+    accelerator.free_memory()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+# ---------------------------------------------------------------- loaders
+
+
+class Builder:
+    """Builds loaders of one model's batches.
+
+    Args:
+        args: sizes, workers.
+        intake: what the model takes of a batch.
+        is_pinned: batches go to a device that copies from pinned memory.
+    """
+
+    def __init__(self, args: TrainingArguments, intake: Intake, is_pinned: bool) -> None:
+        self._args = args
+        self._intake = intake
+        self._is_pinned = is_pinned
+
+    def loader(
+        self,
+        dataset: Any,
+        batch_size: int,
+        collate: Collate,
+        sampler: Sampler[int] | None = None,
+        drop_last: bool = False,
+    ) -> DataLoader[Any]:
+        """A loader of the dataset's rows, not yet prepared.
+
+        Args:
+            dataset: the rows, with all of their columns.
+            batch_size: rows of a batch.
+            collate: from rows to a batch.
+            sampler: their order; None: as they are.
+            drop_last: leave out a last batch with fewer rows.
+        """
+        intake = self._intake
+        labels = {*intake.label_names, "labels", "label", "label_ids"}
+        collating = Collating(collate, intake.kept, intake.loss_of.count, labels)
+        rows = drop_columns(dataset, intake.kept, labels)
+        return make_loader(rows, self._args, batch_size, collating, sampler, drop_last, self._is_pinned)
+
+
+# ---------------------------------------------------------------- the largest batch
+
+
+class LargestBatch:
+    """Searches for the most rows of a micro-batch that fit, by updates on the longest rows of the training data.
+
+    Args:
+        args: of the training.
+        model: what is trained; its weights are put back.
+        intake: what it takes of a batch.
+        create_accelerator: makes the Accelerator of a trial.
+        create_optimizer: makes its optimizer.
+        create_loader: from rows and their number in a batch to a loader.
+    """
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        model: torch.nn.Module,
+        intake: Intake,
+        create_accelerator: Callable[[], Accelerator],
+        create_optimizer: Callable[[], torch.optim.Optimizer],
+        create_loader: Callable[[Sequence[Any], int], DataLoader[Any]],
+    ) -> None:
+        self._args = args
+        self._model = model
+        self._intake = intake
+        self._create_accelerator = create_accelerator
+        self._create_optimizer = create_optimizer
+        self._create_loader = create_loader
+
+    def find(self, dataset: Any, num_processes: int) -> int:
+        """The number of rows; every rank calls it.
+
+        Args:
+            dataset: the training data.
+            num_processes: that share it.
+
+        Raises:
+            BatchSizeError: not even one row fits.
+            ConfigError: a stream.
+        """
+        rows = self._long_rows(dataset)
+        kept = {name: tensor.detach().cpu().clone() for name, tensor in self._model.state_dict().items()}
+        most = max(1, -(-(length_of(dataset) or 1) // num_processes))
+
+        @find_executable_batch_size(starting_batch_size=min(8, most), search="largest", max_batch_size=most)
+        def fits(batch_size: int) -> int:
+            self._try_updates(rows, batch_size)
+            return batch_size
+
+        try:
+            return int(fits())
+        finally:
+            self._model.load_state_dict(kept)
+
+    def _long_rows(self, dataset: Any) -> list[Any]:
+        """The longest of a sample of rows, longest first."""
+        if isinstance(dataset, IterableDataset):
+            raise ConfigError(
+                "per_device_train_batch_size='largest' tries rows of the training data, and a stream has none to try; give a number"
+            )
+        found = drop_columns(dataset, self._intake.kept)
+        step = max(1, len(found) // _NUM_MEASURED_ROWS)
+        rows = [found[index] for index in range(0, len(found), step)]
+        return sorted(rows, key=_num_values, reverse=True)
+
+    def _try_updates(self, rows: Sequence[Any], batch_size: int) -> None:
+        accelerator = self._create_accelerator()
+        accelerator.stop_watching()  # a trial has nothing to save
+        try:
+            recompute_activations(self._args, accelerator, self._model)
+            chosen = [rows[index % len(rows)] for index in range(batch_size * _NUM_TRIAL_UPDATES)]
+            loader = accelerator.prepare(self._create_loader(chosen * accelerator.num_processes, batch_size))
+            self._update(accelerator, loader)
+        finally:
+            undo(self._args, accelerator, self._model)
+
+    def _update(self, accelerator: Accelerator, loader: PreparedLoader) -> None:
+        model, optimizer = accelerator.prepare(self._model, self._create_optimizer())
+        for batch in loader:
+            inputs, num_items = take_count(batch)
+            for piece in accelerator.microbatches(inputs):
+                with accelerator.accumulate(model):
+                    with accelerator.autocast():
+                        loss, _ = self._intake.loss_of(model, piece, num_items)
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
+def _is_forced() -> bool:
+    """Was another device asked for than the one that this machine has?"""
+    return env.get("HEADWAY_DEVICE") not in (None, "", "cuda")
+
+
+def _num_values(row: Any) -> int:
+    values = row.values() if hasattr(row, "values") else row if isinstance(row, tuple | list) else [row]
+    return sum(value.numel() if isinstance(value, torch.Tensor) else _length(value) for value in values)
+
+
+def _length(value: Any) -> int:
+    size = getattr(value, "size", None)
+    return size if isinstance(size, int) else len(value) if isinstance(value, list | tuple) else 1

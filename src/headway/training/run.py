@@ -1,0 +1,48 @@
+"""The run as its Accelerator set it up, for what scripts ask without the Accelerator: states and free functions."""
+
+import weakref
+from typing import ClassVar
+
+from headway.collectives.door import Collectives
+from headway.config.layouts import ParallelismConfig, TorchDynamoPlugin
+from headway.training.windows import Windows
+
+
+class Run:
+    """One Accelerator's run; `Run.latest` is that of the Accelerator built last.
+
+    Attributes:
+        collectives: the way to the other processes.
+        mixed_precision: "no", "bf16" or "fp16".
+        adjust_scheduler: schedules are counted in micro-batches.
+        parallelism_config, dynamo_plugin: what the Accelerator was given.
+        answers_after_end: states speak of this run even when its process runtime has ended.
+    """
+
+    latest: ClassVar["Run | None"] = None
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        mixed_precision: str,
+        accumulation: Windows,
+        adjust_scheduler: bool,
+        parallelism_config: ParallelismConfig | None,
+        dynamo_plugin: TorchDynamoPlugin,
+    ) -> None:
+        if parallelism_config is not None:
+            parallelism_config.check_world(collectives.runtime.world_size)
+        self.collectives = collectives
+        self.mixed_precision = mixed_precision
+        self.adjust_scheduler = adjust_scheduler
+        self.parallelism_config = parallelism_config
+        self.dynamo_plugin = dynamo_plugin
+        self.answers_after_end = True
+        # Weakly: what was prepared goes with its Accelerator.
+        self._accumulation = weakref.ref(accumulation)
+        Run.latest = self
+
+    @property
+    def accumulation(self) -> Windows | None:
+        """The windows, while their Accelerator lives."""
+        return self._accumulation()

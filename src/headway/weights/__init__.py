@@ -1,0 +1,1 @@
+"""Weights on disk: safetensors files written and read as streams, checkpoints found and their names settled."""

@@ -1,0 +1,42 @@
+"""What is generated says what the source says: the tree of docs/architecture.md, and the reference that the site is built from."""
+
+import sys
+
+import pytest
+
+import headway
+from tests.house.tree_of_source import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import pages
+import tree
+
+
+def test_the_architecture_page_holds_the_tree():
+    assert tree.block() in tree.PAGE.read_text(), "run: python scripts/tree.py --write"
+
+
+def test_the_reference_holds_every_public_name_once():
+    text = "\n".join(pages.reference_pages().values())
+    found = [line.removeprefix("::: ") for line in text.splitlines() if line.startswith("::: ")]
+    names = [place.rpartition(".")[2] for place in found if place not in pages.RETURNED]
+    assert sorted(names) == sorted(name for name in headway.__all__ if name != "__version__")
+
+
+@pytest.mark.parametrize("place", pages.RETURNED)
+def test_what_prepare_returns_is_where_the_reference_looks(place):
+    module, _, name = place.rpartition(".")
+    assert f"class {name}" in (ROOT / "src" / (module.replace(".", "/") + ".py")).read_text()
+
+
+def test_every_page_is_in_the_navigation():
+    settings = (ROOT / "docs" / "site.yml").read_text()
+    missing = [
+        page.name for page in (ROOT / "docs").glob("*.md") if page.name not in settings and page.name != "reference.md"
+    ]
+    assert missing == []
+
+
+def test_the_front_page_stays_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100

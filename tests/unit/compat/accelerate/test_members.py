@@ -1,0 +1,113 @@
+"""What scripts read off an Accelerator beside its own members."""
+
+import pytest
+import torch
+
+from headway import Accelerator, DataLoaderConfiguration, RNGType
+from headway.collectives.streams import stream_names
+from headway.errors import ConfigError, UnsupportedError
+
+
+def test_surroundings():
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    assert accelerator.distributed_type == "NO"
+    assert not accelerator.multi_device
+    assert accelerator.should_save_model
+    assert accelerator.dataloader_config.split_batches
+    assert not accelerator.use_stateful_dataloader
+    assert not accelerator.is_composable_parallelism_enabled
+    assert accelerator.fp8_backend is accelerator.torch_device_mesh is accelerator.deepspeed_plugin is None
+    model, loader = accelerator.prepare(
+        torch.nn.Linear(1, 1), torch.utils.data.DataLoader([torch.ones(1)] * 2, batch_size=1)
+    )
+    assert accelerator._models == [model]
+    assert accelerator._dataloaders == [loader]
+    assert accelerator._optimizers == accelerator._schedulers == []
+
+
+def test_no_scaler_without_fp16():
+    assert Accelerator(cpu=True).scaler is None
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    assert accelerator.scaler is None
+    assert accelerator.native_amp
+
+
+def test_the_scaler_is_up_to_date_after_a_step():
+    """As torch's own is after scaler.update(): a script that compares scales sees an overflow at once."""
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert isinstance(accelerator.scaler, torch.amp.GradScaler)
+    before = accelerator.scaler.get_scale()
+    accelerator.backward(model(torch.ones(1, 1)).sum() * float("inf"))
+    optimizer.step()
+    assert accelerator.scaler.get_scale() == before / 2
+    assert accelerator.scaler.state_dict()["scale"] == before / 2
+    assert accelerator.optimizer_step_was_skipped
+
+
+def test_the_scaler_waits_for_the_second_optimizer():
+    """Read between two steps, the scale is that with which the second one's gradients were made."""
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(2)])
+    optimizers = [torch.optim.SGD(part.parameters(), lr=1.0) for part in model]
+    model, *optimizers = accelerator.prepare(model, *optimizers)
+    kept = model[1].weight.item()
+    before = accelerator.scaler.get_scale()
+    accelerator.backward(model[0](torch.ones(1, 1)).sum() * float("inf") + model[1](torch.ones(1, 1)).sum())
+    optimizers[0].step()
+    assert accelerator.scaler.get_scale() == before
+    optimizers[1].step()
+    assert accelerator.scaler.get_scale() == before / 2
+    assert model[1].weight.item() == pytest.approx(kept - 1.0, abs=1e-3)
+
+
+def test_contexts_that_change_nothing(caplog):
+    accelerator = Accelerator(cpu=True)
+    with accelerator.maybe_context_parallel(buffers=[torch.ones(1)], buffer_seq_dims=[0]):
+        pass
+    assert "no context parallelism yet" in caplog.text
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    assert model.weight.grad.item() == 1
+
+
+def test_what_is_refused():
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(UnsupportedError, match="lomo_backward makes updates inside backward"):
+        accelerator.lomo_backward(torch.ones(1), 0.1)
+    with pytest.raises(UnsupportedError, match="slice_fn_for_dispatch is not served"):
+        accelerator.prepare_data_loader(torch.utils.data.DataLoader([1]), slice_fn_for_dispatch=len)
+    with pytest.raises(AttributeError, match="Headway's Accelerator has no 'step': accelerator"):
+        accelerator.step
+    with pytest.raises(AttributeError, match="'Accelerator' object has no attribute 'stepp'"):
+        accelerator.stepp
+    assert not hasattr(accelerator, "fp8_recipe_handler")
+
+
+def test_a_model_over_several_devices_is_known():
+    accelerator, model = Accelerator(cpu=True), torch.nn.Sequential(torch.nn.Linear(1, 1))
+    assert not accelerator.verify_device_map(model)
+    model[0].hf_device_map = {"a": "cpu", "b": "disk"}
+    assert accelerator.verify_device_map(model)
+
+
+def test_streams_by_accelerates_names():
+    assert stream_names(["torch", RNGType.CUDA, "xpu", "generator"]) == ["torch", "device", "generator"]
+    with pytest.raises(ConfigError, match="unknown random stream 'dice'"):
+        Accelerator(cpu=True, rng_types=["dice"])
+    assert Accelerator(cpu=True, rng_types=[RNGType.GENERATOR, "cuda"]).num_processes == 1
+
+
+def test_positions_of_arguments_are_those_of_accelerate():
+    accelerator = Accelerator(
+        True, False, "bf16", 3, True, DataLoaderConfiguration(), None, None, None, None, ["torch"]
+    )
+    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 3)
+
+
+def test_arguments_of_single_preparations():
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1, 1)
+    optimizer = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), device_placement=True)
+    assert optimizer.param_groups[0]["lr"] == 0.1

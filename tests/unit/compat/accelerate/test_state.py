@@ -1,0 +1,145 @@
+"""PartialState, AcceleratorState and GradientState on one process."""
+
+import pytest
+import torch
+
+from headway import Accelerator
+from headway.compat.accelerate import state
+from headway.compat.accelerate.layouts import DistributedType
+from headway.compat.accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
+from headway.errors import ConfigError, UnsupportedError
+from headway.runtime import process
+
+
+@pytest.fixture(autouse=True)
+def nobody_before():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_the_kinds_compare_with_text_and_tpu_is_xla():
+    assert DistributedType.NO == "NO"
+    assert DistributedType.TPU is DistributedType.XLA
+    assert DistributedType("MULTI_GPU") is DistributedType.MULTI_GPU
+    assert str(DistributedType.NO) == "DistributedType.NO"
+
+
+def test_a_partial_state_starts_the_runtime_once():
+    assert PartialState._shared_state == {}
+    first = PartialState(cpu=True)
+    assert PartialState._shared_state["num_processes"] == 1
+    assert first.initialized
+    assert first.runtime is PartialState().runtime is Accelerator(cpu=True).runtime
+    assert (first.device, first.is_main_process, first.distributed_type) == (torch.device("cpu"), True, "NO")
+    assert (first.backend, first.debug, first.fork_launched) == (None, False, False)
+    first.set_device()
+    with pytest.raises(UnsupportedError, match="SageMaker"):
+        PartialState(_use_sagemaker_dp=True)
+
+
+def test_a_partial_state_decorates_and_prints(capsys):
+    here = PartialState(cpu=True)
+    assert here.on_main_process(lambda: 3)() == 3
+    assert here.on_process(lambda: 3, process_index=0)() == 3
+    with here.main_process_first(), here.local_main_process_first():
+        here.print("here")
+    here.wait_for_everyone()
+    state.wait_for_everyone()
+    assert capsys.readouterr().out == "here\n"
+
+
+def test_a_question_does_not_start_an_ended_run_again():
+    accelerator = Accelerator(cpu=True)
+    accelerator.end_training()
+    assert not process.is_started()
+    assert PartialState().is_main_process
+    assert AcceleratorState().mixed_precision == "no"
+    assert not process.is_started()
+
+
+def test_a_state_destroys_the_runtime():
+    PartialState(cpu=True).destroy_process_group()
+    assert not process.is_started()
+
+
+def test_the_accelerators_state():
+    assert not is_initialized()
+    assert AcceleratorState._shared_state == {}
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    assert is_initialized()
+    assert AcceleratorState._shared_state["_mixed_precision"] == "bf16"
+    for each in (accelerator.state, AcceleratorState()):
+        assert each.initialized
+        assert each.mixed_precision == "bf16"
+        assert each.deepspeed_plugin is each.fsdp_plugin is each.megatron_lm_plugin is each.parallelism_config is None
+        assert each.dynamo_plugin.backend == "NO"
+        assert not each.is_fsdp2
+    assert "Mixed precision type: bf16" in repr(accelerator.state)
+    assert accelerator.state is accelerator.state
+    with pytest.raises(ConfigError, match="mixed_precision='fp16', but the Accelerator computes in 'bf16'"):
+        AcceleratorState(mixed_precision="fp16")
+    AcceleratorState._reset_state()
+    assert not is_initialized()
+    assert AcceleratorState(mixed_precision="bf16").mixed_precision == "bf16"
+
+
+def test_a_gradient_state_without_an_accelerator():
+    alone = GradientState()
+    assert not alone.initialized
+    assert (alone.sync_gradients, alone.num_steps, alone.in_dataloader, alone.remainder) == (True, 1, False, -1)
+    assert alone.dataloader_references == [None]
+    alone._set_sync_gradients(False)
+    assert alone.sync_gradients
+
+
+def test_a_gradient_state_reads_the_live_windows():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    live = GradientState()
+    assert live.initialized
+    assert live.plugin_kwargs == {
+        "num_steps": 2, "adjust_scheduler": False, "sync_with_dataloader": True, "sync_each_batch": False,
+    }  # fmt: skip
+    seen = []
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            seen.append((live.sync_gradients, accelerator.gradient_state.sync_gradients))
+            accelerator.backward(model(torch.ones(1, 1)).mean())
+    assert seen == [(False, False), (True, True)] * 2
+    assert "Sync Gradients: True" in repr(live)
+
+
+def test_a_state_does_not_keep_what_was_prepared():
+    import gc
+    import weakref
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    gone = weakref.ref(model)
+    del accelerator, model
+    gc.collect()
+    assert gone() is None
+    assert GradientState().sync_gradients
+
+
+def test_windows_by_hand_hold_step_and_zero_grad():
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = model.weight.item()
+    accelerator.sync_gradients = False
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    assert model.weight.item() == before
+    assert model.weight.grad.item() == 1.0
+    accelerator.sync_gradients = True
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    assert model.weight.item() == pytest.approx(before - 2.0)
+    assert model.weight.grad is None
+    accelerator.sync_gradients = False
+    with accelerator.accumulate(model):  # a window of its own ends what was held
+        assert accelerator.sync_gradients

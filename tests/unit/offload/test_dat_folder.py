@@ -1,0 +1,234 @@
+"""The peer's offload folder: what one library writes the other reads; a folder of another model, a cut file, a bad name."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+from headway import (
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    dispatch_model,
+    extract_submodules_state_dict,
+    init_empty_weights,
+    load_offloaded_weight,
+    load_offloaded_weights,
+    offload_state_dict,
+    offload_weight,
+    read_offload_index,
+    save_offload_index,
+)
+from headway.errors import CheckpointError, ConfigError
+from headway.weights.names import is_mapped
+from tests.unit.placement.models import Chain, build
+
+needs_peer = pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="the peer is not installed")
+
+TENSORS = {
+    "a.weight": torch.arange(6.0).view(2, 3),
+    "a.bias": torch.randn(3).bfloat16(),
+    "half": torch.randn(4, 1).half(),
+    "count": torch.tensor(7),
+    "flags": torch.tensor([True, False]),
+    "small": torch.randn(8).to(torch.float8_e4m3fn),
+    "ints": torch.arange(5, dtype=torch.uint8),
+    "turned": torch.arange(6.0).view(2, 3).t(),
+    "wide": torch.randn(2, 2, dtype=torch.float64),
+}
+
+
+def same(one, other):
+    return one.dtype == other.dtype and torch.equal(
+        one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8)
+    )
+
+
+def test_written_and_mapped_back(tmp_path):
+    offload_state_dict(tmp_path / "new", TENSORS)
+    loaded = OffloadedWeightsLoader(save_folder=tmp_path / "new")
+    assert list(loaded) == list(TENSORS)
+    assert len(loaded) == len(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert loaded[name].shape == tensor.shape
+        assert same(loaded[name], tensor), name
+    assert not list((tmp_path / "new").glob(".*"))
+
+
+@needs_peer
+def test_the_peer_reads_what_headway_writes(tmp_path):
+    from accelerate.utils import OffloadedWeightsLoader as TheirLoader
+
+    offload_state_dict(tmp_path, TENSORS)
+    theirs = TheirLoader(save_folder=str(tmp_path))
+    for name, tensor in TENSORS.items():
+        assert theirs[name].shape == tensor.shape
+        assert same(theirs[name], tensor), name
+
+
+@needs_peer
+def test_headway_reads_what_the_peer_writes(tmp_path):
+    from accelerate.utils import offload_state_dict as their_offload
+
+    their_offload(str(tmp_path), TENSORS)
+    ours = OffloadedWeightsLoader(save_folder=tmp_path)
+    for name, tensor in TENSORS.items():
+        assert ours[name].shape == tensor.shape
+        assert same(ours[name], tensor), name
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 4), max_size=3), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
+)
+def test_any_shape_comes_back(tmp_path_factory, shape, dtype):
+    folder = tmp_path_factory.mktemp("dat")
+    tensor = torch.randint(-9, 9, shape).to(dtype)
+    index = offload_weight(tensor, "w", folder, {})
+    found = load_offloaded_weight(folder / "w.dat", index["w"])
+    assert found.shape == tensor.shape
+    assert same(found, tensor)
+
+
+def test_what_is_written_to_a_mapped_tensor_never_reaches_the_file(tmp_path):
+    offload_state_dict(tmp_path, {"w": torch.ones(4)})
+    OffloadedWeightsLoader(save_folder=tmp_path)["w"].fill_(5.0)
+    assert OffloadedWeightsLoader(save_folder=tmp_path)["w"].tolist() == [1.0] * 4
+
+
+def test_a_folder_of_another_model_is_refused_and_parts_of_one_are_not(tmp_path):
+    offload_state_dict(tmp_path, {"a": torch.ones(2)})
+    offload_state_dict(tmp_path, {"b": torch.ones(3)})
+    with pytest.raises(ConfigError, match=r"holds another model: a is .*\[2\].* there, and \[3\]"):
+        offload_state_dict(tmp_path, {"c": torch.ones(1), "a": torch.ones(3)})
+    assert list(read_offload_index(tmp_path)) == ["a", "b"]
+    assert not (tmp_path / "c.dat").exists()
+    save_offload_index(None, tmp_path)
+    save_offload_index({}, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("content", [None, b"\0" * 7, b"\0" * 9])
+def test_a_missing_or_cut_file(tmp_path, content):
+    offload_state_dict(tmp_path, {"w": torch.ones(2)})
+    (tmp_path / "w.dat").unlink()
+    if content is not None:
+        (tmp_path / "w.dat").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"w\.dat is (missing|7 bytes|9 bytes), but its entry says \[2\]"):
+        OffloadedWeightsLoader(save_folder=tmp_path)["w"]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"dtype": "load", "shape": [2]}, {"dtype": "float32"}, {"dtype": "float32", "shape": [-2]}, {"shape": [2]}],
+)
+def test_an_entry_that_says_nothing_sensible(tmp_path, entry):
+    (tmp_path / "w.dat").write_bytes(b"\0" * 8)
+    with pytest.raises(CheckpointError, match="needs a dtype of torch and a shape"):
+        load_offloaded_weight(tmp_path / "w.dat", entry)
+
+
+def test_an_index_that_is_none_and_names_that_leave_the_folder(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot be read as an offload index"):
+        read_offload_index(tmp_path)
+    (tmp_path / "index.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match="gives no entry for each name"):
+        OffloadedWeightsLoader(save_folder=tmp_path)
+    with pytest.raises(ConfigError, match="not a name of a tensor"):
+        offload_weight(torch.ones(1), "../w", tmp_path)
+    index = {"../w": {"dtype": "float32", "shape": [1]}}
+    with pytest.raises(ConfigError, match="not a name of a tensor"):
+        OffloadedWeightsLoader(save_folder=tmp_path, index=index)["../w"]
+    with pytest.raises(ConfigError, match="meta device"):
+        offload_weight(torch.ones(1, device="meta"), "w", tmp_path)
+    with pytest.raises(ConfigError, match="got no weights"):
+        OffloadedWeightsLoader()
+    with pytest.raises(ConfigError, match="no save_folder was given"):
+        OffloadedWeightsLoader(index=index)["../w"]
+
+
+def test_memory_comes_before_files_and_safetensors_are_read_in_place(tmp_path):
+    offload_state_dict(tmp_path, {"a": torch.ones(2), "b": torch.ones(2)})
+    save_file({"inner": torch.full((2,), 3.0)}, tmp_path / "more.safetensors")
+    index = {
+        **read_offload_index(tmp_path),
+        "c": {"safetensors_file": str(tmp_path / "more.safetensors"), "weight_name": "inner"},
+        "d": {"safetensors_file": str(tmp_path / "more.safetensors"), "weight_name": "inner", "dtype": "bfloat16"},
+        "e": {"safetensors_file": str(tmp_path / "more.safetensors")},
+    }
+    loaded = OffloadedWeightsLoader({"a": torch.zeros(2)}, tmp_path, index)
+    assert list(loaded) == ["a", "b", "c", "d", "e"]
+    assert loaded["a"].tolist() == [0.0, 0.0]
+    assert loaded["c"].tolist() == [3.0, 3.0]
+    assert loaded["d"].dtype == torch.bfloat16
+    assert [loaded.is_mapped(name, loaded[name].dtype) for name in "abcd"] == [False, True, True, False]
+    with pytest.raises(CheckpointError, match="holds no tensor 'e'"):
+        loaded["e"]
+    with pytest.raises(KeyError):
+        loaded["f"]
+
+
+def test_prefixes_and_submodules():
+    names = ["h.1.a", "h.1.b", "h.10.a", "h.1", "x"]
+    state = dict.fromkeys(names, 0)
+    prefixed = PrefixedDataset(state, "h.1.")
+    assert (list(prefixed), len(prefixed), dict(prefixed)) == (["a", "b"], 2, {"a": 0, "b": 0})
+    assert "b" in prefixed
+    assert "x" not in prefixed
+    assert list(extract_submodules_state_dict(state, ["h.1"])) == ["h.1.a", "h.1.b", "h.1"]
+    assert list(extract_submodules_state_dict(state, ["x", "h.10"])) == ["h.10.a", "x"]
+
+
+def test_load_offloaded_weights_gives_a_skeleton_its_values(tmp_path):
+    model = Chain(2)
+    offload_state_dict(tmp_path, model.state_dict())
+    with init_empty_weights():
+        empty = Chain(2)
+    load_offloaded_weights(empty, read_offload_index(tmp_path), tmp_path)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(empty.state_dict()[name], tensor)
+    assert empty.head.weight is empty.embedding.weight
+    assert is_mapped(empty.blocks[0].up.weight)
+    load_offloaded_weights(empty, None, None)
+    wider = Chain(2, width=8)
+    before = wider.head.weight.clone()
+    with pytest.raises(CheckpointError, match="the folder is another model's"):
+        load_offloaded_weights(wider, read_offload_index(tmp_path), tmp_path)
+    assert torch.equal(wider.head.weight, before)
+    with pytest.raises(CheckpointError, match=r"Linear has no embedding\.weight"):
+        load_offloaded_weights(nn.Linear(2, 2), read_offload_index(tmp_path), tmp_path)
+
+
+@needs_peer
+def test_a_model_that_the_peer_offloaded_runs_from_its_folder(tmp_path):
+    """Its disk_offload writes the folder; Headway uses the files where they lie."""
+    from accelerate import disk_offload
+
+    torch.manual_seed(0)
+    model = build("llama").eval()
+    ids = torch.arange(8)[None]
+    expected = model(ids).logits
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    disk_offload(model, str(tmp_path), "cpu")
+    with init_empty_weights(include_buffers=False):
+        ours = build("llama").eval()
+    dispatch_model(ours, {"": "disk"}, offload_dir=tmp_path, offload_index=read_offload_index(tmp_path))
+    assert torch.equal(ours(ids).logits, expected)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in ours.state_dict().items())
+    assert not (tmp_path / "offloaded.safetensors").exists()
+
+
+def test_another_floating_type_is_converted(tmp_path):
+    offload_state_dict(tmp_path, {"weight": torch.ones(2, 2).half(), "bias": torch.ones(2).half()})
+    with init_empty_weights():
+        model = nn.Linear(2, 2)
+    dispatch_model(model, {"": "cpu"}, offload_dir=tmp_path, offload_index=read_offload_index(tmp_path))
+    assert model.weight.dtype == torch.float32
+    assert not is_mapped(model.weight)
+    index = json.loads((tmp_path / "index.json").read_text())
+    index["bias"]["dtype"] = "int16"
+    with pytest.raises(CheckpointError, match="bias is"):
+        load_offloaded_weights(model, index, tmp_path)

@@ -1,0 +1,193 @@
+"""Streaming, with copies within host memory in place of those to a device: order, budget, ties, gradients, errors."""
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from headway import dispatch_model
+from headway.offload.execution import Execution, undispatch
+from headway.offload.stream import DeviceStream, HostTransport
+from headway.placement.device_map import DeviceMap
+from headway.placement.homes import Placement
+
+CPU = torch.device("cpu")
+
+
+def streamed(model, preload=()):
+    """Every tensor of the model is copied for each use, as if the CPU's memory were a device's."""
+    undispatch(model)
+    homes = {name: "disk" for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
+    execution = Execution(model, Placement(DeviceMap({"": "disk"}), CPU, homes), [], list(preload), HostTransport())
+    execution.attach()
+    assert isinstance(execution.stream, DeviceStream)
+    return execution.stream
+
+
+class Twice(nn.Module):
+    """Blocks used twice, out of order, one shared, one tied, one within another."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.alias = self.a
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.a.weight
+        self.own = nn.Parameter(torch.randn(4))
+        self.rnn = nn.LSTM(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.attention = nn.MultiheadAttention(4, 2)
+
+    def forward(self, x, swap=False):
+        order = [self.c, self.a, self.b, self.a, self.alias, self.tied]
+        for part in reversed(order) if swap else order:
+            x = torch.tanh(part(x)) + self.own
+        x = self.norm(self.rnn(x)[0])
+        return self.attention(x, x, x)[0]
+
+
+@pytest.fixture
+def pair():
+    torch.manual_seed(0)
+    whole = Twice().eval()
+    return whole, copy.deepcopy(whole)
+
+
+INPUTS = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+def test_outputs_are_those_of_the_whole_model_in_any_order_of_use(pair):
+    whole, model = pair
+    stream = streamed(model)
+    with torch.no_grad():
+        for swap in (False, False, True, False, True, True):
+            assert torch.equal(model(INPUTS, swap), whole(INPUTS, swap))
+    assert stream.bytes_on_device <= stream.num_bytes
+    with torch.inference_mode():
+        assert torch.equal(model(INPUTS), whole(INPUTS))
+    assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+
+
+def test_copies_stay_within_the_window_and_shared_tensors_travel_once():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(12)))
+    model[9].weight = model[2].weight
+    stream = streamed(model)
+    one = 16 * 16 * 4
+    stream.window = 2 * one
+    seen = []
+    for part in model:
+        part.register_forward_hook(lambda *_: seen.append(stream.bytes_on_device))
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(1, 16))
+    # The window, the module in use, and the tensor that two modules use.
+    assert max(seen) <= 4 * one
+    # 11 tensors, one of which is never copied again; each pass ends with its successor's copies under way.
+    assert stream.traffic.num_bytes <= (1 + 10 * 3 + 2) * one
+
+
+def test_changed_weights_are_never_stale(pair):
+    whole, model = pair
+    streamed(model)
+    with torch.no_grad():
+        model(INPUTS)
+        for each in (whole, model):
+            for parameter in each.parameters():
+                parameter.mul_(0.5)
+        assert torch.equal(model(INPUTS), whole(INPUTS))
+    other = Twice().state_dict()
+    for each in (whole, model):
+        each.load_state_dict(other)
+    with torch.no_grad():
+        assert torch.equal(model(INPUTS), whole(INPUTS))
+
+
+def test_a_frozen_model_with_a_trained_adapter(pair):
+    whole, model = pair
+    for each in (whole, model):
+        each.requires_grad_(False)
+        each.adapter = nn.Linear(4, 4)
+        each.adapter.load_state_dict({"weight": torch.eye(4), "bias": torch.ones(4)})
+    streamed(model)
+    for each in (whole, model):
+        optimizer = torch.optim.Adam(each.adapter.parameters(), lr=0.1)
+        for _ in range(3):
+            each(each.adapter(INPUTS)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(model.adapter.weight, whole.adapter.weight)
+    assert not torch.equal(model.adapter.weight, torch.eye(4))
+
+
+def test_backward_brings_weights_again_instead_of_keeping_them():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8))).requires_grad_(False)
+    stream = streamed(model)
+    stream.window = 2 * 16 * 17 * 4
+    inputs = torch.randn(2, 16, requires_grad=True)
+    loss = model(inputs).sum()
+    moved = stream.traffic.num_bytes
+    assert stream.bytes_on_device <= 3 * 16 * 17 * 4
+    loss.backward()
+    assert stream.traffic.num_bytes >= moved + 8 * 16 * 16 * 4
+
+
+def test_full_training_brings_gradients_home(pair):
+    whole, model = pair
+    streamed(model)
+    for each in (whole, model):
+        each(INPUTS).square().sum().backward()
+    for (name, wanted), found in zip(whole.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(wanted.grad, found.grad), name
+
+
+def test_an_error_in_a_forward_leaves_real_weights_behind(pair):
+    whole, model = pair
+    streamed(model)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(3, 5))
+    assert torch.equal(model(INPUTS), whole(INPUTS))
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in whole.state_dict().items())
+
+
+def test_a_copy_of_the_model_is_a_model_of_its_own(pair):
+    whole, model = pair
+    streamed(model)
+    model(INPUTS)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert not torch.equal(other(INPUTS), whole(INPUTS))
+    assert torch.equal(model(INPUTS), whole(INPUTS))
+
+
+def test_modules_that_use_the_weights_of_others(pair):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.inner.weight)
+
+    whole = Outer()
+    model = copy.deepcopy(whole)
+    stream = streamed(model, preload=["Outer"])
+    with torch.no_grad():
+        assert torch.equal(model(INPUTS), whole(INPUTS))
+    assert stream.traffic.num_bytes == 20 * 4
+
+
+def test_taking_it_off(pair, tmp_path):
+    whole, model = pair
+    streamed(model)
+    undispatch(model)
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in model.modules())
+    save_file({"w": torch.zeros(1)}, tmp_path / "x.safetensors")
+    dispatch_model(model, {"": "cpu"})
+    assert torch.equal(model(INPUTS), whole(INPUTS))

@@ -1,0 +1,57 @@
+"""Where CUDA was first used. No GPU here: torch's queue of calls at that moment is run by hand (tests/gpu has the real one)."""
+
+import linecache
+import subprocess
+import sys
+
+import pytest
+
+from headway import scope
+from headway.launch import notebook
+from headway.runtime import device
+
+CELL = "import torch\n\nmodel = start()\n"
+
+
+@pytest.fixture
+def first_use():
+    scope.drop(device.FirstUse)
+    yield scope.own(device.FirstUse)
+    scope.drop(device.FirstUse)
+
+
+def test_the_cell_is_named(first_use):
+    path = "/tmp/ipykernel_1/123.py"
+    linecache.cache[path] = (len(CELL), None, CELL.splitlines(keepends=True), path)
+    exec(compile(CELL, path, "exec"), {"start": device._note_first_use, "In": ["", "1 + 1", CELL]})
+    assert first_use.place == "line 3 of the cell In [2]: model = start()"
+    del linecache.cache[path]
+
+
+def test_a_line_of_a_script_is_named(first_use):
+    device._note_first_use()
+    assert first_use.place.startswith(f"{__file__}:")
+    assert first_use.place.endswith("device._note_first_use()")
+
+
+@pytest.mark.slow
+def test_torch_calls_it_at_its_first_use():
+    # torch's own queue, emptied as its initialisation does it.
+    code = (
+        "import torch, headway.runtime.device as d\nfrom headway import scope\nassert scope.own(d.FirstUse).place is None\n"
+        "queued = [call for call, _ in torch.cuda._queued_calls]\nassert d._note_first_use in queued\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_launch_says_what_is_taken(monkeypatch, capsys, first_use):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 << 30)
+    first_use.place = "line 3 of the cell In [2]: model.cuda()"
+    notebook._tell_what_is_taken()
+    told = capsys.readouterr().err
+    assert "since line 3 of the cell In [2]: model.cuda()" in told
+    assert "3.0 GiB less" in told

@@ -1,0 +1,47 @@
+"""What can be read of a Trainer's optimizer and schedule when its training is over."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from headway import Trainer, TrainerCallback
+from headway.errors import StateError
+from tests.unit.trainer.models import Net, Points, arguments, cross_entropy
+
+
+@pytest.mark.parametrize("name", ["linear", "reduce_lr_on_plateau", "own"])
+def test_the_optimizer_can_be_read_after_the_training(tmp_path, name):
+    class Own(Trainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            if name != "own":
+                return super().create_scheduler(num_training_steps, optimizer)
+            one, other = (torch.optim.lr_scheduler.ConstantLR(optimizer, factor) for factor in (0.5, 0.25))
+            return torch.optim.lr_scheduler.SequentialLR(optimizer, [one, other], [3])
+
+    last = {}
+    held = []
+
+    class Last(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer, lr_scheduler, **kwargs):
+            last.update(rates=[group["lr"] for group in optimizer.param_groups], schedule=lr_scheduler.get_last_lr())
+            held[:] = [weakref.ref(optimizer.state[next(iter(optimizer.state))]["exp_avg"])]
+
+    given = {"lr_scheduler_type": "linear" if name == "own" else name, "eval_strategy": "epoch", "max_steps": 4}
+    trainer = Own(Net(), arguments(tmp_path, **given), train_dataset=Points(20), eval_dataset=Points(4),
+                  loss_function=cross_entropy, callbacks=[Last])  # fmt: skip
+    assert trainer.optimizer is None
+    trainer.train()
+    assert isinstance(trainer.optimizer, torch.optim.AdamW)
+    assert trainer.get_learning_rates() == [group["lr"] for group in trainer.optimizer.param_groups] == last["rates"]
+    assert trainer.lr_scheduler.get_last_lr() == last["schedule"]
+    assert trainer.lr_scheduler.optimizer is trainer.optimizer
+    weight = trainer.model.body[0].weight
+    assert trainer.get_optimizer_group(weight)["weight_decay"] == 0.0
+    with pytest.raises(StateError, match="freed when the training ended"):
+        trainer.optimizer.state_dict()
+    gc.collect()
+    assert held[0]() is None
+    assert trainer.train().global_step == 4  # with one of its own
+    assert trainer.evaluate()["eval_loss"] > 0

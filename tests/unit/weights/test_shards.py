@@ -1,0 +1,100 @@
+"""The one writer of safetensors: what it writes, others' readers read; and the one reader of headers."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headway.errors import CheckpointError
+from headway.weights.shards import CODES, DTYPES, Spec, is_same, read_header, widest_first, write_file
+
+
+def specs_of(tensors):
+    return {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def header(path):
+    with open(path, "rb", buffering=0) as file:
+        return read_header(file, path)
+
+
+def some(dtype):
+    return torch.arange(6, dtype=torch.float32).reshape(2, 3).to(dtype)
+
+
+TENSORS = {
+    "flag": some(torch.bool), "half": some(torch.bfloat16), "none": torch.empty(0, 3), "one": torch.ones(()),
+    "wide": some(torch.float64), "turned": some(torch.float32).t(), "é": some(torch.int16),
+}  # fmt: skip
+
+
+def test_others_read_every_dtype(tmp_path):
+    tensors = {code: some(dtype) if code != "F8_E8M0" else torch.ones(6, dtype=dtype) for code, dtype in DTYPES.items()}
+    write_file(tmp_path / "f", specs_of(tensors), tensors.items())
+    read = load_file(tmp_path / "f")
+    assert all(is_same(read[name], tensor) for name, tensor in tensors.items())
+    assert {CODES[tensor.dtype] for tensor in read.values()} == set(DTYPES)
+
+
+def test_values_come_in_any_order_and_lie_as_was_said(tmp_path):
+    specs = widest_first(specs_of(TENSORS))
+    write_file(tmp_path / "f", specs, reversed(TENSORS.items()), {"whose": "mine"})
+    found = header(tmp_path / "f")
+    assert list(found.tensors) == list(specs)
+    assert found.metadata == {"format": "pt", "whose": "mine"}
+    assert all(start % spec.dtype.itemsize == 0 for spec, start in found.tensors.values())
+    read = load_file(tmp_path / "f")
+    assert all(is_same(read[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_the_bytes_pass_by_in_the_files_order(tmp_path):
+    passed = []
+    write_file(tmp_path / "f", specs_of(TENSORS), TENSORS.items(), passing=lambda view: passed.append(bytes(view)))
+    assert b"".join(passed) == (tmp_path / "f").read_bytes()
+
+
+def test_what_others_wrote_is_read(tmp_path):
+    save_file({name: tensor.contiguous() for name, tensor in TENSORS.items()}, tmp_path / "f", {"a": "b"})
+    found = header(tmp_path / "f")
+    assert {name: spec for name, (spec, _) in found.tensors.items()} == specs_of(TENSORS)
+    assert found.metadata == {"a": "b"}
+
+
+@pytest.mark.parametrize(("values", "said"), [
+    ([], "no values came for a"), ([("a", torch.ones(3))], r"a came as \[3\]"), ([("b", torch.ones(2))], "b came as"),
+    ([("a", torch.ones(2).double())], "a came as .*float64"),
+])  # fmt: skip
+def test_other_values_than_were_said_are_refused(tmp_path, values, said):
+    with pytest.raises(CheckpointError, match=said):
+        write_file(tmp_path / "f", {"a": Spec((2,), torch.float32)}, values)
+
+
+@pytest.mark.parametrize(("name", "dtype", "said"), [
+    ("a", torch.complex128, "a is of torch.complex128, which the safetensors format does not have"),
+    ("\ud800", torch.float32, "which UTF-8 does not have"),
+])  # fmt: skip
+def test_what_the_format_lacks_is_refused(tmp_path, name, dtype, said):
+    with pytest.raises(CheckpointError, match=said):
+        write_file(tmp_path / "f", {name: Spec((2,), dtype)}, [(name, torch.ones(2, dtype=dtype))])
+
+
+@pytest.mark.parametrize("entry", [
+    {"dtype": "F33", "shape": [1], "data_offsets": [0, 4]}, {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
+    {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}, {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]},
+    {"dtype": "F32", "shape": [2**62, 0], "data_offsets": [0, 0]}, {"dtype": [], "shape": 1}, None, [],
+])  # fmt: skip
+def test_a_header_that_breaks_a_rule_is_refused(tmp_path, entry):
+    text = json.dumps({"a": entry}).encode()
+    (tmp_path / "f").write_bytes(len(text).to_bytes(8, "little") + text + b"1234")
+    with pytest.raises(CheckpointError, match=str(tmp_path / "f")):
+        header(tmp_path / "f")
+
+
+def test_a_full_disk_is_an_os_error():
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full here")
+    with pytest.raises(OSError, match="No space left"):
+        write_file(Path("/dev/full"), {"a": Spec((2,), torch.float32)}, [("a", torch.ones(2))])
