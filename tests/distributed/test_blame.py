@@ -1,6 +1,5 @@
 """Hangs in which the wrong rank used to be named, or none: in saves, after the script's end, and what a run leaves behind."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -119,15 +118,13 @@ def test_a_disk_that_answers_nobody_is_told_and_waited_for(tmp_path):
         assert "its file system does not answer" in line
         folders = list(tmp_path.glob(".staging-one-*"))
         fifos = [path for folder in folders for path in folder.glob("*.safetensors")]
-        readers = []
-        for path in fifos:  # now it does
-            # The first rank that goes on fails, and takes the folder away: possibly before the next pipe is opened.
-            with contextlib.suppress(FileNotFoundError):
-                readers.append(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-        assert readers
+        # The rank that goes on first fails and takes the folder away, so all pipes are held before one of them is read.
+        held = [os.open(path, os.O_PATH) for path in fifos]
+        readers = [os.open(f"/proc/self/fd/{pipe}", os.O_RDONLY | os.O_NONBLOCK) for pipe in held]  # now it does
+        assert len(readers) == 6
         _, err = process.communicate(timeout=120)
-        for reader in readers:
-            os.close(reader)
+        for descriptor in held + readers:
+            os.close(descriptor)
     finally:
         process.kill()
     # A pipe cannot be forced to the disk: the ranks go on, and say so.
