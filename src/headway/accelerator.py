@@ -30,7 +30,8 @@ from headway.optional import Later
 from headway.precision.mixed import build_precision
 from headway.resume.arguments import check_load_arguments, check_save_arguments
 from headway.resume.checkpoints import Checkpoints, HookHandle, LoadHook, SaveHook
-from headway.resume.run import Restored, RunState
+from headway.resume.restored import Restored
+from headway.resume.run import RunState
 from headway.runtime import events, process, pulse
 from headway.runtime.control import note_progress
 from headway.strategies.build import build_strategy

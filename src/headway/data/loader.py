@@ -24,17 +24,31 @@ from headway.errors import DataError
 class LoaderEvents:
     """What the loaders of one run tell: which are in iteration, and to whoever listens, when they fetch.
 
+    A loop may ask one loader while it holds another's batch: in `zip(one, other)`, or in an evaluation that comes before the
+    training on the batch in hand. A state taken there would count that batch as done, and a resumed run would leave it out.
+
     Attributes:
         active: loaders in iteration, innermost last.
+        in_hand: loaders that gave a batch which no micro-batch has begun with, in that order; a micro-batch takes them all.
         asked: called before a batch is asked for.
         came: called when it is there, on its device or on its way to it.
         left: called when a pass is over, or was broken off.
     """
 
     active: list["PreparedLoader"] = field(default_factory=list)
+    in_hand: list["PreparedLoader"] = field(default_factory=list)
     asked: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
     came: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
     left: list[Callable[[], None]] = field(default_factory=list)
+
+    def is_free(self, loader: "PreparedLoader") -> bool:
+        """`loader` is asked: may the run end before, as no other loader's batch is in hand?
+
+        One that is asked again has had its batch used or dropped, and so have those that were read inside its loop.
+        """
+        if loader in self.in_hand:
+            del self.in_hand[self.in_hand.index(loader) :]
+        return not any(each in self.active for each in self.in_hand)
 
     def leave(self, loader: "PreparedLoader") -> None:
         """Its latest pass is over: a loader may be in iteration several times."""
@@ -121,6 +135,7 @@ class PreparedLoader(DataLoader[Any]):
                 position.share = share
                 position.previous = position.consumed
                 position.consumed += share.num_samples
+                events.in_hand.append(self)
                 for told in events.came:
                     told(self)
                 yield batch

@@ -18,7 +18,8 @@ from headway.log import get_logger
 from headway.optional import Later
 from headway.resume.evaluation import Beginning
 from headway.resume.place import Place
-from headway.resume.run import Restored, RunState
+from headway.resume.restored import Restored
+from headway.resume.run import RunState
 from headway.runtime.callers import Callers, calling_ranks
 from headway.training.step import Moments
 

@@ -2,8 +2,8 @@
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from headway.resume.checks import unfit
 from headway.resume.evaluation import Beginning, Evaluations
 from headway.resume.marks import Changed, Mark, has_changing_state
 from headway.resume.passes import Passes
+from headway.resume.restored import Restored
 from headway.resume.saved import SavedRun, read_run
 from headway.runtime.events import notify
 from headway.runtime.process import ProcessRuntime
@@ -35,25 +36,6 @@ from headway.training.windows import Clock, Windows
 from headway.version import __version__
 
 log = get_logger(__name__)
-
-
-@dataclass
-class Restored:
-    """What a load took up, and what is not as it was saved.
-
-    Attributes:
-        folder: the checkpoint.
-        about: its counters, world and versions.
-        differences: one line each.
-    """
-
-    folder: Path
-    about: Mapping[str, Any]
-    differences: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        head = f"resumed from {self.folder} after {self.about['num_updates']} updates, epoch {self.about['epoch']}"
-        return "\n  ".join([head, *self.differences])
 
 
 class RunState:
@@ -100,7 +82,6 @@ class RunState:
         self._accumulation = accumulation
         self._clock = clock
         self._mark: Mark | None = None
-        # Note where each window begins, where one may be saved in its middle.
         preparation.events.asked.append(self._before_fetch)
 
     @property
@@ -160,18 +141,19 @@ class RunState:
         self._ask = ask
 
     def _before_fetch(self, loader: PreparedLoader) -> None:
-        self._note_window()
+        if is_free := self._preparation.events.is_free(loader):
+            self._note_window()
         if self._began is not None:
             self._passes.note(loader)
-            if self._told_over is not None:
-                self._check_told(self._told_over)
+            self._check_told()
         if self._ask is not None:
             self.evaluations.note(loader)
-            self._ask(loader)
+            if is_free:
+                self._ask(loader)
 
-    def _check_told(self, num_windows: int) -> None:
+    def _check_told(self) -> None:
         """A save in this epoch told that it was over: is something trained all the same?"""
-        if self.num_windows > num_windows:
+        if self._told_over is not None and self.num_windows > self._told_over:
             self._told_over = None
             log.warning_once(
                 "a checkpoint was saved between two loops of epoch %d that train: it counts as saved at the epoch's end, and a run "
@@ -180,6 +162,7 @@ class RunState:
             )
 
     def _note_window(self) -> None:
+        """Note where a window begins, where one may be saved in its middle."""
         if self._accumulation.num_steps > 1 and not self._accumulation.is_unfinished:
             loaders = self._preparation.loaders
             # Reading all streams costs about 90 us.
@@ -416,8 +399,9 @@ class RunState:
     def _agree(self, failure: str | None) -> list[str]:
         """What failed on any rank: all of them take the state up, or none."""
         told = self._collectives.gather_objects(failure)
-        is_one = len(told) == 1
-        return [text if is_one else f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+        return [
+            text if len(told) == 1 else f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None
+        ]
 
     def _compare(self, saved: SavedRun) -> list[str]:
         """What is not as it was; nothing is changed."""

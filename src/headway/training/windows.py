@@ -142,6 +142,7 @@ class Windows:
             "sync_with_loader",
             "sync_each",  # settings
             "active",
+            "_in_hand",
             "trained_on",
             "restarted",
             "_elsewhere",  # of the loop around the batch, and of who listens
@@ -164,6 +165,7 @@ class Windows:
         self.sync_with_loader = sync_with_loader
         self.sync_each = sync_each
         self.active = events.active
+        self._in_hand = events.in_hand
         self.restarted: list[Callable[[], None]] = []
         self.current = Window()
         self.is_last = True
@@ -194,6 +196,7 @@ class Windows:
             window.num_done += 1
             window.batch = piece.batch
         window.micro_weight = None
+        self._in_hand.clear()
         loader = self.note_loader()
         is_end = self.sync_with_loader and loader is not None and loader.is_last
         self.is_last = window.is_last = (is_end or window.num_done >= self.num_steps) and piece.is_last
@@ -203,6 +206,7 @@ class Windows:
     def begin_alone(self) -> Window:
         """A backward comes outside any micro-batch: a window of its own."""
         self.num_windows += 1
+        self._in_hand.clear()
         self.note_loader()
         self.is_last = True
         self.current = Window(number=self.num_windows, num_done=1, is_last=True, is_by_hand=self.num_steps > 1)
