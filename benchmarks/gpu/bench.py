@@ -90,8 +90,8 @@ class Bench:
 
     def row(self, row: Row) -> None:
         """One figure is known: printed, and kept even where the step does not end."""
-        self.say("  " + shown(asdict(row)))
         self._add(asdict(row))
+        self.say("  " + shown(asdict(row)))
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:

@@ -13,6 +13,8 @@ NO_GPU = (
     "fast a GPU is.**"
 )
 
+BEGUN = "begun, and not ended"
+
 
 class Record:
     """What the steps found.
@@ -35,7 +37,7 @@ class Record:
         """A step begins; what it found before is forgotten."""
         self.steps[name] = {
             "question": question,
-            "state": "running",
+            "state": BEGUN,
             "size": size,
             "date": date.today().isoformat(),
             "seconds": None,
@@ -58,7 +60,7 @@ class Record:
         self.write()
 
     def missed(self) -> list[str]:
-        """What was wanted and does not hold, in the steps that ran last."""
+        """What was wanted and does not hold, of each step as it ran last."""
         return [
             f"{name}: {shown(row)}"
             for name, step in self.steps.items()

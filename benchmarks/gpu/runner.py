@@ -82,10 +82,10 @@ def _run(
             state = "done" if code == 0 else f"failed with exit code {code}"
         except subprocess.TimeoutExpired:
             state = f"ended at its limit of {limit:.0f} s"
-        finally:
+        finally:  # also where this process is told to end
             _end(process)
-        reader.join(10)
-        tell(_whole_lines(rows))
+            reader.join(10)
+            tell(_whole_lines(rows))
         return state, monotonic() - begun, list(last_lines)
 
 

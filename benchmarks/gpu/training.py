@@ -86,4 +86,6 @@ def through(library: str, bench: Bench, made: tuple[Any, ...], precision: str = 
 
 def accelerator_of(library: str, bench: Bench, **options: Any) -> Any:
     """The library's Accelerator on the step's device."""
+    if library == "accelerate":  # a process of its has one precision for good, and a step compares several
+        import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
     return import_module(library).Accelerator(cpu=bench.is_cpu, **options)

@@ -3,14 +3,21 @@
 import json
 import subprocess
 import sys
+import warnings
 import zipfile
+from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
 
 from benchmarks.gpu.__main__ import SIZES, lacking, unpack
+from benchmarks.gpu.bench import SIZES as SIZES_OF_STEPS
+from benchmarks.gpu.cap import capped
 from benchmarks.gpu.plan import STEPS, TOTAL, Step, named
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.runner import ROOT, run_all
+from benchmarks.gpu.waits import waits
 from tests.distributed.test_launch import wait_until_gone
 
 STEP = "tests.distributed.gpu_steps"
@@ -27,9 +34,7 @@ def test_every_step_keeps_its_promise_whatever_came_before():
     assert [step.name for step in named(["saves", "gpt2"])] == ["gpt2", "saves"]
     assert named([]) == STEPS
     assert lacking(["json", "no_such_module"]) == ["no_such_module"]
-    from benchmarks.gpu.bench import SIZES as OF_STEPS
-
-    assert SIZES == OF_STEPS
+    assert SIZES == SIZES_OF_STEPS
 
 
 @pytest.mark.slow
@@ -63,7 +68,58 @@ def test_a_step_that_fails_or_never_ends_leaves_the_others_alive(tmp_path, capfd
     again.begin("sound", "sound?", "smallest")
     kept = json.loads(again.json.read_text())["steps"]
     assert kept["broken"] == broken
-    assert kept["sound"]["state"] == "running"
+    assert kept["sound"]["state"] == "begun, and not ended"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_ended_leaves_what_it_found(tmp_path):
+    words = ["synchronisations", "--device", "cpu", "--size", "smallest", "--out", str(tmp_path)]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gpu", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert any("by hand, bf16: " in line for line in run.stdout)  # its first row
+    children = [child.pid for child in psutil.Process(run.pid).children(recursive=True)]
+    run.terminate()
+    assert run.wait(30) == 143
+    assert children
+    assert wait_until_gone(children) == []
+    found = json.loads((tmp_path / "cpu.json").read_text())["steps"]["synchronisations"]
+    assert found["state"] == "begun, and not ended"
+    assert found["rows"][0]["what"] == "by hand, bf16"
+    assert "| by hand, bf16 |" in (tmp_path / "cpu.md").read_text()
+
+
+# ---------------------------------------------------------------- what only a card runs, here with its calls recorded
+
+
+def test_waits_on_cuda_are_torchs_warnings(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)  # there is no CUDA here
+
+    def run():
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally at ...)", UserWarning, stacklevel=1)
+        warnings.warn("something else", UserWarning, stacklevel=1)
+
+    found = waits(SimpleNamespace(device=torch.device("cuda")), lambda: (run(), run()))
+    assert modes == ["warn", "default"]
+    assert found.total() == 2
+    assert [place.rpartition(":")[0] for place in found] == ["distributed/test_gpu_command.py"]
+
+
+def test_a_devices_allocator_is_limited_and_freed():
+    limits = []
+    module = SimpleNamespace(
+        set_per_process_memory_fraction=lambda share, device: limits.append((share, device)),
+        memory_reserved=lambda device: 10 << 30,
+        mem_get_info=lambda device: (60 << 30, 80 << 30),
+    )  # no device with an allocator is here
+    bench = SimpleNamespace(is_cpu=False, device=torch.device("cuda:0"), module=module, release=lambda: None)
+    with pytest.raises(KeyError), capped(bench, 10 << 30):
+        raise KeyError
+    assert limits == [(0.25, bench.device), (1.0, bench.device)]
+    del module.set_per_process_memory_fraction
+    with pytest.raises(NotImplementedError, match="torch cannot limit the memory of cuda"), capped(bench, 1):
+        pass
 
 
 @pytest.mark.slow

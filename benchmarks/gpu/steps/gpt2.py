@@ -35,9 +35,10 @@ def compare(bench: Bench, is_compiled: bool) -> None:
         model = gpt2(bench, sizes)
         return parts(bench, torch.compile(model) if is_compiled else model, sizes, batch, num_updates)
 
-    loops: dict[str, Loop] = {"by hand": by_hand(bench, made()), "headway": through("headway", bench, made())}
-    if not is_compiled:
-        loops["by hand, again (A/A)"] = by_hand(bench, made())
+    loops: dict[str, Loop] = {
+        "by hand": by_hand(bench, made()), "by hand, again (A/A)": by_hand(bench, made()),
+        "headway": through("headway", bench, made()),
+    }  # fmt: skip
     if HAS_ACCELERATE:
         loops["accelerate"] = through("accelerate", bench, made())
     for name, loop in loops.items():
@@ -45,11 +46,11 @@ def compare(bench: Bench, is_compiled: bool) -> None:
     found = bench.rates(loops, batch * sizes["n_positions"] * num_updates, repeats)
     floor = found["by hand"]["median"]
     for name, rate in found.items():
-        is_ours = name == "headway"
+        is_judged = name == "headway" and not bench.is_cpu  # a shared CPU's spread is wider than the anchor
         bench.row(
             Row(
                 f"{kind}, {name}", rate["median"], "tokens/s", None if name == "by hand" else floor, "by hand",
-                f"at least {ANCHOR} of by hand" if is_ours else "", rate["median"] >= ANCHOR * floor if is_ours else None,
+                f"at least {ANCHOR} of by hand" if is_judged else "", rate["median"] >= ANCHOR * floor if is_judged else None,
                 f"quartiles {rate['low']:,.0f} to {rate['high']:,.0f}; {batch} x {sizes['n_positions']} tokens an update",
             )
         )  # fmt: skip
