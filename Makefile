@@ -70,7 +70,7 @@ sweep: setup
 bench: setup
 	$(BIN)/python benchmarks/run.py
 
-# All that only an accelerator can show, in ten minutes; without one: make gpu ARGS="--device cpu". CONTRIBUTING.md has a machine without network.
+# All that only an accelerator can show, in ten minutes; without one: make gpu ARGS="--device cpu" (CONTRIBUTING.md).
 gpu: setup
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 

@@ -10,15 +10,15 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu.plan import ON_CPU, STEPS, TOTAL, named
+from benchmarks.gpu.plan import ON_CPU, SIZES, STEPS, TOTAL, named
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 sys.path.insert(0, str(ROOT / "src"))  # on a bare machine nothing is installed
-SIZES = ("full", "small", "smallest")
 NEEDED = ("torch", "numpy", "safetensors", "xxhash", "click", "cloudpickle", "rich", "psutil", "yaml")
-"""What Headway imports; and steps:"""
+"""Nothing runs without these."""
 USED = ("transformers", "accelerate", "pytest", "pytest_timeout")
+"""Some steps use these."""
 
 
 def lacking(modules: Sequence[str]) -> list[str]:
@@ -37,7 +37,8 @@ def unpack(wheels: Path | None, folder: str) -> list[str]:
     if wheels is None:
         return []
     for wheel in sorted(wheels.glob("*.whl")):
-        zipfile.ZipFile(wheel).extractall(folder)
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(folder)
     sys.path.append(folder)
     return [folder]
 
@@ -106,8 +107,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
         record = Record(given.out, given.device.partition(":")[0])
         ended_well = run_all(given.steps, given.device, given.size, record, 60 * given.minutes, path)
-    for line in record.missed():
-        sys.stdout.write(f"wanted, and not so: {line}\n")
+    sys.stdout.write("\n" + record.summary([step.name for step in given.steps]))
     sys.stdout.write(f"\n{record.json}\n{record.table}\n")
     return 0 if ended_well else 1
 

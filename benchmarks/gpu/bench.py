@@ -8,17 +8,18 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
 
+from benchmarks.gpu.plan import SIZES
 from benchmarks.gpu.record import shown
 from benchmarks.timing import interleave, machine, summary
 from headway import MemoryMonitor
 
-SIZES = ("full", "small", "smallest")
 T = TypeVar("T")
 
 
@@ -90,8 +91,12 @@ class Bench:
 
     def row(self, row: Row) -> None:
         """One figure is known: printed, and kept even where the step does not end."""
-        self._add(asdict(row))
-        self.say("  " + shown(asdict(row)))
+        told = asdict(row)
+        for key in ("value", "beside"):  # JSON has neither nan nor infinity
+            if told[key] is not None and not isfinite(told[key]):
+                told[key], told["note"] = None, f"{key} was {told[key]}; {told['note']}"
+        self._add(told)
+        self.say("  " + shown(told))
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:

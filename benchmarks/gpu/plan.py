@@ -8,6 +8,9 @@ TOTAL = 540.0
 ON_CPU = 1800.0
 """The same on a CPU, which nobody lends, and which other work may share."""
 
+SIZES = ("full", "small", "smallest")
+"""On an accelerator, on a CPU, and in tests."""
+
 
 @dataclass(frozen=True)
 class Step:

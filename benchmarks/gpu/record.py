@@ -59,14 +59,14 @@ class Record:
         self.steps[name] |= {"state": state, "seconds": round(seconds, 1), "last_lines": list(last_lines)}
         self.write()
 
-    def missed(self) -> list[str]:
-        """What was wanted and does not hold, of each step as it ran last."""
-        return [
-            f"{name}: {shown(row)}"
-            for name, step in self.steps.items()
-            for row in step["rows"]
-            if row["holds"] is False
-        ]
+    def summary(self, names: Sequence[str]) -> str:
+        """These steps in few lines, without notes: whoever sees the end of a log only sees all figures."""
+        lines = []
+        for name in names:
+            step = self.steps[name]
+            lines.append(f"{name}: {step['state']}{_took(step['seconds'])}")
+            lines += [f"  {shown({**row, 'note': ''})}" for row in step["rows"]]
+        return "\n".join(lines) + "\n"
 
     def write(self) -> None:
         """Both files, each whole at any moment."""

@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from signal import Signals
 from time import monotonic
 
 import psutil
 
 from benchmarks.gpu.plan import Step
 from benchmarks.gpu.record import Record
+from headway.launch.processes import end_sessions
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_LAST_LINES = 15
@@ -79,7 +81,13 @@ def _run(
         reader.start()
         try:
             code = process.wait(limit)
-            state = "done" if code == 0 else f"failed with exit code {code}"
+            state = (
+                "done"
+                if code == 0
+                else f"failed with exit code {code}"
+                if code > 0
+                else f"ended by {Signals(-code).name}"
+            )
         except subprocess.TimeoutExpired:
             state = f"ended at its limit of {limit:.0f} s"
         finally:  # also where this process is told to end
@@ -122,3 +130,4 @@ def _end(process: subprocess.Popen[str]) -> None:
                 child.kill()
     process.kill()
     process.wait()
+    end_sessions([process.pid], 0.0)  # what it left when it was ended by others

@@ -5,7 +5,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks.gpu.bench import SIZES, Bench
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.plan import SIZES
 
 
 def main() -> int:

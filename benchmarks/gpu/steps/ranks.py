@@ -21,7 +21,6 @@ from benchmarks.gpu.bench import Bench, Row, scratch
 from headway import Accelerator, InitProcessGroupKwargs
 
 NUM_RANKS, GLOBAL_BATCH, WIDTH = 2, 32, 256
-SECONDS = 60.0
 OF_ONE_HOST = {
     "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
@@ -57,6 +56,7 @@ def ranks(bench: Bench, count: int, backend: str, num_updates: int) -> list[dict
     Raises:
         RuntimeError: a rank failed, or they took too long; with its last lines.
     """
+    limit = bench.choose(30.0, 120.0, 120.0)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -78,9 +78,9 @@ def ranks(bench: Bench, count: int, backend: str, num_updates: int) -> list[dict
     ]  # fmt: skip
     try:
         for process in started:
-            process.wait(SECONDS)
+            process.wait(limit)
     except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"the ranks did not end in {SECONDS:.0f} s") from error
+        raise RuntimeError(f"the ranks did not end in {limit:.0f} s") from error
     finally:
         for process in started:
             process.kill()

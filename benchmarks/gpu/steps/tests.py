@@ -28,7 +28,10 @@ class Rows:
             self.reasons[str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)] += 1
         elif report.failed or report.when == "call":
             self.outcomes[report.outcome] += 1
-            why = str(report.longrepr).strip().splitlines()[-1][:300] if report.failed else ""
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = (crash.message if crash else report.longreprtext.strip()).partition("\n")[0][:300]
+            if report.failed:  # at once: the step may be ended before its last test
+                self._bench.say(report.longreprtext[-4000:])
             self._bench.row(Row(report.nodeid, report.duration, "s", wanted="passes", holds=report.passed, note=why))
 
 
@@ -38,7 +41,8 @@ def run(bench: Bench) -> None:
     begun = perf_counter()
     folder = str(ROOT / "tests" / "gpu")
     code = pytest.main(
-        ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-rN", "--rootdir", str(ROOT), folder], plugins=[rows]
+        ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-rN", "--tb=no", "--rootdir", str(ROOT), folder],
+        plugins=[rows],
     )
     for reason, count in rows.reasons.most_common():
         bench.row(Row("skipped", count, "tests", note=reason))
