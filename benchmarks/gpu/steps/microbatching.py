@@ -19,23 +19,22 @@ def run(bench: Bench) -> None:
     room = bench.choose(16 << 30, 128 << 20, 128 << 20)
     num_batches = bench.choose(24, 20, 3)
     tokens = tokens_of(sizes, bench.choose(512, 512, 256)).to(bench.device)
-    by_hand(bench, sizes, tokens[:2], 1)  # threads and kernels take their memory before the limit is drawn
+    updates(bench, sizes, tokens[:2], 1, 1)  # threads and kernels take their memory before the limit is drawn
     with capped(bench, room):
         largest = bisect(bench, sizes, tokens)
+        if largest is None:
+            return
         bench.release()
-    if largest is None:
-        return
-    batch = tokens[: 2 * largest]
+        batch = tokens[: 2 * largest]
+        times = automatic(bench, sizes, batch, num_batches, largest)
+    bench.release()
     # Without the limit: a second piece needs a little more than the first, and only the pace is asked for.
     hand = by_hand(bench, sizes, batch, num_batches, largest)
-    bench.release()
-    with capped(bench, room), bench.attempt("pieces that it settles on"):
-        automatic(bench, sizes, batch, num_batches, largest, hand)
-
-
-def precision(bench: Bench) -> str:
-    """bf16; a CPU without instructions for it would only be slower."""
-    return "no" if bench.is_cpu else "bf16"
+    middle = sorted(times)[len(times) // 2]
+    for what, seconds in (("a batch in the middle", middle), ("all batches", sum(times) / len(times))):
+        bench.row(
+            Row(f"its pace, {what}", batch.numel() / seconds, "tokens/s", hand, f"by hand in pieces of {largest}")
+        )
 
 
 def made(bench: Bench, sizes: dict[str, int]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -45,7 +44,7 @@ def made(bench: Bench, sizes: dict[str, int]) -> tuple[torch.nn.Module, torch.op
 
 
 def updates(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor, num_updates: int, rows: int) -> None:
-    """A plain loop: each update sees all tokens, `rows` sequences at a time."""
+    """A plain loop in bf16 (a CPU without instructions for it: in fp32): each update sees all tokens, `rows` sequences at a time."""
     model, optimizer = made(bench, sizes)
     for _ in range(num_updates):
         for piece in tokens.split(rows):
@@ -56,7 +55,7 @@ def updates(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor, num_updat
         optimizer.zero_grad()
 
 
-def by_hand(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor, num_updates: int, rows: int = 1) -> float:
+def by_hand(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor, num_updates: int, rows: int) -> float:
     """Tokens a second of the plain loop, building the model left out."""
     with_model = bench.seconds(lambda: updates(bench, sizes, tokens, num_updates, rows))
     bench.release()
@@ -87,11 +86,11 @@ def bisect(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor) -> int | N
     return int(fit.batch_size)
 
 
-def automatic(
-    bench: Bench, sizes: dict[str, int], tokens: torch.Tensor, num_batches: int, largest: int, hand: float
-) -> None:
-    """The same batches with microbatching="auto", which is told nothing."""
-    accelerator = accelerator_of("headway", bench, mixed_precision=precision(bench), microbatching="auto")
+def automatic(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor, num_batches: int, largest: int) -> list[float]:
+    """The same with microbatching="auto", which is told nothing; returns the seconds of each batch."""
+    accelerator = accelerator_of(
+        "headway", bench, mixed_precision="no" if bench.is_cpu else "bf16", microbatching="auto"
+    )
     model, optimizer = accelerator.prepare(*made(bench, sizes))
     pieces: list[list[int]] = []
 
@@ -106,30 +105,12 @@ def automatic(
         optimizer.zero_grad()
 
     times = [bench.seconds(one) for _ in range(num_batches)]
-    steady = sorted(times)[len(times) // 2]
-    settled = max(pieces[-1])
     replayed = sum(sum(batch) > len(tokens) for batch in pieces)
     bench.row(
         Row(
-            "pieces that it settles on", settled, "rows", largest, "by bisection",
+            "pieces that it settles on", max(pieces[-1]), "rows", largest, "by bisection",
             note=f"batches of {len(tokens)} rows; {replayed} of {num_batches} were run again; first: {pieces[0]}, last: {pieces[-1]}",
         )
     )  # fmt: skip
-    bench.row(
-        Row(
-            "its pace, a batch in the middle",
-            tokens.numel() / steady,
-            "tokens/s",
-            hand,
-            f"by hand in pieces of {largest}",
-        )
-    )
-    bench.row(
-        Row(
-            "its pace, all batches",
-            tokens.numel() * num_batches / sum(times),
-            "tokens/s",
-            hand,
-            f"by hand in pieces of {largest}",
-        )
-    )
+    accelerator.free_memory()
+    return times
