@@ -1,6 +1,8 @@
 """How often an update makes the host wait for the device: each feature, beside the loop by hand that does the same."""
 
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.training import SMALL, SMALLEST, Loop, accelerator_of, by_hand, gpt2, loss_of, parts, through
@@ -23,6 +25,8 @@ def run(bench: Bench) -> None:
         bench.row(Row("fp16", note="left out: torch's CPU kernels lack parts of float16"))
     else:
         hand["fp16"] = counted(bench, "by hand, fp16", by_hand(bench, made(bench), "fp16"))
+    theirs = gpt2(bench, bench.choose(SMALL, SMALL, SMALLEST))
+    counted(bench, "by hand, bf16, transformers' GPT-2", by_hand(bench, made(bench, model=theirs)))
     for name, floor, build in features(bench):
         if floor in hand:
             with bench.attempt(f"headway, {name}"):
@@ -61,10 +65,37 @@ def features(bench: Bench) -> list[tuple[str, str, Any]]:
     ]
 
 
-def made(bench: Bench, num_steps: int = 1) -> tuple[Any, ...]:
-    """A small GPT-2 and what trains it."""
+class Output(NamedTuple):
+    """What transformers' models return, as far as a loop needs it."""
+
+    loss: torch.Tensor
+
+
+class Plain(torch.nn.Module):
+    """One block of attention between an embedding and a head; its forward does not wait for the device.
+
+    Args:
+        vocabulary: number of tokens.
+        width: of the block.
+    """
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(vocabulary, width), torch.nn.Linear(width, vocabulary)
+        self.block = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Output:
+        """The loss of guessing the next token."""
+        logits = self.head(self.block(self.embedding(input_ids)))
+        return Output(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()))
+
+
+def made(bench: Bench, num_steps: int = 1, model: torch.nn.Module | None = None) -> tuple[Any, ...]:
+    """A small model and what trains it."""
     sizes = bench.choose(SMALL, SMALL, SMALLEST)
-    return parts(bench, gpt2(bench, sizes), sizes, BATCH, NUM_UPDATES * num_steps)
+    torch.manual_seed(0)
+    model = model or Plain(sizes["vocab_size"], sizes["n_embd"]).to(bench.device)
+    return parts(bench, model, sizes, BATCH, NUM_UPDATES * num_steps)
 
 
 def counted(bench: Bench, what: str, loop: Loop, hand: int | None = None, is_ours: bool = True) -> int:
