@@ -10,7 +10,7 @@ DOCS := build/docs-venv
 # Without bytecode on disk every process of the suite would compile the library again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test again check unit docs bench cluster sweep clean
+.PHONY: setup demo test again check unit docs bench gpu cluster sweep clean
 
 setup: $(STAMP)
 
@@ -69,6 +69,10 @@ sweep: setup
 
 bench: setup
 	$(BIN)/python benchmarks/run.py
+
+# All that only an accelerator can show, in ten minutes; without one: make gpu ARGS="--device cpu" (CONTRIBUTING.md).
+gpu: setup
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache runs

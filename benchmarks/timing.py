@@ -16,6 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from headway.version import __version__ as headway_version
+
 FOLDER = Path(__file__).parent
 HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None
 ACCELERATE_MISSING = "accelerate is not installed"
@@ -104,13 +106,14 @@ def machine() -> dict[str, Any]:
     if cpuinfo.exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
-    packages = ["torch", "headway", *(["accelerate"] if HAS_ACCELERATE else [])]
     return {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "cpu": model,
         "python": platform.python_version(),
         "load_average": round(os.getloadavg()[0], 1),
-        **{name: version(name) for name in packages},
+        "torch": version("torch"),
+        "headway": headway_version,  # which need not be installed
+        **({"accelerate": version("accelerate")} if HAS_ACCELERATE else {}),
     }
 
 

@@ -43,15 +43,22 @@ def by_hand() -> Callable[[], None]:
     return run
 
 
-def prepared(accelerator: Any) -> Callable[[], None]:
-    """The same loop through `accelerator`, by the words that both libraries share."""
-    model, optimizer, loader, scheduler = accelerator.prepare(*parts())
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    """The loss of those parts."""
+    inputs, targets = batch
+    return torch.nn.functional.mse_loss(model(inputs), targets)
+
+
+def prepared(
+    accelerator: Any, made: tuple[Any, ...] | None = None, loss_of: Callable[[Any, Any], torch.Tensor] = loss_of
+) -> Callable[[], None]:
+    """The same loop through `accelerator`, by the words that both libraries share; with other parts where they are given."""
+    model, optimizer, loader, scheduler = accelerator.prepare(*(made or parts()))
 
     def run() -> None:
-        for inputs, targets in loader:
+        for batch in loader:
             with accelerator.accumulate(model):
-                loss = torch.nn.functional.mse_loss(model(inputs), targets)
-                accelerator.backward(loss)
+                accelerator.backward(loss_of(model, batch))
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()

@@ -1,0 +1,116 @@
+"""Automatic micro-batching under a memory limit: the pieces it settles on and its pace, beside the largest batch by bisection."""
+
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.bench import Bench, Row
+from benchmarks.gpu.cap import capped
+from benchmarks.gpu.training import FULL, SMALL, accelerator_of, gpt2, loss_of, tokens_of
+from headway import find_executable_batch_size
+from headway.errors import BatchSizeError
+
+SIZES = {**SMALL, "n_embd": 64, "n_layer": 2, "vocab_size": 4096}  # logits of a MiB a row: memory goes by rows
+
+
+def run(bench: Bench) -> None:
+    """Bisect, then train on batches of twice what was found."""
+    sizes = bench.choose(FULL, SIZES, SIZES)
+    room = bench.choose(16 << 30, 128 << 20, 128 << 20)
+    num_batches = bench.choose(24, 20, 3)
+    tokens = tokens_of(sizes, bench.choose(512, 512, 256)).to(bench.device)
+    updates(bench, sizes, tokens[:2], 1, 1)  # threads and kernels take their memory before the limit is drawn
+    with capped(bench, room):
+        largest = bisect(bench, sizes, tokens)
+        if largest is None:
+            return
+        bench.release()
+        batch = tokens[: 2 * largest]
+        times = automatic(bench, sizes, batch, num_batches, largest)
+    bench.release()
+    # Without the limit: a second piece needs a little more than the first, and only the pace is asked for.
+    hand = by_hand(bench, sizes, batch, num_batches, largest)
+    middle = sorted(times)[len(times) // 2]
+    for what, seconds in (("a batch in the middle", middle), ("all batches", sum(times) / len(times))):
+        bench.row(
+            Row(f"its pace, {what}", batch.numel() / seconds, "tokens/s", hand, f"by hand in pieces of {largest}")
+        )
+
+
+def made(bench: Bench, sizes: dict[str, int]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Model and optimizer."""
+    model = gpt2(bench, sizes)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def updates(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor, num_updates: int, rows: int) -> None:
+    """A plain loop in bf16 (a CPU without instructions for it: in fp32): each update sees all tokens, `rows` sequences at a time."""
+    model, optimizer = made(bench, sizes)
+    for _ in range(num_updates):
+        for piece in tokens.split(rows):
+            with torch.autocast(bench.device.type, torch.bfloat16, enabled=not bench.is_cpu):
+                loss = loss_of(model, (piece,))
+            (loss * (len(piece) / len(tokens))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_hand(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor, num_updates: int, rows: int) -> float:
+    """Tokens a second of the plain loop, building the model left out."""
+    with_model = bench.seconds(lambda: updates(bench, sizes, tokens, num_updates, rows))
+    bench.release()
+    return tokens.numel() * num_updates / max(1e-9, with_model - bench.seconds(lambda: made(bench, sizes)))
+
+
+def bisect(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor) -> int | None:
+    """The largest batch of a plain loop that fits; None: not even one row does."""
+
+    @find_executable_batch_size(starting_batch_size=8, search="largest", max_batch_size=len(tokens))
+    def fit(rows: int) -> None:
+        updates(bench, sizes, tokens[:rows], 2, rows)
+        bench.synchronize()
+
+    try:
+        seconds = bench.seconds(fit)
+    except BatchSizeError as error:
+        bench.row(Row("largest batch, by bisection", note=str(error)))
+        return None
+    bench.row(
+        Row(
+            "largest batch, by bisection",
+            fit.batch_size,
+            "rows",
+            note=f"of {len(tokens)}; the search took {seconds:.1f} s",
+        )
+    )
+    return int(fit.batch_size)
+
+
+def automatic(bench: Bench, sizes: dict[str, int], tokens: torch.Tensor, num_batches: int, largest: int) -> list[float]:
+    """The same with microbatching="auto", which is told nothing; returns the seconds of each batch."""
+    accelerator = accelerator_of(
+        "headway", bench, mixed_precision="no" if bench.is_cpu else "bf16", microbatching="auto"
+    )
+    model, optimizer = accelerator.prepare(*made(bench, sizes))
+    pieces: list[list[int]] = []
+
+    def loss(piece: Any) -> torch.Tensor:
+        pieces[-1].append(len(piece))
+        return loss_of(model, (piece,))
+
+    def one() -> None:
+        pieces.append([])
+        accelerator.forward_backward(tokens, loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    times = [bench.seconds(one) for _ in range(num_batches)]
+    replayed = sum(sum(batch) > len(tokens) for batch in pieces)
+    bench.row(
+        Row(
+            "pieces that it settles on", max(pieces[-1]), "rows", largest, "by bisection",
+            note=f"batches of {len(tokens)} rows; {replayed} of {num_batches} were run again; first: {pieces[0]}, last: {pieces[-1]}",
+        )
+    )  # fmt: skip
+    accelerator.free_memory()
+    return times

@@ -1,0 +1,10 @@
+"""A step that finds one row, fails in one part, and then as a whole."""
+
+from benchmarks.gpu.bench import Bench, Row
+
+
+def run(bench: Bench) -> None:
+    bench.row(Row("before", 1.0, "s"))
+    with bench.attempt("a part"):
+        raise ValueError("no luck")
+    raise RuntimeError("all is lost")

@@ -1,0 +1,155 @@
+"""`python -m benchmarks.gpu`: what it writes, a step that fails, one that never ends, and a real one at its smallest."""
+
+import json
+import subprocess
+import sys
+import warnings
+import zipfile
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from benchmarks.gpu.__main__ import lacking, unpack
+from benchmarks.gpu.cap import capped
+from benchmarks.gpu.plan import STEPS, TOTAL, Step, named
+from benchmarks.gpu.record import Record
+from benchmarks.gpu.runner import ROOT, run_all
+from benchmarks.gpu.waits import waits
+from tests.distributed.test_launch import wait_until_gone
+
+STEP = "tests.distributed.gpu_steps"
+
+
+def command(*words, timeout=240):
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def test_every_step_keeps_its_promise_whatever_came_before():
+    assert sum(step.seconds for step in STEPS) <= TOTAL < 600
+    assert [step.name for step in named(["saves", "gpt2"])] == ["gpt2", "saves"]
+    assert named([]) == STEPS
+    assert lacking(["json", "no_such_module"]) == ["no_such_module"]
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_or_never_ends_leaves_the_others_alive(tmp_path, capfd):
+    with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("headway_test_carried.py", "VALUE = 3.0\n")
+    path = unpack(tmp_path, str(tmp_path / "unpacked"))
+    steps = [Step(name, f"{name}?", 30, f"{STEP}.{name}") for name in ("broken", "endless", "sound")]
+    steps[1] = Step("endless", "endless?", 25, f"{STEP}.endless")
+    record = Record(tmp_path / "out", "cpu")
+    assert not run_all(steps, "cpu", "smallest", record, total=0, path=path)
+
+    found = json.loads(record.json.read_text())["steps"]
+    broken, endless, sound = found.values()
+    assert broken["state"] == "failed with exit code 1"
+    assert [(row["what"], row["value"]) for row in broken["rows"]] == [("before", 1.0), ("a part", None)]
+    assert broken["rows"][1]["note"] == "failed: ValueError: no luck"
+    assert broken["last_lines"][-1] == "RuntimeError: all is lost"
+    assert endless["state"] == "ended at its limit of 25 s"
+    assert endless["machine"]["device"] == "cpu"
+    assert wait_until_gone([int(endless["rows"][0]["value"])]) == []
+    assert (sound["state"], sound["rows"][0]["value"], sound["last_lines"]) == ("done", 3.0, [])
+    assert record.summary(["sound"]).splitlines()[1:] == [
+        "  carried: 3 s; 4 s what was wanted, 0.750 of it; at least 1: MISSED"
+    ]
+
+    table = record.table.read_text()
+    assert "**Run on a CPU, at a small size." in table
+    assert "| carried | 3 s | 4 s what was wanted, 0.750 of it | at least 1: MISSED |  |" in table
+    assert "ValueError: no luck" in capfd.readouterr().out  # printed as it came
+
+    again = Record(tmp_path / "out", "cpu")  # a later run of one step keeps what the others found
+    again.begin("sound", "sound?", "smallest")
+    kept = json.loads(again.json.read_text())["steps"]
+    assert kept["broken"] == broken
+    assert kept["sound"]["state"] == "begun, and not ended"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_ended_leaves_what_it_found(tmp_path):
+    words = ["synchronisations", "--device", "cpu", "--size", "smallest", "--out", str(tmp_path)]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gpu", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert any("by hand, bf16: " in line for line in run.stdout)  # its first row
+    children = [child.pid for child in psutil.Process(run.pid).children(recursive=True)]
+    run.terminate()
+    assert run.wait(30) == 143
+    assert children
+    assert wait_until_gone(children) == []
+    found = json.loads((tmp_path / "cpu.json").read_text())["steps"]["synchronisations"]
+    assert found["state"] == "begun, and not ended"
+    assert found["rows"][0]["what"] == "by hand, bf16"
+    assert "| by hand, bf16 |" in (tmp_path / "cpu.md").read_text()
+
+
+# ---------------------------------------------------------------- what only a card runs, here with its calls recorded
+
+
+def test_waits_on_cuda_are_torchs_warnings(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)  # there is no CUDA here
+
+    def run():
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally at ...)", UserWarning, stacklevel=1)
+        warnings.warn("something else", UserWarning, stacklevel=1)
+
+    found = waits(SimpleNamespace(device=torch.device("cuda")), lambda: (run(), run()))
+    assert modes == ["warn", "default"]
+    assert found.total() == 2
+    assert [place.rpartition(":")[0] for place in found] == ["distributed/test_gpu_command.py"]
+
+
+def test_a_devices_allocator_is_limited_and_freed():
+    limits = []
+    module = SimpleNamespace(
+        set_per_process_memory_fraction=lambda share, device: limits.append((share, device)),
+        memory_reserved=lambda device: 10 << 30,
+        mem_get_info=lambda device: (60 << 30, 80 << 30),
+    )  # no device with an allocator is here
+    bench = SimpleNamespace(is_cpu=False, device=torch.device("cuda:0"), module=module, release=lambda: None)
+    with pytest.raises(KeyError), capped(bench, 10 << 30):
+        raise KeyError
+    assert limits == [(0.25, bench.device), (1.0, bench.device)]
+    del module.set_per_process_memory_fraction
+    with pytest.raises(NotImplementedError, match="torch cannot limit the memory of cuda"), capped(bench, 1):
+        pass
+
+
+@pytest.mark.slow
+def test_a_real_step_at_its_smallest(tmp_path):
+    ran = command("out_of_memory", "--device", "cpu", "--size", "smallest", "--out", str(tmp_path))
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
+    (step,) = json.loads((tmp_path / "cpu.json").read_text())["steps"].values()
+    assert (step["state"], step["size"]) == ("done", "smallest")
+    assert step["machine"]["headway"]
+    assert {row["what"]: row["holds"] for row in step["rows"]} == {
+        "foreach: updates made in halves": True,
+        "fused: updates made in halves": True,
+        "capturable": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["gtp2"], "no such step: gtp2; there are synchronisations, gpt2"),
+        (["--device", "cpu", "--size", "full"], "--size full is meant for an accelerator"),
+        (["--wheels", "nowhere"], "--wheels nowhere holds no .whl file"),
+    ],
+)
+def test_wrong_words_are_answered(words, told):
+    ran = command(*words)
+    assert ran.returncode == 2
+    assert told in ran.stderr
+
+
+def test_the_steps_are_listed():
+    ran = command("--list")
+    assert [line.split()[0] for line in ran.stdout.splitlines()] == [step.name for step in STEPS]
