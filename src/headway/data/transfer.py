@@ -1,0 +1,119 @@
+"""Batches on their way to a device: from pinned memory, on a stream of their own, so that neither host nor device stands still.
+
+::
+
+    host      fetch 1, queue copy 1 and step 1    fetch 2, queue copy 2 and step 2
+    side                  [copy 1]                            [copy 2]
+    compute                       [step 1 ..............................][step 2 ...
+
+A copy waits for nothing that the device has still to compute, and what is computed with the batch waits for the copy, on the
+device. Where a kind of device has no second stream or no pinned memory, copies wait as `tensor.to` does.
+"""
+
+from typing import Any, Protocol
+
+import torch
+
+from headway.collectives.tree import Tree, map_leaves, move_object, moves_itself, to_device
+
+
+class Transfer(Protocol):
+    """Brings batches to a device.
+
+    Attributes:
+        wants_pinned: batches that lie in pinned memory already are brought sooner.
+    """
+
+    wants_pinned: bool
+
+    def __call__(self, batch: Tree) -> Tree:
+        """The batch on the device, or on its way there."""
+
+
+class WaitingTransfer:
+    """The host waits for each copy."""
+
+    wants_pinned = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __call__(self, batch: Tree) -> Tree:
+        """The batch on the device."""
+        return to_device(batch, self._device)
+
+
+class SideTransfer:
+    """Copies from pinned memory on a side stream; the stream that is current when the batch comes waits for them.
+
+    Objects that move themselves do so on the current stream, since nobody knows which tensors they hold.
+
+    Args:
+        device: where to.
+
+    Raises:
+        RuntimeError: the device has no streams, or torch no pinned memory for it.
+    """
+
+    wants_pinned = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.empty(1, pin_memory=True)
+        self._stream = torch.Stream(device=device)
+
+    def __reduce__(self) -> tuple[type["SideTransfer"], tuple[torch.device]]:
+        return SideTransfer, (self._device,)  # a stream is this process's alone
+
+    def __call__(self, batch: Tree) -> Tree:
+        """The batch, ready for whatever the current stream does next."""
+        moved: list[torch.Tensor] = []
+
+        def copy(leaf: Any) -> Any:
+            if not _is_plain(leaf):
+                return leaf
+            pinned = leaf if leaf.is_pinned() else leaf.pin_memory()
+            moved.append(pinned.to(self._device, non_blocking=True))
+            return moved[-1]
+
+        with self._stream:
+            batch = map_leaves(copy, batch, moves_itself)
+        if moved:
+            current = torch.accelerator.current_stream(self._device)
+            current.wait_stream(self._stream)
+            for tensor in moved:
+                # It was allocated on the side stream: its memory may be used again only after the current one is done with it.
+                tensor.record_stream(current)
+        return map_leaves(self._move_rest, batch, moves_itself)
+
+    def _move_rest(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(self._device)  # sparse, nested or a subclass; most are there already
+        if not moves_itself(leaf):
+            return leaf
+        pin = getattr(leaf, "pin_memory", None)
+        return move_object(pin() if callable(pin) else leaf, self._device, non_blocking=callable(pin))
+
+
+def _is_plain(leaf: Any) -> bool:
+    return type(leaf) is torch.Tensor and leaf.device.type == "cpu" and leaf.layout is torch.strided
+
+
+def transfer_to(device: torch.device | None, non_blocking: bool | None) -> Transfer | None:
+    """How batches get to a device.
+
+    Args:
+        device: where to; None: they stay.
+        non_blocking: None and True: without waiting, where the device can do that. False: the host waits for each copy.
+
+    Returns:
+        None where nothing is to be moved.
+    """
+    if device is None or device.type == "cpu":
+        return None
+    if non_blocking is not False:
+        try:
+            return SideTransfer(device)
+        except (RuntimeError, AssertionError):  # no streams, no pinned memory: the plain way
+            pass
+    return WaitingTransfer(device)
