@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from headway import Accelerator
 from tests.synchronisations.count import NUM_FIRST
@@ -49,6 +49,24 @@ def test_batches_arrive_whole_while_the_device_is_busy(num_workers: int) -> None
         sums.append((batch + 0 * busy[:4].nan_to_num()).double().sum())
         del batch
     assert torch.stack(sums).cpu().tolist() == data.reshape(-1, 4 * 4096).double().sum(1).tolist()
+
+
+class OneBuffer(Dataset[torch.Tensor]):
+    """Hands out its own pinned memory, again and again."""
+
+    def __init__(self) -> None:
+        self.buffer = torch.empty(1 << 24, pin_memory=True)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.buffer.fill_(index)
+
+
+def test_a_buffer_of_the_dataset_is_not_overwritten_while_it_is_copied() -> None:
+    loader = Accelerator().prepare(DataLoader(OneBuffer(), batch_size=None))
+    assert [batch.unique().tolist() for batch in list(loader)] == [[float(number)] for number in range(8)]
 
 
 def test_the_copy_does_not_wait_for_what_is_queued() -> None:

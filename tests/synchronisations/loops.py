@@ -129,6 +129,11 @@ def fp16_clip(at_update: AtUpdate) -> None:
     train(at_update, clip=True, num_steps=2, mixed_precision="fp16")
 
 
+@loop("fp16 and the guard")
+def fp16_guard(at_update: AtUpdate) -> None:
+    train(at_update, mixed_precision="fp16", on_non_finite="skip")
+
+
 @loop("a weight that is a tensor on the device")
 def tensor_weight(at_update: AtUpdate) -> None:
     accelerator, model, optimizer, loader, _ = prepared()

@@ -6,6 +6,7 @@
 import io
 import json
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,16 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader
 
 from headway import Accelerator, track
+from headway.data.loader import LoaderEvents
 from headway.data.transfer import SideTransfer, transfer_to
+from headway.replay import transaction
 from headway.runtime.device import CPU
 from headway.runtime.readback import Readback
+from headway.throughput.meter import Throughput
+from headway.trainer.callbacks import TrainerControl
+from headway.trainer.loop import Training
+from headway.training.task import Task
+from headway.training.windows import Clock
 from tests.synchronisations.count import be_an_accelerator
 from tests.synchronisations.fake_device import DEVICE, FakeDevice
 
@@ -100,13 +108,84 @@ def transfers(fake: FakeDevice) -> dict[str, Any]:
     return found
 
 
-def pinned_source(fake: FakeDevice) -> bool:
-    """What is pinned already is copied from where it lies."""
-    tensor = torch.ones(2).pin_memory()
-    transfer = SideTransfer(DEVICE)
-    before = fake.pins
-    transfer([tensor])
-    return fake.pins == before
+class Watched(SideTransfer):
+    """Notes that copies were waited for."""
+
+    num_waits = 0
+
+    def _wait_for_copies(self) -> None:
+        self.num_waits += 1
+        super()._wait_for_copies()
+
+
+def pinned_source(fake: FakeDevice) -> list[int]:
+    """What is pinned already is copied from where it lies, and waited for where it may be somebody's buffer."""
+    found = []
+    for tensor in (torch.ones(2).pin_memory(), torch.ones(2)):
+        for are_fresh in (True, False):
+            transfer, before = Watched(DEVICE, are_fresh), fake.pins
+            transfer([tensor])
+            found += [fake.pins - before, transfer.num_waits]
+    return found
+
+
+def padding(fake: FakeDevice) -> list[str]:
+    """Labels with padding are noticed, and nobody waits."""
+    lines: list[str] = []
+    transaction.log.warning_once = lambda text, *args: lines.append(text)  # type: ignore[method-assign]
+    accelerator = Accelerator(microbatching="auto")
+    model = accelerator.prepare(torch.nn.Linear(1, 1).to(DEVICE))
+    for _ in range(2):
+        batch = {"x": torch.ones(2, 1).to(DEVICE), "labels": torch.tensor([1, -100]).to(DEVICE)}
+        fake.start_over()
+        for piece in accelerator.microbatches(batch):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(piece["x"]).mean())
+        lines.append(f"{fake.num_waits} waits")
+    accelerator.free_memory()
+    return lines
+
+
+def figures(fake: FakeDevice) -> list[str]:
+    """A bar's tokens a second are as of the drawing before."""
+    accelerator = Accelerator()
+    seconds, found = [0.0], []
+    meter = Throughput(accelerator._training_step, LoaderEvents(), Clock(), accelerator.runtime, now=lambda: seconds[0])
+    for number in range(1, 5):
+        meter._begin_backward()
+        seconds[0] = float(number)
+        meter._close(seconds[0])
+        meter.add(tokens=torch.tensor(100 * number).to(DEVICE))
+        fake.start_over()
+        found.append(f"{meter.fact()}; {fake.num_waits} waits")
+    return [*found, f"{meter.total()['tokens_per_second']:.0f}"]
+
+
+class OfTwo:
+    """Stands for the exchange of two ranks, of which the other has the same: only the host's numbers may pass."""
+
+    world_size = 2
+
+    def reduce_numbers(self, values: list[float], op: str = "sum") -> list[float]:
+        return [2 * value if op == "sum" else value for value in values]
+
+    def sum_in_place(self, found: list[torch.Tensor]) -> None:
+        for tensor in found:
+            tensor.mul_(2)
+
+
+def two_ranks(fake: FakeDevice) -> list[Any]:
+    """What ranks tell each other about callbacks and losses."""
+    task = Task(None, lambda piece: piece, None, "mean")
+    task.add(torch.ones(()).to(DEVICE), 4.0)
+    callbacks, control = SimpleNamespace(has_foreign=True), TrainerControl(should_save=True)
+    training = object.__new__(Training)
+    exchange = SimpleNamespace(num_processes=2, collectives=OfTwo(), device=DEVICE)
+    training.__dict__.update(_accelerator=exchange, _events=SimpleNamespace(callbacks=callbacks, control=control))
+    fake.start_over()
+    loss = task.loss(OfTwo())  # type: ignore[arg-type]
+    training._agree()
+    return [fake.num_waits, control.flags(), loss.item()]
 
 
 def workers_pin(fake: FakeDevice) -> list[bool]:
@@ -161,9 +240,8 @@ def main() -> None:
     be_an_accelerator()
     with FakeDevice() as fake:
         assert Accelerator().device.type == DEVICE.type != CPU.kind
-        print(
-            json.dumps({f.__name__: f(fake) for f in (transfers, pinned_source, workers_pin, readback, bar, weigher)})
-        )
+        scenes = (transfers, pinned_source, workers_pin, readback, bar, weigher, padding, figures, two_ranks)
+        print(json.dumps({scene.__name__: scene(fake) for scene in scenes}))
 
 
 if __name__ == "__main__":

@@ -83,8 +83,25 @@ def test_batches_come_over_a_side_stream_from_pinned_memory(scenes: dict[str, An
     # The object that only knows `to` waits; of the others each plain tensor is recorded on the stream that uses it.
     assert (side["waits"], side["recorded"]) == (1, 4)
     assert scenes["transfers"]["waiting"]["waits"] == 7
-    assert scenes["pinned_source"] is True
+    # (copies into pinned memory, waits for copies): of fresh and of foreign pinned tensors, and the same of pageable ones.
+    assert scenes["pinned_source"] == [0, 0, 0, 1, 1, 0, 1, 0]
     assert scenes["workers_pin"] == [False, True]
+
+
+def test_nobody_waits_for_what_is_only_told(scenes: dict[str, Any]) -> None:
+    assert "contain -100" in scenes["padding"][0]
+    assert scenes["padding"][1:] == ["0 waits", "0 waits"]
+    assert scenes["figures"] == [
+        "0% waiting for data; 0 waits",
+        "100 tokens/s, 0% waiting for data; 0 waits",
+        "150 tokens/s, 0% waiting for data; 0 waits",
+        "200 tokens/s, 0% waiting for data; 0 waits",
+        "250",
+    ]
+
+
+def test_ranks_tell_each_other_over_the_host(scenes: dict[str, Any]) -> None:
+    assert scenes["two_ranks"] == [0, [False, False, True, False, False], 1.0]
 
 
 def test_values_are_read_later_and_are_those_of_before(scenes: dict[str, Any]) -> None:

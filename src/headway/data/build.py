@@ -54,7 +54,8 @@ def prepare_loader(
     if isinstance(loader, PreparedLoader):
         return loader
     _check(loader, shard, config)
-    transfer = transfer_to(device, config.non_blocking)
+    # What workers read comes from torch's pinning thread; without them the transfer pins, or the user's loader if it says so.
+    transfer = transfer_to(device, config.non_blocking, are_pinned_fresh=loader.pin_memory or loader.num_workers > 0)
     recipe = _Recipe(
         loader,
         shard,
@@ -66,9 +67,7 @@ def prepare_loader(
     )
     feed = recipe.feed()
     if transfer is not None and transfer.wants_pinned and loader.num_workers:
-        feed.inner.pin_memory = (
-            True  # by torch's thread, beside what the loop does; without workers the transfer does it
-        )
+        feed.inner.pin_memory = True
     return PreparedLoader(loader, feed, shard, device, transfer, events, _listeners(loader, feed))
 
 

@@ -50,6 +50,8 @@ class SideTransfer:
 
     Args:
         device: where to.
+        are_pinned_fresh: tensors that come pinned were made for this batch. False: they may be the dataset's own buffers, which the
+            next batch overwrites, so their copies are waited for (not what the device has queued).
 
     Raises:
         RuntimeError: the device has no streams, or torch no pinned memory for it.
@@ -57,23 +59,27 @@ class SideTransfer:
 
     wants_pinned = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, are_pinned_fresh: bool) -> None:
         self._device = device
+        self._are_pinned_fresh = are_pinned_fresh
         torch.empty(1, pin_memory=True)
         self._stream = torch.Stream(device=device)
 
-    def __reduce__(self) -> tuple[type["SideTransfer"], tuple[torch.device]]:
-        return SideTransfer, (self._device,)  # a stream is this process's alone
+    def __reduce__(self) -> tuple[type["SideTransfer"], tuple[torch.device, bool]]:
+        return SideTransfer, (self._device, self._are_pinned_fresh)  # a stream is this process's alone
 
     def __call__(self, batch: Tree) -> Tree:
         """The batch, ready for whatever the current stream does next."""
         moved: list[torch.Tensor] = []
+        has_foreign = False
 
         def copy(leaf: Any) -> Any:
+            nonlocal has_foreign
             if not _is_plain(leaf):
                 return leaf
-            pinned = leaf if leaf.is_pinned() else leaf.pin_memory()
-            moved.append(pinned.to(self._device, non_blocking=True))
+            is_pinned = leaf.is_pinned()
+            has_foreign |= is_pinned and not self._are_pinned_fresh
+            moved.append((leaf if is_pinned else leaf.pin_memory()).to(self._device, non_blocking=True))
             return moved[-1]
 
         with self._stream:
@@ -84,7 +90,15 @@ class SideTransfer:
             for tensor in moved:
                 # It was allocated on the side stream: its memory may be used again only after the current one is done with it.
                 tensor.record_stream(current)
+        if has_foreign:
+            self._wait_for_copies()
         return map_leaves(self._move_rest, batch, moves_itself)
+
+    def _wait_for_copies(self) -> None:
+        done = torch.Event(device=self._device)
+        done.record(self._stream)
+        if not done.query():
+            done.synchronize()
 
     def _move_rest(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -99,12 +113,15 @@ def _is_plain(leaf: Any) -> bool:
     return type(leaf) is torch.Tensor and leaf.device.type == "cpu" and leaf.layout is torch.strided
 
 
-def transfer_to(device: torch.device | None, non_blocking: bool | None) -> Transfer | None:
+def transfer_to(
+    device: torch.device | None, non_blocking: bool | None, are_pinned_fresh: bool = False
+) -> Transfer | None:
     """How batches get to a device.
 
     Args:
         device: where to; None: they stay.
         non_blocking: None and True: without waiting, where the device can do that. False: the host waits for each copy.
+        are_pinned_fresh: as for `SideTransfer`.
 
     Returns:
         None where nothing is to be moved.
@@ -113,7 +130,7 @@ def transfer_to(device: torch.device | None, non_blocking: bool | None) -> Trans
         return None
     if non_blocking is not False:
         try:
-            return SideTransfer(device)
+            return SideTransfer(device, are_pinned_fresh)
         except (RuntimeError, AssertionError):  # no streams, no pinned memory: the plain way
             pass
     return WaitingTransfer(device)

@@ -153,6 +153,7 @@ class Transaction:
         self._undo = None
 
     def _commit(self) -> None:
+        self._tell_padding()
         self._snapshot.drop()
         self._undo, self.is_open, self.again = None, False, None
         self._actions.clear()
@@ -411,16 +412,17 @@ class Transaction:
     def look_for_padding(self) -> None:
         """Warn once where pieces are weighed by rows, but their labels hold padding.
 
-        On an accelerator the warning comes with a later piece, when the device has looked: nobody waits for it.
+        On an accelerator the warning comes with a later piece or batch, when the device has looked: nobody waits for it.
         """
-        asked = self._padding
-        if asked is None:
-            if self._num_padding_checks >= _NUM_PADDING_CHECKS:
-                return
+        if self._padding is None and self._num_padding_checks < _NUM_PADDING_CHECKS:
             self._num_padding_checks += 1
             labels = [t for t in tensors(self.tree) if t.dtype == torch.int64]
             looks = [(t == _IGNORED).any() for t in labels if t.device == labels[0].device]
-            asked = self._padding = Readback(torch.stack(looks).any()) if looks else None
+            self._padding = Readback(torch.stack(looks).any()) if looks else None
+        self._tell_padding()
+
+    def _tell_padding(self) -> None:
+        asked = self._padding
         if asked is None or not asked.is_there:
             return
         self._padding = None
