@@ -80,6 +80,7 @@ class FakeDevice(TorchDispatchMode):
         passes: calls by the name of the operation.
         recorded: tensors that were told which stream uses them.
         pins: tensors copied into pinned memory.
+        knows_record_stream: set it to False, and the device is one without.
     """
 
     current: "FakeDevice"
@@ -91,6 +92,7 @@ class FakeDevice(TorchDispatchMode):
         self.passes: Counter[str] = Counter()
         self.recorded: list[torch.Tensor] = []
         self.pins = 0
+        self.knows_record_stream = True
         self._pinned: dict[int, torch.UntypedStorage] = {}
         self._numbers = _FromNumbers()
 
@@ -161,8 +163,13 @@ class FakeDevice(TorchDispatchMode):
             aten.copy_.default: self._copy_,
             aten.is_pinned.default: self._is_pinned,
             aten._pin_memory.default: self._pin_memory,
-            aten.record_stream.default: lambda tensor, stream: self.recorded.append(tensor),
+            aten.record_stream.default: self._record_stream,
         }.get(func)
+
+    def _record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        if not self.knows_record_stream:
+            raise NotImplementedError("aten::record_stream, as on MPS")
+        self.recorded.append(tensor)
 
     # ---------------------------------------------------------------- copies
 

@@ -129,6 +129,14 @@ def pinned_source(fake: FakeDevice) -> list[int]:
     return found
 
 
+def without_record_stream(fake: FakeDevice) -> str:
+    """A device that cannot keep a batch's memory for another stream gets batches the plain way."""
+    fake.knows_record_stream = False
+    found = transfer_to(DEVICE, None)
+    fake.knows_record_stream = True
+    return type(found).__name__
+
+
 def padding(fake: FakeDevice) -> list[str]:
     """Labels with padding are noticed, and nobody waits."""
     lines: list[str] = []
@@ -240,7 +248,18 @@ def main() -> None:
     be_an_accelerator()
     with FakeDevice() as fake:
         assert Accelerator().device.type == DEVICE.type != CPU.kind
-        scenes = (transfers, pinned_source, workers_pin, readback, bar, weigher, padding, figures, two_ranks)
+        scenes = (
+            transfers,
+            pinned_source,
+            without_record_stream,
+            workers_pin,
+            readback,
+            bar,
+            weigher,
+            padding,
+            figures,
+            two_ranks,
+        )
         print(json.dumps({scene.__name__: scene(fake) for scene in scenes}))
 
 

@@ -65,7 +65,7 @@ def like_dataclass(kind: Any, values: dict[str, Any]) -> Any:
     try:
         twin = dataclasses.replace(kind, **{name: value for name, value in values.items() if name in given})
         rest = set(values) - given
-    except ValueError:  # __init__ also takes what is no field (an InitVar), which nobody knows any more
+    except (ValueError, TypeError):  # __init__ also takes what is no field (an InitVar), which nobody knows any more
         twin, rest = copy.copy(kind), set(values)
     for name in rest:
         object.__setattr__(twin, name, values[name])  # also where it is frozen

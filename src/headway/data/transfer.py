@@ -53,8 +53,6 @@ class SideTransfer:
         are_pinned_fresh: tensors that come pinned were made for this batch. False: they may be the dataset's own buffers, which the
             next batch overwrites, so their copies are waited for (not what the device has queued).
 
-    Raises:
-        RuntimeError: the device has no streams, or torch no pinned memory for it.
     """
 
     wants_pinned = True
@@ -62,7 +60,6 @@ class SideTransfer:
     def __init__(self, device: torch.device, are_pinned_fresh: bool) -> None:
         self._device = device
         self._are_pinned_fresh = are_pinned_fresh
-        torch.empty(1, pin_memory=True)
         self._stream = torch.Stream(device=device)
 
     def __reduce__(self) -> tuple[type["SideTransfer"], tuple[torch.device, bool]]:
@@ -71,11 +68,12 @@ class SideTransfer:
     def __call__(self, batch: Tree) -> Tree:
         """The batch, ready for whatever the current stream does next."""
         moved: list[torch.Tensor] = []
-        has_foreign = False
+        has_foreign = has_rest = False
 
         def copy(leaf: Any) -> Any:
-            nonlocal has_foreign
+            nonlocal has_foreign, has_rest
             if not _is_plain(leaf):
+                has_rest |= isinstance(leaf, torch.Tensor) or moves_itself(leaf)
                 return leaf
             is_pinned = leaf.is_pinned()
             has_foreign |= is_pinned and not self._are_pinned_fresh
@@ -92,7 +90,7 @@ class SideTransfer:
                 tensor.record_stream(current)
         if has_foreign:
             self._wait_for_copies()
-        return map_leaves(self._move_rest, batch, moves_itself)
+        return map_leaves(self._move_rest, batch, moves_itself) if has_rest else batch
 
     def _wait_for_copies(self) -> None:
         done = torch.Event(device=self._device)
@@ -130,7 +128,13 @@ def transfer_to(
         return None
     if non_blocking is not False:
         try:
-            return SideTransfer(device, are_pinned_fresh)
-        except (RuntimeError, AssertionError):  # no streams, no pinned memory: the plain way
+            transfer = SideTransfer(device, are_pinned_fresh)
+            transfer(torch.ones(1))
+            return transfer
+        except (
+            RuntimeError,
+            AttributeError,
+            TypeError,
+        ):  # no second stream, no pinned memory, no record_stream: the plain way
             pass
     return WaitingTransfer(device)
