@@ -3,13 +3,14 @@
 Each loop calls `at_update()` after each of its updates; `NUM_UPDATES` of them.
 """
 
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway import Accelerator, DataLoaderConfiguration, track
+from headway import Accelerator, DataLoaderConfiguration, MemoryMonitor, Preemption, track
 
 NUM_UPDATES = 8
 ROWS = 8
@@ -223,6 +224,40 @@ def bar(at_update: AtUpdate) -> None:
         at_update()
 
 
+@loop("a run's log, the loss as a tensor at each update")
+def logged(at_update: AtUpdate) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        accelerator, model, optimizer, loader, _ = prepared(project_dir=folder)
+        accelerator.init_trackers("run")
+        for inputs, targets in loader:
+            loss = mse(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            accelerator.log({"loss": loss})
+            at_update()
+        accelerator.end_training()
+
+
+@loop("preemption, memory by phases and the throughput, watched")
+def watched(at_update: AtUpdate) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        accelerator, model, optimizer, loader, scheduler = prepared(
+            project_dir=folder, preemption=Preemption(exits=False)
+        )
+        assert accelerator.throughput.seconds == 0
+        with MemoryMonitor():
+            for _ in accelerator.epochs(1):
+                for inputs, targets in loader:
+                    with accelerator.accumulate(model):
+                        accelerator.backward(mse(model(inputs), targets))
+                        optimizer.step()
+                        scheduler.step()
+                        optimizer.zero_grad()
+                    at_update()
+        accelerator.end_training()
+
+
 class _Nowhere:
     """A file that is not a terminal."""
 
@@ -250,8 +285,6 @@ class Regression(torch.nn.Module):
 
 
 def trained(at_update: AtUpdate, rows: list[dict[str, torch.Tensor]], model: torch.nn.Module, **options: Any) -> None:
-    import tempfile
-
     from headway import Trainer, TrainerCallback, TrainingArguments
 
     class Mark(TrainerCallback):
