@@ -247,7 +247,8 @@ class FiniteGuard:
         """Names of the parameters whose gradients are not finite, in the models' order."""
         names = {id(tensor): name for name, tensor in self._prepared.named("named_parameters")}
         first: dict[int, bool] = {}  # of what is clipped twice, the first clipping saw the gradients as they came
-        for chosen, norms in self._seen.norms:
+        noted = self._seen.norms if self._seen.noted_at == self._seen.num_backwards else []
+        for chosen, norms in noted:
             for parameter, is_finite in zip(chosen, norms.isfinite().tolist()):
                 first.setdefault(id(parameter), is_finite)
         bad = {key for key, is_finite in first.items() if not is_finite}
