@@ -180,7 +180,7 @@ def train(accelerator: Accelerator, model: GPT, loader: DataLoader, args: argpar
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                bar.show(loss=loss.item())
+                bar.show(loss=loss)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

@@ -72,7 +72,7 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            bar.show(loss=loss.item())
+            bar.show(loss=loss)
         num_right, num_images = accuracy(accelerator, model, eval_loader)
         accelerator.print(f"epoch {epoch}: {num_right} of {num_images} right, {num_right / num_images:.1%}")
     accelerator.end_training()

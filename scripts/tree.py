@@ -17,6 +17,7 @@ FOLDERS = {
     "tests/distributed": "the same things on real gloo processes",
     "tests/house": "the rules of this house: layers, sizes, names, this tree",
     "tests/docs": "runs every code block of README.md and docs/",
+    "tests/synchronisations": "counts how often the host waits for the device, on a device that is none",
     "tests/gpu": "what needs a GPU; never needed to pass",
     "docs": "tutorial, how-to pages, architecture; `make docs` builds the site",
 }

@@ -37,7 +37,7 @@ def main() -> float:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            bar.show(loss=loss.item())  # feature
+            bar.show(loss=loss)  # feature
             bar.add(samples=len(targets) * accelerator.num_processes)  # feature
 
         model.eval()

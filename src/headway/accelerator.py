@@ -609,7 +609,8 @@ class Accelerator(RankAware):
     @property
     def non_blocking(self) -> bool:
         """Are batches copied to the device without waiting?"""
-        return self._preparation.loading.non_blocking
+        chosen = self._preparation.loading.non_blocking
+        return self.device.type != "cpu" if chosen is None else chosen
 
     @property
     def use_seedable_sampler(self) -> bool:

@@ -3,18 +3,22 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Generic, TextIO, TypeVar
 
 import psutil
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
 from headway import env, scope
+from headway.errors import ConfigError
 from headway.notebook_bar import NotebookBar, in_notebook
 from headway.runtime import events
 from headway.runtime.process import current
+from headway.runtime.readback import Readback
 from headway.units import format_bytes, format_seconds
 
 Item = TypeVar("Item")
@@ -47,7 +51,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         bar = track(loader, description="epoch 0")
         for inputs, targets in bar:
             ...
-            bar.show(loss=loss.item())
+            bar.show(loss=loss)
             bar.add(tokens=targets.numel())
 
     Args:
@@ -79,15 +83,32 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         self._interval = interval
         self._file = file or sys.stderr
         self._values: dict[str, Any] = {}
+        self._read: dict[str, float] = {}
+        self._asked: dict[str, Readback] | None = None
         self._counts: dict[str, float] = {}
         self._initial = initial
         self._num_before = self._num_done = initial or 0
         self._is_over = False
         self._start = time.monotonic()
 
-    def show(self, **values: float | str) -> None:
-        """Show these values from now on (a float with four digits)."""
-        self._values.update(values)
+    def show(self, **values: float | str | torch.Tensor) -> None:
+        """Show these values from now on (a float with four digits).
+
+        Args:
+            values: a tensor holds one number; it is read when the bar is drawn. On an accelerator nobody waits for that: what is
+                drawn is what had come by then, and at the end of the loop what came last.
+
+        Raises:
+            ConfigError: a tensor with several numbers.
+        """
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise ConfigError(
+                    f"show({name}=...) got a tensor of shape {tuple(value.shape)}; give one number, such as {name}.mean()"
+                )
+            self._values[name] = value.detach() if isinstance(value, torch.Tensor) else value
+            if not isinstance(value, torch.Tensor):
+                self._read.pop(name, None)
 
     def add(self, **counts: float) -> None:
         """Count things; shown as a rate: `add(tokens=512)` gives "3,210 tokens/s", all ranks' work as given."""
@@ -115,7 +136,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         # The values shown first are those that are looked at.
         parts += [
             (min(number, 1) * (3 + number), f"{name} {_number(value)}")
-            for number, (name, value) in enumerate(self._values.items())
+            for number, (name, value) in enumerate(self._known().items())
         ]
         parts += [(1, f"{count / elapsed:,.0f} {name}/s") for name, count in self._counts.items()]
         if not self._counts:
@@ -130,6 +151,40 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         else:
             parts.append((0, format_seconds(elapsed)))
         return parts
+
+    def _known(self) -> dict[str, float | str]:
+        """The values whose numbers are on the host."""
+        known: dict[str, float | str] = {}
+        for name, value in self._values.items():
+            if not isinstance(value, torch.Tensor):
+                known[name] = value
+            elif value.device.type == "cpu":
+                known[name] = value.item()
+            elif name in self._read:
+                known[name] = self._read[name]
+        return known
+
+    def _ask(self) -> None:
+        """A drawing is due: it waits until the values' numbers have come from the device, and the loop does not."""
+        if self._asked is None:
+            self._asked = {name: Readback(value) for name, value in self._on_device().items()}
+
+    def _on_device(self) -> dict[str, torch.Tensor]:
+        return {n: v for n, v in self._values.items() if isinstance(v, torch.Tensor) and v.device.type != "cpu"}
+
+    def _is_ready(self) -> bool:
+        """Can what is due be drawn?"""
+        if self._asked is None or not all(asked.is_there for asked in self._asked.values()):
+            return False
+        self._read.update((name, asked.read().item()) for name, asked in self._asked.items())
+        self._asked = None
+        return True
+
+    def _end(self) -> None:
+        """The loop is over: its last values are waited for."""
+        self._is_over, self._asked = True, None
+        with suppress(RuntimeError):  # the device has failed, and what ends the loop says why
+            self._read.update((name, Readback(value).read().item()) for name, value in self._on_device().items())
 
     def __len__(self) -> int:
         if self._total is None:
@@ -162,9 +217,11 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
                 yield item
                 self._num_done += 1
                 if self._is_due(0.2):
+                    self._ask()
+                if self._is_ready():
                     bars.update(task, completed=self._num_done, facts=self.facts(self._room(console)))
         finally:  # also where the loop broke off
-            self._is_over = True
+            self._end()
             bars.update(task, completed=self._num_done, facts=self.facts(self._room(console)))
             if is_outermost:
                 bars.stop()
@@ -183,9 +240,11 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
                 yield item
                 self._num_done += 1
                 if self._is_due(0.2):
+                    self._ask()
+                if self._is_ready():
                     bar.show(self, self._description, self._num_done, self._total, self.facts())
         finally:
-            self._is_over = True
+            self._end()
             if is_outermost:
                 cells.remove(bar)
                 bar.show(self, self._description, self._num_done, self._total, self.facts())
@@ -204,10 +263,13 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
                 self._num_done += 1
                 now = time.monotonic()
                 if now - last >= self._interval:
-                    last, num_told = now, self._num_done
+                    last = now
+                    self._ask()
+                if self._is_ready():
+                    num_told = self._num_done
                     self._line()
         finally:
-            self._is_over = True
+            self._end()
             if num_told != self._num_done:
                 self._line()
 

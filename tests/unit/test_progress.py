@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, scope, track
+from headway.errors import ConfigError
 from headway.runtime import process
 
 
@@ -142,3 +143,17 @@ def test_what_matters_least_is_left_out_where_there_is_no_room():
     assert bar.facts(5).startswith("4/4 | loss 0.5 | in ")
     lengths = [len(bar.facts(width)) for width in range(30, len(whole) + 1)]
     assert all(length <= width for length, width in zip(lengths, range(30, len(whole) + 1)))
+
+
+def test_tensors_are_read_when_they_are_drawn():
+    out = io.StringIO()
+    bar = track(range(2), file=out)
+    for number in bar:
+        loss = torch.tensor(number + 0.25, requires_grad=True)
+        bar.show(loss=loss, seen=torch.tensor([number]))
+        assert not bar._values["loss"].requires_grad  # no graph is kept alive
+    assert " | loss 1.25 | seen 1 | " in out.getvalue()
+    with pytest.raises(
+        ConfigError, match=r"show\(loss=...\) got a tensor of shape \(2,\); give one number, such as loss.mean"
+    ):
+        bar.show(loss=torch.ones(2))

@@ -2,10 +2,13 @@
 
 import copy
 import dataclasses
+import inspect
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from headway.errors import DataError
 
@@ -13,29 +16,60 @@ Tree = Any
 """A tensor, a container of trees, or any other object (a leaf that is passed through)."""
 
 
-def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
-    """Apply `fn` to every leaf; containers come back as the type they were."""
+def is_packed(tree: Tree) -> bool:
+    """Is it a PackedSequence, a named tuple whose parts only make sense together?"""
+    return isinstance(tree, PackedSequence)
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bool] = is_packed) -> Tree:
+    """Apply `fn` to every leaf; containers come back as the type they were.
+
+    Args:
+        fn: from a leaf to what stands in its place.
+        tree: nested containers.
+        is_leaf: which containers, beside lists, tuples and dicts themselves, are not looked into.
+    """
     if isinstance(tree, torch.Tensor | str | bytes):
         return fn(tree)
     kind = type(tree)
     if kind is dict:
-        return {key: map_leaves(fn, value) for key, value in tree.items()}
+        return {key: map_leaves(fn, value, is_leaf) for key, value in tree.items()}
     if kind is list:
-        return [map_leaves(fn, value) for value in tree]
+        return [map_leaves(fn, value, is_leaf) for value in tree]
     if kind is tuple:
-        return tuple(map_leaves(fn, value) for value in tree)
-    return _map_special(fn, tree)
+        return tuple(map_leaves(fn, value, is_leaf) for value in tree)
+    return fn(tree) if is_leaf(tree) else _map_special(fn, tree, is_leaf)
 
 
-def _map_special(fn: Callable[[Any], Any], tree: Tree) -> Tree:
+def _map_special(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bool]) -> Tree:
     if isinstance(tree, Mapping):
-        return like_mapping(tree, {key: map_leaves(fn, value) for key, value in tree.items()})
+        return like_mapping(tree, {key: map_leaves(fn, value, is_leaf) for key, value in tree.items()})
     if isinstance(tree, tuple | list):
-        return like_sequence(tree, (map_leaves(fn, value) for value in tree))
+        return like_sequence(tree, (map_leaves(fn, value, is_leaf) for value in tree))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        names = [field.name for field in dataclasses.fields(tree) if field.init]
-        return dataclasses.replace(tree, **{name: map_leaves(fn, getattr(tree, name)) for name in names})
+        return like_dataclass(tree, {name: map_leaves(fn, value, is_leaf) for name, value in _fields(tree)})
     return fn(tree)
+
+
+def _fields(tree: Any) -> Iterator[tuple[str, Any]]:
+    """A dataclass's fields: those that its __init__ takes, and of the others those that hold tensors."""
+    for field in dataclasses.fields(tree):
+        value = getattr(tree, field.name, None)
+        if field.init or any(True for _ in tensors(value)):
+            yield field.name, value
+
+
+def like_dataclass(kind: Any, values: dict[str, Any]) -> Any:
+    """A dataclass of the type of `kind` with these values of its fields."""
+    given = {field.name for field in dataclasses.fields(kind) if field.init}
+    try:
+        twin = dataclasses.replace(kind, **{name: value for name, value in values.items() if name in given})
+        rest = set(values) - given
+    except (ValueError, TypeError):  # __init__ also takes what is no field (an InitVar), which nobody knows any more
+        twin, rest = copy.copy(kind), set(values)
+    for name in rest:
+        object.__setattr__(twin, name, values[name])  # also where it is frozen
+    return twin
 
 
 def like_mapping(kind: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
@@ -63,7 +97,7 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
 
 def leaves(tree: Tree) -> Iterator[Any]:
     """Every leaf, in order."""
-    if isinstance(tree, torch.Tensor | str | bytes):
+    if isinstance(tree, torch.Tensor | str | bytes) or is_packed(tree):
         yield tree
     elif isinstance(tree, Mapping):
         for value in tree.values():
@@ -72,9 +106,8 @@ def leaves(tree: Tree) -> Iterator[Any]:
         for value in tree:
             yield from leaves(value)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            if field.init:  # as in map_leaves
-                yield from leaves(getattr(tree, field.name))
+        for _, value in _fields(tree):
+            yield from leaves(value)
     else:
         yield tree
 
@@ -85,22 +118,35 @@ def tensors(tree: Tree) -> Iterator[torch.Tensor]:
 
 
 def structure(tree: Tree) -> str:
-    """The containers' shape as text, with one mark a leaf: equal texts, equal nesting."""
+    """The containers' shape as text, with one mark a leaf: equal texts, equal nesting.
+
+    Raises:
+        DataError: a PackedSequence, whose rows are interleaved.
+    """
     if isinstance(tree, torch.Tensor):
         return "*"
+    if is_packed(tree):
+        raise DataError(
+            "a PackedSequence cannot be gathered or joined, its rows are interleaved; use torch.nn.utils.rnn.pad_packed_sequence"
+        )
     if isinstance(tree, Mapping):
         return "{" + ",".join(f"{key}:{structure(value)}" for key, value in tree.items()) + "}"
     if isinstance(tree, list | tuple):
         return "[" + ",".join(structure(value) for value in tree) + "]"
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        inner = ",".join(f"{field.name}:{structure(getattr(tree, field.name))}" for field in dataclasses.fields(tree))
+        inner = ",".join(f"{name}:{structure(value)}" for name, value in _fields(tree))
         return f"{type(tree).__name__}({inner})"
     return "."
 
 
 def find_batch_size(tree: Tree) -> int | None:
-    """The first dimension of the first tensor that has one; None where there is no such tensor."""
-    return next((int(tensor.shape[0]) for tensor in tensors(tree) if tensor.ndim > 0), None)
+    """The first dimension of the first tensor that has one, the sequences of a PackedSequence; None where there is neither."""
+    for leaf in leaves(tree):
+        if isinstance(leaf, PackedSequence):
+            return int(leaf.batch_sizes[0])  # which lies on the host, always
+        if isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
+            return int(leaf.shape[0])
+    return None
 
 
 def slice_rows(tree: Tree, start: int, stop: int) -> Tree:
@@ -108,9 +154,48 @@ def slice_rows(tree: Tree, start: int, stop: int) -> Tree:
     return map_tensors(lambda tensor: tensor[start:stop] if tensor.ndim > 0 else tensor, tree)
 
 
+def moves_itself(tree: Tree) -> bool:
+    """Has it a `to` of its own? Dicts with one (a BatchEncoding) are moved by their items all the same."""
+    return not isinstance(tree, torch.Tensor | dict | UserDict) and callable(getattr(type(tree), "to", None))
+
+
 def to_device(tree: Tree, device: torch.device, non_blocking: bool = False) -> Tree:
-    """Every tensor on `device`; other objects with a `to` method of a batch's kind (BatchEncoding) go by their items."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), tree)
+    """Every tensor on `device`; objects with a `to` of their own (a PackedSequence, a graph) move themselves.
+
+    Raises:
+        DataError: such an object's `to` does not take a device.
+    """
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
+        return move_object(leaf, device, non_blocking) if moves_itself(leaf) else leaf
+
+    return map_leaves(move, tree, moves_itself)
+
+
+def move_object(item: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    """What `item.to(device)` returns; the item itself, where it returns nothing.
+
+    Raises:
+        DataError: its `to` does not take a device.
+    """
+    try:
+        moved = item.to(device, non_blocking=True) if non_blocking and _knows_non_blocking(item) else item.to(device)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"the batch holds a {type(item).__name__}, whose own to({str(device)!r}) failed: {error}. Leave it out of the batch, "
+            "or let accelerator.prepare leave batches where they are (device_placement=False)"
+        ) from error
+    return item if moved is None else moved
+
+
+def _knows_non_blocking(item: Any) -> bool:
+    try:
+        parameters = inspect.signature(item.to).parameters
+    except (TypeError, ValueError):  # written in C
+        return False
+    return "non_blocking" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def concatenate(trees: list[Tree], dim: int = 0) -> Tree:

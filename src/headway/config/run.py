@@ -22,7 +22,8 @@ class DataLoaderConfiguration:
             shuffling is a pure function of (seed, epoch), and no global random stream is touched. None: True where
             `data_seed` is given.
         data_seed: the seed of a seedable order; None: derived from torch's initial seed, agreed over the ranks.
-        non_blocking: copy batches to the device without waiting (needs pin_memory=True on the loader).
+        non_blocking: None and True: batches are copied to an accelerator from pinned memory, on a stream of their own, and the
+            host does not wait. False: the host waits for each copy.
         use_stateful_dataloader: load with torchdata's StatefulDataLoader, which can resume iterable datasets.
     """
 
@@ -31,7 +32,7 @@ class DataLoaderConfiguration:
     even_batches: bool = True
     use_seedable_sampler: bool | None = None
     data_seed: int | None = None
-    non_blocking: bool = False
+    non_blocking: bool | None = None
     use_stateful_dataloader: bool = False
 
     @property

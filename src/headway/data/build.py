@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from typing import Any
-from warnings import warn
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
@@ -19,7 +18,8 @@ from headway.data.randomness import Agree
 from headway.data.shard import BatchSplit, SampleSplit, Shard
 from headway.data.sharded import Agreement, is_shardable
 from headway.data.stream import OwnShards, StreamFeed
-from headway.errors import DataError, HeadwayWarning
+from headway.data.transfer import transfer_to
+from headway.errors import DataError
 from headway.optional import require
 
 
@@ -54,6 +54,8 @@ def prepare_loader(
     if isinstance(loader, PreparedLoader):
         return loader
     _check(loader, shard, config)
+    # What workers read comes from torch's pinning thread; without them the transfer pins, or the user's loader if it says so.
+    transfer = transfer_to(device, config.non_blocking, are_pinned_fresh=loader.pin_memory or loader.num_workers > 0)
     recipe = _Recipe(
         loader,
         shard,
@@ -64,7 +66,9 @@ def prepare_loader(
         stream or LoaderStream(),
     )
     feed = recipe.feed()
-    return PreparedLoader(loader, feed, shard, device, config.non_blocking, events, _listeners(loader, feed))
+    if transfer is not None and transfer.wants_pinned and loader.num_workers:
+        feed.inner.pin_memory = True
+    return PreparedLoader(loader, feed, shard, device, transfer, events, _listeners(loader, feed))
 
 
 class _Recipe:
@@ -212,13 +216,6 @@ def _check(loader: DataLoader[Any], shard: Shard, config: DataLoaderConfiguratio
         raise DataError(
             f"{kind.__name__} overrides DataLoader.__iter__, which Headway replaces to share the data out; move what "
             "it does into the dataset, the collate_fn or the batch_sampler, or iterate it without preparing it"
-        )
-    if config.non_blocking and not loader.pin_memory:
-        warn(
-            "non_blocking=True on a DataLoader with pin_memory=False: copies from pageable memory wait anyway. "
-            "Pass pin_memory=True to the DataLoader, or leave non_blocking out",
-            HeadwayWarning,
-            stacklevel=4,
         )
     for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:

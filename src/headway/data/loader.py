@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from headway.collectives.tree import to_device
 from headway.data.feed import Feed, State
 from headway.data.position import NOTHING, Position
 from headway.data.shard import Shard
+from headway.data.transfer import Transfer
 from headway.errors import DataError
 
 
@@ -68,7 +68,7 @@ class PreparedLoader(DataLoader[Any]):
         feed: reads the batches.
         shard: this rank's part of the data.
         device: where batches go; None: they stay where the loader made them.
-        non_blocking: do not wait for the copies.
+        transfer: brings them there; None: they are there.
         events: of the run's loaders.
         listeners: objects whose set_epoch is told each epoch's number.
     """
@@ -79,7 +79,7 @@ class PreparedLoader(DataLoader[Any]):
         feed: Feed,
         shard: Shard,
         device: torch.device | None,
-        non_blocking: bool,
+        transfer: Transfer | None,
         events: LoaderEvents,
         listeners: Sequence[Any],
     ) -> None:
@@ -88,8 +88,7 @@ class PreparedLoader(DataLoader[Any]):
         self._source = source
         self._feed = feed
         self._shard = shard
-        self._is_moved = device is not None and device.type != "cpu"
-        self._non_blocking = non_blocking
+        self._transfer = transfer
         self._events = events
         self._listeners = listeners
         self._position = Position()
@@ -130,8 +129,8 @@ class PreparedLoader(DataLoader[Any]):
             for told in events.asked:
                 told(self)
             for batch, share in deliveries:
-                if self._is_moved:
-                    batch = to_device(batch, self.device, self._non_blocking)  # type: ignore[arg-type]
+                if self._transfer is not None:
+                    batch = self._transfer(batch)
                 position.share = share
                 position.previous = position.consumed
                 position.consumed += share.num_samples

@@ -24,7 +24,10 @@ class Precision(Protocol):
         """The loss as backward should see it."""
 
     def gradient_scale(self) -> float:
-        """What gradients that are not unscaled yet have been multiplied by."""
+        """What gradients that are not unscaled yet have been multiplied by; on an accelerator the host waits for it."""
+
+    def unscaled_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """The norm of gradients that are not unscaled yet as that of their true values; nobody waits."""
 
     def adjust(self) -> None:
         """No optimizer waits for a step: the scale may change now."""
@@ -72,6 +75,10 @@ class FullPrecision:
     def gradient_scale(self) -> float:
         """1: gradients are true values."""
         return 1.0
+
+    def unscaled_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """The norm itself."""
+        return norm
 
     def adjust(self) -> None:
         """There is no scale."""

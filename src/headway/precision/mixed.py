@@ -7,14 +7,18 @@ the scale.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from inspect import signature
 from typing import Any
 
 import torch
 
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
+from headway.log import get_logger
 from headway.precision.base import FullPrecision, Precision
 from headway.runtime.device import Hardware
+
+log = get_logger(__name__)
 
 
 class Bf16Precision(FullPrecision):
@@ -82,6 +86,11 @@ class Fp16Precision(Bf16Precision):
     def gradient_scale(self) -> float:
         """The scale in force."""
         return self.scaler.get_scale()
+
+    def unscaled_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """Divided by the scale where it lies."""
+        scale = self.scaler._scale
+        return norm if scale is None else norm / scale.to(norm.device, non_blocking=True)
 
     def adjust(self) -> None:
         """Grow or shrink the scale once for all the steps since the last time, unless one is still to come."""
@@ -167,6 +176,19 @@ class Fp16Precision(Bf16Precision):
         self.scaler.load_state_dict(state)
 
 
+def is_bf16_emulated(hardware: Hardware) -> bool:
+    """Does torch compute in bfloat16 there without units for it, as on a V100 or a T4?"""
+    probe = getattr(hardware.module, "is_bf16_supported", None)
+    if probe is None or "including_emulation" not in signature(probe).parameters:
+        return False
+    return not probe(including_emulation=False)
+
+
+def _name_of(hardware: Hardware) -> str:
+    name = getattr(hardware.module, "get_device_name", None)
+    return f"this {hardware.kind} device" if name is None else str(name())
+
+
 def build_precision(name: str, hardware: Hardware, options: EngineOptions) -> Precision:
     """The precision called `name`.
 
@@ -180,6 +202,12 @@ def build_precision(name: str, hardware: Hardware, options: EngineOptions) -> Pr
         if not hardware.supports_bf16():
             raise UnsupportedError(
                 f"mixed_precision='bf16', but this {hardware.kind} device has no bfloat16; use 'fp16' or 'no'"
+            )
+        if is_bf16_emulated(hardware):
+            log.warning_once(
+                "mixed_precision='bf16', but %s only emulates bfloat16, which is slower than float32 there: it has no units for it "
+                "(on CUDA, those of compute capability 8.0 and above have). Use mixed_precision='fp16'",
+                _name_of(hardware),
             )
         return Bf16Precision(hardware, options)
     if name == "fp16":

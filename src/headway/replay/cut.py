@@ -9,7 +9,8 @@ from typing import Any
 import numpy
 import torch
 
-from headway.collectives.tree import Tree
+from headway.collectives.tree import Tree, moves_itself
+from headway.errors import UnsupportedError
 
 
 def cut_rows(tree: Tree, start: int, stop: int, num_rows: int) -> Tree:
@@ -17,9 +18,19 @@ def cut_rows(tree: Tree, start: int, stop: int, num_rows: int) -> Tree:
 
     Tensors and arrays of `num_rows` rows are cut, and lists and tuples of `num_rows` items that are no such tensors
     themselves; other containers keep their type.
+
+    Raises:
+        UnsupportedError: an object that moves itself to devices, so that it holds tensors, but has no rows that anyone knows.
     """
     if isinstance(tree, torch.Tensor | numpy.ndarray):
         return tree[start:stop] if tree.ndim > 0 and tree.shape[0] == num_rows else tree
+    if moves_itself(tree) and not (is_dataclass(tree) or isinstance(tree, Mapping)):
+        if stop - start < num_rows:
+            raise UnsupportedError(
+                f"a {type(tree).__name__} cannot be cut by rows; make the batch of tensors (pad_packed_sequence, a dict of the "
+                "object's tensors) and the object in the loop, from the piece"
+            )
+        return tree
     cut = partial(cut_rows, start=start, stop=stop, num_rows=num_rows)
     if isinstance(tree, Mapping):
         return _map_values(cut, tree)

@@ -27,6 +27,7 @@ from headway.replay.piece_size import PieceSize
 from headway.replay.snapshot import Snapshot
 from headway.replay.trial import Materialised, StepUndo
 from headway.runtime.events import notify
+from headway.runtime.readback import Readback
 from headway.strategies.base import Strategy
 from headway.training.prepared import Prepared
 
@@ -85,6 +86,7 @@ class Transaction:
         self._is_thrashing = False
         self._longest = 1
         self._num_padding_checks = 0
+        self._padding: Readback | None = None
 
     # ---------------------------------------------------------------- begin and end
 
@@ -151,6 +153,7 @@ class Transaction:
         self._undo = None
 
     def _commit(self) -> None:
+        self._tell_padding()
         self._snapshot.drop()
         self._undo, self.is_open, self.again = None, False, None
         self._actions.clear()
@@ -407,12 +410,23 @@ class Transaction:
             self._waiting.append(call)
 
     def look_for_padding(self) -> None:
-        """Warn once where pieces are weighed by rows, but their labels hold padding."""
-        if self._num_padding_checks >= _NUM_PADDING_CHECKS:
+        """Warn once where pieces are weighed by rows, but their labels hold padding.
+
+        On an accelerator the warning comes with a later piece or batch, when the device has looked: nobody waits for it.
+        """
+        if self._padding is None and self._num_padding_checks < _NUM_PADDING_CHECKS:
+            self._num_padding_checks += 1
+            labels = [t for t in tensors(self.tree) if t.dtype == torch.int64]
+            looks = [(t == _IGNORED).any() for t in labels if t.device == labels[0].device]
+            self._padding = Readback(torch.stack(looks).any()) if looks else None
+        self._tell_padding()
+
+    def _tell_padding(self) -> None:
+        asked = self._padding
+        if asked is None or not asked.is_there:
             return
-        self._num_padding_checks += 1
-        labels = (t for t in tensors(self.tree) if t.dtype == torch.int64)
-        if any(bool((tensor == _IGNORED).any()) for tensor in labels):
+        self._padding = None
+        if asked.read():
             self._num_padding_checks = _NUM_PADDING_CHECKS
             log.warning_once(
                 "labels of this batch contain -100, and its pieces are weighed by their rows: a mean over the other tokens needs "

@@ -97,8 +97,17 @@ class Strategy(Protocol):
     def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
         """Multiply gradients: the one correction of (sum, weight)."""
 
-    def clip(self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip by the global norm; returns the norm from before, a plain 0-d tensor."""
+    def clip(
+        self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float, known: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Clip by the global norm; returns the norm from before, a plain 0-d tensor.
+
+        Args:
+            parameters: whose gradients.
+            max_norm: the most it may be.
+            norm_type: 2 for the Euclidean norm.
+            known: this process's own norm of these gradients, where it is known already.
+        """
 
     def step(self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> bool:
         """Step; False where the update was skipped."""

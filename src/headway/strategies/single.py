@@ -72,8 +72,13 @@ class SingleStrategy:
         if grads:
             torch._foreach_mul_(grads, factor)
 
-    def clip(self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+    def clip(
+        self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float, known: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """torch's own clipping."""
+        if known is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, known)
+            return known
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def step(self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> bool:

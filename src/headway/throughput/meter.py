@@ -13,7 +13,7 @@ right over many steps, and waiting for data counts also where the device still h
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from headway.errors import ConfigError
 from headway.log import get_logger
 from headway.runtime import events, process
 from headway.runtime.process import ProcessRuntime
+from headway.runtime.readback import Readback
 from headway.throughput.peak import Peak, peak_of
 from headway.throughput.stragglers import Pace, Paces
 from headway.training.step import Step
@@ -94,6 +95,8 @@ class Throughput:
         self._tokens: float | torch.Tensor = 0.0
         self._has_tokens = False
         self._last = self._shown = _Reading()
+        self._asked_for: tuple[_Reading, Readback] | None = None
+        self._late = _Reading()
         # FLOPs
         self._is_armed = False
         self._is_spoilt = False
@@ -207,6 +210,22 @@ class Throughput:
     def _read(self) -> _Reading:
         return _Reading(self.seconds, self._waited, self._samples, float(self._tokens) if self._has_tokens else 0.0)
 
+    def _read_late(self) -> tuple[_Reading, bool]:
+        """(the same, whether tokens are in it): tokens that a device has counted are waited for by nobody.
+
+        They are as of the call before, or of an earlier one, and so is the rest of the reading.
+        """
+        if not isinstance(self._tokens, torch.Tensor) or self._tokens.device.type == "cpu":
+            return self._read(), True
+        now = _Reading(self.seconds, self._waited, self._samples)
+        asked = self._asked_for
+        if asked is not None and asked[1].is_there:
+            self._late = replace(asked[0], tokens=float(asked[1].read()))
+            asked = None
+        if asked is None:
+            self._asked_for = now, Readback(self._tokens)
+        return (self._late, True) if self._late.seconds else (now, False)
+
     def _figures(self, before: _Reading, after: _Reading) -> dict[str, float]:
         seconds = after.seconds - before.seconds
         if seconds <= 0:
@@ -236,9 +255,9 @@ class Throughput:
 
     def fact(self) -> str:
         """One line: samples and tokens a second, the share of waiting for data, of the last five seconds or more."""
-        reading = self._read()
+        reading, is_whole = self._read_late()
         found = self._figures(self._shown, reading)
-        if reading.seconds - self._shown.seconds > 5:
+        if is_whole and reading.seconds - self._shown.seconds > 5:
             self._shown = reading
         parts = [
             f"{found[f'{name}_per_second']:,.0f} {name}/s"

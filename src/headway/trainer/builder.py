@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from headway import env
 from headway.accelerator import Accelerator
 from headway.batch_size.find import find_executable_batch_size
 from headway.config.run import DataLoaderConfiguration, ProjectConfiguration
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError
-from headway.runtime.device import detect
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.collate import Collate, Collating, Collator, drop_columns, find_label_names, kept_columns
 from headway.trainer.data import length_of, make_loader
@@ -99,7 +97,7 @@ def create_accelerator(args: TrainingArguments) -> Accelerator:
         # A short last round is shared out as it is: nothing is seen twice, and one process gives the same as many.
         even_batches=False,
         data_seed=args.seed if args.data_seed is None else args.data_seed,
-        non_blocking=args.dataloader_pin_memory and not args.use_cpu and detect().kind == "cuda" and not _is_forced(),
+        non_blocking=None if args.dataloader_pin_memory else False,
     )
     settings: dict[str, Any] = {
         "cpu": args.use_cpu or None,
@@ -140,13 +138,11 @@ class Builder:
     Args:
         args: sizes, workers.
         intake: what the model takes of a batch.
-        is_pinned: batches go to a device that copies from pinned memory.
     """
 
-    def __init__(self, args: TrainingArguments, intake: Intake, is_pinned: bool) -> None:
+    def __init__(self, args: TrainingArguments, intake: Intake) -> None:
         self._args = args
         self._intake = intake
-        self._is_pinned = is_pinned
 
     def loader(
         self,
@@ -169,7 +165,7 @@ class Builder:
         labels = {*intake.label_names, "labels", "label", "label_ids"}
         collating = Collating(collate, intake.kept, intake.loss_of.count, labels)
         rows = drop_columns(dataset, intake.kept, labels)
-        return make_loader(rows, self._args, batch_size, collating, sampler, drop_last, self._is_pinned)
+        return make_loader(rows, self._args, batch_size, collating, sampler, drop_last)
 
 
 # ---------------------------------------------------------------- the largest batch
@@ -261,11 +257,6 @@ class LargestBatch:
                     accelerator.backward(loss)
                     optimizer.step()
                     optimizer.zero_grad()
-
-
-def _is_forced() -> bool:
-    """Was another device asked for than the one that this machine has?"""
-    return env.get("HEADWAY_DEVICE") not in (None, "", "cuda")
 
 
 def _num_values(row: Any) -> int:

@@ -15,10 +15,16 @@ from headway.log import get_logger
 log = get_logger(__name__)
 
 NUM_ITEMS = "_num_items"
-"""The batch's key for the number of its labels that count; taken out before the model sees the batch."""
+"""The batch's key for the number of each row's labels that count; taken out before the model sees the batch.
+
+A numpy array: it is cut with the batch's rows, and stays on the host.
+"""
 
 Batch = Tree
 """A dict, tuple or list of tensors, or a tensor."""
+
+Counts = numpy.ndarray[Any, Any]
+"""One number a row."""
 
 Collate = Callable[[list[Any]], Batch]
 """From a list of rows to a batch."""
@@ -210,7 +216,7 @@ class Collating:
     Args:
         collate: the user's collator, or a `Collator`.
         kept: the columns that stay; None: all.
-        count: from a batch to the number of its labels that count; None: a mean over samples.
+        count: from a batch to the number of each row's labels that count; None: a mean over samples.
         labels: the names of labels.
     """
 
@@ -218,7 +224,7 @@ class Collating:
         self,
         collate: Collate,
         kept: set[str] | None,
-        count: Callable[[Batch], int | None] | None,
+        count: Callable[[Batch], Counts | None] | None,
         labels: Collection[str] = _LABELS,
     ) -> None:
         self.labels = labels
@@ -238,9 +244,9 @@ class Collating:
                 rows = [{name: value for name, value in row.items() if name in kept} for row in rows]
         batch = self.collate(rows)
         if self.count is not None and isinstance(batch, MutableMapping):
-            number = self.count(batch)
-            if number is not None:
-                batch[NUM_ITEMS] = number
+            counts = self.count(batch)
+            if counts is not None:
+                batch[NUM_ITEMS] = counts
         return batch
 
 
@@ -254,8 +260,8 @@ class LabelCount:
     def __init__(self, is_shifted: bool) -> None:
         self.is_shifted = is_shifted
 
-    def __call__(self, batch: Batch) -> int | None:
-        """The number; None where the batch has no integer labels."""
+    def __call__(self, batch: Batch) -> Counts | None:
+        """The number in each row; None where the batch has no integer labels."""
         labels = batch.get("shift_labels") if isinstance(batch, Mapping) else None
         if labels is None:
             labels = batch.get("labels") if isinstance(batch, Mapping) else None
@@ -263,7 +269,7 @@ class LabelCount:
                 labels = labels[..., 1:]
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
             return None
-        return int((labels != IGNORED).sum())
+        return (labels != IGNORED).reshape(len(labels) if labels.ndim else 1, -1).sum(1).cpu().numpy()
 
 
 def is_shifted(model: torch.nn.Module) -> bool:

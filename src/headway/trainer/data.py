@@ -120,7 +120,6 @@ def make_loader(
     collate: Collate,
     sampler: Sampler[int] | None,
     drop_last: bool,
-    is_pinned: bool,
 ) -> DataLoader[Any]:
     """A DataLoader by the arguments."""
     return DataLoader(
@@ -130,7 +129,6 @@ def make_loader(
         collate_fn=collate,
         drop_last=drop_last,
         num_workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory and is_pinned,
         persistent_workers=args.dataloader_persistent_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
     )

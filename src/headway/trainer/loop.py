@@ -19,7 +19,7 @@ from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerState
 from headway.trainer.collate import Batch
 from headway.trainer.log import TrainingLog
-from headway.trainer.loss import LossBook, LossOf, take_count
+from headway.trainer.loss import LossBook, take_count
 from headway.trainer.records import checkpoint_path, load_weights, note_best
 from headway.trainer.results import Metrics, TrainOutput, speed
 from headway.training.optimizer import PreparedOptimizer
@@ -50,7 +50,6 @@ class Prepared:
     Attributes:
         accelerator: that has prepared it.
         model, optimizer, scheduler, loader: the training's.
-        loss_of: says what the model's loss is a mean over.
         num_batches: of an epoch on each rank; None: a stream.
     """
 
@@ -59,7 +58,6 @@ class Prepared:
     optimizer: PreparedOptimizer
     scheduler: PreparedScheduler
     loader: PreparedLoader
-    loss_of: LossOf
     num_batches: int | None
 
     @property
@@ -191,17 +189,15 @@ class Training:
 
     def _micro_batch(self, batch: Batch) -> None:
         """Forward and backward; and the update, where a window ends."""
-        accelerator, loader, loss_of = self._accelerator, self._loader, self._prepared.loss_of
-        batch, num_items = take_count(batch)
+        accelerator, loader = self._accelerator, self._loader
         num_rows = loader.num_rows or 1
         if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
             self._meter.add(tokens=batch["input_ids"].numel())
         for piece in accelerator.microbatches(batch):
             with accelerator.accumulate(self._model):
-                is_whole = piece is batch
-                rows = num_rows if is_whole else find_batch_size(piece) or num_rows
-                weight = loss_of.weight(piece, num_items, is_whole)
-                loss = self._steps.training_step(self._model, piece, weight)
+                rows = num_rows if piece is batch else find_batch_size(piece) or num_rows
+                inputs, weight = take_count(piece)
+                loss = self._steps.training_step(self._model, inputs, weight)
                 num_valid = num_rows if loader.num_valid is None else loader.num_valid
                 weighed = num_valid * rows / num_rows if weight is None or not num_valid else weight
                 self._losses.add(loss, float(weighed), rows)
@@ -229,8 +225,9 @@ class Training:
         """Where callbacks of others decide, what one rank asks for is done by all."""
         accelerator, events = self._accelerator, self._events
         if accelerator.num_processes > 1 and events.callbacks.has_foreign:
-            flags = torch.tensor([float(flag) for flag in events.control.flags()], device=accelerator.device)
-            events.control.set_flags([flag > 0 for flag in accelerator.reduce(flags, "max").tolist()])
+            # Over the host's own way: the device is asked for nothing.
+            flags = accelerator.collectives.reduce_numbers([float(flag) for flag in events.control.flags()], "max")
+            events.control.set_flags([flag > 0 for flag in flags])
 
     def _obey(self) -> None:
         """Log, evaluate and save as the control says; not again what was owed, where the end of an epoch comes once more."""

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -99,22 +100,16 @@ class LossOf:
         )
         return loss, outputs
 
-    def weight(self, piece: Batch, num_items: int | None, is_whole: bool) -> int | None:
-        """Over how many items the piece's loss is a mean; None: over its samples.
-
-        Args:
-            piece: the batch, or a part of it.
-            num_items: what was counted for the batch; None: nothing is to be counted.
-            is_whole: the piece is the whole batch.
-        """
-        return num_items if num_items is None or is_whole else self.count(piece)
-
 
 def take_count(batch: Batch) -> tuple[Batch, int | None]:
-    """(the batch, the number that `Collating` put into it)."""
+    """(the batch or piece without what `Collating` put into it, the number of labels that this counts).
+
+    What is given stays as it is: a batch that is run again has its count still.
+    """
     if isinstance(batch, Mapping) and NUM_ITEMS in batch:
-        number = batch.pop(NUM_ITEMS)  # type: ignore[attr-defined]
-        return batch, int(number)
+        rest = copy(batch)
+        counts = rest.pop(NUM_ITEMS)  # type: ignore[attr-defined]
+        return rest, int(counts.sum())
     return batch, None
 
 
@@ -257,16 +252,18 @@ class LossBook:
         if not self._windows:
             return
         pieces = [(loss, weight, number) for number, window in enumerate(self._windows) for loss, weight in window]
-        losses = torch.stack([loss.float() for loss, _, _ in pieces])
-        weights = torch.tensor([float(weight) for _, weight, _ in pieces], device=losses.device)
-        places = torch.tensor([number for _, _, number in pieces], device=losses.device)
+        # The one wait for the device; the rest is the host's.
+        losses = torch.stack([loss.float() for loss, _, _ in pieces]).cpu()
+        weights = torch.tensor([float(weight) for _, weight, _ in pieces])
+        places = torch.tensor([number for _, _, number in pieces])
         # A mean over nothing is not a number; it must not get into the sum.
         shares = torch.stack([torch.where(weights > 0, losses * weights, 0.0), weights])
         both = shares.new_zeros(2, len(self._windows)).index_add_(1, places, shares)
         self._windows.clear()
+        sums = both.flatten().tolist()
         if self._accelerator.num_processes > 1:
-            both = self._accelerator.reduce(both)
-        means = [total / weight for total, weight in zip(*both.tolist()) if weight]
+            sums = self._accelerator.collectives.reduce_numbers(sums)
+        means = [total / weight for total, weight in zip(sums[: len(sums) // 2], sums[len(sums) // 2 :]) if weight]
         self._recent += means
         self._total += sum(means)
         self._num_windows += len(means)

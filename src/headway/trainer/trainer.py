@@ -259,9 +259,7 @@ class Trainer(OtherNames):
             self._own_eval_loaders()
         accelerator.register_for_checkpointing(Record(self._events, losses, settings))
         set_seed(args.seed, device_specific=True)  # dropout differs from rank to rank
-        return Prepared(
-            accelerator, model, self.optimizer, self.lr_scheduler, loader, self._intake.loss_of, num_batches
-        )
+        return Prepared(accelerator, model, self.optimizer, self.lr_scheduler, loader, num_batches)
 
     def _resume(self, continuation: Continuation) -> None:
         continuation.resume(self.accelerator)
@@ -370,7 +368,7 @@ class Trainer(OtherNames):
     def _loader(
         self, dataset: Data, batch_size: int, sampler: Sampler[int] | None = None, drop_last: bool = False
     ) -> DataLoader[Any]:
-        built = builder.Builder(self.args, self._intake, self.accelerator.device.type == "cuda")
+        built = builder.Builder(self.args, self._intake)
         return built.loader(dataset, batch_size, self.data_collator, sampler, drop_last)
 
     def get_train_dataloader(self) -> DataLoader[Any]:

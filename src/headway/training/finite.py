@@ -5,9 +5,9 @@ A loss need not show in its gradient (the cross entropy of a logit of -inf is in
 one rank alone; so the gradient of a bad loss is made nan, and travels with the others. Only a window that is bad costs
 an exchange, for the message.
 
-What is read is the 2-norm of every gradient, one pass in one kernel; a finite norm proves finite entries, and one that is
-not (it may only have overflowed) is looked into entry by entry. On an accelerator the verdict is one wait of the host for
-the device at each update; without the guard there is none.
+What is read is the 2-norm of every gradient, one pass in one kernel, which clipping then goes by; a finite norm proves finite
+entries, and one that is not (it may only have overflowed) is looked into entry by entry. On an accelerator the verdict is one
+wait of the host for the device at each update; without the guard there is none.
 """
 
 import math
@@ -60,12 +60,21 @@ class _Seen:
         losses: (micro-batch, loss) without graphs: of all on an accelerator, of the bad ones on a CPU.
         num_backwards: gradients have changed so often.
         norms: (parameters, norms of their gradients) from before a clipping, which spreads a nan to all of them.
+        clipped: by id of the parameter, its gradient and the gradient's version after the clipping.
+        noted_at: `num_backwards` when these were noted.
     """
 
     is_judged: bool = False
     losses: deque[tuple[int, torch.Tensor]] = field(default_factory=lambda: deque(maxlen=4096))
     num_backwards: int = 0
     norms: list[tuple[list[torch.Tensor], torch.Tensor]] = field(default_factory=list)
+    clipped: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    noted_at: int = -1
+
+    def is_known(self, parameter: torch.Tensor) -> bool:
+        """Is its gradient as a clipping has left it, so that the norm from before it says all?"""
+        grad, version = self.clipped.get(id(parameter), (None, -1))
+        return grad is not None and grad is parameter.grad and grad._version == version
 
 
 class FiniteGuard:
@@ -133,10 +142,26 @@ class FiniteGuard:
         seen.losses.append((micro_batch, plain))
         return loss * (plain - plain + 1)  # inf - inf and nan - nan are nan, all else 0: no value is read here
 
-    def before_clip(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Note the norms of gradients that are about to be clipped; nothing is read from the device."""
+    def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """Note the norms of gradients that are about to be clipped; nothing is read from the device.
+
+        Returns:
+            Their 2-norm; None for another norm, and for sparse gradients.
+        """
+        seen = self._seen
+        if self._has_scaler:
+            return None
+        if seen.noted_at != seen.num_backwards:  # what was noted is of gradients that have changed since
+            seen.norms, seen.clipped, seen.noted_at = [], {}, seen.num_backwards
+        found = _norms(parameters)
+        seen.norms += found
+        is_sparse = any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters)
+        return None if norm_type != 2 or is_sparse or not found else _total(found)
+
+    def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Gradients that stay as they are now need not be read again."""
         if not self._has_scaler:
-            self._seen.norms += _norms(parameters)
+            self._seen.clipped.update((id(p), (p.grad, p.grad._version)) for p in parameters if p.grad is not None)
 
     # ---------------------------------------------------------------- the verdict
 
@@ -152,11 +177,25 @@ class FiniteGuard:
         key = (window.number, self._seen.num_backwards)
         if self._verdict is None or self._verdict[0] != key:
             chosen = list(self._prepared.parameters_of(window))
-            self._verdict = key, _are_finite(chosen)
+            self._verdict = key, self._are_finite(chosen)
             if not self._verdict[1]:
                 self._refuse(self._bad_losses(), chosen)
             self._seen.is_judged = True
         return self._verdict[1]
+
+    def _are_finite(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Are all gradients? One value is read from each device."""
+        seen = self._seen
+        found = _norms(parameter for parameter in parameters if not seen.is_known(parameter))
+        found += seen.norms if seen.noted_at == seen.num_backwards else []
+        seen.clipped = {}  # or it would keep gradients beyond zero_grad
+        # Norms are not negative: their sum is finite only where all are, and is one operation instead of four.
+        sums: dict[torch.device, list[torch.Tensor]] = {}
+        for _, norms in found:
+            sums.setdefault(norms.device, []).append(norms.sum())
+        if all(math.isfinite((one[0] if len(one) == 1 else torch.stack(one).sum()).item()) for one in sums.values()):
+            return True
+        return all(_is_finite(parameter.grad) for parameter in parameters if parameter.grad is not None)
 
     def after_step(self, did_step: bool) -> None:
         """An optimizer has made its step, or not: because of the scaler's scale, or was it a loss that is not finite?
@@ -207,9 +246,12 @@ class FiniteGuard:
     def _culprits(self, parameters: Sequence[torch.Tensor]) -> list[str]:
         """Names of the parameters whose gradients are not finite, in the models' order."""
         names = {id(tensor): name for name, tensor in self._prepared.named("named_parameters")}
-        bad = {
-            id(p) for chosen, norms in self._seen.norms for p, ok in zip(chosen, norms.isfinite().tolist()) if not ok
-        }
+        first: dict[int, bool] = {}  # of what is clipped twice, the first clipping saw the gradients as they came
+        noted = self._seen.norms if self._seen.noted_at == self._seen.num_backwards else []
+        for chosen, norms in noted:
+            for parameter, is_finite in zip(chosen, norms.isfinite().tolist()):
+                first.setdefault(id(parameter), is_finite)
+        bad = {key for key, is_finite in first.items() if not is_finite}
         if not bad:
             bad = {id(p) for p in parameters if p.grad is not None and not _is_finite(p.grad)}
         return [names[key] for key in names if key in bad]
@@ -283,11 +325,12 @@ def _norms(parameters: Iterable[torch.Tensor]) -> list[tuple[list[torch.Tensor],
     return found
 
 
-def _are_finite(parameters: Iterable[torch.Tensor]) -> bool:
-    """Are all gradients? One value is read from each device."""
-    # Norms are not negative: their sum is finite only where all are, and is one operation instead of four.
-    suspects = [chosen for chosen, norms in _norms(parameters) if not math.isfinite(norms.sum().item())]
-    return all(_is_finite(parameter.grad) for chosen in suspects for parameter in chosen)  # type: ignore[arg-type]
+def _total(found: list[tuple[list[torch.Tensor], torch.Tensor]]) -> torch.Tensor:
+    """The 2-norm of all of them, as torch's clipping computes it: from norms in the gradients' own dtypes."""
+    device = found[0][1].device
+    norms = [norms.to(chosen[0].grad.dtype).to(device) for chosen, norms in found if chosen[0].grad is not None]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.cat(norms), 2.0)
+    return total
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

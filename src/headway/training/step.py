@@ -42,8 +42,11 @@ class Guard(Protocol):
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss that backward is run on."""
 
-    def before_clip(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Final gradients are about to be clipped."""
+    def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """Final gradients are about to be clipped; their total norm, where it has been computed here."""
+
+    def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
+        """They have been."""
 
     def permits(self) -> bool:
         """May the closed window's update be made? The same answer on every rank."""
@@ -59,7 +62,11 @@ class NoGuard:
         """The loss as it is."""
         return loss
 
-    def before_clip(self, parameters: Sequence[torch.Tensor]) -> None:
+    def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
+        """Nothing is computed."""
+        return None
+
+    def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
         """Nothing is noted."""
 
     def permits(self) -> bool:
@@ -248,10 +255,17 @@ class Step(ABC):
         """Clip at the end of a window; inside one only the norm so far is returned."""
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self.windows.is_final:
-            self.guard.before_clip(chosen)
-            return self.act(lambda: self.strategy.clip(self._unscaled(chosen), max_norm, norm_type))  # type: ignore[no-any-return]
+            return self.act(lambda: self._clip(chosen, max_norm, norm_type))  # type: ignore[no-any-return]
         grads = [parameter.grad for parameter in chosen if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(grads, norm_type) / self.precision.gradient_scale()
+        return self.precision.unscaled_norm(torch.nn.utils.get_total_norm(grads, norm_type))
+
+    def _clip(self, chosen: list[Any], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Where the guard looks at gradients, it has read them: clipping reads them no second time."""
+        self._unscaled(chosen)
+        known = self.guard.before_clip(chosen, norm_type)
+        norm = self.strategy.clip(chosen, max_norm, norm_type, known)
+        self.guard.after_clip(chosen)
+        return norm
 
     def clip_value(self, parameters: Any, clip_value: float) -> None:
         """Clamp final gradients element by element; inside a window they are left alone."""
@@ -312,9 +326,9 @@ class Step(ABC):
     def run_task(self, task: Task, piece: Tree) -> None:
         """A piece of a batch that is held as a function, or all of it."""
         with MicroBatch(self, self.prepared.models):
+            weigh = task.weigher(piece)
             loss = task.fn(piece)
-            weight = None if task.weight is None else float(task.weight(piece))
-            self.backward(loss, weight, task.reduction)
+            self.backward(loss, weigh(), task.reduction)
             weighed = self.windows.current.micro_weight
             task.add(loss.detach(), 1.0 if weighed is None else weighed[0])
 

@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 
 from headway.collectives.door import Collectives
-from headway.collectives.tree import Tree
+from headway.collectives.tree import Tree, tensors
 from headway.errors import LossError
+from headway.runtime.readback import Readback
 
 Weigher = Callable[[Tree], float | torch.Tensor]
 """Over how many items the loss of a piece was taken."""
@@ -42,6 +43,29 @@ class Task:
         self._total = torch.zeros(())
         self._weight = 0.0
 
+    def weigher(self, piece: Tree) -> Callable[[], float | None]:
+        """What gives the piece's weight once its loss is computed.
+
+        Its items are counted beforehand, so that on an accelerator the host reads a number that came while the forward was
+        queued. What changes the piece's tensors in its forward is counted afterwards instead.
+        """
+        weight = self.weight
+        if weight is None:
+            return _nothing
+        before = _versions(piece)
+        if not before:  # on the host, or in containers that nobody looks into: counted where it always was
+            return lambda: float(weight(piece))
+        counted = weight(piece)
+        early = Readback(counted) if isinstance(counted, torch.Tensor) else None
+
+        def read() -> float:
+            now = _versions(piece)
+            if len(now) != len(before) or any(a is not b or v != w for (a, v), (b, w) in zip(now, before)):
+                return float(weight(piece))
+            return float(counted if early is None else early.read())
+
+        return read
+
     def add(self, loss: torch.Tensor, weight: float) -> None:
         """A piece went through; what weighs nothing may be NaN."""
         if weight:
@@ -55,6 +79,16 @@ class Task:
         """The batch's loss over the ranks of `group`: a 0-d tensor."""
         if group.world_size == 1:
             return self._total / self._weight if self._weight else self._total * float("nan")
-        pair = torch.stack([self._total, self._total.new_tensor(self._weight)])
+        # Filled where it lies: a number's copy from pageable memory would be waited for.
+        pair = torch.stack([self._total, torch.full_like(self._total, self._weight)])
         group.sum_in_place([pair])
         return pair[0] / pair[1]
+
+
+def _nothing() -> None:
+    """The rows weigh."""
+
+
+def _versions(piece: Tree) -> list[tuple[torch.Tensor, int]]:
+    """Which tensors on an accelerator the piece holds, and how often each was changed."""
+    return [(t, t._version) for t in tensors(piece) if t.device.type != "cpu" and not t.is_inference()]

@@ -2,10 +2,11 @@
 
 import collections
 import types
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 from transformers.utils import ModelOutput
 
@@ -18,7 +19,8 @@ from headway.collectives.tree import (
     tensors,
     to_device,
 )
-from headway.errors import DataError
+from headway.errors import DataError, UnsupportedError
+from headway.replay.cut import cut_rows
 
 Pair = collections.namedtuple("Pair", "left right")
 
@@ -78,3 +80,66 @@ def test_slicing_and_joining():
 def test_structures_that_differ_read_differently():
     texts = [structure(tree) for tree in ([X], [X, X], {"a": X}, {"b": X}, [[X]], [None], X)]
     assert len(set(texts)) == len(texts)
+
+
+META = torch.device("meta")
+
+
+class Graph:
+    """As graph libraries have their batches: nobody looks into it."""
+
+    def __init__(self, nodes):
+        self.nodes = nodes
+
+    def to(self, device, *, non_blocking=False):
+        return Graph(self.nodes.to(device, non_blocking=non_blocking))
+
+
+class InPlace(Graph):
+    def to(self, device):
+        self.nodes = self.nodes.to(device)
+
+
+class Quantity:
+    """Has a `to` that is about something else."""
+
+    def to(self, unit):
+        raise ValueError(f"unknown unit {unit!r}")
+
+
+@dataclass
+class Boxed(Box):
+    size: InitVar[int] = field(kw_only=True)
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_what_moves_itself_is_asked_to(non_blocking):
+    moved = to_device([Graph(X), InPlace(X), {"packed": pack_sequence([X, X[:2]])}], META, non_blocking)
+    assert [moved[0].nodes.device, moved[1].nodes.device] == [META, META]
+    packed = moved[2]["packed"]
+    assert (packed.data.device, packed.batch_sizes.device.type) == (META, "cpu")
+    with pytest.raises(DataError, match=r"a Quantity, whose own to\('meta'\) failed: unknown unit"):
+        to_device(Quantity(), META)
+
+
+def test_dataclasses_move_with_all_their_tensors():
+    box = Box(held=X)
+    box.made = X + 1
+    moved = to_device(box, META)
+    assert (moved.held.device, moved.made.device) == (META, META)
+    assert map_tensors(lambda t: t + 1, box).made.tolist() == [2, 3, 4]
+    boxed = Boxed(held=X, size=3)  # what replace() cannot make again
+    assert to_device(boxed, META).held.device == META
+
+
+def test_a_packed_sequence_is_one_thing():
+    packed = pack_sequence([X, X[:2]])
+    assert find_batch_size({"packed": packed}) == 2
+    assert list(tensors([packed])) == []
+    assert map_tensors(lambda t: t * 2, [packed])[0] is packed
+    with pytest.raises(DataError, match="pad_packed_sequence"):
+        concatenate([[packed], [packed]])
+    for whole in (packed, Graph(X)):
+        assert cut_rows([whole, torch.ones(2)], 0, 2, 2)[0] is whole
+        with pytest.raises(UnsupportedError, match="cannot be cut by rows"):
+            cut_rows([whole, torch.ones(2)], 0, 1, 2)

@@ -9,7 +9,7 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from headway.errors import DataError, HeadwayWarning, OptionalDependencyMissing
+from headway.errors import DataError, OptionalDependencyMissing
 from tests.unit.data.fakes import Numbers, Stream, on_ranks, prepare
 
 
@@ -73,11 +73,6 @@ def test_a_subclass_that_only_collates_is_welcome():
             super().__init__(dataset, batch_size=2, collate_fn=list)
 
     assert [len(batch) for batch in prepare(Mine(Numbers(4)))] == [2, 2]
-
-
-def test_not_waiting_for_pageable_memory_warns():
-    with pytest.warns(HeadwayWarning, match="pin_memory=False"):
-        prepare(DataLoader(Numbers(4)), non_blocking=True)
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -44,9 +44,9 @@ def test_metrics_stay_exact():
 
 def test_settings_are_kept():
     """D3 of the inventory."""
-    loader = prepare(DataLoader(Numbers(11), batch_size=2, drop_last=True, pin_memory=True), non_blocking=True)
+    loader = prepare(DataLoader(Numbers(11), batch_size=2, drop_last=True, pin_memory=True))
     view = skip_first_batches(loader, 1)
-    assert (view.drop_last, view.pin_memory, view._non_blocking) == (True, True, True)
+    assert (view.drop_last, view.pin_memory) == (True, True)
     assert isinstance(view, DataLoader)
 
 

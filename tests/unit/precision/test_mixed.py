@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -269,3 +270,18 @@ def test_mixed_training_follows_float32(precision: str, tolerance: float) -> Non
         curves.append(torch.tensor(losses))
     torch.testing.assert_close(curves[1], curves[0], rtol=tolerance, atol=tolerance)
     assert curves[0][-1] < curves[0][0] / 2
+
+
+@pytest.mark.parametrize(("major", "is_told"), [(7, True), (8, False)])
+def test_emulated_bfloat16_is_told(major: int, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A V100 or T4, by a stub of torch's module: no such device is at hand."""
+
+    def is_bf16_supported(including_emulation: bool = True) -> bool:
+        return including_emulation or major >= 8
+
+    module = SimpleNamespace(is_bf16_supported=is_bf16_supported, get_device_name=lambda: "Tesla T4")
+    hardware = SimpleNamespace(kind="cuda", module=module, supports_bf16=is_bf16_supported)
+    with caplog.at_level(logging.WARNING, logger="headway"):
+        assert build_precision("bf16", hardware, EngineOptions()).name == "bf16"  # type: ignore[arg-type]
+    assert ("Tesla T4 only emulates bfloat16" in caplog.text) is is_told
+    assert ("Use mixed_precision='fp16'" in caplog.text) is is_told

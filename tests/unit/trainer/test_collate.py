@@ -9,6 +9,7 @@ from torch import nn
 
 from headway import TrainingArguments
 from headway.errors import DataError
+from headway.replay.cut import cut_rows
 from headway.trainer.collate import (
     NUM_ITEMS,
     Collating,
@@ -20,7 +21,7 @@ from headway.trainer.collate import (
     kept_columns,
 )
 from headway.trainer.data import LengthGroupedSampler, find_lengths
-from headway.trainer.loss import LossBook
+from headway.trainer.loss import LossBook, take_count
 from tests.unit.trainer.models import bert, llama, texts
 
 
@@ -80,13 +81,16 @@ def test_columns_and_labels_are_read_off_forward():
 def test_labels_are_counted_as_the_loss_takes_its_mean():
     assert (is_shifted(llama()), is_shifted(bert()), is_shifted(nn.Linear(1, 1))) == (True, False, False)
     labels = torch.tensor([[1, 2, -100], [3, -100, -100]])
-    assert LabelCount(False)({"labels": labels}) == 3
-    assert LabelCount(True)({"labels": labels}) == 1
-    assert LabelCount(True)({"labels": torch.tensor([1, 2])}) == 2
+    assert LabelCount(False)({"labels": labels}).tolist() == [2, 1]
+    assert LabelCount(True)({"labels": labels}).tolist() == [1, 0]
+    assert LabelCount(True)({"labels": torch.tensor([1, 2])}).tolist() == [1, 1]
     assert LabelCount(False)({"labels": labels.float()}) is None
     assert LabelCount(False)((labels, labels)) is None
     batch = Collating(Collator(), None, LabelCount(False))([{"labels": [1, -100]}, {"labels": [1, 2]}])
-    assert batch[NUM_ITEMS] == 3
+    assert batch[NUM_ITEMS].tolist() == [1, 2]
+    assert take_count(batch)[1] == 3
+    assert NUM_ITEMS not in take_count(batch)[0]
+    assert take_count(cut_rows(batch, 0, 1, 2))[1] == 1
 
 
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=300), st.integers(1, 8))

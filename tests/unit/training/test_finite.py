@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, GradScalerKwargs, NonFinitePolicy
@@ -110,6 +111,80 @@ def test_the_culprit_is_named_also_after_clipping(told):
     assert model[0].weight.grad.isnan().all()  # one nan in the norm is a nan in all
     optimizer.step()
     assert "1 of 3 parameters are not (1.weight)" in told[0]
+
+
+class Passes(TorchDispatchMode):
+    """Counts readings of all gradients."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num += func.overloadpacket is torch.ops.aten._foreach_norm
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_are_read_once_for_the_guard_and_clipping():
+    accelerator, model, optimizer = build()
+    accelerator.backward(model(torch.ones(1, 3)).mean())
+    with Passes() as passes:
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert passes.num == 1
+    assert accelerator.num_updates == 1
+
+
+@pytest.mark.parametrize("norm_type", [2.0, INF])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_clipping_is_bit_for_bit_that_of_torch(dtype, norm_type):
+    found = []
+    for action in (None, "skip"):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, on_non_finite=action)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 1)).to(dtype)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.backward(model(torch.randn(4, 3).to(dtype)).square().mean() * 100)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5, norm_type)
+        found.append([norm, *(parameter.grad for parameter in model.parameters())])
+        optimizer.step()
+        assert accelerator.num_updates == 1
+    assert same(*found)
+
+
+def spoil(model):
+    model.weight.grad[0, 0] = NAN
+
+
+@pytest.mark.parametrize("clips", [0, 1, 2])
+def test_gradients_changed_after_a_clipping_are_read_again(clips, told):
+    accelerator, model, optimizer = build()
+    accelerator.backward(model(torch.ones(1, 3)).mean())
+    for _ in range(clips):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    spoil(model)
+    optimizer.step()
+    assert accelerator.num_updates == 0
+    assert torch.isfinite(model.weight).all()
+
+
+def test_gradients_that_were_not_clipped_are_read(told):
+    accelerator, model, optimizer = build()
+    accelerator.backward(model(torch.ones(1, 3)).mean())
+    spoil(model)
+    accelerator.clip_grad_norm_([model.bias], 1.0)
+    optimizer.step()
+    assert accelerator.num_updates == 0
+    assert "weight" in told[0]
+
+
+def test_a_clipping_of_the_window_before_says_nothing(told):
+    accelerator, model, optimizer = build()
+    accelerator.backward(model(torch.ones(1, 3)).mean())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.zero_grad()  # no update was made
+    accelerator.backward(model(torch.ones(1, 3)).mean())
+    spoil(model)
+    optimizer.step()
+    assert accelerator.num_updates == 0
 
 
 def test_finite_gradients_whose_norm_overflows_are_no_alarm(told):

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from headway import Accelerator, DataLoaderConfiguration
 from headway.data.loader import PreparedLoader
-from headway.errors import ConfigError, HeadwayWarning, LossError, PrepareError, StateError
+from headway.errors import ConfigError, LossError, PrepareError, StateError
 from headway.training.optimizer import PreparedOptimizer
 from headway.training.scheduler import PreparedScheduler
 from tests.unit.data.fakes import Numbers
@@ -131,10 +131,12 @@ def test_what_is_no_loss_is_refused(loss, options, said):
         Accelerator(cpu=True).backward(loss, **options)
 
 
-def test_non_blocking_without_pinned_memory_is_warned_of():
-    acc = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(non_blocking=True))
-    with pytest.warns(HeadwayWarning, match="pin_memory=True"):
-        acc.prepare(DataLoader(Numbers(2)))
+def test_whether_batches_are_waited_for():
+    assert not Accelerator(cpu=True).non_blocking
+    for chosen in (True, False):
+        acc = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(non_blocking=chosen))
+        assert acc.non_blocking is chosen
+        assert len(list(acc.prepare(DataLoader(Numbers(2))))) == 2  # nothing is moved, so there is nothing to warn of
 
 
 def test_settings_that_contradict_each_other_are_refused():
