@@ -1,0 +1,73 @@
+"""Out of memory on a real device: pieces that fit and stay, peaks that several read, and the errors' own texts."""
+
+import pytest
+import torch
+
+from headway import Accelerator, MemoryMonitor
+from headway.memory.peaks import PeakReader
+from headway.replay.headroom import Headroom
+from headway.runtime.device import HARDWARE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine shows none"),
+]
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _limited():
+    """One GiB, whatever the device has: memory runs out at once, and other processes keep theirs."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1024 * MIB) / total)
+    yield
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def use(num_mib: int) -> None:
+    torch.empty(num_mib * MIB, dtype=torch.uint8, device="cuda")
+
+
+def test_an_out_of_memory_error_counts_as_one_retry_and_not_as_thrashing() -> None:
+    headroom = Headroom(HARDWARE["cuda"], torch.device("cuda", 0))
+    headroom.is_thrashing()
+    before = torch.cuda.memory_stats()
+    with pytest.raises(torch.OutOfMemoryError):
+        use(2048)
+    after = torch.cuda.memory_stats()
+    assert [after[name] - before[name] for name in ("num_alloc_retries", "num_ooms")] == [1, 1]
+    assert not any(headroom.is_thrashing() for _ in range(64))
+
+
+def test_pieces_that_fit_stay_as_they_are() -> None:
+    accelerator = Accelerator(microbatching="auto")
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    sizes: list[int] = []
+
+    def loss(piece: torch.Tensor) -> torch.Tensor:
+        if not sizes or sizes[-1] != len(piece):
+            sizes.append(len(piece))
+        use(25 * len(piece))
+        return model(piece).mean()
+
+    for _ in range(24):
+        accelerator.forward_backward(torch.ones(64, 1, device="cuda"), loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sizes == [64, 32]
+
+
+def test_a_monitor_leaves_the_other_readers_their_peak() -> None:
+    reader = PeakReader(HARDWARE["cuda"], torch.device("cuda", 0))
+    reader.reset()
+    with MemoryMonitor("cuda") as monitor:
+        before = torch.cuda.memory_allocated()
+        use(256)
+        with monitor.phase("small"):
+            use(1)
+    assert reader.peak() - before >= 256 * MIB
+    assert monitor.peaks["small"] - before < 256 * MIB

@@ -1,0 +1,122 @@
+"""Whether a device has room for larger pieces, and whether its allocator thrashes: by an allocator that is simulated."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from headway import Accelerator
+from headway.memory.monitor import AllocatorMeter
+from headway.memory.peaks import PeakReader
+from headway.replay.headroom import Headroom
+from headway.runtime.device import HARDWARE
+from tests.unit.memory.simulated import SimulatedAllocator
+
+CUDA, DEVICE = HARDWARE["cuda"], torch.device("cuda", 0)
+
+
+@pytest.fixture
+def simulate(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], SimulatedAllocator]:
+    def install(capacity: int) -> SimulatedAllocator:
+        allocator = SimulatedAllocator(capacity)
+        monkeypatch.setattr(torch, "get_device_module", lambda kind: allocator)
+        return allocator
+
+    return install
+
+
+def run(allocator: SimulatedAllocator, num_rows: int, num_batches: int, uses: Callable[[int], list[int]]) -> list[int]:
+    """Batches whose pieces take `uses(rows)` bytes, one after the other; the sizes of pieces that were tried, in order."""
+    accelerator = Accelerator(cpu=True, microbatching="auto", gradient_accumulation_steps=1)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+    accelerator._training_step.transaction._headroom = Headroom(CUDA, DEVICE)
+    sizes: list[int] = []
+
+    def loss(piece: torch.Tensor) -> torch.Tensor:
+        if not sizes or sizes[-1] != len(piece):
+            sizes.append(len(piece))
+        for size in uses(len(piece)):
+            allocator.use(size)
+        return model(piece).mean()
+
+    for _ in range(num_batches):
+        accelerator.forward_backward(torch.ones(num_rows, 1), loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return sizes
+
+
+def test_an_out_of_memory_error_is_not_taken_for_a_thrashing_allocator(simulate) -> None:
+    allocator = simulate(40)
+    assert run(allocator, 64, 60, lambda rows: [rows]) == [64, 32]
+    assert (allocator.num_ooms, allocator.num_retries) == (1, 1)
+
+
+def test_an_allocator_that_keeps_emptying_its_cache_makes_pieces_smaller(simulate, caplog) -> None:
+    # Two sizes that fit one after the other, but not both in the cache; with half the rows both do.
+    allocator = simulate(40)
+    assert run(allocator, 32, 10, lambda rows: [rows, rows + 2])[:2] == [32, 16]
+    assert allocator.num_ooms == 0
+    assert "keeps emptying its cache" in caplog.text
+
+
+def test_one_retry_is_not_thrashing(simulate) -> None:
+    allocator = simulate(40)
+    allocator.use(32)
+    headroom = Headroom(CUDA, DEVICE)
+    found = []
+    for vote in range(64):
+        if vote == 20:  # as an evaluation between two batches
+            allocator.use(30)
+        allocator.use(32) if vote < 20 else allocator.use(30)
+        found.append(headroom.is_thrashing())
+    assert allocator.num_retries == 1
+    assert not any(found)
+
+
+def test_retries_of_before_are_not_counted(simulate) -> None:
+    allocator = simulate(40)
+    for size in (32, 30) * 20:
+        allocator.use(size)
+    headroom = Headroom(CUDA, DEVICE)
+    assert not any(headroom.is_thrashing() for _ in range(64))
+
+
+def test_a_monitor_does_not_take_away_the_peak_by_which_pieces_grow(simulate) -> None:
+    allocator = simulate(40)
+    headroom = Headroom(CUDA, DEVICE)
+    meter = AllocatorMeter(CUDA, DEVICE)
+    allocator.use(30)  # a piece's forward and backward; then the phase "step" begins
+    meter.reset()
+    allocator.use(1)
+    assert meter.peak() == 1
+    assert headroom.has_room(1.2)
+    assert not headroom.has_room(2.0)
+
+
+def test_growing_does_not_take_away_the_peak_that_a_monitor_counts(simulate) -> None:
+    allocator = simulate(40)
+    meter = AllocatorMeter(CUDA, torch.device("cuda"))  # the current device, which is the same one
+    headroom = Headroom(CUDA, DEVICE)
+    allocator.use(30)
+    headroom.start_over()
+    assert meter.peak() == 30
+    assert headroom.has_room(2.0)
+
+
+def test_a_reader_that_nobody_holds_is_not_served(simulate) -> None:
+    allocator = simulate(40)
+    first = PeakReader(CUDA, DEVICE)
+    first.reset()
+    other = PeakReader(CUDA, torch.device("cuda", 1))  # another device's readers stay out of it
+    allocator.use(7)
+    first.reset()
+    assert (first.peak(), other._noted) == (0, 0)
+
+
+def test_a_cpu_has_room_and_does_not_thrash() -> None:
+    headroom = Headroom(HARDWARE["cpu"], torch.device("cpu"))
+    headroom.start_over()
+    assert headroom.has_room(1e9)
+    assert not any(headroom.is_thrashing() for _ in range(64))
