@@ -17,6 +17,7 @@ import torch
 from headway import optional
 from headway.errors import ConfigError, DeviceUnavailable
 from headway.launch.control_group import control_groups
+from headway.memory.free import free_and_total
 from headway.optional import Later
 from headway.runtime import process
 from headway.runtime.device import HARDWARE, Hardware
@@ -180,7 +181,7 @@ def _device(hardware: Hardware, device: torch.device) -> MemoryUse:
     if told is not None:
         total, occupied = told.total, told.occupied
     elif hasattr(module, "mem_get_info"):
-        free, total = map(int, module.mem_get_info(device))
+        free, total = free_and_total(hardware, device)
         occupied = total - free
     return MemoryUse(
         str(device),

@@ -9,6 +9,7 @@ import torch
 from headway.errors import DeviceMapError, HeadwayError
 from headway.launch.control_group import control_groups
 from headway.log import get_logger
+from headway.memory.free import free_bytes
 from headway.runtime.device import Hardware, detect
 from headway.units import parse_bytes
 
@@ -149,9 +150,9 @@ def _measured(hardware: Hardware) -> dict[Device, int]:
 
 
 def _free_on(hardware: Hardware, index: int) -> int:
-    free = int(hardware.module.mem_get_info(index)[0])
-    cached = int(hardware.module.memory_reserved(index)) - int(hardware.module.memory_allocated(index))
-    return free + max(0, cached)
+    device = torch.device(hardware.kind, index)
+    cached = int(hardware.module.memory_reserved(device)) - int(hardware.module.memory_allocated(device))
+    return free_bytes(hardware, device) + max(0, cached)
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -2,6 +2,7 @@
 
 import torch
 
+from headway.memory.free import free_bytes
 from headway.memory.peaks import PeakReader
 from headway.runtime.device import Hardware
 
@@ -20,11 +21,17 @@ class Headroom:
     """
 
     def __init__(self, hardware: Hardware, device: torch.device) -> None:
-        self._module = hardware.module
+        self._hardware, self._module = hardware, hardware.module
         self._device = device
         self._has_statistics = hardware.kind != "cpu" and all(
             hasattr(self._module, name)
-            for name in ("memory_stats", "mem_get_info", "max_memory_allocated", "reset_peak_memory_stats")
+            for name in (
+                "memory_stats",
+                "mem_get_info",
+                "memory_reserved",
+                "max_memory_allocated",
+                "reset_peak_memory_stats",
+            )
         )
         self._peak = PeakReader(hardware, device) if self._has_statistics else None
         self._num_rescues: int | None = None
@@ -43,8 +50,8 @@ class Headroom:
             return True
         statistics = self._module.memory_stats(self._device)
         base = statistics.get("allocated_bytes.all.current", 0)
-        free, _ = self._module.mem_get_info(self._device)
         wanted = base + (self._peak.peak() - base) * factor
+        free = free_bytes(self._hardware, self._device)
         return bool(wanted < free + statistics.get("reserved_bytes.all.current", 0))
 
     def is_thrashing(self) -> bool:

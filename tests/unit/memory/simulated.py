@@ -6,6 +6,7 @@ well (CUDACachingAllocator.cpp, malloc: `alloc_block(params, true, ...)`, then `
 """
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -74,15 +75,21 @@ class SimulatedAllocator:
         }  # fmt: skip
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        index = device.index if isinstance(device, torch.device) else device
-        self.contexts.add(self.current if index is None else index)
+        self.contexts.add(self._index(device))
         return self.capacity - self.reserved, self.capacity
 
     def memory_allocated(self, device: Any = None) -> int:
-        return self.used
+        return self.used if self._index(device) == self.current else 0
 
     def memory_reserved(self, device: Any = None) -> int:
-        return self.reserved
+        return self.reserved if self._index(device) == self.current else 0
+
+    def get_device_properties(self, device: Any = None) -> Any:
+        return SimpleNamespace(uuid=f"id-{self._index(device)}", total_memory=self.capacity)
+
+    def _index(self, device: Any) -> int:
+        index = device.index if isinstance(device, torch.device) else device
+        return self.current if index is None else index
 
     def max_memory_allocated(self, device: Any = None) -> int:
         return self.highest
