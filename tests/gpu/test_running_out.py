@@ -1,5 +1,8 @@
 """Out of memory on a real device: pieces that fit and stay, peaks that several read, and the errors' own texts."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -71,3 +74,38 @@ def test_a_monitor_leaves_the_other_readers_their_peak() -> None:
             use(1)
     assert reader.peak() - before >= 256 * MIB
     assert monitor.peaks["small"] - before < 256 * MIB
+
+
+# In a process of its own, whose libraries have no handles yet, beside a device that is full to the last MiB.
+FULL = """
+import sys
+import torch
+from headway import is_out_of_memory
+
+spare, kind = int(sys.argv[1]) << 20, sys.argv[2]
+torch.backends.cudnn.benchmark = kind == "find"
+x = torch.ones(8, 64, 64, 64, device="cuda")
+weight = torch.ones(256, 64, 3, 3, device="cuda")
+y = torch.ones(256, 256, device="cuda", dtype=torch.complex64)
+torch.cuda.synchronize()
+held = torch.empty(max(0, torch.cuda.mem_get_info()[0] - spare), dtype=torch.uint8, device="cuda")
+try:
+    if kind == "matmul":
+        y @ y
+    elif kind == "solve":
+        torch.linalg.eigh(y)
+    else:
+        torch.nn.functional.conv2d(x, weight)
+    torch.cuda.synchronize()
+except Exception as error:
+    print(type(error).__name__, str(error).splitlines()[0], sep=": ")
+    assert is_out_of_memory(error), error
+"""
+
+
+@pytest.mark.parametrize("kind", ["find", "get", "matmul", "solve"])
+@pytest.mark.parametrize("spare", [4, 16, 64, 160])
+def test_whatever_a_full_device_raises_is_recognised(kind: str, spare: int) -> None:
+    done = subprocess.run([sys.executable, "-c", FULL, str(spare), kind], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)

@@ -59,6 +59,9 @@ class SimulatedAllocator:
 
     # ---------------------------------------------------------------- as torch.cuda has it
 
+    def is_initialized(self) -> bool:
+        return True
+
     def is_available(self) -> bool:
         return True
 
