@@ -9,6 +9,7 @@ import torch
 from headway import Accelerator, MemoryMonitor
 from headway.memory.peaks import PeakReader
 from headway.replay.headroom import Headroom
+from headway.replay.trial import Materialised
 from headway.runtime.device import HARDWARE
 
 pytestmark = [
@@ -109,3 +110,50 @@ def test_whatever_a_full_device_raises_is_recognised(kind: str, spare: int) -> N
     done = subprocess.run([sys.executable, "-c", FULL, str(spare), kind], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
+
+
+class Momentum(torch.optim.Optimizer):
+    """Not torch's."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p -= 0.05 * self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+
+
+def test_a_foreign_optimizers_later_steps_copy_nothing_to_the_host() -> None:
+    accelerator = Accelerator(microbatching="auto")
+    model = torch.nn.Linear(1024, 1024)
+    model, optimizer = accelerator.prepare(model, Momentum(model.parameters()))
+    for number in range(4):
+        accelerator.forward_backward(torch.ones(4, 1024, device="cuda"), lambda piece: model(piece).mean())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            optimizer.step()
+            torch.cuda.synchronize()
+        optimizer.zero_grad()
+        copies = [event for event in profile.events() if "DtoH" in event.name]
+        assert bool(copies) == (number < 2), (number, copies)
+
+
+def test_temporaries_are_reserved_where_free_memory_lies_in_pieces() -> None:
+    """Sixteen holes of 32 MiB between blocks that stay: room for eight temporaries of 32 MiB, and none for 256 MiB at once."""
+    parameters = [torch.nn.Parameter(torch.ones(8 * MIB, device="cuda")) for _ in range(3)]  # 32 MiB each
+    known = Materialised(torch.optim.AdamW(parameters, foreach=True))
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    known.measure(lambda: known._optimizer.step() is None)
+    known.confirm()
+    torch.cuda.empty_cache()
+    blocks = []
+    while True:
+        try:
+            blocks.append(torch.empty(32 * MIB, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            break
+    del blocks[: 2 * (known.num_bytes // (32 * MIB) + 1) : 2]
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(known.num_bytes, dtype=torch.uint8, device="cuda")
+    known.reserve()
