@@ -11,6 +11,7 @@ import torch
 from headway import scope
 from headway.memory import evidence
 from headway.memory.oom import clear_device_cache, free_after, is_out_of_memory, release_memory
+from headway.runtime.device import HARDWARE
 from tests.unit.memory.simulated import SimulatedAllocator
 
 REAL = [
@@ -133,10 +134,11 @@ UNSAID = [
 
 @pytest.fixture
 def simulated(monkeypatch):
-    """Every kind of device shows this allocator; there is none here to ask."""
+    """A GPU with this allocator; there is none here to ask."""
     allocator = SimulatedAllocator(1 << 40)
     allocator.malloc(1 << 30)
     scope.drop(evidence._Counted)
+    monkeypatch.setattr(evidence, "HARDWARE", {"cuda": HARDWARE["cuda"]})
     monkeypatch.setattr(torch, "get_device_module", lambda kind: allocator)
     return allocator
 
