@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from headway import scope
-from headway.memory.free import free_bytes
+from headway.memory.free import free_and_total
 from headway.runtime.device import HARDWARE, Hardware
 
 _SHORT_BYTES = 256 << 20
@@ -60,7 +60,7 @@ def _is_short(hardware: Hardware, device: torch.device) -> bool:
         now, before = _num_ooms(hardware, device), scope.own(_Counted).get(device, 0)
         if now > before or 0 < now < before:  # fewer: a script has reset the allocator's counters
             return True
-        return free_bytes(hardware, device) < _SHORT_BYTES
+        return free_and_total(hardware, device)[0] < _SHORT_BYTES
     except RuntimeError:  # after a failed assertion on the device nothing can be asked any more
         return False
 

@@ -28,7 +28,7 @@ def free_bytes(hardware: Hardware, device: torch.device) -> int:
         device: which one, with its index where the kind has several.
     """
     module = hardware.module
-    reserved = int(module.memory_reserved(device))
+    reserved = _reserved(module, device)
     told = None if reserved else _told_by_driver(module, device)
     free = int(module.mem_get_info(device)[0]) if told is None else told[0] - CONTEXT_BYTES
     fraction = _fraction(module, device)
@@ -44,11 +44,17 @@ def free_and_total(hardware: Hardware, device: torch.device) -> tuple[int, int]:
     ends: on 8 GPUs, 8 times from each of 8 ranks. So where this process holds nothing, the driver's library (NVML) is asked
     first; without it CUDA is asked all the same.
     """
-    told = None if int(hardware.module.memory_reserved(device)) else _told_by_driver(hardware.module, device)
+    told = None if _reserved(hardware.module, device) else _told_by_driver(hardware.module, device)
     if told is not None:
         return told
     free, total = hardware.module.mem_get_info(device)
     return int(free), int(total)
+
+
+def _reserved(module: Any, device: torch.device) -> int:
+    """Bytes that torch's allocator holds there; 0 also where nothing counts them."""
+    ask = getattr(module, "memory_reserved", None)
+    return 0 if ask is None else int(ask(device))
 
 
 def _fraction(module: Any, device: torch.device) -> float:

@@ -35,7 +35,7 @@ class MemoryUse:
         device: "cuda:0", "cpu", ...
         used: what this process's tensors hold; on the host, this process's resident memory.
         reserved: what torch's allocator holds of the device, used or cached; on the host, this process's address space.
-        peak: the highest `used` since it was last reset (`MemoryMonitor` resets it), else since the start.
+        peak: the highest `used` since it was last reset (`MemoryMonitor` and automatic micro-batching do), else since the start.
         total: what there is; on the host the control group's limit where that is lower.
         occupied: what all processes together hold.
         utilisation: how busy the device's cores are, 0 to 1; None where nothing tells.

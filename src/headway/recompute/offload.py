@@ -48,16 +48,20 @@ class Lane:
         return host, ready
 
     def to_device(self, host: torch.Tensor, ready: torch.Event | None) -> torch.Tensor:
-        """The copy on the device again, in order for what is computed next."""
+        """The copy on the device again; before it is used it must have `arrived`."""
         if self._stream is None:
             return host.to(self._device)
-        compute = torch.accelerator.current_stream(self._device)
         with self._stream:
             if ready is not None:
                 self._stream.wait_event(ready)
-            tensor = host.to(self._device, non_blocking=True)
-        compute.wait_stream(self._stream)
-        tensor.record_stream(compute)
+            return host.to(self._device, non_blocking=True)
+
+    def arrived(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, in order for what is computed next on the stream in use, which may be another one each time."""
+        if self._stream is not None:
+            compute = torch.accelerator.current_stream(self._device)
+            compute.wait_stream(self._stream)
+            tensor.record_stream(compute)
         return tensor
 
 
@@ -92,7 +96,7 @@ class Copy:
                 before._fetched = None
             self._fetched = self._lane.to_device(self._host, self._ready)
             self._lane.last = weakref.ref(self)
-        return self._fetched
+        return self._lane.arrived(self._fetched)
 
 
 class _Copies(weakref.WeakValueDictionary[tuple[Any, ...], Copy]):

@@ -41,11 +41,15 @@ class Headroom:
     def start_over(self) -> None:
         """Pieces become smaller: what those of before took and did to the cache says nothing about these."""
         self._num_rescues, self._num_in_a_row, self._num_votes = None, 0, 0
+        self.forget_peak()
+
+    def forget_peak(self) -> None:
+        """Whether there is room is next told by what is used from now on: an evaluation's peak, say, is not for ever."""
         if self._peak is not None:
             self._peak.reset()
 
     def has_room(self, factor: float) -> bool:
-        """Would pieces `factor` times as large fit, by what the present ones took at most?"""
+        """Would pieces `factor` times as large fit, by what was used at most since the peak was forgotten?"""
         if self._peak is None:
             return True
         statistics = self._module.memory_stats(self._device)

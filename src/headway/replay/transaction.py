@@ -165,8 +165,10 @@ class Transaction:
             self._headroom.start_over()
             self.size.shrink(smaller, self._longest)
             return
-        before = self.size.limit
+        before, num_clean = self.size.limit, self.size.num_clean
         self.size.succeeded(self._longest, self._spare > 0)
+        if self.size.num_clean < num_clean:
+            self._headroom.forget_peak()
         if self.size.limit != before:
             log.info("pieces of up to %s rows are tried", self.size.limit)
 

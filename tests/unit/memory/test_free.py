@@ -85,6 +85,11 @@ def test_a_part_left_to_this_process_is_respected(machine):
     assert budget._measured(CUDA)[3] == 2 * GIB
 
 
+def test_a_module_that_counts_nothing_is_asked_for_what_is_free(monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(mem_get_info=lambda device: (3, 5)))
+    assert free_bytes(CUDA, torch.device("cuda", 0)) == 3
+
+
 def test_the_real_library_is_missing_here_or_answers(machine):
     assert free._load() is None or isinstance(free._load(), ctypes.CDLL)
     assert free._told_by_driver(SimpleNamespace(), torch.device("cuda", 0)) is None

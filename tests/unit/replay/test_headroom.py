@@ -9,6 +9,7 @@ from headway import Accelerator
 from headway.memory.monitor import AllocatorMeter
 from headway.memory.peaks import PeakReader
 from headway.replay.headroom import Headroom
+from headway.replay.piece_size import FIRST_PATIENCE
 from headway.runtime.device import HARDWARE
 from tests.unit.memory.simulated import SimulatedAllocator
 
@@ -51,6 +52,25 @@ def test_an_out_of_memory_error_is_not_taken_for_a_thrashing_allocator(simulate)
     allocator = simulate(40)
     assert run(allocator, 64, 60, lambda rows: [rows]) == [64, 32]
     assert (allocator.num_ooms, allocator.num_retries) == (1, 1)
+
+
+def test_an_evaluations_peak_does_not_keep_pieces_small_for_ever(simulate, caplog) -> None:
+    allocator = simulate(20)  # another process holds half of the device, and ends
+    num_pieces = 0
+
+    def uses(rows: int) -> list[int]:
+        nonlocal num_pieces
+        num_pieces += 1
+        allocator.capacity = 20 if num_pieces < 4 else 40
+        return [rows, *([20] if num_pieces == 4 else [])]
+
+    with caplog.at_level("INFO"):
+        assert run(allocator, 32, FIRST_PATIENCE + 4, uses) == [32, 16]
+        assert "are tried" not in caplog.text, "twice the evaluation's would not fit"
+        num_pieces = 0
+        allocator.empty_cache()
+        run(allocator, 32, 2 * FIRST_PATIENCE + 4, uses)
+    assert "pieces of up to 24 rows are tried" in caplog.text
 
 
 def test_an_allocator_that_keeps_emptying_its_cache_makes_pieces_smaller(simulate, caplog) -> None:
