@@ -15,7 +15,7 @@ from headway import scope
 from headway.memory.free import free_and_total
 from headway.runtime.device import HARDWARE, Hardware
 
-_SHORT_BYTES = 256 << 20
+_SHORT_BYTES = 128 << 20
 """Less than this is nearly nothing: a library's handle, its workspace and its kernels take up to that."""
 
 _TEXTS = re.compile(

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from headway import Accelerator
+from headway import Accelerator, scope
+from headway.memory import evidence
 from headway.memory.monitor import AllocatorMeter
 from headway.memory.peaks import PeakReader
 from headway.replay.headroom import Headroom
@@ -79,6 +80,47 @@ def test_an_allocator_that_keeps_emptying_its_cache_makes_pieces_smaller(simulat
     assert run(allocator, 32, 10, lambda rows: [rows, rows + 2])[:2] == [32, 16]
     assert allocator.num_ooms == 0
     assert "keeps emptying its cache" in caplog.text
+
+
+ENGINE = "FIND was unable to find an engine to execute this computation"
+
+
+def test_a_library_that_swallows_the_error_is_seen_through(simulate, monkeypatch) -> None:
+    allocator = simulate(40 << 30)
+    allocator.malloc(1 << 20)  # the weights
+    monkeypatch.setattr(evidence, "HARDWARE", {"cuda": CUDA})
+    scope.drop(evidence._Counted)
+
+    def uses(rows: int) -> list[int]:
+        try:
+            allocator.use(rows << 30)
+        except torch.OutOfMemoryError:
+            raise RuntimeError(ENGINE) from None
+        return []
+
+    assert run(allocator, 64, 4, uses) == [64, 32]
+
+
+def test_an_engine_that_is_missing_for_another_reason_costs_one_more_attempt_at_most(simulate, monkeypatch) -> None:
+    allocator = simulate(40 << 30)
+    allocator.malloc(1 << 20)  # the weights
+    monkeypatch.setattr(evidence, "HARDWARE", {"cuda": CUDA})
+    scope.drop(evidence._Counted)
+    tried: list[int] = []
+
+    def uses(rows: int) -> list[int]:
+        tried.append(rows)
+        allocator.use(rows << 20)
+        raise RuntimeError(ENGINE)
+
+    with pytest.raises(RuntimeError, match="FIND was unable"):
+        run(allocator, 64, 1, uses)
+    assert tried == [64]
+    with pytest.raises(torch.OutOfMemoryError):  # handled by the script, long ago
+        allocator.malloc(1 << 40)
+    with pytest.raises(RuntimeError, match="FIND was unable"):
+        run(allocator, 64, 1, uses)
+    assert tried == [64, 64, 32]
 
 
 def test_one_retry_is_not_thrashing(simulate) -> None:
