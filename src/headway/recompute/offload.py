@@ -116,19 +116,45 @@ class Parked:
     view: tuple[torch.Size, tuple[int, ...], int] | None
 
 
-def offloading(min_bytes: int = MIN_BYTES) -> AbstractContextManager[Any]:
+class _Own:
+    """What a block holds on the device anyway, apart from weights that are trained, which the graph tells.
+
+    Args:
+        block: None: nothing is known.
+    """
+
+    def __init__(self, block: torch.nn.Module | None) -> None:
+        held = [] if block is None else [buffer for buffer in block.buffers() if buffer.layout is torch.strided]
+        frozen = [] if block is None else [each for each in block.parameters() if not each.requires_grad]
+        self._storages = {tensor.untyped_storage()._cdata for tensor in held}
+        # Autocast's copies of these have no graph; a constant of a weight's shape, in another format, stays as well.
+        self._frozen = {(tensor.shape, tensor.dtype) for tensor in frozen}
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Is it one of the block's buffers, or as a frozen weight in another format would be?"""
+        if tensor.untyped_storage()._cdata in self._storages:
+            return True
+        base = tensor if tensor._base is None else tensor._base
+        return not tensor.requires_grad and any(
+            base.shape == shape and base.dtype != dtype for shape, dtype in self._frozen
+        )
+
+
+def offloading(min_bytes: int = MIN_BYTES, block: torch.nn.Module | None = None) -> AbstractContextManager[Any]:
     """A context in which what autograd saves goes to host memory, and comes back when backward asks for it.
 
     What several operations save is copied once, also as different views, as long as it is not changed in between. Left on
-    the device: parameters, their views and their copies in another number format (which autocast makes and keeps), tensors
-    below `min_bytes`, sparse ones, tensor subclasses, and tensors that are on the host already.
+    the device: parameters, their views and their copies in another number format (which autocast makes and keeps), the block's
+    buffers, tensors below `min_bytes`, sparse ones, tensor subclasses, and tensors that are on the host already.
 
     Args:
         min_bytes: from which size on.
+        block: whose forward runs in the context.
     """
+    own = _Own(block)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | Parked:
-        return _park(tensor) if _is_worth_it(tensor, min_bytes) else tensor
+        return _park(tensor) if _is_worth_it(tensor, min_bytes) and not own.has(tensor) else tensor
 
     return torch.autograd.graph.saved_tensors_hooks(pack, _fetch)
 
@@ -150,9 +176,10 @@ def _is_weight(tensor: torch.Tensor) -> bool:
         return True
     node: Any = tensor.grad_fn
     while node is not None:
-        if hasattr(node, "variable"):  # a leaf
+        name = node.name()
+        if name.endswith("AccumulateGrad"):
             return isinstance(node.variable, torch.nn.Parameter)
-        if node.name().rstrip("0123456789").removesuffix("Backward") not in _SAME_VALUES:
+        if name.rstrip("0123456789").removesuffix("Backward") not in _SAME_VALUES:
             return False
         node = node.next_functions[0][0]
     return False

@@ -1,6 +1,7 @@
 """Which saved tensors leave the device, and how often. The copies themselves need a device (tests/gpu)."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from headway import scope
 from headway.recompute import offload
+from headway.recompute.checkpointing import _block_of
 from headway.recompute.offload import offloading
 
 
@@ -83,6 +85,45 @@ def test_copies_of_weights_that_autocast_made_stay(lane):
     assert {size for (size,) in lane.out} == sizes
     # Into the first layer, into GELU, into the second layer, into the product.
     assert sorted(size for (size,) in lane.out) == [32 * 48, 32 * 48, 32 * 64, 32 * 64]
+
+
+class Masked(nn.Module):
+    """A frozen weight and a buffer, as a block with an adapter has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(64, 48).requires_grad_(False), nn.Linear(64, 48)
+        self.register_buffer("mask", torch.randn(48, 48))
+
+    def forward(self, hidden):
+        return (self.base(hidden) + self.adapter(hidden)) @ self.mask
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_a_block_holds_anyway_stays(lane, dtype):
+    block = Masked()
+    inputs = torch.randn(32, 64, requires_grad=True)
+    wanted = None
+    for context in (torch.enable_grad(), offloading(min_bytes=1, block=block)):
+        inputs.grad = None
+        with torch.autocast("cpu", dtype, enabled=dtype is not None), context:
+            out = block(inputs)
+        out.sum().backward()
+        wanted = inputs.grad if wanted is None else wanted
+    assert torch.equal(inputs.grad, wanted)
+    # The adapter's input; under autocast also the mask's copy, a constant like any other for all that is known.
+    assert len(lane.out) == (1 if dtype is None else 2), lane.out
+
+
+def test_the_block_is_found_behind_its_method():
+    block = Masked()
+    ways = (
+        block.forward,
+        partial(block.__call__, x=1),
+        partial(partial(block.forward)),
+        partial(Masked.forward, block),
+    )
+    assert [_block_of(run) for run in (*ways, len)] == [block, block, block, block, None]
 
 
 def test_what_several_operations_save_is_parked_and_fetched_once(lane):
