@@ -113,7 +113,10 @@ class Materialised:
             did_step = step()
         found = meter.temporaries()
         if sum(map(sum, found.values())) > self.num_bytes:
-            self.temporaries = {device: _together(sizes) for device, sizes in found.items()}
+            # The host's memory is virtual: it has room for the whole where it has room for the parts.
+            self.temporaries = {
+                device: [sum(sizes)] if device.type == "cpu" else _together(sizes) for device, sizes in found.items()
+            }
         return did_step
 
     def confirm(self) -> None:

@@ -65,8 +65,11 @@ class Sizes(TorchDispatchMode):
 
 
 def test_temporaries_are_reserved_block_by_block() -> None:
-    """A device whose free memory lies in several places has room for them, and none for their sum in one place."""
-    parameters = [nn.Parameter(torch.ones(size)) for size in (1 << 20, 1 << 19, *[1000] * 600)]
+    """A device whose free memory lies in several places has room for them, and none for their sum in one place.
+
+    On torch's meta device, which allocates nothing and tells all sizes: there is no other here.
+    """
+    parameters = [nn.Parameter(torch.ones(size, device="meta")) for size in (1 << 20, 1 << 19, *[1000] * 600)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     known = Materialised(torch.optim.AdamW(parameters, foreach=True))
@@ -78,6 +81,18 @@ def test_temporaries_are_reserved_block_by_block() -> None:
     assert len(sizes.found) < 40, "small ones together"
     assert meter.peak == sum(sizes.found) == known.num_bytes >= 6 << 20
     assert meter.live == 0
+
+
+def test_the_hosts_memory_is_reserved_in_one() -> None:
+    parameters = [nn.Parameter(torch.ones(1 << 20)) for _ in range(4)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    known = Materialised(torch.optim.AdamW(parameters, foreach=True))
+    known.measure(lambda: known._optimizer.step() is None)
+    with Sizes() as sizes:
+        known.reserve()
+    assert sizes.found == [known.num_bytes]
+    assert known.num_bytes >= 4 * (4 << 20)
 
 
 class Steady(torch.optim.Optimizer):
