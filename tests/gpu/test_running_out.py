@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from headway import Accelerator, MemoryMonitor
+from headway.memory.free import free_bytes
 from headway.memory.peaks import PeakReader
 from headway.replay.headroom import Headroom
 from headway.replay.trial import Materialised
@@ -139,7 +140,7 @@ def test_a_foreign_optimizers_later_steps_copy_nothing_to_the_host() -> None:
 
 
 def test_temporaries_are_reserved_where_free_memory_lies_in_pieces() -> None:
-    """Sixteen holes of 32 MiB between blocks that stay: room for eight temporaries of 32 MiB, and none for 256 MiB at once."""
+    """Holes of 32 MiB between blocks that stay, all in one segment: room for each temporary, and none for their sum."""
     parameters = [torch.nn.Parameter(torch.ones(8 * MIB, device="cuda")) for _ in range(3)]  # 32 MiB each
     known = Materialised(torch.optim.AdamW(parameters, foreach=True))
     for parameter in parameters:
@@ -147,13 +148,11 @@ def test_temporaries_are_reserved_where_free_memory_lies_in_pieces() -> None:
     known.measure(lambda: known._optimizer.step() is None)
     known.confirm()
     torch.cuda.empty_cache()
-    blocks = []
-    while True:
-        try:
-            blocks.append(torch.empty(32 * MIB, dtype=torch.uint8, device="cuda"))
-        except torch.OutOfMemoryError:
-            break
-    del blocks[: 2 * (known.num_bytes // (32 * MIB) + 1) : 2]
+    num_blocks = free_bytes(HARDWARE["cuda"], torch.device("cuda", 0)) // (32 * MIB)
+    use(num_blocks * 32)  # one segment, from which the blocks are cut
+    blocks = [torch.empty(32 * MIB, dtype=torch.uint8, device="cuda") for _ in range(num_blocks)]
+    assert known.num_bytes <= num_blocks // 2 * 32 * MIB
+    del blocks[::2]
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(known.num_bytes, dtype=torch.uint8, device="cuda")
     known.reserve()
