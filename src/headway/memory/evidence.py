@@ -23,7 +23,7 @@ _TEXTS = re.compile(
         (
             # ATen's convolutions through cuDNN 8 and 9, with torch.backends.cudnn.benchmark (FIND) and without (GET).
             r"\b(?:FIND|GET) was unable to find an engine to execute this computation",
-            r"rror: (?:CU|HIP)BLAS_STATUS_NOT_INITIALIZED when calling `(?:cu|hip)blas\w*Create",
+            r"rror: (?:CU|HIP)BLAS_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR) when calling `(?:cu|hip)blas\w*Create",
             r"\bcuDNN error: CUDNN_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)\b",
             r"\bcusolver error: CUSOLVER_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR), when calling `cusolver\w*Create",
             r"\bcuFFT error: CUFFT_INTERNAL_ERROR\b",

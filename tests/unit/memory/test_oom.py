@@ -122,6 +122,7 @@ UNSAID = [
     RuntimeError("GET was unable to find an engine to execute this computation"),
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(handle)`"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasCreate(handle)`"),
     RuntimeError("HIP error: HIPBLAS_STATUS_NOT_INITIALIZED when calling `hipblasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
