@@ -133,3 +133,23 @@ def test_a_foreign_optimizer_is_copied_to_the_host_only_until_its_state_exists(
     copies.clear()
     found, _ = automatic(lambda p: Steady(p, grows_at), 1, {1, 2})
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("faults", "num_copies"), [(set(), 2), ({1}, 3), ({2}, 3)])
+def test_a_published_optimizer_is_copied_twice_and_comes_out_the_same(
+    faults: set[int], num_copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedulefree = pytest.importorskip("schedulefree", reason="schedulefree is not installed")
+    copies: list[Any] = []
+    real = StepUndo.__init__
+    monkeypatch.setattr(StepUndo, "__init__", lambda undo, optimizer: copies.append(1) or real(undo, optimizer))
+
+    def make(parameters: Any) -> Any:
+        optimizer = schedulefree.AdamWScheduleFree(parameters, lr=0.05)
+        optimizer.train()
+        return optimizer
+
+    wanted, _ = plain(make, 6, 1)
+    found, _ = automatic(make, 1, faults)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    assert len(copies) == num_copies
