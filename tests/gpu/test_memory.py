@@ -1,15 +1,17 @@
 """On one CUDA device: the notebook's rows (seconds, samples/s, MB), activations in host memory, a real out-of-memory report."""
 
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway import Accelerator, MemoryMonitor, memory_report, memory_use, print_gpu_utilization, print_summary
+from headway import Accelerator, MemoryMonitor, memory_report, memory_use, print_gpu_utilization, print_summary, scope
 from headway.memory.oom import is_out_of_memory
 from headway.memory.use import gpu_memory_occupied
+from headway.recompute.offload import _Copies, offloading
 
 pytestmark = [
     pytest.mark.gpu,
@@ -106,6 +108,24 @@ def test_offloaded_and_selective_gradients_are_equal_and_take_less(kind) -> None
     ours, less = run(accelerator, **kind)
     assert all(map(torch.equal, plain, ours))
     assert less < peak
+
+
+def test_offloading_under_autocast_parks_each_activation_once_and_no_weights() -> None:
+    model = blocks(2).cuda()
+    inputs = torch.randn(8192, 1024, device="cuda")
+    grads = []
+    for context in (nullcontext(), offloading()):
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16), context:
+            out = model(inputs)
+        if grads:
+            # A block's input, GELU's input and GELU's result, in bf16: 16, 64 and 64 MiB.
+            parked = [copy._host.nbytes // MIB for copy in scope.own(_Copies).values()]
+            assert sorted(parked) == [16, 16, 64, 64, 64, 64]
+        out.square().mean().backward()
+        grads.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *grads))
+    assert len(scope.own(_Copies)) == 0
 
 
 def test_a_real_out_of_memory_error_is_explained() -> None:

@@ -1,5 +1,8 @@
 """Budgets, skeletons and placement where there is an accelerator."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +23,35 @@ def test_free_memory_counts_what_the_allocator_holds_unused():
     del block
     assert before - held >= 1 << 28
     assert get_max_memory()[0] - held >= 1 << 28
+
+
+ASK = """
+import torch
+from headway.memory.free import free_and_total
+from headway.runtime.device import HARDWARE
+
+told = free_and_total(HARDWARE["cuda"], torch.device("cuda", torch.cuda.device_count() - 1))
+print(torch._C._cuda_hasPrimaryContext(torch.cuda.device_count() - 1), *told)
+"""
+
+
+def test_the_driver_tells_what_is_free_and_opens_no_context():
+    done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=True)
+    has_context, free, total = done.stdout.split()
+    last = torch.cuda.device_count() - 1
+    by_cuda = torch.cuda.mem_get_info(last)
+    assert has_context == "False"
+    assert abs(int(free) - by_cuda[0]) < 2 << 30  # contexts, and what others do meanwhile
+    assert int(total) == pytest.approx(by_cuda[1], rel=0.05)
+
+
+def test_cuda_without_an_index_is_the_current_device():
+    last = torch.cuda.device_count() - 1
+    torch.cuda.set_device(last)
+    try:
+        assert get_max_memory({"cuda": "1GB"}) == {last: 10**9}
+    finally:
+        torch.cuda.set_device(0)
 
 
 def test_a_model_is_built_on_the_device_with_its_ties():

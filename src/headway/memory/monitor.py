@@ -11,6 +11,7 @@ import torch
 from headway import scope
 from headway.errors import StateError
 from headway.memory.oom import is_out_of_memory
+from headway.memory.peaks import PeakReader
 from headway.memory.report import explain
 from headway.memory.use import device_of, host_peak, memory_use
 from headway.optional import Later
@@ -42,15 +43,15 @@ class AllocatorMeter:
     source = "torch's allocator"
 
     def __init__(self, hardware: Hardware, device: torch.device) -> None:
-        self._module, self._device = hardware.module, device
+        self._reader = PeakReader(hardware, device)
 
     def peak(self) -> int:
         """What tensors held at most."""
-        return int(self._module.max_memory_allocated(self._device))
+        return self._reader.peak()
 
     def reset(self) -> None:
-        """Reset the allocator's own counter, which other readers see too."""
-        self._module.reset_peak_memory_stats(self._device)
+        """Reset the allocator's own counter; Headway's other readers keep what they have seen."""
+        self._reader.reset()
 
     def close(self) -> None:
         """Nothing runs."""

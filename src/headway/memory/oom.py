@@ -11,27 +11,41 @@ from typing import Any
 
 import torch
 
+from headway.memory.evidence import is_memory_short, may_be_memory, start_over
 from headway.runtime.device import HARDWARE
 
 _RESERVE_BYTES = 8 << 20  # a report, and the modules that make it
 
-# Each pattern is what an allocator or library itself writes. The first one is at the start of a line (a data worker's
+# Each pattern is what an allocator or library itself writes. The first ones are at the start of a line (a data worker's
 # error brings its own lines along), so that a sentence which merely mentions such an error does not match.
 _TEXTS = tuple(
     re.compile(text, re.MULTILINE)
     for text in (
+        # torch's allocators, the runtimes and the drivers.
         r"^(?:[\w.]+: )?(?:CUDA|HIP|XPU|MPS backend|MTIA|NPU|HPU|MUSA|PrivateUse1) out of memory\b",
         r"^(?:[\w.]+: )?(?:CUDA|HIP|XPU)(?: driver)? error: out of memory\b",
-        r"rror: (?:CU|HIP)(?:BLAS|BLASLT|DNN|SOLVER|SPARSE|FFT|RAND)_(?:STATUS_)?ALLOC(?:ATION)?_FAILED\b",
+        r"^(?:[\w.]+: )?Invalid buffer size: [\d.]+ [KMGT]i?B",  # MPS: more than one buffer of the device may have
+        r"\bkIOGPUCommandBufferCallbackErrorOutOfMemory\b",
+        r"\b(?:UR_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b|\bZE_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b",
+        r"\bMODULE:PT_DEVMEM Allocation failed",
+        # Libraries of kernels.
+        r"rror: (?:CU|HIP)(?:BLAS|BLASLT|SOLVER|SPARSE|FFT|RAND|DSS)_(?:STATUS_)?ALLOC(?:ATION)?_FAILED\b",
+        r"^(?:[\w.]+: )?cuDNN\b.*\bCUDNN_STATUS_(?:\w+_)?ALLOC(?:ATION)?_FAILED\b",  # cuDNN 9 says whose: HOST or DEVICE
         r"rror: (?:MIOPEN_STATUS|miopenStatus|rocblas_status_)\w*(?:ALLOC_?FAILED|AllocFailed|memory_error)\b",
+        r"\bCUDA error: resource allocation failed when calling `cusparse",
         # "Not supported" is mostly a shape or a type; only its own text can say that it was memory.
         r"CUDNN_STATUS_NOT_SUPPORTED\b.*(?:out of memory|(?:unable|failed) to allocate|allocation failed)",
+        r"\b(?:cudaErrorMemoryAllocation|hipErrorOutOfMemory): out of memory\b",  # Thrust and CUB: sorting, unique, nonzero
+        r"^(?:[\w.]+: )?Triton Error \[\w+\]:(?: *Code: \d+, Mess\w+:)? out of memory\b",  # a module or a launch, by any driver
+        r"\bin function [\w:]+: CUDA Error: out of memory\b",  # Transformer Engine
+        r"\bCUDA_ERROR_OUT_OF_MEMORY\b",
+        # NCCL and RCCL, which have memory of their own.
+        r"\b(?:[Cc]uda|CUDA|HIP) failure:? (?:\d+ )?'out of memory'",
+        r"\bFailed to CUDA (?:calloc|malloc|calloc async|host alloc) \d+ bytes\b",
+        # The host.
         r"DefaultCPUAllocator: (?:can't allocate|not enough) memory\b",
         r"\bPosixMemAlign\b.*can't allocate|\bunable to mmap \d+ bytes\b.*Cannot allocate memory",
         r"^(?:[\w.]+: )?std::bad_alloc\b",
-        r"[Cc]uda failure (?:\d+ )?'out of memory'",
-        r"\b(?:UR_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b|\bZE_RESULT_ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b",
-        r"\bMODULE:PT_DEVMEM Allocation failed",
     )
 )
 
@@ -55,9 +69,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Did memory run out, on a device or on the host?
 
     True for torch's own out-of-memory type, MemoryError, an OSError of ENOMEM, and a RuntimeError with the text of an allocator
-    (CUDA, HIP, XPU, MPS, the CPU's), of cuBLAS, cuDNN and their like, or of std::bad_alloc. Causes and contexts count
-    (`raise ... from None` cuts them off); a group counts where every error in it does. An interrupt or exit
-    never does, whatever it interrupted.
+    (CUDA, HIP, XPU, MPS, the CPU's), of cuBLAS, cuDNN, NCCL, Triton and their like, or of std::bad_alloc. Texts that have
+    other reasons too (no engine found, a library not initialised) count where a device is short of memory at this
+    moment: ask before memory is given back. Causes and contexts count (`raise ... from None` cuts them off); a group
+    counts where every error in it does. An interrupt or exit never does, whatever it interrupted.
     """
     return _is_out_of_memory(error, set())
 
@@ -82,7 +97,10 @@ def _says_so(error: Exception) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(text.search(str(error)) for text in _TEXTS)
+    if not isinstance(error, RuntimeError):
+        return False
+    said = str(error)
+    return any(text.search(said) for text in _TEXTS) or (may_be_memory(said) and is_memory_short())
 
 
 def _members(error: BaseException) -> tuple[BaseException, ...]:
@@ -150,6 +168,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     for hardware in HARDWARE.values():
         if hardware.kind != "cpu" and hardware.is_available():
             hardware.module.empty_cache()
+    start_over()
     if _trim is not None:
         _trim(0)
 

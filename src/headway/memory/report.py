@@ -26,6 +26,8 @@ _ASKED = (
     re.compile(r"tried to allocate (\d+) bytes"),
     re.compile(r"unable to mmap (\d+) bytes"),
     re.compile(r"Unable to allocate ([\d.]+ ?[KMGT]?i?B)\b"),  # numpy's
+    re.compile(r"Invalid buffer size: ([\d.]+ ?[KMGT]?i?B)\b"),  # MPS's
+    re.compile(r"Failed to CUDA (?:calloc|malloc|calloc async|host alloc) (\d+) bytes"),  # NCCL's
 )
 
 

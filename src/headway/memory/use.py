@@ -17,6 +17,7 @@ import torch
 from headway import optional
 from headway.errors import ConfigError, DeviceUnavailable
 from headway.launch.control_group import control_groups
+from headway.memory.free import free_and_total
 from headway.optional import Later
 from headway.runtime import process
 from headway.runtime.device import HARDWARE, Hardware
@@ -34,7 +35,7 @@ class MemoryUse:
         device: "cuda:0", "cpu", ...
         used: what this process's tensors hold; on the host, this process's resident memory.
         reserved: what torch's allocator holds of the device, used or cached; on the host, this process's address space.
-        peak: the highest `used` since it was last reset (`MemoryMonitor` resets it), else since the start.
+        peak: the highest `used` since it was last reset (`MemoryMonitor` and automatic micro-batching do), else since the start.
         total: what there is; on the host the control group's limit where that is lower.
         occupied: what all processes together hold.
         utilisation: how busy the device's cores are, 0 to 1; None where nothing tells.
@@ -180,7 +181,7 @@ def _device(hardware: Hardware, device: torch.device) -> MemoryUse:
     if told is not None:
         total, occupied = told.total, told.occupied
     elif hasattr(module, "mem_get_info"):
-        free, total = map(int, module.mem_get_info(device))
+        free, total = free_and_total(hardware, device)
         occupied = total - free
     return MemoryUse(
         str(device),

@@ -6,10 +6,13 @@ from pathlib import Path
 import psutil
 import torch
 
+from headway import env
 from headway.errors import DeviceMapError, HeadwayError
 from headway.launch.control_group import control_groups
 from headway.log import get_logger
-from headway.runtime.device import Hardware, detect
+from headway.memory.free import free_bytes
+from headway.runtime import process
+from headway.runtime.device import HARDWARE, Hardware, detect
 from headway.units import parse_bytes
 
 logger = get_logger(__name__)
@@ -26,13 +29,13 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
     """Bytes a model may take on each device, accelerators first, then "mps", "cpu" and "disk".
 
     Args:
-        max_memory: {device: bytes or text such as "10GiB"}; a device is an index, "cuda:0", "mps", "cpu" or "disk".
-            None measures: what is free on each accelerator (with what torch's allocator holds unused), and what is
-            available in main memory within the limits of the container. One for another machine may be planned with; that
-            a device of it is not here is said once in the log.
+        max_memory: {device: bytes or text such as "10GiB"}; a device is an index, "cuda:0", "cuda" (the one that this
+            process computes on), "mps", "cpu" or "disk". None measures: what is free on each accelerator (with what torch's
+            allocator holds unused), and what is available in main memory within the limits of the container. One for
+            another machine may be planned with; that a device of it is not here is said once in the log.
 
     Raises:
-        DeviceMapError: devices or sizes that are none; all of them are named.
+        DeviceMapError: devices or sizes that are none, or a device with two budgets; all of them are named.
     """
     if max_memory is None:
         return _measured(detect())
@@ -86,6 +89,8 @@ def _read(max_memory: Mapping[Device, int | str]) -> dict[Device, int]:
     for key, size in max_memory.items():
         try:
             device = as_device(key)
+            if device in budgets:
+                raise DeviceMapError(f"device {device} has a budget already, by another name; give it one")
             budgets[device] = parse_bytes(int(size) if isinstance(size, float) else size)
         except HeadwayError as error:
             faults.append(f"{key!r}: {error}")
@@ -105,7 +110,7 @@ def is_accelerator(device: Device) -> bool:
 
 
 def as_device(device: object) -> Device:
-    """Read an index, `"1"`, `"cuda:1"`, `"cuda"` (the first), torch.device(...), "mps", "cpu" or "disk".
+    """Read an index, `"1"`, `"cuda:1"`, `"cuda"` (this process's own), torch.device(...), "mps", "cpu" or "disk".
 
     Raises:
         DeviceMapError: it is none of these, or "meta", where no values are.
@@ -124,10 +129,25 @@ def as_device(device: object) -> Device:
         if found is not None and found.type == "meta":
             raise DeviceMapError("'meta' holds no values; give 'cpu', 'disk' or an accelerator")
         if found is not None:
-            return found.type if found.type in ("cpu", "mps") else found.index or 0
+            if found.type in ("cpu", "mps"):
+                return found.type
+            return _own_index(found.type) if found.index is None else found.index
     raise DeviceMapError(
         f"{device!r} is not a device; give an accelerator's index (0, 1, ...), 'cuda:0', 'mps', 'cpu' or 'disk'"
     )
+
+
+def _own_index(kind: str) -> int:
+    """Which device of the kind this process computes on, or will by its local rank; 0 where the machine has none."""
+    if process.is_started():
+        own = process.current().device
+        return own.index or 0 if own.type == kind else 0
+    hardware = HARDWARE.get(kind)
+    if hardware is None or not hardware.is_available():
+        return 0
+    is_in_use = getattr(hardware.module, "is_initialized", None)
+    chosen = hardware.module.current_device() if is_in_use is not None and is_in_use() else 0
+    return int(chosen) or (env.local_rank() if env.local_rank() < hardware.num_devices() else 0)
 
 
 def _measured(hardware: Hardware) -> dict[Device, int]:
@@ -149,9 +169,9 @@ def _measured(hardware: Hardware) -> dict[Device, int]:
 
 
 def _free_on(hardware: Hardware, index: int) -> int:
-    free = int(hardware.module.mem_get_info(index)[0])
-    cached = int(hardware.module.memory_reserved(index)) - int(hardware.module.memory_allocated(index))
-    return free + max(0, cached)
+    device = torch.device(hardware.kind, index)
+    cached = int(hardware.module.memory_reserved(device)) - int(hardware.module.memory_allocated(device))
+    return free_bytes(hardware, device) + max(0, cached)
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -210,8 +210,18 @@ def _offload() -> Callable[..., Any]:
 
 def _offloaded(function: Callable[..., Any], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call with everything that autograd saves moved to host memory; under `checkpoint` those are the block's inputs."""
-    with offloading():
+    with offloading(block=_block_of(run)):
         return function(run, *args, **kwargs)
+
+
+def _block_of(run: Any) -> torch.nn.Module | None:
+    """Whose forward this is: a module's method, or what models with a switch of their own make of one by `partial`."""
+    while isinstance(run, partial):
+        if run.args and isinstance(run.args[0], torch.nn.Module):
+            return run.args[0]
+        run = run.func
+    owner = getattr(run, "__self__", None)
+    return owner if isinstance(owner, torch.nn.Module) else None
 
 
 def _attach(block: torch.nn.Module, function: Callable[..., Any]) -> None:

@@ -1,86 +1,213 @@
 """What autograd saves for backward, kept in host memory meanwhile: copied on a stream of its own, beside the compute."""
 
+import weakref
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from headway import scope
 
 MIN_BYTES = 1 << 20
 """Smaller tensors stay on the device: copying them costs more than they take."""
 
+_SAME_VALUES = frozenset(
+    (
+        *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "AsStrided", "Select", "Slice", "Split"),
+        *("Unbind", "Unsqueeze", "Squeeze", "Expand", "Alias", "ToCopy", "Clone"),
+    )
+)
+"""Operations whose result holds nothing but the values of their one input, as autograd's nodes are called."""
 
-@dataclass
-class Parked:
-    """A tensor in host memory, and where it belongs.
+
+class Lane:
+    """One device's copies to the host and back, on a stream of their own where the device has streams.
 
     Attributes:
-        host: the copy, in pinned memory where the device can use that.
-        device: where backward wants it.
-        ready: set when the copy to the host is complete; None where copies are not asynchronous.
+        last: what was fetched last, whose values on the device may be wanted again by the next step of backward.
     """
 
-    host: torch.Tensor
-    device: torch.device
-    ready: torch.Event | None
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device) if hasattr(torch.get_device_module(device), "Stream") else None
+        self.last: weakref.ref[Copy] | None = None
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
+        """A copy in host memory, and what is set when it is complete; None where it already is."""
+        if self._stream is None:
+            return tensor.to("cpu", copy=True), None
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            host.copy_(tensor, non_blocking=True)
+            ready = self._stream.record_event()
+        # The allocator must not give the tensor's memory away before the copy has read it.
+        tensor.record_stream(self._stream)
+        return host, ready
+
+    def to_device(self, host: torch.Tensor, ready: torch.Event | None) -> torch.Tensor:
+        """The copy on the device again; before it is used it must have `arrived`."""
+        if self._stream is None:
+            return host.to(self._device)
+        with self._stream:
+            if ready is not None:
+                self._stream.wait_event(ready)
+            return host.to(self._device, non_blocking=True)
+
+    def arrived(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, in order for what is computed next on the stream in use, which may be another one each time."""
+        if self._stream is not None:
+            compute = torch.accelerator.current_stream(self._device)
+            compute.wait_stream(self._stream)
+            tensor.record_stream(compute)
+        return tensor
 
 
-def offloading(min_bytes: int = MIN_BYTES) -> AbstractContextManager[Any]:
+class _Lanes(dict[torch.device, Lane]):
+    """Each device's lane, made on first use."""
+
+    def __missing__(self, device: torch.device) -> Lane:
+        """Make it."""
+        self[device] = lane = Lane(device)
+        return lane
+
+
+class Copy:
+    """The values of a storage in host memory, once for all that save them.
+
+    Args:
+        values: what to copy: the whole storage as one row, or a part of it.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._lane = scope.own(_Lanes)[values.device]
+        # It keeps the storage's address from being given to another one for as long as this copy is found by it.
+        self._source = StorageWeakRef(values.untyped_storage())  # type: ignore[no-untyped-call]
+        self._host, self._ready = self._lane.to_host(values)
+        self._fetched: torch.Tensor | None = None
+
+    def fetch(self) -> torch.Tensor:
+        """The values on the device; they stay there until the next copy is fetched, or nobody holds this one."""
+        if self._fetched is None:
+            before = self._lane.last() if self._lane.last is not None else None
+            if before is not None:
+                before._fetched = None
+            self._fetched = self._lane.to_device(self._host, self._ready)
+            self._lane.last = weakref.ref(self)
+        return self._lane.arrived(self._fetched)
+
+
+class _Copies(weakref.WeakValueDictionary[tuple[Any, ...], Copy]):
+    """Those that some saved tensor still needs: by storage, version, number format and, of parts, place."""
+
+
+@dataclass(frozen=True)
+class Parked:
+    """A saved tensor in host memory.
+
+    Attributes:
+        copy: its values, and perhaps others beside them.
+        view: where it lies in the copy: size, stride and offset in elements; None: it is the copy.
+    """
+
+    copy: Copy
+    view: tuple[torch.Size, tuple[int, ...], int] | None
+
+
+class _Own:
+    """What a block holds on the device anyway, apart from weights that are trained, which the graph tells.
+
+    Args:
+        block: None: nothing is known.
+    """
+
+    def __init__(self, block: torch.nn.Module | None) -> None:
+        held = [] if block is None else [buffer for buffer in block.buffers() if buffer.layout is torch.strided]
+        frozen = [] if block is None else [each for each in block.parameters() if not each.requires_grad]
+        self._storages = {tensor.untyped_storage()._cdata for tensor in held}
+        # Autocast's copies of these have no graph; a constant of a weight's shape, in another format, stays as well.
+        self._frozen = {(tensor.shape, tensor.dtype) for tensor in frozen}
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Is it one of the block's buffers, or as a frozen weight in another format would be?"""
+        if tensor.untyped_storage()._cdata in self._storages:
+            return True
+        base = tensor if tensor._base is None else tensor._base
+        return not tensor.requires_grad and any(
+            base.shape == shape and base.dtype != dtype for shape, dtype in self._frozen
+        )
+
+
+def offloading(min_bytes: int = MIN_BYTES, block: torch.nn.Module | None = None) -> AbstractContextManager[Any]:
     """A context in which what autograd saves goes to host memory, and comes back when backward asks for it.
 
-    Left on the device: parameters and their views (they stay there anyway), tensors below `min_bytes`, sparse ones and
-    tensors that are on the host already.
+    What several operations save is copied once, also as different views, as long as it is not changed in between. Left on
+    the device: parameters, their views and their copies in another number format (which autocast makes and keeps), the block's
+    buffers, tensors below `min_bytes`, sparse ones, tensor subclasses, and tensors that are on the host already.
 
     Args:
         min_bytes: from which size on.
+        block: whose forward runs in the context.
     """
+    own = _Own(block)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor | Parked:
-        return _park(tensor) if _is_worth_it(tensor, min_bytes) else tensor
+        return _park(tensor) if _is_worth_it(tensor, min_bytes) and not own.has(tensor) else tensor
 
     return torch.autograd.graph.saved_tensors_hooks(pack, _fetch)
 
 
 def _is_worth_it(tensor: torch.Tensor, min_bytes: int) -> bool:
-    # A weight is saved as a view of the parameter (e.g. its transpose).
-    base = tensor if tensor._base is None else tensor._base
-    is_weight = isinstance(base, torch.nn.Parameter)
-    return (
-        tensor.device.type != "cpu" and not is_weight and tensor.layout is torch.strided and tensor.nbytes >= min_bytes
-    )
+    if _is_on_host(tensor) or tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
+        return False
+    # An expanded tensor is larger than what it lies in.
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes()) >= min_bytes and not _is_weight(tensor)
 
 
-class _Lanes(dict[torch.device, torch.Stream]):
-    """Each device's stream for these copies, made on first use."""
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
-    def __missing__(self, device: torch.device) -> torch.Stream:
-        """Make it."""
-        self[device] = stream = torch.Stream(device)
-        return stream
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    """Does it hold a parameter's values, as a view (a transpose, say) or in another format?"""
+    if isinstance(tensor._base, torch.nn.Parameter):
+        return True
+    node: Any = tensor.grad_fn
+    while node is not None:
+        name = node.name()
+        if name.endswith("AccumulateGrad"):
+            return isinstance(node.variable, torch.nn.Parameter)
+        if name.rstrip("0123456789").removesuffix("Backward") not in _SAME_VALUES:
+            return False
+        node = node.next_functions[0][0]
+    return False
 
 
 def _park(tensor: torch.Tensor) -> Parked:
-    lane, compute = scope.own(_Lanes)[tensor.device], torch.accelerator.current_stream(tensor.device)
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    lane.wait_stream(compute)
-    with lane:
-        host.copy_(tensor, non_blocking=True)
-        ready = lane.record_event()
-    # The allocator must not give the tensor's memory away before the copy has read it.
-    tensor.record_stream(lane)
-    return Parked(host, tensor.device, ready)
+    storage = tensor.untyped_storage()
+    # Of a small part of a storage only the part; and what is a mere mark on a tensor, conjugation, must be carried out.
+    is_whole = 2 * tensor.nbytes > storage.nbytes() and not (tensor.is_conj() or tensor.is_neg())
+    view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+    mark = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    key = (storage._cdata, tensor._version, *mark, None if is_whole else view)
+    copies = scope.own(_Copies)
+    copy = copies.get(key)
+    if copy is None:
+        copy = copies[key] = Copy(_row(tensor) if is_whole else tensor)
+    return Parked(copy, view if is_whole else None)
+
+
+def _row(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the tensor's storage as one row of its number format."""
+    storage = tensor.untyped_storage()
+    num = storage.nbytes() // tensor.element_size()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (num,), (1,))
 
 
 def _fetch(saved: torch.Tensor | Parked) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
-    lane, compute = scope.own(_Lanes)[saved.device], torch.accelerator.current_stream(saved.device)
-    with lane:
-        if saved.ready is not None:
-            lane.wait_event(saved.ready)
-        tensor = saved.host.to(saved.device, non_blocking=True)
-    compute.wait_stream(lane)
-    tensor.record_stream(compute)
-    return tensor
+    values = saved.copy.fetch()
+    return values if saved.view is None else values.as_strided(*saved.view)

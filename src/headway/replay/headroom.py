@@ -2,10 +2,14 @@
 
 import torch
 
+from headway.memory.free import free_bytes
+from headway.memory.peaks import PeakReader
 from headway.runtime.device import Hardware
 
 _EVERY = 8
-"""Batches between two looks at the allocator's statistics, which take a tenth of a millisecond."""
+"""Votes between two looks at the allocator's statistics, which take a tenth of a millisecond."""
+_NUM_LOOKS = 2
+"""Looks in a row that must have found the cache emptied: a shape that comes once, as in an evaluation, does it once."""
 
 
 class Headroom:
@@ -17,36 +21,51 @@ class Headroom:
     """
 
     def __init__(self, hardware: Hardware, device: torch.device) -> None:
-        self._module = hardware.module
+        self._hardware, self._module = hardware, hardware.module
         self._device = device
         self._has_statistics = hardware.kind != "cpu" and all(
-            hasattr(self._module, name) for name in ("memory_stats", "mem_get_info", "reset_peak_memory_stats")
+            hasattr(self._module, name)
+            for name in (
+                "memory_stats",
+                "mem_get_info",
+                "memory_reserved",
+                "max_memory_allocated",
+                "reset_peak_memory_stats",
+            )
         )
-        self._num_retries = 0
-        self._num_looks = 0
+        self._peak = PeakReader(hardware, device) if self._has_statistics else None
+        self._num_rescues: int | None = None
+        self._num_in_a_row = 0
+        self._num_votes = 0
 
     def start_over(self) -> None:
-        """Memory ran out: peaks of before say nothing about smaller pieces."""
-        if self._has_statistics:
-            self._module.reset_peak_memory_stats(self._device)
+        """Pieces become smaller: what those of before took and did to the cache says nothing about these."""
+        self._num_rescues, self._num_in_a_row, self._num_votes = None, 0, 0
+        self.forget_peak()
+
+    def forget_peak(self) -> None:
+        """Whether there is room is next told by what is used from now on: an evaluation's peak, say, is not for ever."""
+        if self._peak is not None:
+            self._peak.reset()
 
     def has_room(self, factor: float) -> bool:
-        """Would pieces `factor` times as large fit, by what the present ones took at most?"""
-        if not self._has_statistics:
+        """Would pieces `factor` times as large fit, by what was used at most since the peak was forgotten?"""
+        if self._peak is None:
             return True
         statistics = self._module.memory_stats(self._device)
-        peak, base = (statistics.get(f"allocated_bytes.all.{name}", 0) for name in ("peak", "current"))
-        free, _ = self._module.mem_get_info(self._device)
-        wanted = base + (peak - base) * factor
+        base = statistics.get("allocated_bytes.all.current", 0)
+        wanted = base + (self._peak.peak() - base) * factor
+        free = free_bytes(self._hardware, self._device)
         return bool(wanted < free + statistics.get("reserved_bytes.all.current", 0))
 
     def is_thrashing(self) -> bool:
-        """Has the allocator had to empty its cache and ask again since the last look?"""
-        self._num_looks += 1
-        if not self._has_statistics or self._num_looks % _EVERY:
+        """Does the allocator keep emptying its cache to get on? Asked at each vote, and looked into at some."""
+        self._num_votes += 1
+        if not self._has_statistics or (self._num_rescues is not None and self._num_votes % _EVERY):
             return False
-        before, self._num_retries = (
-            self._num_retries,
-            self._module.memory_stats(self._device).get("num_alloc_retries", 0),
-        )
-        return self._num_retries > before
+        statistics = self._module.memory_stats(self._device)
+        # Each out-of-memory error was a retry too, one in vain: what is left are those that got on.
+        now = statistics.get("num_alloc_retries", 0) - statistics.get("num_ooms", 0)
+        before, self._num_rescues = self._num_rescues, now
+        self._num_in_a_row = self._num_in_a_row + 1 if before is not None and now > before else 0
+        return self._num_in_a_row >= _NUM_LOOKS

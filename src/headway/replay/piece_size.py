@@ -15,9 +15,9 @@ _MOST_PATIENCE = 4096
 class PieceSize:
     """The largest piece, and what is known about larger ones.
 
-    Growth tries a size after `patience` clean batches: twice the present one, or halfway to what failed last, or that
-    itself. A try that fails goes back to the size before it and doubles the patience, so n batches see at most about
-    log2(n / 16) failed tries, whatever memory does.
+    Growth tries a size after `patience` clean batches, where there is room by what these took at most: twice the present
+    one, or halfway to what failed last, or that itself. A try that fails goes back to the size before it and doubles the
+    patience, so n batches see at most about log2(n / 16) failed tries, whatever memory does.
 
     Attributes:
         limit: rows; None: whole batches.
@@ -58,10 +58,12 @@ class PieceSize:
         if self.limit is None or 2 * num_rows <= self.limit:
             return
         self.num_clean += 1
-        if self.num_clean < self.patience or not has_room:
+        if self.num_clean < self.patience:
             return
-        self.good, self.num_clean = self.limit, 0
-        self.limit = self._next_limit(self.limit)
+        self.num_clean = 0
+        if has_room:
+            self.good = self.limit
+            self.limit = self._next_limit(self.limit)
 
     def _next_limit(self, limit: int) -> int:
         if self.failed is None or 2 * limit < self.failed:

@@ -161,13 +161,17 @@ class Transaction:
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             call()
+        is_thrashing, self._is_thrashing = self._is_thrashing, False
         smaller = self.size.below(self._longest)
-        if self._is_thrashing and smaller:
-            log.warning_once("the device's allocator had to empty its cache and ask again: pieces become smaller")
+        if is_thrashing and smaller:
+            log.warning_once("the device's allocator keeps emptying its cache to get on: pieces become smaller")
+            self._headroom.start_over()
             self.size.shrink(smaller, self._longest)
             return
-        before = self.size.limit
+        before, num_clean = self.size.limit, self.size.num_clean
         self.size.succeeded(self._longest, self._spare > 0)
+        if self.size.num_clean < num_clean:
+            self._headroom.forget_peak()
         if self.size.limit != before:
             log.info("pieces of up to %s rows are tried", self.size.limit)
 
@@ -202,7 +206,10 @@ class Transaction:
                 "backward, step, in the same order"
             )
         self._longest = int(max(row[2] for row in rows))
-        self._spare, self._is_thrashing = min(row[3] for row in rows), any(row[4] for row in rows)
+        self._spare = min(row[3] for row in rows)
+        self._is_thrashing |= any(
+            row[4] for row in rows
+        )  # until the batch is committed: it has two votes, and either may tell
         return [row[5:] for row in rows]
 
     def _shrink(self, rows: list[list[float]], failed: list[int]) -> None:

@@ -8,7 +8,11 @@ import weakref
 import pytest
 import torch
 
+from headway import scope
+from headway.memory import evidence
 from headway.memory.oom import clear_device_cache, free_after, is_out_of_memory, release_memory
+from headway.runtime.device import HARDWARE
+from tests.unit.memory.simulated import SimulatedAllocator
 
 REAL = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15 GiB"),
@@ -37,11 +41,32 @@ REAL = [
     OSError(errno.ENOMEM, "Cannot allocate memory"),
     RuntimeError("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
     RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
+    RuntimeError("cuDNN Frontend error: [cudnn_frontend] Error: cudnnBackendExecute failed with CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cudss error: CUDSS_STATUS_ALLOC_FAILED, when calling `cudssCreate(handle)`"),
+    RuntimeError("CUDA error: resource allocation failed when calling `cusparseCreate(handle)`"),
+    RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in "
+                 "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html for more information."),
+    RuntimeError("radix_sort: failed on 1st step: cudaErrorMemoryAllocation: out of memory"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("RuntimeError: Triton Error [CUDA]: out of memory"),
+    RuntimeError("backend='inductor' raised:\nRuntimeError: Triton Error [CUDA]: out of memory"),
+    RuntimeError("Triton Error [HIP]:  Code: 2, Messsage: out of memory"),
+    RuntimeError("/te/common/util/cuda_driver.cpp:51 in function call: CUDA Error: out of memory"),
+    RuntimeError("NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with "
+                 "NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+                 "Last error:\nFailed to CUDA calloc 10485760 bytes"),
+    RuntimeError("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\nLast error:\nFailed to CUDA calloc async 608 bytes"),
+    RuntimeError("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\nLast error:\nFailed to CUDA host alloc 4096 bytes"),
+    RuntimeError("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\nLast error:\nHIP failure: 'out of memory'"),
+    RuntimeError("Invalid buffer size: 24.00 GiB"),
     RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
                  "RuntimeError: CUDA out of memory. Tried to allocate 2 bytes"),
     MemoryError("Caught MemoryError in DataLoader worker process 0."),
 ]  # fmt: skip
 
+# Without a device that is short of memory, texts with several reasons are here too (see UNSAID).
 OTHER = [
     RuntimeError("the run before this one died of 'CUDA out of memory': use a smaller batch"),
     ValueError("CUDA out of memory. Tried to allocate 20.00 MiB"),
@@ -53,6 +78,21 @@ OTHER = [
     RuntimeError("CUDA error: an illegal memory access was encountered"),
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
     RuntimeError("out of resource: shared memory, Required: 98304, Hardware limit: 65536"),
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    RuntimeError("Triton Error [CUDA]: invalid device function"),
+    RuntimeError("CUDA error: too many resources requested for launch"),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_UNEXPECTED_VALUE"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED_CUDART"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"),
+    RuntimeError("cuDNN Frontend error: [cudnn_frontend] Error: No execution plans support the graph."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa, opb, m, n, k)`"),
+    RuntimeError(
+        "NCCL error in: NCCLUtils.cpp:94, unhandled system error\nLast error:\nFailed to open libibverbs.so[.1]"
+    ),
+    RuntimeError(
+        "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\nLast error:\nCuda failure 999 'unknown error'"
+    ),
     RuntimeError(
         "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory."
     ),
@@ -75,6 +115,53 @@ def test_recognised(error):
 @pytest.mark.parametrize("error", OTHER, ids=lambda error: str(error)[:50])
 def test_not_mistaken(error):
     assert not is_out_of_memory(error)
+
+
+UNSAID = [
+    RuntimeError("FIND was unable to find an engine to execute this computation"),
+    RuntimeError("GET was unable to find an engine to execute this computation"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(handle)`"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasCreate(handle)`"),
+    RuntimeError("HIP error: HIPBLAS_STATUS_NOT_INITIALIZED when calling `hipblasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`"),
+    RuntimeError("cuFFT error: CUFFT_INTERNAL_ERROR"),
+    RuntimeError("CUDA error: insufficient resources when calling `cusparseSpGEMM_compute(handle)`"),
+    RuntimeError("level_zero backend failed with error: 40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)"),
+]
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """A GPU with this allocator; there is none here to ask."""
+    allocator = SimulatedAllocator(1 << 40)
+    allocator.malloc(1 << 30)
+    scope.drop(evidence._Counted)
+    monkeypatch.setattr(evidence, "HARDWARE", {"cuda": HARDWARE["cuda"]})
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: allocator)
+    return allocator
+
+
+@pytest.mark.parametrize("error", UNSAID, ids=lambda error: str(error)[:50])
+def test_texts_with_several_reasons_count_where_memory_is_short(simulated, error):
+    assert not is_out_of_memory(error), "there is plenty of room, and nothing has run out"
+    raised(lambda: simulated.malloc(1 << 41))  # a library swallows this one
+    assert is_out_of_memory(error)
+    assert is_out_of_memory(error), "asking changes nothing"
+    free_after(error)
+    assert not is_out_of_memory(error), "what ran out before memory was given back says nothing about an error after it"
+    simulated.malloc((1 << 40) - (1 << 30) - (100 << 20))
+    assert is_out_of_memory(error), "a library's own handle does not fit beside what the allocator holds"
+    assert not is_out_of_memory(OTHER[0]), "a full device alone makes no error one of memory"
+
+
+def test_a_device_that_cannot_be_asked_any_more_proves_nothing(simulated):
+    simulated.memory_stats = lambda device: (_ for _ in ()).throw(
+        RuntimeError("CUDA error: device-side assert triggered")
+    )
+    assert not is_out_of_memory(UNSAID[2])
 
 
 def raised(function):

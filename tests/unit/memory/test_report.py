@@ -118,6 +118,11 @@ def test_a_real_failure_is_explained():
         ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 12345 bytes. Error code 12", 12345),
         ("unable to mmap 64 bytes from file </torch_1>: Cannot allocate memory (12)", 64),
         ("Unable to allocate 7.45 GiB for an array with shape (1000000000,)", int(7.45 * 2**30)),
+        ("Invalid buffer size: 24.00 GiB", 24 << 30),
+        (
+            "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error\nLast error:\nFailed to CUDA calloc 10485760 bytes",
+            10485760,
+        ),
         ("std::bad_alloc", None),
     ],
 )

@@ -14,6 +14,7 @@ from headway import (
 )
 from headway.errors import DeviceMapError
 from headway.placement import budget
+from headway.runtime import process
 
 
 def test_text_devices_and_order():
@@ -56,6 +57,57 @@ def test_devices():
     for wrong in (True, -1, "gpu", 1.5, None):
         with pytest.raises(DeviceMapError, match="is not a device"):
             budget.as_device(wrong)
+
+
+class FourOfAKind:
+    """torch.cuda as a machine with four GPUs would show it; there is none here."""
+
+    current = 0
+    is_available = staticmethod(lambda: True)
+    device_count = staticmethod(lambda: 4)
+
+    def is_initialized(self):
+        return self.current > 0
+
+    def current_device(self):
+        return self.current
+
+    def set_device(self, device):
+        self.current = device.index
+
+
+@pytest.fixture
+def four(monkeypatch):
+    module = FourOfAKind()
+    found = torch.get_device_module
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module if kind == "cuda" else found(kind))
+    return module
+
+
+def test_cuda_without_an_index_is_the_ranks_own(four, monkeypatch):
+    assert budget.as_device("cuda") == 0
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert get_max_memory({"cuda": 5, "cpu": 1}) == {2: 5, "cpu": 1}
+    assert budget.as_device(torch.device("cuda")) == 2
+    assert [budget.as_device(name) for name in ("cuda:0", "0", 0, "cuda:3")] == [0, 0, 0, 3]
+    monkeypatch.setenv("LOCAL_RANK", "7")  # each process is shown its own devices only
+    assert budget.as_device("cuda") == 0
+    four.current = 1  # the script has chosen one
+    assert budget.as_device("cuda") == 1
+
+
+def test_a_started_runtime_knows_its_device(four, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("HEADWAY_DEVICE", "cuda")
+    assert process.start().device == torch.device("cuda", 3)
+    four.current = 1
+    assert get_max_memory({"cuda": 5}) == {3: 5}
+    assert budget.as_device("xpu") == 0
+
+
+def test_a_device_with_two_budgets_is_refused():
+    with pytest.raises(DeviceMapError, match="'cuda:0': device 0 has a budget already, by another name"):
+        get_max_memory({0: 1, "cuda:0": 2})
 
 
 ABSENT = 4000  # no machine has so many

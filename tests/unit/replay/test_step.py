@@ -1,6 +1,5 @@
 """Pieces, their size, the way back, and optimizer steps that can be undone: on one process."""
 
-import copy
 import dataclasses
 from collections import UserDict, namedtuple
 from typing import Any
@@ -18,7 +17,6 @@ from headway import Accelerator, GradientAccumulationPlugin
 from headway.errors import ConfigError, LossError, MemoryExhausted, StateError, UnsupportedError
 from headway.replay.cut import cut_rows
 from headway.replay.piece_size import FIRST_PATIENCE, PieceSize
-from headway.replay.trial import AllocationMeter, Materialised, StepUndo
 from headway.strategies.base import Capabilities
 from headway.strategies.single import SingleStrategy
 from headway.training.windows import ConstantDivision
@@ -211,45 +209,6 @@ def test_an_unknown_optimizer_can_go_back_at_any_step() -> None:
 def test_a_later_step_of_torchs_own_ends_the_run() -> None:
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
         automatic(MAKERS["adam"], 1, {3})
-
-
-def test_undo_puts_parameters_state_and_groups_back() -> None:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for number in range(2):
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        undo = StepUndo(optimizer)
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] = 7.0
-        undo.restore()
-        torch.testing.assert_close(model.state_dict(), before[0], rtol=0, atol=0)
-        torch.testing.assert_close(optimizer.state_dict(), before[1], rtol=0, atol=0)
-        optimizer.step()
-        assert len(optimizer.state) == 4, number
-
-
-def test_the_meter_counts_what_is_alive_at_once() -> None:
-    x = torch.ones(1000)
-    with AllocationMeter() as meter:
-        kept = x * 2
-        (x * 3) + (x * 4)
-        x.add_(1)
-    assert meter.peak == 4 * 4000
-    assert meter.live == kept.nbytes
-
-
-def test_temporaries_of_a_foreach_step_are_measured() -> None:
-    parameter = nn.Parameter(torch.ones(1000))
-    parameter.grad = torch.ones(1000)
-    known = Materialised(torch.optim.AdamW([parameter], foreach=True))
-    assert not known.is_complete
-    known.measure(lambda: known._optimizer.step() is None)
-    known.confirm()
-    assert known.is_complete
-    assert 4000 <= known.num_bytes <= 4 * 4000
-    known.reserve()
 
 
 # ---------------------------------------------------------------- both forms

@@ -1,0 +1,46 @@
+"""The highest use of a device's memory, for several readers at once: the allocator has one counter, and resetting it is for all."""
+
+import weakref
+
+import torch
+
+from headway import scope
+from headway.runtime.device import Hardware
+
+
+class _Readers(weakref.WeakSet["PeakReader"]):
+    """All readers of this process that somebody still holds."""
+
+
+class PeakReader:
+    """The highest use of one device since this reader's own last reset.
+
+    A reset takes the allocator's counter back for everybody, so what it held is noted for the other readers first. A script's
+    own `torch.cuda.reset_peak_memory_stats()` is not seen here: readers then know what was used since it, and what they noted.
+
+    Args:
+        hardware: what kind of device.
+        device: which one; without an index, the current one.
+    """
+
+    def __init__(self, hardware: Hardware, device: torch.device) -> None:
+        self._module = hardware.module
+        current = getattr(self._module, "current_device", None)
+        is_whole = device.index is not None or not hardware.is_indexed or current is None
+        self._device = device if is_whole or current is None else torch.device(device.type, current())
+        self._noted = 0
+        scope.own(_Readers).add(self)
+
+    def peak(self) -> int:
+        """Bytes that tensors held at most."""
+        return max(self._noted, int(self._module.max_memory_allocated(self._device)))
+
+    def reset(self) -> None:
+        """Start over from the present use."""
+        others = [each for each in scope.own(_Readers) if each is not self and each._device == self._device]
+        if others:
+            highest = int(self._module.max_memory_allocated(self._device))
+            for other in others:
+                other._noted = max(other._noted, highest)
+        self._module.reset_peak_memory_stats(self._device)
+        self._noted = 0

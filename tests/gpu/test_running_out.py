@@ -1,0 +1,158 @@
+"""Out of memory on a real device: pieces that fit and stay, peaks that several read, and the errors' own texts."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from headway import Accelerator, MemoryMonitor
+from headway.memory.free import free_bytes
+from headway.memory.peaks import PeakReader
+from headway.replay.headroom import Headroom
+from headway.replay.trial import Materialised
+from headway.runtime.device import HARDWARE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine shows none"),
+]
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _limited():
+    """One GiB, whatever the device has: memory runs out at once, and other processes keep theirs."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1024 * MIB) / total)
+    yield
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def use(num_mib: int) -> None:
+    torch.empty(num_mib * MIB, dtype=torch.uint8, device="cuda")
+
+
+def test_an_out_of_memory_error_counts_as_one_retry_and_not_as_thrashing() -> None:
+    headroom = Headroom(HARDWARE["cuda"], torch.device("cuda", 0))
+    headroom.is_thrashing()
+    before = torch.cuda.memory_stats()
+    with pytest.raises(torch.OutOfMemoryError):
+        use(2048)
+    after = torch.cuda.memory_stats()
+    assert [after[name] - before[name] for name in ("num_alloc_retries", "num_ooms")] == [1, 1]
+    assert not any(headroom.is_thrashing() for _ in range(64))
+
+
+def test_pieces_that_fit_stay_as_they_are() -> None:
+    accelerator = Accelerator(microbatching="auto")
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    sizes: list[int] = []
+
+    def loss(piece: torch.Tensor) -> torch.Tensor:
+        if not sizes or sizes[-1] != len(piece):
+            sizes.append(len(piece))
+        use(25 * len(piece))
+        return model(piece).mean()
+
+    for _ in range(24):
+        accelerator.forward_backward(torch.ones(64, 1, device="cuda"), loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sizes == [64, 32]
+
+
+def test_a_monitor_leaves_the_other_readers_their_peak() -> None:
+    reader = PeakReader(HARDWARE["cuda"], torch.device("cuda", 0))
+    reader.reset()
+    with MemoryMonitor("cuda") as monitor:
+        before = torch.cuda.memory_allocated()
+        use(256)
+        with monitor.phase("small"):
+            use(1)
+    assert reader.peak() - before >= 256 * MIB
+    assert monitor.peaks["small"] - before < 256 * MIB
+
+
+# In a process of its own, whose libraries have no handles yet, beside a device that is full to the last MiB.
+FULL = """
+import sys
+import torch
+from headway import is_out_of_memory
+
+spare, kind = int(sys.argv[1]) << 20, sys.argv[2]
+torch.backends.cudnn.benchmark = kind == "find"
+x = torch.ones(8, 64, 64, 64, device="cuda")
+weight = torch.ones(256, 64, 3, 3, device="cuda")
+y = torch.ones(256, 256, device="cuda", dtype=torch.complex64)
+torch.cuda.synchronize()
+held = torch.empty(max(0, torch.cuda.mem_get_info()[0] - spare), dtype=torch.uint8, device="cuda")
+try:
+    if kind == "matmul":
+        y @ y
+    elif kind == "solve":
+        torch.linalg.eigh(y)
+    else:
+        torch.nn.functional.conv2d(x, weight)
+    torch.cuda.synchronize()
+except Exception as error:
+    print(type(error).__name__, str(error).splitlines()[0], sep=": ")
+    assert is_out_of_memory(error), error
+"""
+
+
+@pytest.mark.parametrize("kind", ["find", "get", "matmul", "solve"])
+@pytest.mark.parametrize("spare", [4, 16, 64, 160])
+def test_whatever_a_full_device_raises_is_recognised(kind: str, spare: int) -> None:
+    done = subprocess.run([sys.executable, "-c", FULL, str(spare), kind], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+
+
+class Momentum(torch.optim.Optimizer):
+    """Not torch's."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p -= 0.05 * self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+
+
+def test_a_foreign_optimizers_later_steps_copy_nothing_to_the_host() -> None:
+    accelerator = Accelerator(microbatching="auto")
+    model = torch.nn.Linear(1024, 1024)
+    model, optimizer = accelerator.prepare(model, Momentum(model.parameters()))
+    for number in range(4):
+        accelerator.forward_backward(torch.ones(4, 1024, device="cuda"), lambda piece: model(piece).mean())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            optimizer.step()
+            torch.cuda.synchronize()
+        optimizer.zero_grad()
+        copies = [event for event in profile.events() if "DtoH" in event.name]
+        assert bool(copies) == (number < 2), (number, copies)
+
+
+def test_temporaries_are_reserved_where_free_memory_lies_in_pieces() -> None:
+    """Holes of 32 MiB between blocks that stay, all in one segment: room for each temporary, and none for their sum."""
+    parameters = [torch.nn.Parameter(torch.ones(8 * MIB, device="cuda")) for _ in range(3)]  # 32 MiB each
+    known = Materialised(torch.optim.AdamW(parameters, foreach=True))
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    known.measure(lambda: known._optimizer.step() is None)
+    known.confirm()
+    torch.cuda.empty_cache()
+    num_blocks = free_bytes(HARDWARE["cuda"], torch.device("cuda", 0)) // (32 * MIB)
+    use(num_blocks * 32)  # one segment, from which the blocks are cut
+    blocks = [torch.empty(32 * MIB, dtype=torch.uint8, device="cuda") for _ in range(num_blocks)]
+    assert known.num_bytes <= num_blocks // 2 * 32 * MIB
+    del blocks[::2]
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(known.num_bytes, dtype=torch.uint8, device="cuda")
+    known.reserve()

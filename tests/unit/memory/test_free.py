@@ -1,0 +1,95 @@
+"""What a device can still give, by a simulated allocator and a driver's library in place of NVML's: there is no GPU here."""
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from headway.memory import free, use
+from headway.memory.free import CONTEXT_BYTES, free_bytes
+from headway.placement import budget
+from headway.runtime.device import HARDWARE
+from tests.unit.memory.simulated import SimulatedAllocator
+
+CUDA = HARDWARE["cuda"]
+GIB = 1 << 30
+
+
+class Driver:
+    """NVML's four functions, as C has them: results through pointers, zero for success."""
+
+    def __init__(self, unknown: tuple[str, ...] = ()) -> None:
+        self.unknown, self.num_open = unknown, 0
+
+    def nvmlInit_v2(self) -> int:
+        self.num_open += 1
+        return 0
+
+    def nvmlShutdown(self) -> int:
+        self.num_open -= 1
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid, handle) -> int:
+        name = uuid.decode().removeprefix("GPU-id-")
+        if name in self.unknown:
+            return 6  # NVML_ERROR_NOT_FOUND
+        handle._obj.value = int(name) + 1
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle, memory) -> int:
+        found = memory._obj
+        found.total, found.free, found.used = 80 * GIB, (70 - handle.value) * GIB, (10 + handle.value) * GIB
+        return 0
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Eight GPUs; this process works on the fourth."""
+    allocator = SimulatedAllocator(80 * GIB, num_devices=8, current=3)
+    allocator.malloc(2 * GIB)
+    allocator.use(GIB)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: allocator)
+    return allocator
+
+
+def test_a_budget_of_all_gpus_opens_no_context_on_the_others(machine, monkeypatch):
+    driver = Driver()
+    monkeypatch.setattr(free, "_load", lambda: driver)
+    found = budget._measured(CUDA)
+    assert machine.contexts == {3}
+    assert found[3] == (80 - 3) * GIB + GIB  # by its own word, and what the cache holds
+    assert found[0] == 69 * GIB - CONTEXT_BYTES
+    assert driver.num_open == 0
+
+
+def test_nor_does_a_look_at_every_device(machine, monkeypatch):
+    monkeypatch.setattr(free, "_load", Driver)
+    found = [use._device(CUDA, torch.device("cuda", index)) for index in range(8)]
+    assert machine.contexts == {3}
+    assert (found[1].total, found[1].free) == (80 * GIB, 68 * GIB)
+
+
+def test_without_the_drivers_library_cuda_is_asked(machine, monkeypatch):
+    monkeypatch.setattr(free, "_load", lambda: None)
+    assert free_bytes(CUDA, torch.device("cuda", 0)) == 77 * GIB
+    monkeypatch.setattr(free, "_load", lambda: Driver(unknown=("1",)))
+    free_bytes(CUDA, torch.device("cuda", 1))
+    free_bytes(CUDA, torch.device("cuda", 2))
+    assert machine.contexts == {0, 1}
+
+
+def test_a_part_left_to_this_process_is_respected(machine):
+    machine.get_per_process_memory_fraction = lambda device: 0.05
+    assert free_bytes(CUDA, torch.device("cuda", 3)) == 4 * GIB - 3 * GIB
+    assert budget._measured(CUDA)[3] == 2 * GIB
+
+
+def test_a_module_that_counts_nothing_is_asked_for_what_is_free(monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(mem_get_info=lambda device: (3, 5)))
+    assert free_bytes(CUDA, torch.device("cuda", 0)) == 3
+
+
+def test_the_real_library_is_missing_here_or_answers(machine):
+    assert free._load() is None or isinstance(free._load(), ctypes.CDLL)
+    assert free._told_by_driver(SimpleNamespace(), torch.device("cuda", 0)) is None
