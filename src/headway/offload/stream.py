@@ -218,10 +218,18 @@ class DeviceStream:
         if home.requires_grad and torch.is_grad_enabled():
             return home.to(self._device, copy=True)
         copy = self._copies.get(id(home))
-        if copy is None or copy.home is not home or copy.version != home._version:
+        is_ahead = copy is not None and copy.home is home and copy.version == home._version
+        if copy is None or not is_ahead:
             copy = self._start(home)
         start = time.perf_counter()
-        tensor, ticket = copy.future.result()
+        try:
+            tensor, ticket = copy.future.result()
+        except Exception:
+            # Kept, it would raise the same error at every later forward.
+            del self._copies[id(home)]
+            if not is_ahead:
+                raise
+            return self._on_device(home)  # what stood in its way earlier may be gone
         self.traffic.waited += time.perf_counter() - start
         self._transport.finish(tensor, ticket)
         return tensor

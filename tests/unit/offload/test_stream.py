@@ -16,11 +16,12 @@ from headway.placement.homes import Placement
 CPU = torch.device("cpu")
 
 
-def streamed(model, preload=()):
+def streamed(model, preload=(), transport=None):
     """Every tensor of the model is copied for each use, as if the CPU's memory were a device's."""
     undispatch(model)
     homes = {name: "disk" for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
-    execution = Execution(model, Placement(DeviceMap({"": "disk"}), CPU, homes), [], list(preload), HostTransport())
+    placement = Placement(DeviceMap({"": "disk"}), CPU, homes)
+    execution = Execution(model, placement, [], list(preload), transport or HostTransport())
     execution.attach()
     assert isinstance(execution.stream, DeviceStream)
     return execution.stream
@@ -191,3 +192,34 @@ def test_taking_it_off(pair, tmp_path):
     save_file({"w": torch.zeros(1)}, tmp_path / "x.safetensors")
     dispatch_model(model, {"": "cpu"})
     assert torch.equal(model(INPUTS), whole(INPUTS))
+
+
+class Failing(HostTransport):
+    """Copies that fail as often as it is told: what a full device or an unreadable page does."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_failures = 0
+
+    def start(self, home):
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError("no copy")
+        return super().start(home)
+
+
+def test_a_copy_that_failed_is_made_again(pair):
+    whole, model = pair
+    transport = Failing()
+    streamed(model, transport=transport)
+    with torch.no_grad():
+        model(INPUTS)
+        transport.num_failures = 1000
+        with pytest.raises(OSError, match="no copy"):
+            for _ in range(3):  # the first copies may be those made ahead before it began to fail
+                model(INPUTS)
+        transport.num_failures = 0
+        assert torch.equal(model(INPUTS), whole(INPUTS))
+        transport.num_failures = 1  # ahead of use: made again when it is wanted
+        for _ in range(3):
+            assert torch.equal(model(INPUTS), whole(INPUTS))
