@@ -220,6 +220,14 @@ def test_a_copy_that_failed_is_made_again(pair):
                 model(INPUTS)
         transport.num_failures = 0
         assert torch.equal(model(INPUTS), whole(INPUTS))
-        transport.num_failures = 1  # ahead of use: made again when it is wanted
-        for _ in range(3):
+
+
+def test_a_copy_that_failed_ahead_of_its_use_is_made_again_when_it_is_wanted():
+    whole = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))
+    model, transport = copy.deepcopy(whole), Failing()
+    streamed(model, transport=transport).window = 2 * 4 * 4 * 4
+    with torch.no_grad():
+        for num_failures in (0, 1, 1, 1):
+            transport.num_failures = num_failures
             assert torch.equal(model(INPUTS), whole(INPUTS))
+            assert transport.num_failures == 0
