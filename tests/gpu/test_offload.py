@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from headway import cpu_offload, disk_offload, dispatch_model
+from headway import Accelerator, cpu_offload, disk_offload, dispatch_model
+from headway.errors import PrepareError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,3 +64,19 @@ def test_an_adapter_is_trained_on_streamed_weights():
         each(inputs).square().sum().backward()
         gradients.append(inputs.grad)
     assert torch.equal(*gradients)
+
+
+def test_a_streamed_model_is_refused_by_prepare_and_trained_where_it_lies():
+    model = cpu_offload(build().requires_grad_(False), 0)
+    model.append(nn.Linear(WIDTH, 1).cuda())
+    with pytest.raises(PrepareError, match="dispatched over cpu"):
+        Accelerator().prepare(model)
+    accelerator = Accelerator()
+    head = model[-1]
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    before = head.weight.detach().clone()
+    model, optimizer = accelerator.prepare(model, optimizer, device_placement=[False, True])
+    accelerator.backward(model(torch.randn(4, WIDTH, device="cuda")).square().mean())
+    optimizer.step()
+    assert {parameter.device.type for parameter in model[:-1].parameters()} == {"cpu"}
+    assert not torch.equal(head.weight, before)

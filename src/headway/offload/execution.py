@@ -10,6 +10,7 @@ from torch import nn
 from headway.collectives.tree import tensors, to_device
 from headway.log import get_logger
 from headway.offload.readahead import ReadAhead
+from headway.offload.spread import EXECUTION
 from headway.offload.stream import DeviceStream, Transport
 from headway.placement.budget import available_memory
 from headway.placement.homes import CPU, DISK, Home, Placement
@@ -22,7 +23,6 @@ WINDOW = 512 << 20
 """Bytes to read or copy ahead of use, unless one module alone is larger."""
 
 _USE_WEIGHTS_OF_OTHERS = {"MultiheadAttention", "TransformerEncoderLayer"}
-_NAME = "headway_execution"
 
 
 class Execution:
@@ -73,14 +73,19 @@ class Execution:
                     self._handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
             self._handles.append(self.model.register_forward_pre_hook(self._begin, prepend=True))
             self._handles.append(self.model.register_forward_hook(self._end, always_call=True))
-        self.model.__dict__[_NAME] = self
+        self.model.__dict__[EXECUTION] = self
 
     def remove(self) -> None:
         """Take all hooks off; the tensors stay where they are."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.model.__dict__.pop(_NAME, None)
+        self.model.__dict__.pop(EXECUTION, None)
+
+    def is_all_on(self, device: torch.device) -> bool:
+        """Does all of the model lie on `device` and run there? Weights in mapped files are on the CPU."""
+        homes: set[Home] = {CPU if home == DISK else home for home in self._placement.homes.values()}
+        return not isinstance(self.stream, DeviceStream) and homes | {self._placement.main} == {device}
 
     def _attach_devices(self) -> None:
         """Arguments follow the modules named in the map to their devices; results go back to where the inputs were."""
@@ -206,7 +211,7 @@ def _moving(module: nn.Module, dot: str, homes: Mapping[str, Home], streams: boo
 
 def undispatch(model: nn.Module) -> None:
     """Take off what dispatch_model() attached; the tensors stay where they are."""
-    execution = model.__dict__.get(_NAME)
+    execution = model.__dict__.get(EXECUTION)
     if execution is not None:
         execution.remove()
     model.__dict__.pop("hf_device_map", None)
@@ -220,5 +225,5 @@ def device_stream_of(module: nn.Module) -> DeviceStream | None:
 
 def offload_pace(model: nn.Module) -> Pace | None:
     """How fast the forwards of a dispatched model are, beside what its measured bandwidth allows; None if it does not offload."""
-    execution = model.__dict__.get(_NAME)
+    execution = model.__dict__.get(EXECUTION)
     return None if execution is None or execution.stream is None else execution.pace

@@ -216,8 +216,7 @@ def test_a_copy_that_failed_is_made_again(pair):
         model(INPUTS)
         transport.num_failures = 1000
         with pytest.raises(OSError, match="no copy"):
-            for _ in range(3):  # the first copies may be those made ahead before it began to fail
-                model(INPUTS)
+            model(INPUTS)
         transport.num_failures = 0
         assert torch.equal(model(INPUTS), whole(INPUTS))
 
