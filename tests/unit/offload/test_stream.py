@@ -9,7 +9,8 @@ from torch import nn
 
 from headway import dispatch_model
 from headway.offload.execution import Execution, undispatch
-from headway.offload.stream import DeviceStream, HostTransport
+from headway.offload.stream import DeviceStream
+from headway.offload.transport import HostTransport
 from headway.placement.device_map import DeviceMap
 from headway.placement.homes import Placement
 
@@ -65,7 +66,7 @@ def test_outputs_are_those_of_the_whole_model_in_any_order_of_use(pair):
     with torch.no_grad():
         for swap in (False, False, True, False, True, True):
             assert torch.equal(model(INPUTS, swap), whole(INPUTS, swap))
-    assert stream.bytes_on_device <= stream.num_bytes
+    assert stream.active_bytes <= stream.num_bytes
     with torch.inference_mode():
         assert torch.equal(model(INPUTS), whole(INPUTS))
     assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
@@ -80,7 +81,7 @@ def test_copies_stay_within_the_window_and_shared_tensors_travel_once():
     stream.window = 2 * one
     seen = []
     for part in model:
-        part.register_forward_hook(lambda *_: seen.append(stream.bytes_on_device))
+        part.register_forward_hook(lambda *_: seen.append(stream.active_bytes))
     with torch.no_grad():
         for _ in range(3):
             model(torch.randn(1, 16))
@@ -131,7 +132,7 @@ def test_backward_brings_weights_again_instead_of_keeping_them():
     inputs = torch.randn(2, 16, requires_grad=True)
     loss = model(inputs).sum()
     moved = stream.traffic.num_bytes
-    assert stream.bytes_on_device <= 3 * 16 * 17 * 4
+    assert stream.active_bytes <= 3 * 16 * 17 * 4
     loss.backward()
     assert stream.traffic.num_bytes >= moved + 8 * 16 * 16 * 4
 
@@ -201,11 +202,11 @@ class Failing(HostTransport):
         super().__init__()
         self.num_failures = 0
 
-    def start(self, home):
+    def start(self, home, copy, after):
         if self.num_failures:
             self.num_failures -= 1
             raise OSError("no copy")
-        return super().start(home)
+        return super().start(home, copy, after)
 
 
 def test_a_copy_that_failed_is_made_again(pair):
