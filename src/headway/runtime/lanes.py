@@ -81,7 +81,9 @@ class EventPoint:
 
     def wait(self) -> None:
         """Hold the calling thread until the device has come to it."""
-        self.event.synchronize()
+        # A thread that has no device yet would open a context on the first one.
+        with torch.accelerator.device_index(self.stream.device_index):
+            self.event.synchronize()
 
     def seconds_until(self, later: Point) -> float | None:
         """From here to a later point."""
@@ -101,6 +103,15 @@ def _point(stream: torch.Stream) -> EventPoint:
     event = torch.Event(device=stream.device, enable_timing=True, blocking=True)
     event.record(stream)
     return EventPoint(event, stream)
+
+
+def pinned(num_bytes: int) -> torch.Tensor:
+    """Host memory that an accelerator reads and writes by itself, as uint8.
+
+    Raises:
+        RuntimeError: the system gives none.
+    """
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 class DeviceLane:
@@ -162,7 +173,7 @@ class DeviceLane:
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Pinned host memory."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return pinned(num_bytes)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Does the tensor lie in pinned memory?"""

@@ -2,15 +2,13 @@
 
 import copy
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import nn
 
 from headway.offload import pinning
 from headway.offload.execution import Execution
-from headway.offload.pinning import ARENA, arenas, pin
+from headway.offload.pinning import pin
 from headway.offload.transport import RingTransport
 from headway.placement.device_map import DeviceMap
 from headway.placement.homes import Placement
@@ -22,25 +20,6 @@ LIMIT = 1 << 40
 
 def ordinary(num_bytes):
     return torch.zeros(num_bytes, dtype=torch.uint8)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(1, 3 * ARENA), max_size=40), st.integers(0, 20 * ARENA))
-def test_arenas_are_powers_of_two_within_the_limit(sizes, limit):
-    found = list(arenas(sizes, limit))
-    assert [index for _, part in found for index in part] == list(range(sum(len(part) for _, part in found)))
-    assert sum(num_bytes for num_bytes, _ in found) <= limit
-    for num_bytes, part in found:
-        assert num_bytes & (num_bytes - 1) == 0
-        assert sum(sizes[index] for index in part) <= num_bytes
-        assert num_bytes <= ARENA or any(sizes[index] > ARENA for index in part)
-    if limit > 4 * sum(max(size, 256) for size in sizes):
-        assert sum(len(part) for _, part in found) == len(sizes)
-
-
-def test_little_is_lost_to_rounding():
-    layers = [size for _ in range(32) for size in (4 * [4096 * 4096 * 2] + 3 * [4096 * 11008 * 2])]
-    assert sum(num_bytes for num_bytes, _ in arenas(layers, LIMIT)) < 1.08 * sum(layers)  # one each: 1.33
 
 
 def test_tensors_stay_the_same_objects_with_the_same_values():
