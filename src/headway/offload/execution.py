@@ -15,10 +15,10 @@ from headway.offload.pinning import pin, pinnable
 from headway.offload.readahead import ReadAhead
 from headway.offload.spread import EXECUTION
 from headway.offload.stream import DeviceStream
-from headway.offload.transport import RingTransport, Transport
+from headway.offload.transport import Transport, transport_to
 from headway.placement.budget import available_memory
 from headway.placement.homes import CPU, DISK, Home, Placement
-from headway.runtime.lanes import DeviceLane, Point
+from headway.runtime.lanes import Point
 from headway.units import format_bytes
 from headway.weights.names import Place, is_mapped, places_of
 
@@ -63,7 +63,7 @@ class Execution:
         self._modules, units = [module for module, _ in found], [places for _, places in found]
         self.stream: ReadAhead | DeviceStream | None = None
         if units and streams:
-            transport = transport or RingTransport(DeviceLane(main))
+            transport = transport or transport_to(main)
             self.stream = DeviceStream(units, main, WINDOW, transport)
             if transport.pinned is not None:
                 in_memory = [place.tensor for name, place in places_of(model).items() if homes.get(name) == CPU]

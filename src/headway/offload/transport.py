@@ -11,7 +11,7 @@ import torch
 
 from headway.log import get_logger
 from headway.offload.readahead import Traffic
-from headway.runtime.lanes import Lane, Point
+from headway.runtime.lanes import DeviceLane, Lane, Point
 
 logger = get_logger(__name__)
 
@@ -44,19 +44,25 @@ class Transport(Protocol):
 
 
 class HostTransport:
-    """Copies within host memory: the stream's logic on a machine without an accelerator."""
+    """Copies that are complete on return: to a device with a single queue for everything; or, for the stream's logic on a machine
+    without an accelerator, within host memory.
 
-    def __init__(self) -> None:
+    Args:
+        device: None: where the weights are.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
         self.traffic = Traffic()
         self.pinned: Callable[[int], torch.Tensor] | None = None
+        self._device = device
 
     def allocate(self, home: torch.Tensor) -> torch.Tensor:
-        """Memory beside its own."""
+        """Memory beside its own, or on the device."""
         with torch.inference_mode(False), torch.no_grad():
-            return torch.empty_like(home, requires_grad=False)
+            return torch.empty_like(home, device=self._device, requires_grad=False)
 
     def mark(self) -> Any:
-        """What was computed is done."""
+        """What was computed is done, or stands before the copies in the one queue."""
         return None
 
     def start(self, home: torch.Tensor, copy: torch.Tensor, after: Any) -> Any:
@@ -175,3 +181,13 @@ class RingTransport:
     def finish(self, copy: torch.Tensor, ticket: Ticket) -> None:
         """The computation waits on the device; the host goes on."""
         self._lane.admit(copy, ticket.allocated, ticket.done)
+
+
+def transport_to(device: torch.device) -> Transport:
+    """How weights travel to an accelerator: beside the computation, where its backend has streams."""
+    try:
+        lane = DeviceLane(device)
+    except RuntimeError as error:
+        logger.warning_once("%s has no streams (%s): weights are not copied beside the computation", device, error)
+        return HostTransport(device)
+    return RingTransport(lane)

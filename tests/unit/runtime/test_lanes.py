@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from headway.offload import dispatch
+from headway.offload.transport import HostTransport, RingTransport, transport_to
 from headway.runtime.lanes import DeviceLane
 
 
@@ -31,3 +32,20 @@ def test_a_device_without_an_index_is_the_current_one(second):
 
 def test_offloading_runs_on_the_device_of_this_process(second):
     assert dispatch._accelerator(None) == torch.device("cuda", 1)
+
+
+def test_a_backend_without_streams_is_copied_to_in_turn(second, monkeypatch, caplog):
+    assert isinstance(transport_to(torch.device("cuda")), RingTransport)
+
+    def refuse(device):
+        raise RuntimeError("Backend doesn't support create a new Stream.")
+
+    monkeypatch.setattr(torch, "Stream", refuse)
+    transport = transport_to(torch.device("meta"))
+    assert isinstance(transport, HostTransport)
+    assert "meta has no streams (Backend doesn't support create a new Stream.)" in caplog.text
+    home = torch.ones(3)
+    copy = transport.allocate(home)
+    assert copy.is_meta
+    transport.finish(copy, transport.start(home, copy, transport.mark()))
+    assert transport.traffic.num_bytes == 12
