@@ -1,10 +1,12 @@
 """Streaming weights to a device: copied ahead of use in the learnt order, hung into their modules for one forward."""
 
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +38,9 @@ class Copy:
     is_awaited: bool = False
 
     def is_of(self, home: torch.Tensor) -> bool:
-        """Does it have the values that `home` has now?"""
-        return self.home is home and self.version == home._version
+        """Has it the values that `home` has now, or will it have them?"""
+        has_failed = self.future.done() and self.future.exception() is not None
+        return self.home is home and self.version == home._version and not has_failed
 
 
 @dataclass
@@ -89,6 +92,7 @@ class DeviceStream:
         self._expected: list[int] = []
         self._shared: set[int] | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headway-stream")
+        weakref.finalize(self, _abandon, self._copies, self._leaving, self._transport).atexit = False
 
     def _find_shared(self) -> set[int]:
         """The tensors that several units use, by id."""
@@ -181,7 +185,7 @@ class DeviceStream:
         return copy.tensor
 
     def _start(self, homes: Iterable[torch.Tensor], is_ahead: bool = False) -> None:
-        """Have those copied that are not, or whose copies are of old values."""
+        """Have those copied that are not, or whose copies have failed or are of old values."""
         wanted = {id(home): home for home in homes if not self._is_copied_by_autograd(home)}
         for key, home in list(wanted.items()):
             copy = self._copies.get(key)
@@ -275,3 +279,18 @@ class DeviceStream:
         # The modules are being copied as well, and may not hold their tensors yet.
         self.__dict__.update(state)
         self._reset()
+
+
+def _abandon(copies: dict[int, Copy], leaving: list[Copy], transport: Transport) -> None:
+    """A stream is gone: memory that is still written to must not go on before that has ended.
+
+    On any thread, also on the one that copies; so it waits for no thread.
+    """
+    for copy in (*copies.values(), *leaving):
+        if not copy.is_awaited and not copy.future.cancel():
+            copy.future.add_done_callback(partial(_drain, transport, copy.tensor))
+
+
+def _drain(transport: Transport, kept: torch.Tensor, done: "Future[Any]") -> None:
+    """`kept` is held until the device has done all that was queued for it."""
+    transport.drain()

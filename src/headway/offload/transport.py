@@ -42,6 +42,9 @@ class Transport(Protocol):
     def finish(self, copy: torch.Tensor, ticket: Any) -> None:
         """Make the computation wait until the copy is complete. It is called before a copy is used, or dropped unused."""
 
+    def drain(self) -> None:
+        """Wait until no copy is under way; on any thread."""
+
 
 class HostTransport:
     """Copies that are complete on return: to a device with a single queue for everything; or, for the stream's logic on a machine
@@ -72,6 +75,9 @@ class HostTransport:
         self.traffic.note(home.nbytes, time.perf_counter() - begin)
 
     def finish(self, copy: torch.Tensor, ticket: Any) -> None:
+        """Nothing to wait for."""
+
+    def drain(self) -> None:
         """Nothing to wait for."""
 
 
@@ -134,8 +140,7 @@ class RingTransport:
             else:
                 self._through_ring(home.detach(), copy)
         except BaseException:
-            with contextlib.suppress(RuntimeError):
-                self._lane.drain()  # what is under way must not write into memory that is about to be freed
+            self.drain()  # what is under way must not write into memory that is about to be freed
             raise
         done = self._lane.end()
         self.traffic.num_bytes += home.nbytes
@@ -181,6 +186,11 @@ class RingTransport:
     def finish(self, copy: torch.Tensor, ticket: Ticket) -> None:
         """The computation waits on the device; the host goes on."""
         self._lane.admit(copy, ticket.allocated, ticket.done)
+
+    def drain(self) -> None:
+        """Wait until the lane is empty."""
+        with contextlib.suppress(RuntimeError):  # the device has failed: nothing is written any more
+            self._lane.drain()
 
 
 def transport_to(device: torch.device) -> Transport:

@@ -1,6 +1,8 @@
 """A host that runs ahead of its device, simulated: what the device holds stays within the window, and every value is right."""
 
+import gc
 import random
+import time
 
 import pytest
 import torch
@@ -74,6 +76,25 @@ def test_a_change_of_order_drops_copies_that_are_under_way(seed):
     assert_right(read, len(order))
     assert stream.active_bytes <= 5 * ONE
     assert lane.num_bytes <= 10 * ONE  # those under way that are no longer wanted come on top
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stream_that_is_gone_leaves_nothing_that_writes(seed):
+    lane = SimulatedLane(seed)
+    units, stream = build(lane, window=6)
+    use(stream, units, lane, range(3))
+    del stream  # copies for the next units are under way
+    gc.collect()
+    for _ in range(200):  # the thread that copies may be at it
+        if not lane.queues["copies"]:
+            break
+        time.sleep(0.01)
+    # Memory that others have now keeps what they write.
+    others = [lane.allocate(torch.zeros(4, 4)) for _ in range(8)]
+    for other in others:
+        lane.put("compute", None, lambda other=other: other.fill_(-1))
+    lane.run()
+    assert all((other == -1).all() for other in others)
 
 
 def test_changed_values_are_copied_again():

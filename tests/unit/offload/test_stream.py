@@ -222,6 +222,18 @@ def test_a_copy_that_failed_is_made_again(pair):
         assert torch.equal(model(INPUTS), whole(INPUTS))
 
 
+def test_all_copies_of_a_unit_that_failed_are_made_again():
+    whole = nn.Linear(4, 4)
+    model, transport = copy.deepcopy(whole), Failing()
+    streamed(model, transport=transport)
+    with torch.no_grad():
+        transport.num_failures = 2  # weight and bias
+        with pytest.raises(OSError):
+            model(INPUTS)
+        model.headway_execution.stream._worker.submit(int).result()  # the second has failed too
+        assert torch.equal(model(INPUTS), whole(INPUTS))
+
+
 def test_a_copy_that_failed_ahead_of_its_use_is_made_again_when_it_is_wanted():
     whole = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))
     model, transport = copy.deepcopy(whole), Failing()
