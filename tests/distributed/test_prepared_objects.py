@@ -217,6 +217,7 @@ def a_dispatched_model() -> None:
     for placement in (None, [False]):
         with pytest.raises(PrepareError, match="so it cannot be one of 2 replicas"):
             Accelerator(cpu=True).prepare(model, device_placement=placement)
+    assert Accelerator(cpu=True).prepare_model(model, device_placement=False, evaluation_mode=True) is model
 
 
 SCENARIOS: list[Callable[[], None]] = [

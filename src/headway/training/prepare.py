@@ -167,7 +167,7 @@ class Preparation:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             raise PrepareError("prepare() got a DistributedDataParallel; give the bare model, Headway wraps it")
         is_moved = self._places if place is None else place
-        self._check_spread(model, is_moved)
+        self._check_spread(model, is_moved, is_evaluation)
         self._check_memory(model)
         if is_moved:
             model.to(self._runtime.device)
@@ -192,13 +192,13 @@ class Preparation:
         learns = not is_evaluation and any(parameter.requires_grad for parameter in model.parameters())
         return learns and self._strategy.data_shard.count > 1 and self._strategy.capabilities.deferred_sync
 
-    def _check_spread(self, model: torch.nn.Module, is_moved: bool) -> None:
-        """Refuse to pull a dispatched model's parts together, or to replicate it."""
+    def _check_spread(self, model: torch.nn.Module, is_moved: bool, is_evaluation: bool) -> None:
+        """Refuse to pull a dispatched model's parts together, or to replicate it for training."""
         places, count = spread_over(model, self._runtime.device), self._strategy.data_shard.count
-        if not places or (count == 1 and not is_moved):
+        if not places or (not is_moved and (count == 1 or is_evaluation)):
             return
         what = f"{type(model).__name__} was dispatched over {', '.join(places)} (hf_device_map)"
-        if count > 1:
+        if count > 1 and not is_evaluation:
             raise PrepareError(
                 f"{what}, so it cannot be one of {count} replicas: a model that was loaded with device_map= or placed by "
                 "dispatch_model() is trained by one process. Start one (headway launch -n 1), or load it without a device "
