@@ -2,10 +2,12 @@
 
 import collections
 import time
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway import Accelerator
 from headway.errors import CollectiveError, ConfigError
@@ -169,6 +171,59 @@ def test_reductions_padding_and_objects():
         assert out["numbers"] == [1, 2**53 - 1, 0.5]
         assert out["reduce_mean"] == 9.0
         assert out["no weight"] != out["no weight"]
+
+
+class Counted(TorchDispatchMode):
+    """The most bytes that tensors which did not exist before hold at once, but for the handshake's rows and views."""
+
+    def __init__(self):
+        super().__init__()
+        self.held = self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.clone.default:
+            self.held += out.nbytes
+            self.most = max(self.most, self.held)
+            weakref.finalize(out, self.drop, out.nbytes)
+        return out
+
+    def drop(self, num_bytes):
+        self.held -= num_bytes
+
+
+def a_model_of_many_kinds():
+    """Each rank begins with other values; all end with rank 0's."""
+    acc = Accelerator(cpu=True, microbatching="auto")
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    model.register_buffer("halves", torch.full((64, 64), acc.process_index, dtype=torch.bfloat16))
+    model.register_buffer("odd", torch.full((9,), acc.process_index, dtype=torch.int16))
+    model.register_buffer("nothing", torch.empty(0, 3))
+    model[0].weight.data = torch.randn(64, 64).t()
+    model[1] = torch.nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.add_(acc.process_index)
+    kept = [(id(tensor), tensor.stride()) for tensor in model.parameters()]
+    with Counted() as counted:
+        acc.prepare(model)
+    assert [(id(tensor), tensor.stride()) for tensor in model.parameters()] == kept
+    state = {name: acc.gather(tensor.flatten()[None]) for name, tensor in model.state_dict().items()}
+    told = {name: bool((rows == rows[0]).all()) for name, rows in state.items()}
+    try:
+        acc.free_memory()
+        acc.prepare(torch.nn.Linear(3, 3 + acc.process_index))
+    except CollectiveError as error:
+        return told, counted.most, str(error)
+
+
+def test_a_model_is_replicated_where_it_lies():
+    for told, most, error in run_ranks(a_model_of_many_kinds, 2):
+        assert all(told.values()), told
+        # One at a time, of what does not lie in order; the whole model is 120 kB.
+        assert most <= 64 * 64 * 4
+        assert "do not fit together" in error
+        assert "(4, 3)" in error
 
 
 # -------------------------------------------------------------------- disagreement

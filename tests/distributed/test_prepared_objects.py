@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DistributedDataParallelKwargs
-from headway.errors import StateError
+from headway.errors import PrepareError, StateError
 from tests.distributed.ranks import run_ranks
 from tests.distributed.scenarios import (
     are_equal_on_ranks,
@@ -207,6 +207,19 @@ def a_repeated_loss() -> None:
     assert_said(said, "gather_for_metrics got a tensor of shape (5,)")
 
 
+# -------------------------------------------------------------------- a model on several devices
+
+
+def a_dispatched_model() -> None:
+    """It is no replica, wherever it is left."""
+    model = nn.Linear(2, 1)
+    model.hf_device_map = {"weight": 0, "bias": 1}  # type: ignore[assignment]  # the devices are not looked for
+    for placement in (None, [False]):
+        with pytest.raises(PrepareError, match="so it cannot be one of 2 replicas"):
+            Accelerator(cpu=True).prepare(model, device_placement=placement)
+    assert Accelerator(cpu=True).prepare_model(model, device_placement=False, evaluation_mode=True) is model
+
+
 SCENARIOS: list[Callable[[], None]] = [
     windows_closed_by_hand,
     module_and_no_sync,
@@ -217,6 +230,7 @@ SCENARIOS: list[Callable[[], None]] = [
     freezing_where_it_is_allowed,
     a_model_frozen_as_a_whole_for_a_while,
     a_repeated_loss,
+    a_dispatched_model,
 ]
 
 

@@ -17,8 +17,9 @@ from headway.checkpoint import folders
 from headway.checkpoint.layout import read_state, verify
 from headway.checkpoint.manifest import Manifest, read_manifest
 from headway.checkpoint.replica import hand_on
+from headway.checkpoint.snapshot import Snapshot
 from headway.checkpoint.state import Collected
-from headway.checkpoint.writer import Background, Job, Policy, Share, Snapshot, abandon, announce, begin, write
+from headway.checkpoint.writer import Background, Job, Policy, Share, abandon, announce, begin, write
 from headway.collectives.door import Collectives
 from headway.errors import CheckpointError
 from headway.log import get_logger
@@ -98,7 +99,8 @@ class Saver:
             if not is_alone:
                 self._after(job)
             return
-        job = replace(job, content=replace(collected, tensors=self._snapshot.take(collected.tensors)))
+        taken = self._snapshot.take(collected.tensors, job.own_names)
+        job = replace(job, content=replace(collected, tensors=taken.tensors), arrivals=taken.arrivals)
         if is_alone:
             self._alone_job = job
             self._alone.start(job)

@@ -29,7 +29,7 @@ from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.runtime import pulse
 from headway.runtime.events import notify
-from headway.weights.shards import bits
+from headway.runtime.lanes import Point
 
 log = get_logger(__name__)
 
@@ -86,6 +86,7 @@ class Job:
         about: for the manifest.
         policy: what is kept beside it.
         source: whose state it is, for who hears of the commit.
+        arrivals: the content is complete when devices have come to these points; empty: it is.
     """
 
     final: Path
@@ -95,6 +96,15 @@ class Job:
     about: Mapping[str, Any]
     policy: Policy
     source: object = None
+    arrivals: tuple[Point, ...] = ()
+
+    @property
+    def own_names(self) -> frozenset[str]:
+        """The tensors that this rank writes."""
+        if self.share.part is None:
+            return frozenset()
+        files = plan_files(self.content.tensors, self.share.num_parts)[self.share.part]
+        return frozenset(name for names in files.values() for name in names)
 
     @property
     def staging(self) -> Path:
@@ -241,6 +251,8 @@ def write(job: Job, wait: Wait | None = None) -> Manifest | None:
 def _write_part(job: Job, files: Mapping[str, Sequence[str]]) -> None:
     working, done = job.staging / f".writing-{job.share.part}", job.staging / f".written-{job.share.part}"
     try:
+        for arrival in job.arrivals:
+            arrival.wait()
         written = []
         for file, names in files.items():
             tensors = [(name, job.content.tensors[name]) for name in names]
@@ -320,32 +332,6 @@ def abandon(job: Job) -> None:
     """Remove the staging folder of a save that failed; what another rank still puts there is swept by the next save."""
     if job.share.leads and "\0" not in str(job.staging):
         shutil.rmtree(job.staging, ignore_errors=True)
-
-
-class Snapshot:
-    """Copies of tensors in host memory, which is kept and used again by the next save of the same shapes."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies of all tensors; those of an accelerator arrive in pinned memory, all together."""
-        taken: dict[str, torch.Tensor] = {}
-        has_device = False
-        for name, tensor in tensors.items():
-            buffer = self._buffers.get(name)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                on_device = tensor.device.type != "cpu"
-                buffer = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=on_device and torch.cuda.is_available()
-                )
-            bits(buffer).copy_(bits(tensor.detach()), non_blocking=True)
-            has_device = has_device or tensor.device.type != "cpu"
-            taken[name] = buffer
-        if has_device:
-            torch.accelerator.synchronize()
-        self._buffers = taken
-        return dict(taken)
 
 
 class Background:

@@ -186,6 +186,28 @@ class Collectives:
 
         return map_tensors(send, tree)
 
+    def broadcast_into(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
+        """Rank `src`'s values into tensors of the same shapes and dtypes on all ranks, where they lie.
+
+        Only what engines cannot read as it lies goes through a copy, one at a time.
+
+        Raises:
+            CollectiveError: ranks differ in number, shapes or dtypes.
+        """
+        if self.world_size == 1:
+            return
+        self._agree("broadcast", f"into {src}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in found), ())
+        carried = [_carrier(tensor.detach()) for tensor in found]
+        self.broadcast_in_place([tensor for tensor in carried if tensor.is_contiguous()], src)
+        for tensor in carried:
+            if not tensor.is_contiguous():
+                self._broadcast_through_copy(tensor, src)
+
+    def _broadcast_through_copy(self, tensor: torch.Tensor, src: int) -> None:
+        copy = tensor.contiguous()
+        self.broadcast_in_place([copy], src)
+        tensor.copy_(copy)
+
     def sum_in_place(self, found: Sequence[torch.Tensor]) -> None:
         """Sum contiguous tensors over the ranks where they lie, all at once.
 

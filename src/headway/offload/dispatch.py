@@ -144,7 +144,7 @@ def cpu_offload(
     """Keep all weights in host memory and run on `execution_device`, each part's weights copied there ahead of its use.
 
     Args:
-        execution_device: None: the first accelerator. On the CPU there is nothing to move.
+        execution_device: None: this process's current accelerator. On the CPU there is nothing to move.
         offload_buffers: also offload buffers.
         state_dict: values for parts that are on the meta device.
         preload_module_classes: as for dispatch_model().
@@ -171,7 +171,7 @@ def disk_offload(
     Args:
         offload_dir: where weights are written that are in no mapped file yet. What an earlier call wrote of the same
             model is used again; another model's is refused.
-        execution_device: None: the first accelerator, else the CPU.
+        execution_device: None: this process's current accelerator, else the CPU.
         offload_buffers: also offload buffers.
         preload_module_classes: as for dispatch_model().
 
@@ -192,7 +192,8 @@ def _accelerator(given: Device | torch.device | None) -> torch.device:
     if given is not None:
         return compute_device(given, "execution_device")
     found = torch.accelerator.current_accelerator(check_available=True)
-    return found if found is not None else torch.device("cpu")
+    # With its index: without one it would be the first device on every rank.
+    return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def _fill(

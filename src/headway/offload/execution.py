@@ -1,7 +1,9 @@
 """Running a placed model: hooks that bring weights and inputs to where a module runs, and a word on the speed."""
 
 import time
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,12 +11,16 @@ from torch import nn
 
 from headway.collectives.tree import tensors, to_device
 from headway.log import get_logger
+from headway.offload.pinning import pin, pinnable
 from headway.offload.readahead import ReadAhead
-from headway.offload.stream import DeviceStream, Transport
+from headway.offload.spread import EXECUTION
+from headway.offload.stream import DeviceStream
+from headway.offload.transport import Transport, transport_to
 from headway.placement.budget import available_memory
 from headway.placement.homes import CPU, DISK, Home, Placement
+from headway.runtime.lanes import Point
 from headway.units import format_bytes
-from headway.weights.names import Place, is_mapped
+from headway.weights.names import Place, is_mapped, places_of
 
 logger = get_logger(__name__)
 
@@ -22,7 +28,6 @@ WINDOW = 512 << 20
 """Bytes to read or copy ahead of use, unless one module alone is larger."""
 
 _USE_WEIGHTS_OF_OTHERS = {"MultiheadAttention", "TransformerEncoderLayer"}
-_NAME = "headway_execution"
 
 
 class Execution:
@@ -49,7 +54,8 @@ class Execution:
         self._skip_keys = frozenset(skip_keys)
         self._handles: list[Any] = []
         self._came_from: list[torch.device | None] = []
-        self._begun: list[tuple[float, int]] = []
+        self._begun: list[_Begun] = []
+        self._ended: deque[_Ended] = deque()
         self.pace = Pace()
         main, homes = placement.main, placement.homes
         streams = main != CPU or transport is not None
@@ -57,9 +63,17 @@ class Execution:
         self._modules, units = [module for module, _ in found], [places for _, places in found]
         self.stream: ReadAhead | DeviceStream | None = None
         if units and streams:
+            transport = transport or transport_to(main)
             self.stream = DeviceStream(units, main, WINDOW, transport)
+            if transport.pinned is not None:
+                in_memory = [place.tensor for name, place in places_of(model).items() if homes.get(name) == CPU]
+                pin(in_memory, pinnable(in_memory), transport.pinned)
         elif units:
             self.stream = ReadAhead(units, WINDOW, int(available_memory() * 0.8))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the forwards under way: a device's events cannot be copied."""
+        return {**self.__dict__, "_begun": [], "_ended": deque()}
 
     def attach(self) -> None:
         """Register the hooks."""
@@ -73,14 +87,19 @@ class Execution:
                     self._handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
             self._handles.append(self.model.register_forward_pre_hook(self._begin, prepend=True))
             self._handles.append(self.model.register_forward_hook(self._end, always_call=True))
-        self.model.__dict__[_NAME] = self
+        self.model.__dict__[EXECUTION] = self
 
     def remove(self) -> None:
         """Take all hooks off; the tensors stay where they are."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.model.__dict__.pop(_NAME, None)
+        self.model.__dict__.pop(EXECUTION, None)
+
+    def is_all_on(self, device: torch.device) -> bool:
+        """Does all of the model lie on `device` and run there? Weights in mapped files are on the CPU."""
+        homes: set[Home] = {CPU if home == DISK else home for home in self._placement.homes.values()}
+        return not isinstance(self.stream, DeviceStream) and homes | {self._placement.main} == {device}
 
     def _attach_devices(self) -> None:
         """Arguments follow the modules named in the map to their devices; results go back to where the inputs were."""
@@ -104,17 +123,64 @@ class Execution:
 
     def _begin(self, module: nn.Module, args: object) -> None:
         assert self.stream is not None
-        self._begun.append((time.perf_counter(), self.stream.traffic.num_bytes))
+        self.settle()
+        self._begun.append(_Begun(time.perf_counter(), self._mark(), self.stream.traffic.num_bytes))
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
         assert self.stream is not None
         if not self._begun:
             return
-        begun, moved = self._begun.pop()
-        traffic = self.stream.traffic
-        self.pace.note(time.perf_counter() - begun, traffic.num_bytes - moved, traffic.num_bytes, traffic.seconds)
-        if self.pace.num_passes == 2:  # the first one also learns the order
-            logger.info("%s", self.pace.words())
+        begun = self._begun.pop()
+        moved = self.stream.traffic.num_bytes - begun.num_bytes
+        self._ended.append(_Ended(begun, time.perf_counter(), self._mark(), moved))
+        self.settle()
+
+    def _mark(self) -> Point | None:
+        return self.stream.mark() if isinstance(self.stream, DeviceStream) else None
+
+    def settle(self, is_awaited: bool = False) -> None:
+        """Note the forwards that have ended, which on a device is later than their calls return.
+
+        Args:
+            is_awaited: wait for those that have not.
+        """
+        assert self.stream is not None
+        while self._ended:
+            ended = self._ended[0]
+            if ended.mark is not None and is_awaited:
+                ended.mark.wait()
+            if ended.mark is not None and not ended.mark.is_reached():
+                return
+            self._ended.popleft()
+            self.pace.note(ended.seconds(), ended.moved, self.stream.traffic.bandwidth)
+            if self.pace.num_passes == 2:  # the first one also learns the order
+                logger.info("%s", self.pace.words())
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A forward that has been called: when, how far the device's queue had come, and what had moved until then."""
+
+    time: float
+    mark: Point | None
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A forward that has returned: `moved` bytes were copied or read meanwhile."""
+
+    begun: _Begun
+    time: float
+    mark: Point | None
+    moved: int
+
+    def seconds(self) -> float:
+        """It took so long: on the device where that tells, else until it returned."""
+        on_device = None
+        if self.begun.mark is not None and self.mark is not None:
+            on_device = self.begun.mark.seconds_until(self.mark)
+        return self.time - self.begun.time if on_device is None else on_device
 
 
 class Pace:
@@ -126,11 +192,10 @@ class Pace:
         self.num_bytes = 0
         self.bandwidth: float | None = None
 
-    def note(self, seconds: float, num_bytes: int, total_bytes: int, total_seconds: float) -> None:
-        """One forward took `seconds` and moved `num_bytes`; all so far moved `total_bytes` in `total_seconds`."""
+    def note(self, seconds: float, num_bytes: int, bandwidth: float | None) -> None:
+        """One forward took `seconds` and moved `num_bytes`; `bandwidth` is that of all so far, in bytes a second."""
         self.num_passes += 1
-        self.seconds, self.num_bytes = seconds, num_bytes
-        self.bandwidth = total_bytes / total_seconds if total_seconds > 0 else None
+        self.seconds, self.num_bytes, self.bandwidth = seconds, num_bytes, bandwidth
 
     @property
     def ceiling(self) -> float | None:
@@ -206,7 +271,7 @@ def _moving(module: nn.Module, dot: str, homes: Mapping[str, Home], streams: boo
 
 def undispatch(model: nn.Module) -> None:
     """Take off what dispatch_model() attached; the tensors stay where they are."""
-    execution = model.__dict__.get(_NAME)
+    execution = model.__dict__.get(EXECUTION)
     if execution is not None:
         execution.remove()
     model.__dict__.pop("hf_device_map", None)
@@ -220,5 +285,8 @@ def device_stream_of(module: nn.Module) -> DeviceStream | None:
 
 def offload_pace(model: nn.Module) -> Pace | None:
     """How fast the forwards of a dispatched model are, beside what its measured bandwidth allows; None if it does not offload."""
-    execution = model.__dict__.get(_NAME)
-    return None if execution is None or execution.stream is None else execution.pace
+    execution = model.__dict__.get(EXECUTION)
+    if execution is None or execution.stream is None:
+        return None
+    execution.settle(is_awaited=True)
+    return execution.pace  # type: ignore[no-any-return]

@@ -130,14 +130,31 @@ class Traffic:
     """What moved, and how long it took.
 
     Attributes:
-        num_bytes: moved so far.
-        seconds: the moving itself took.
-        waited: seconds that the computation stood still for it.
+        num_bytes: moved so far, or on their way.
+        timed_bytes: those of them of which it is known how long they took.
+        seconds: the moving of these itself took.
+        waited: seconds that the thread which computes stood still for it.
     """
 
     num_bytes: int = 0
+    timed_bytes: int = 0
     seconds: float = 0.0
     waited: float = 0.0
+
+    def note(self, num_bytes: int, seconds: float) -> None:
+        """So many bytes have moved, in so many seconds."""
+        self.num_bytes += num_bytes
+        self.time(num_bytes, seconds)
+
+    def time(self, num_bytes: int, seconds: float) -> None:
+        """So many of the bytes that are counted already took so many seconds."""
+        self.timed_bytes += num_bytes
+        self.seconds += seconds
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes a second while something moved; None before anything did."""
+        return self.timed_bytes / self.seconds if self.seconds > 0 else None
 
 
 class ReadAhead:
@@ -252,8 +269,7 @@ class ReadAhead:
             if not is_resident(tensor):
                 start = time.perf_counter()
                 bring_in(tensor)
-                self.traffic.seconds += time.perf_counter() - start
-                self.traffic.num_bytes += tensor.numel() * tensor.element_size()
+                self.traffic.note(tensor.nbytes, time.perf_counter() - start)
         with self._changed:
             if unit in self._wanted:
                 self._ready.add(unit)

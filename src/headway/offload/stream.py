@@ -1,115 +1,46 @@
 """Streaming weights to a device: copied ahead of use in the learnt order, hung into their modules for one forward."""
 
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
+from headway.memory.oom import is_out_of_memory
 from headway.offload.readahead import Order, Traffic
+from headway.offload.transport import Transport
 from headway.weights.names import Place
 
-RING = 3
-CHUNK = 64 << 20
 
-
-class Transport(Protocol):
-    """Copies tensors. `start` runs on a thread of its own, `finish` on the thread that computes."""
-
-    traffic: Traffic
-
-    def start(self, home: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Begin a copy; returns it and what `finish` needs."""
-
-    def finish(self, copy: torch.Tensor, ticket: Any) -> None:
-        """Make the present stream wait until the copy is complete."""
-
-
-class HostTransport:
-    """Copies within host memory: the stream's logic on a machine without an accelerator."""
-
-    def __init__(self) -> None:
-        self.traffic = Traffic()
-
-    def start(self, home: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """A copy, complete on return."""
-        begin = time.perf_counter()
-        copy = home.detach().clone()
-        self.traffic.num_bytes += home.numel() * home.element_size()
-        self.traffic.seconds += time.perf_counter() - begin
-        return copy, None
-
-    def finish(self, copy: torch.Tensor, ticket: Any) -> None:
-        """Nothing to wait for."""
-
-
-class RingTransport:
-    """Copies to an accelerator. Pageable memory and mapped files go through `RING` pinned buffers of `CHUNK` bytes.
-
-    While one buffer travels, the next is filled from the page cache or the disk; pinned tensors travel as they are.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.traffic = Traffic()
-        self._stream = torch.Stream(device=device)
-        self._buffers: list[torch.Tensor] = []
-        self._busy: list[torch.Event | None] = [None] * RING
-        self._turn = 0
-
-    def __reduce__(self) -> tuple[type["RingTransport"], tuple[torch.device]]:
-        return RingTransport, (self.device,)
-
-    def start(self, home: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Queue the copy on the side stream; returns when the last buffer is on its way."""
-        begin = time.perf_counter()
-        with self._stream:
-            copy = torch.empty_like(home, device=self.device, requires_grad=False)
-            if home.is_pinned() or not home.is_contiguous():
-                copy.copy_(home.detach(), non_blocking=True)
-            else:
-                self._through_ring(home.detach(), copy)
-            done = torch.Event(device=self.device)
-            done.record(self._stream)
-        self.traffic.num_bytes += home.numel() * home.element_size()
-        self.traffic.seconds += time.perf_counter() - begin
-        return copy, done
-
-    def _through_ring(self, home: torch.Tensor, copy: torch.Tensor) -> None:
-        if not self._buffers:
-            self._buffers = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(RING)]
-        source, target = home.view(-1).view(torch.uint8), copy.view(-1).view(torch.uint8)
-        for begin in range(0, source.numel(), CHUNK):
-            piece = source[begin : begin + CHUNK]
-            busy = self._busy[self._turn]
-            if busy is not None:
-                busy.synchronize()
-            buffer = self._buffers[self._turn][: piece.numel()]
-            buffer.copy_(piece)
-            target[begin : begin + CHUNK].copy_(buffer, non_blocking=True)
-            event = self._busy[self._turn] = torch.Event(device=self.device)
-            event.record(self._stream)
-            self._turn = (self._turn + 1) % RING
-
-    def finish(self, copy: torch.Tensor, ticket: Any) -> None:
-        """The present stream waits on the device; the host goes on."""
-        stream = torch.accelerator.current_stream(self.device)
-        stream.wait_event(ticket)
-        # The copy was allocated on the side stream: its memory may be used again only after this stream is done.
-        copy.record_stream(stream)
-
-
-@dataclass
+@dataclass(eq=False)
 class Copy:
-    """A tensor on its way to the device, or there."""
+    """A tensor on its way to the device, or there.
+
+    Attributes:
+        home: what it is a copy of.
+        version: of its values.
+        tensor: on the device.
+        future: gives what the transport needs to finish it.
+        is_ahead: it was started before it was wanted.
+        is_awaited: the computation has been told to wait for it.
+    """
 
     home: torch.Tensor
     version: int
-    future: "Future[tuple[torch.Tensor, Any]]"
-    num_bytes: int
+    tensor: torch.Tensor
+    future: "Future[Any]"
+    is_ahead: bool
+    is_awaited: bool = False
+
+    def is_of(self, home: torch.Tensor) -> bool:
+        """Has it the values that `home` has now, or will it have them?"""
+        has_failed = self.future.done() and self.future.exception() is not None
+        return self.home is home and self.version == home._version and not has_failed
 
 
 @dataclass
@@ -129,18 +60,24 @@ class DeviceStream:
     weight for backward is not the copy but the name of its home: it is copied again when backward wants it. A
     trainable tensor is copied when it is used, by an operation that autograd knows, so that its gradient comes home.
 
+    The host runs ahead of the device, so that dropping a copy here does not mean that the device has used it. A new
+    copy takes over the memory of a dropped one in the computation's own queue, and is queued behind all that was computed with
+    that: it waits on the device for the unit that left the window, while the host goes on. So `active_bytes` is what
+    weights take there, however far ahead the host is.
+
     Args:
         units: the tensors that are used together, unit by unit, in the order of registration.
         device: where they are used.
         window: bytes of copies ahead of use. The device holds at most these, the unit in use and the shared tensors.
-        transport: how copies are made; None: through a pinned ring.
+        transport: how copies are made.
+
+    Attributes:
+        peak_bytes: the most that `active_bytes` has been.
     """
 
-    def __init__(
-        self, units: list[list[Place]], device: torch.device, window: int, transport: Transport | None = None
-    ) -> None:
+    def __init__(self, units: list[list[Place]], device: torch.device, window: int, transport: Transport) -> None:
         self._units = units
-        self._transport: Transport = transport or RingTransport(device)
+        self._transport = transport
         self._device = device
         self._sizes = [sum(p.tensor.numel() * p.tensor.element_size() for p in unit) for unit in units]
         self.order = Order(len(units))
@@ -149,10 +86,13 @@ class DeviceStream:
 
     def _reset(self) -> None:
         self._copies: dict[int, Copy] = {}
+        self._leaving: list[Copy] = []
+        self._active_bytes = self.peak_bytes = 0
         self._uses: dict[int, list[Use]] = {}
         self._expected: list[int] = []
         self._shared: set[int] | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headway-stream")
+        weakref.finalize(self, _abandon, self._copies, self._leaving, self._transport).atexit = False
 
     def _find_shared(self) -> set[int]:
         """The tensors that several units use, by id."""
@@ -175,9 +115,16 @@ class DeviceStream:
         return sum(self._sizes)
 
     @property
-    def bytes_on_device(self) -> int:
-        """Bytes of the copies that are there or under way."""
-        return sum(copy.num_bytes for copy in self._copies.values())
+    def active_bytes(self) -> int:
+        """Bytes of weights on the device: copies that are there or under way, or let go before they had arrived.
+
+        Not in it is what autograd holds: trainable weights of the present step, and a weight that backward copies again.
+        """
+        return self._active_bytes
+
+    def mark(self) -> Any:
+        """How far the computation has queued its work; None where it computes at once."""
+        return self._transport.mark()
 
     def enter(self, unit: int) -> None:
         """Hang the unit's copies into its modules."""
@@ -190,6 +137,7 @@ class DeviceStream:
         if self._shared is None:
             self._shared = self._find_shared()
         self.order.note(unit)
+        self._start(homes)
         copies = [self._on_device(home) for home in homes]
         saving = None
         if torch.is_grad_enabled():
@@ -214,22 +162,59 @@ class DeviceStream:
             place.put(home)
         self._drop_unexpected()
 
-    def _on_device(self, home: torch.Tensor) -> torch.Tensor:
-        if home.requires_grad and torch.is_grad_enabled():
-            return home.to(self._device, copy=True)
-        copy = self._copies.get(id(home))
-        if copy is None or copy.home is not home or copy.version != home._version:
-            copy = self._start(home)
-        start = time.perf_counter()
-        tensor, ticket = copy.future.result()
-        self.traffic.waited += time.perf_counter() - start
-        self._transport.finish(tensor, ticket)
-        return tensor
+    def _is_copied_by_autograd(self, home: torch.Tensor) -> bool:
+        return home.requires_grad and torch.is_grad_enabled()
 
-    def _start(self, home: torch.Tensor) -> Copy:
-        future = self._worker.submit(self._transport.start, home)
-        copy = self._copies[id(home)] = Copy(home, home._version, future, home.numel() * home.element_size())
-        return copy
+    def _on_device(self, home: torch.Tensor) -> torch.Tensor:
+        if self._is_copied_by_autograd(home):
+            return home.to(self._device, copy=True)
+        copy = self._copies[id(home)]
+        start = time.perf_counter()
+        try:
+            ticket = copy.future.result()
+        except Exception:
+            # Kept, it would raise the same error at every later forward.
+            self._let_go([id(home)])
+            if not copy.is_ahead:
+                raise
+            self._start([home])  # what stood in its way earlier may be gone
+            return self._on_device(home)
+        self.traffic.waited += time.perf_counter() - start
+        self._transport.finish(copy.tensor, ticket)
+        copy.is_awaited = True
+        return copy.tensor
+
+    def _start(self, homes: Iterable[torch.Tensor], is_ahead: bool = False) -> None:
+        """Have those copied that are not, or whose copies have failed or are of old values."""
+        wanted = {id(home): home for home in homes if not self._is_copied_by_autograd(home)}
+        for key, home in list(wanted.items()):
+            copy = self._copies.get(key)
+            if copy is not None and copy.is_of(home):
+                del wanted[key]
+            elif copy is not None:
+                self._let_go([key])
+        memory = [self._transport.allocate(home) for home in wanted.values()]
+        # After the memory was given: what used it before is in the computation's queue.
+        after = self._transport.mark() if memory else None
+        for (key, home), tensor in zip(wanted.items(), memory):
+            future = self._worker.submit(self._transport.start, home, tensor, after)
+            self._copies[key] = Copy(home, home._version, tensor, future, is_ahead)
+            self._active_bytes += tensor.nbytes
+        self.peak_bytes = max(self.peak_bytes, self._active_bytes)
+
+    def _let_go(self, keys: Iterable[int]) -> None:
+        """Drop copies. One that may still be written to keeps its memory until the computation waits for it."""
+        for key in keys:
+            copy = self._copies.pop(key)
+            if copy.is_awaited or copy.future.cancel():
+                self._active_bytes -= copy.tensor.nbytes
+            else:
+                self._leaving.append(copy)
+        for copy in [copy for copy in self._leaving if copy.future.done()]:
+            if copy.future.exception() is None:
+                self._transport.finish(copy.tensor, copy.future.result())
+            self._leaving.remove(copy)
+            self._active_bytes -= copy.tensor.nbytes
 
     def _look_ahead(self, unit: int) -> None:
         room = self.window
@@ -241,19 +226,24 @@ class DeviceStream:
                 continue  # a module around this one: its copies hang already
             room -= self._sizes[following]
             self._expected.append(following)
-            for place in self._units[following]:
-                home = place.tensor
-                if not (home.requires_grad and torch.is_grad_enabled()) and id(home) not in self._copies:
-                    self._start(home)
         self._drop_unexpected()
+        for following in self._expected:
+            homes = [place.tensor for place in self._units[following]]
+            missing = [h for h in homes if id(h) not in self._copies and not self._is_copied_by_autograd(h)]
+            try:
+                if missing:
+                    self._start(missing, is_ahead=True)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                break  # what is wanted later may find room later
 
     def _drop_unexpected(self) -> None:
         wanted = (self._shared or set()) | {
             id(p.tensor) for following in self._expected for p in self._units[following]
         }
         wanted |= {id(home) for running in self._uses.values() for use in running for home in use.homes}
-        for key in [key for key in self._copies if key not in wanted]:
-            del self._copies[key]
+        self._let_go([key for key in self._copies if key not in wanted])
 
     def _saving(
         self, homes: list[torch.Tensor], copies: list[torch.Tensor]
@@ -273,7 +263,8 @@ class DeviceStream:
             if isinstance(saved, torch.Tensor):
                 return saved
             home, shape, stride, offset = saved
-            copy, ticket = self._worker.submit(self._transport.start, home).result()
+            copy = self._transport.allocate(home)
+            ticket = self._worker.submit(self._transport.start, home, copy, self._transport.mark()).result()
             self._transport.finish(copy, ticket)
             return copy.as_strided(shape, stride, offset)
 
@@ -281,10 +272,25 @@ class DeviceStream:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without thread and copies: a copy of the model makes its own."""
-        dropped = ("_worker", "_copies", "_uses", "_expected", "_shared")
+        dropped = ("_worker", "_copies", "_leaving", "_uses", "_expected", "_shared")
         return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The modules are being copied as well, and may not hold their tensors yet.
         self.__dict__.update(state)
         self._reset()
+
+
+def _abandon(copies: dict[int, Copy], leaving: list[Copy], transport: Transport) -> None:
+    """A stream is gone: memory that is still written to must not go on before that has ended.
+
+    On any thread, also on the one that copies; so it waits for no thread.
+    """
+    for copy in (*copies.values(), *leaving):
+        if not copy.is_awaited and not copy.future.cancel():
+            copy.future.add_done_callback(partial(_drain, transport, copy.tensor))
+
+
+def _drain(transport: Transport, kept: torch.Tensor, done: "Future[Any]") -> None:
+    """`kept` is held until the device has done all that was queued for it."""
+    transport.drain()

@@ -57,9 +57,8 @@ class ReplicaStrategy(SingleStrategy):
                     "out of memory would leave the others waiting in it. Use BatchNorm, or leave microbatching off"
                 )
         with torch.no_grad():
-            found = [tensor.detach() for tensor in [*model.parameters(), *model.buffers()]]
-            for tensor, value in zip(found, self.data_group.broadcast(found)):
-                tensor.copy_(value)
+            # Where they lie: a second copy of the model may not fit.
+            self.data_group.broadcast_into([*model.parameters(), *model.buffers()])
         self._models.append(model)
         return None
 

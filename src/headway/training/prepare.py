@@ -17,6 +17,7 @@ from headway.data.draws import LoaderStream
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.errors import ConfigError, PrepareError
 from headway.log import get_logger
+from headway.offload.spread import spread_over
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
 from headway.training import model as prepared_model
@@ -165,8 +166,10 @@ class Preparation:
             return model
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             raise PrepareError("prepare() got a DistributedDataParallel; give the bare model, Headway wraps it")
+        is_moved = self._places if place is None else place
+        self._check_spread(model, is_moved, is_evaluation)
         self._check_memory(model)
-        if self._places if place is None else place:
+        if is_moved:
             model.to(self._runtime.device)
         elif self._strategy.data_shard.count > 1:
             self._check_device(model)
@@ -188,6 +191,25 @@ class Preparation:
     def _is_replicated(self, model: torch.nn.Module, is_evaluation: bool) -> bool:
         learns = not is_evaluation and any(parameter.requires_grad for parameter in model.parameters())
         return learns and self._strategy.data_shard.count > 1 and self._strategy.capabilities.deferred_sync
+
+    def _check_spread(self, model: torch.nn.Module, is_moved: bool, is_evaluation: bool) -> None:
+        """Refuse to pull a dispatched model's parts together, or to replicate it for training."""
+        places, count = spread_over(model, self._runtime.device), self._strategy.data_shard.count
+        if not places or (not is_moved and (count == 1 or is_evaluation)):
+            return
+        what = f"{type(model).__name__} was dispatched over {', '.join(places)} (hf_device_map)"
+        if count > 1 and not is_evaluation:
+            raise PrepareError(
+                f"{what}, so it cannot be one of {count} replicas: a model that was loaded with device_map= or placed by "
+                "dispatch_model() is trained by one process. Start one (headway launch -n 1), or load it without a device "
+                "map, so that each process holds all of it"
+            )
+        raise PrepareError(
+            f"{what}, and prepare() would move all of it to {self._runtime.device}, where it may not fit, under hooks that "
+            "expect it elsewhere. To train it where it lies, pass device_placement=[False] with it "
+            "(prepare_model(model, device_placement=False)); to only run it, leave it out of prepare(); or load it without "
+            "a device map"
+        )
 
     def _check_memory(self, model: torch.nn.Module) -> None:
         lazy = [name for name, parameter in model.named_parameters() if parameter.is_meta]

@@ -9,18 +9,20 @@ from torch import nn
 
 from headway import dispatch_model
 from headway.offload.execution import Execution, undispatch
-from headway.offload.stream import DeviceStream, HostTransport
+from headway.offload.stream import DeviceStream
+from headway.offload.transport import HostTransport
 from headway.placement.device_map import DeviceMap
 from headway.placement.homes import Placement
 
 CPU = torch.device("cpu")
 
 
-def streamed(model, preload=()):
+def streamed(model, preload=(), transport=None):
     """Every tensor of the model is copied for each use, as if the CPU's memory were a device's."""
     undispatch(model)
     homes = {name: "disk" for name, _ in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]}
-    execution = Execution(model, Placement(DeviceMap({"": "disk"}), CPU, homes), [], list(preload), HostTransport())
+    placement = Placement(DeviceMap({"": "disk"}), CPU, homes)
+    execution = Execution(model, placement, [], list(preload), transport or HostTransport())
     execution.attach()
     assert isinstance(execution.stream, DeviceStream)
     return execution.stream
@@ -64,7 +66,7 @@ def test_outputs_are_those_of_the_whole_model_in_any_order_of_use(pair):
     with torch.no_grad():
         for swap in (False, False, True, False, True, True):
             assert torch.equal(model(INPUTS, swap), whole(INPUTS, swap))
-    assert stream.bytes_on_device <= stream.num_bytes
+    assert stream.active_bytes <= stream.num_bytes
     with torch.inference_mode():
         assert torch.equal(model(INPUTS), whole(INPUTS))
     assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
@@ -79,7 +81,7 @@ def test_copies_stay_within_the_window_and_shared_tensors_travel_once():
     stream.window = 2 * one
     seen = []
     for part in model:
-        part.register_forward_hook(lambda *_: seen.append(stream.bytes_on_device))
+        part.register_forward_hook(lambda *_: seen.append(stream.active_bytes))
     with torch.no_grad():
         for _ in range(3):
             model(torch.randn(1, 16))
@@ -130,7 +132,7 @@ def test_backward_brings_weights_again_instead_of_keeping_them():
     inputs = torch.randn(2, 16, requires_grad=True)
     loss = model(inputs).sum()
     moved = stream.traffic.num_bytes
-    assert stream.bytes_on_device <= 3 * 16 * 17 * 4
+    assert stream.active_bytes <= 3 * 16 * 17 * 4
     loss.backward()
     assert stream.traffic.num_bytes >= moved + 8 * 16 * 16 * 4
 
@@ -191,3 +193,53 @@ def test_taking_it_off(pair, tmp_path):
     save_file({"w": torch.zeros(1)}, tmp_path / "x.safetensors")
     dispatch_model(model, {"": "cpu"})
     assert torch.equal(model(INPUTS), whole(INPUTS))
+
+
+class Failing(HostTransport):
+    """Copies that fail as often as it is told: what a full device or an unreadable page does."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_failures = 0
+
+    def start(self, home, copy, after):
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError("no copy")
+        return super().start(home, copy, after)
+
+
+def test_a_copy_that_failed_is_made_again(pair):
+    whole, model = pair
+    transport = Failing()
+    streamed(model, transport=transport)
+    with torch.no_grad():
+        model(INPUTS)
+        transport.num_failures = 1000
+        with pytest.raises(OSError, match="no copy"):
+            model(INPUTS)
+        transport.num_failures = 0
+        assert torch.equal(model(INPUTS), whole(INPUTS))
+
+
+def test_all_copies_of_a_unit_that_failed_are_made_again():
+    whole = nn.Linear(4, 4)
+    model, transport = copy.deepcopy(whole), Failing()
+    streamed(model, transport=transport)
+    with torch.no_grad():
+        transport.num_failures = 2  # weight and bias
+        with pytest.raises(OSError):
+            model(INPUTS)
+        model.headway_execution.stream._worker.submit(int).result()  # the second has failed too
+        assert torch.equal(model(INPUTS), whole(INPUTS))
+
+
+def test_a_copy_that_failed_ahead_of_its_use_is_made_again_when_it_is_wanted():
+    whole = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))
+    model, transport = copy.deepcopy(whole), Failing()
+    streamed(model, transport=transport).window = 2 * 4 * 4 * 4
+    with torch.no_grad():
+        for num_failures in (0, 1, 1, 1):
+            transport.num_failures = num_failures
+            assert torch.equal(model(INPUTS), whole(INPUTS))
+            assert transport.num_failures == 0

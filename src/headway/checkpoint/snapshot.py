@@ -1,0 +1,102 @@
+"""What a save behind the loop writes: this rank's part of the state in host memory, which later saves use again."""
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from headway.log import get_logger
+from headway.runtime import lanes
+from headway.runtime.arenas import arenas
+from headway.runtime.lanes import Point
+from headway.weights.shards import bits
+
+log = get_logger(__name__)
+
+_UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A snapshot.
+
+    Attributes:
+        tensors: copies on the host; tensors without memory (meta) stand for those of other ranks.
+        arrivals: the copies are complete when every device has come to its point.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    arrivals: tuple[Point, ...]
+
+
+class Snapshot:
+    """Copies of tensors in host memory, which is kept and used again by the next save of the same shapes.
+
+    Args:
+        mark: how far a device's queue has come.
+        allocate: gives so many bytes that a device can write to by itself, as uint8, or raises RuntimeError.
+    """
+
+    def __init__(
+        self,
+        mark: Callable[[torch.device], Point] = lanes.point,
+        allocate: Callable[[int], torch.Tensor] = lanes.pinned,
+    ) -> None:
+        self._mark = mark
+        self._allocate = allocate
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def take(self, tensors: Mapping[str, torch.Tensor], names: Container[str]) -> Taken:
+        """Copy those of the names; on every device that holds any, the copies are queued, and not waited for.
+
+        Whatever changes a tensor later is queued behind its copy, on the stream that is current now for its device.
+        """
+        own = {name: tensor.detach() for name, tensor in tensors.items() if name in names}
+        buffers = self._buffers if self._fit(own) else self._make(own)
+        for name, tensor in own.items():
+            bits(buffers[name]).copy_(bits(tensor), non_blocking=True)
+        devices = dict.fromkeys(tensor.device for tensor in own.values() if tensor.device.type != "cpu")
+        arrivals = tuple(point for device in devices if (point := self._arrival(device)) is not None)
+        taken = {name: buffers[name] if name in own else _without_memory(each) for name, each in tensors.items()}
+        return Taken(taken, arrivals)
+
+    def _arrival(self, device: torch.device) -> Point | None:
+        try:
+            return self._mark(device)
+        except NotImplementedError:  # a backend without events is waited for here
+            torch.accelerator.synchronize(device)
+            return None
+
+    def _fit(self, own: Mapping[str, torch.Tensor]) -> bool:
+        found = self._buffers
+        return found.keys() == own.keys() and all(
+            found[name].shape == tensor.shape and found[name].dtype == tensor.dtype for name, tensor in own.items()
+        )
+
+    def _make(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Memory for each of them: for a device's, pinned; the former memory goes first."""
+        self._buffers = {}
+        made: dict[str, torch.Tensor] = {}
+        on_device = [(name, each) for name, each in own.items() if each.device.type != "cpu"]
+        for num_bytes, part in arenas([each.nbytes for _, each in on_device], _UNLIMITED):
+            try:
+                arena = self._allocate(num_bytes)
+            except RuntimeError as error:
+                log.warning_once(
+                    "memory for saves behind the loop could not be pinned (%s): the loop waits for copies into ordinary memory",
+                    error,
+                )
+                break
+            for index, start in part:
+                name, tensor = on_device[index]
+                piece = arena[start : start + tensor.nbytes]
+                made[name] = piece.view(tensor.dtype).view(tensor.shape)
+        for name, tensor in own.items():
+            if name not in made:
+                made[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._buffers = made
+        return made
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -1,0 +1,203 @@
+"""How a weight travels to a device: through a ring of pinned buffers, straight from pinned memory, or within host memory."""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from headway.log import get_logger
+from headway.offload.readahead import Traffic
+from headway.runtime.lanes import DeviceLane, Lane, Point
+
+logger = get_logger(__name__)
+
+RING = 3
+CHUNK = 64 << 20
+
+
+class Transport(Protocol):
+    """Copies tensors. `start` runs on a thread of its own, everything else on the thread that computes.
+
+    Attributes:
+        traffic: what was copied.
+        pinned: gives host memory to copy from without a detour, as uint8 of that many bytes; None where there is none.
+    """
+
+    traffic: Traffic
+    pinned: Callable[[int], torch.Tensor] | None
+
+    def allocate(self, home: torch.Tensor) -> torch.Tensor:
+        """Memory for a copy."""
+
+    def mark(self) -> Any:
+        """What has been computed up to now, which copies into memory that is allocated now must leave time for."""
+
+    def start(self, home: torch.Tensor, copy: torch.Tensor, after: Any) -> Any:
+        """Begin to fill a copy; returns what `finish` needs."""
+
+    def finish(self, copy: torch.Tensor, ticket: Any) -> None:
+        """Make the computation wait until the copy is complete. It is called before a copy is used, or dropped unused."""
+
+    def drain(self) -> None:
+        """Wait until no copy is under way; on any thread."""
+
+
+class HostTransport:
+    """Copies that are complete on return: to a device with a single queue for everything; or, for the stream's logic on a machine
+    without an accelerator, within host memory.
+
+    Args:
+        device: None: where the weights are.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.traffic = Traffic()
+        self.pinned: Callable[[int], torch.Tensor] | None = None
+        self._device = device
+
+    def allocate(self, home: torch.Tensor) -> torch.Tensor:
+        """Memory beside its own, or on the device."""
+        with torch.inference_mode(False), torch.no_grad():
+            return torch.empty_like(home, device=self._device, requires_grad=False)
+
+    def mark(self) -> Any:
+        """What was computed is done, or stands before the copies in the one queue."""
+        return None
+
+    def start(self, home: torch.Tensor, copy: torch.Tensor, after: Any) -> Any:
+        """Fill the copy; it is complete on return."""
+        begin = time.perf_counter()
+        copy.copy_(home.detach())
+        self.traffic.note(home.nbytes, time.perf_counter() - begin)
+
+    def finish(self, copy: torch.Tensor, ticket: Any) -> None:
+        """Nothing to wait for."""
+
+    def drain(self) -> None:
+        """Nothing to wait for."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A copy under way.
+
+    Attributes:
+        allocated: how far the computation was when its memory was allocated.
+        done: where it ends.
+    """
+
+    allocated: Point
+    done: Point
+
+
+class RingTransport:
+    """Copies to an accelerator. Pageable memory and mapped files go through `RING` pinned buffers of `chunk` bytes.
+
+    While one buffer travels, the next is filled from the page cache or the disk; pinned tensors travel as they are. Where
+    nothing can be pinned, tensors travel from where they lie, which is slower.
+
+    Args:
+        lane: to the device.
+        chunk: bytes of a buffer.
+    """
+
+    def __init__(self, lane: Lane, chunk: int = CHUNK) -> None:
+        self.traffic = Traffic()
+        self.pinned: Callable[[int], torch.Tensor] | None = lane.pinned
+        self._lane = lane
+        self._chunk = chunk
+        self._reset()
+
+    def _reset(self) -> None:
+        self._buffers: list[torch.Tensor] | None = None
+        self._busy: list[Point | None] = [None] * RING
+        self._turn = 0
+        self._untimed: deque[tuple[Point, Point, int]] = deque()
+
+    def __reduce__(self) -> tuple[type["RingTransport"], tuple[Lane, int]]:
+        return RingTransport, (self._lane, self._chunk)
+
+    def allocate(self, home: torch.Tensor) -> torch.Tensor:
+        """Memory on the device, of the queue that computes."""
+        return self._lane.allocate(home)
+
+    def mark(self) -> Point:
+        """How far the computation has queued its work."""
+        return self._lane.here()
+
+    def start(self, home: torch.Tensor, copy: torch.Tensor, after: Point) -> Ticket:
+        """Queue the copy behind `after`; returns when the last buffer is on its way."""
+        self._lane.bind()
+        self._note_times()
+        begun = self._lane.begin(after)
+        try:
+            if self._lane.is_pinned(home) or not home.is_contiguous() or not self._ring():
+                self._lane.copy(copy, home.detach())
+            else:
+                self._through_ring(home.detach(), copy)
+        except BaseException:
+            self.drain()  # what is under way must not write into memory that is about to be freed
+            raise
+        done = self._lane.end()
+        self.traffic.num_bytes += home.nbytes
+        self._untimed.append((begun, done, home.nbytes))
+        return Ticket(after, done)
+
+    def _note_times(self) -> None:
+        while self._untimed and self._untimed[0][1].is_reached():
+            begun, done, num_bytes = self._untimed.popleft()
+            seconds = begun.seconds_until(done)
+            if seconds is not None:
+                self.traffic.time(num_bytes, seconds)
+
+    def _ring(self) -> list[torch.Tensor]:
+        """The buffers; none where nothing could be pinned."""
+        if self._buffers is None:
+            try:
+                self._buffers = [self._lane.pinned(self._chunk) for _ in range(RING)]
+            except RuntimeError as error:
+                self._buffers = []
+                logger.warning_once(
+                    "%d buffers of %d bytes could not be pinned (%s): weights are copied from ordinary memory, which is slower",
+                    RING,
+                    self._chunk,
+                    error,
+                )
+        return self._buffers
+
+    def _through_ring(self, home: torch.Tensor, copy: torch.Tensor) -> None:
+        buffers, chunk = self._ring(), self._chunk
+        source, target = home.view(-1).view(torch.uint8), copy.view(-1).view(torch.uint8)
+        for begin in range(0, source.numel(), chunk):
+            piece = source[begin : begin + chunk]
+            busy = self._busy[self._turn]
+            if busy is not None:
+                busy.wait()
+            buffer = buffers[self._turn][: piece.numel()]
+            buffer.copy_(piece)
+            self._lane.copy(target[begin : begin + chunk], buffer)
+            self._busy[self._turn] = self._lane.end()
+            self._turn = (self._turn + 1) % RING
+
+    def finish(self, copy: torch.Tensor, ticket: Ticket) -> None:
+        """The computation waits on the device; the host goes on."""
+        self._lane.admit(copy, ticket.allocated, ticket.done)
+
+    def drain(self) -> None:
+        """Wait until the lane is empty."""
+        with contextlib.suppress(RuntimeError):  # the device has failed: nothing is written any more
+            self._lane.drain()
+
+
+def transport_to(device: torch.device) -> Transport:
+    """How weights travel to an accelerator: beside the computation, where its backend has streams."""
+    try:
+        lane = DeviceLane(device)
+    except RuntimeError as error:
+        logger.warning_once("%s has no streams (%s): weights are not copied beside the computation", device, error)
+        return HostTransport(device)
+    return RingTransport(lane)

@@ -1,0 +1,64 @@
+"""Saves behind the loop from one CUDA device and from two: the copies are those of the moment, and the loop does not wait."""
+
+import pytest
+import torch
+from torch import nn
+
+from headway import Accelerator, ProjectConfiguration
+from headway.checkpoint.snapshot import Snapshot
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine shows none"),
+]
+
+
+def busy(device: torch.device) -> None:
+    """Have the device work for a while."""
+    with torch.cuda.device(device):
+        slow = torch.randn(4096, 4096, device=device)
+        for _ in range(40):
+            torch.mm(slow, slow)
+
+
+def test_a_snapshot_is_of_the_moment_and_nobody_waits_for_it() -> None:
+    devices = [torch.device("cuda", n) for n in range(min(2, torch.cuda.device_count()))]
+    tensors = {str(device): torch.full((1 << 20,), 3.0, device=device) for device in devices}
+    snapshot = Snapshot()
+    snapshot.take(tensors, tensors)  # makes the pinned memory
+    for device in devices:
+        busy(device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        taken = snapshot.take(tensors, tensors)
+        for tensor in tensors.values():
+            tensor.add_(1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not any(arrival.is_reached() for arrival in taken.arrivals)
+    for arrival in taken.arrivals:
+        arrival.wait()
+    assert all(tensor.is_pinned() and (tensor == 3).all() for tensor in taken.tensors.values())
+
+
+def test_training_goes_on_beside_the_save(tmp_path) -> None:
+    accelerator = Accelerator(project_config=ProjectConfiguration(project_dir=str(tmp_path)))
+    model = nn.Linear(1024, 1024)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    inputs = torch.randn(64, 1024, device="cuda")
+
+    def update() -> None:
+        accelerator.backward(model(inputs).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    update()
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    busy(accelerator.device)
+    accelerator.save_state(str(tmp_path / "saved"), blocking=False)
+    for _ in range(5):
+        update()
+    accelerator.wait_for_save()
+    assert not torch.equal(model.weight, wanted["weight"])
+    accelerator.load_state(str(tmp_path / "saved"))
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())

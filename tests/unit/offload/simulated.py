@@ -1,0 +1,141 @@
+"""A simulated accelerator: two queues that run only when they are waited for, and an allocator that hands memory on in the
+computation's order, as torch's does on a card. In place of the lane to a real one, which this machine does not have.
+
+What is queued runs in any order that the events allow, drawn by a seed: a copy that does not wait for those who
+still read its memory, or a computation that does not wait for its copy, gives wrong values here.
+"""
+
+import random
+import threading
+import weakref
+from collections import deque
+
+import torch
+
+
+class SimulatedPoint:
+    def __init__(self, lane, queue):
+        self.lane, self.queue, self.time = lane, queue, None
+
+    def is_reached(self):
+        return self.time is not None
+
+    def wait(self):
+        self.lane.run(until=self)
+
+    def seconds_until(self, later):
+        return later.time - self.time
+
+
+class SimulatedLane:
+    """`headway.runtime.lanes.Lane` without a device.
+
+    Args:
+        seed: of the order in which the queues run.
+        bandwidth: bytes a second that copies reach; computing takes no time.
+        can_pin: False stands for a system that gives no pinned memory.
+    """
+
+    def __init__(self, seed=0, bandwidth=1e9, can_pin=True):
+        self.queues = {"compute": deque(), "copies": deque()}
+        self.random, self.lock = random.Random(seed), threading.RLock()
+        self.bandwidth, self.can_pin, self.clock = bandwidth, can_pin, 0.0
+        self.free, self.blocks, self.pinned_at, self.bound = {}, {}, set(), set()
+        self.num_bytes = 0  # of device memory that was ever needed at once
+        self.num_copied = self.num_computed = self.most_ahead = 0
+
+    # ------------------------------------------------ what a device does
+
+    def put(self, queue, condition, act):
+        with self.lock:
+            self.queues[queue].append((condition, act))
+
+    def point(self, queue):
+        made = SimulatedPoint(self, queue)
+
+        def act():
+            made.time = self.clock
+
+        self.put(queue, None, act)
+        return made
+
+    def run(self, until=None):
+        """Run what is queued, up to a point; what waits for something that nobody has queued is an error of the caller."""
+        with self.lock:
+            while until is None or not until.is_reached():
+                ready = [q for q in self.queues.values() if q and (q[0][0] is None or q[0][0].is_reached())]
+                if not ready:
+                    assert not any(self.queues.values()), "the device waits for ever"
+                    return
+                self.random.choice(ready).popleft()[1]()
+
+    def compute(self, tensor, act):
+        """Queue `act(values)` for the memory of a tensor: work in flight does not keep a tensor alive."""
+        block = self.blocks[tensor.data_ptr()]
+
+        def run():
+            self.num_computed += 1
+            act(block.clone())
+
+        self.put("compute", None, run)
+
+    # ------------------------------------------------ what a lane does
+
+    def bind(self):
+        self.bound.add(threading.get_ident())
+
+    def allocate(self, like):
+        kind = (like.dtype, like.numel())
+        with self.lock:
+            block = self.free[kind].pop() if self.free.get(kind) else torch.zeros(like.numel(), dtype=like.dtype)
+            if block.data_ptr() not in self.blocks:
+                self.blocks[block.data_ptr()] = block
+                self.num_bytes += block.nbytes
+        with torch.no_grad():
+            tensor = block.view(like.shape)
+        weakref.finalize(tensor, self.give_back, kind, block)
+        return tensor
+
+    def give_back(self, kind, block):
+        self.free.setdefault(kind, []).append(block)
+
+    def here(self):
+        return self.point("compute")
+
+    def begin(self, after):
+        assert threading.get_ident() in self.bound
+        self.put("copies", after, lambda: None)
+        return self.point("copies")
+
+    def copy(self, target, source):
+        assert threading.get_ident() in self.bound
+        memory = target.detach()  # not the tensor itself: work in flight does not keep it alive
+
+        def run():
+            memory.copy_(source)
+            self.clock += source.nbytes / self.bandwidth
+            self.num_copied += 1
+            self.most_ahead = max(self.most_ahead, self.num_copied - self.num_computed)
+
+        self.put("copies", None, run)
+        if not self.is_pinned(source):
+            self.end().wait()  # as torch does with ordinary memory
+
+    def end(self):
+        return self.point("copies")
+
+    def admit(self, copy, allocated, done):
+        self.put("compute", done, lambda: None)
+
+    def drain(self):
+        self.end().wait()
+
+    def pinned(self, num_bytes):
+        if not self.can_pin:
+            raise RuntimeError("CUDA error: out of memory")
+        made = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.pinned_at.add(made.untyped_storage().data_ptr())
+        return made
+
+    def is_pinned(self, tensor):
+        return tensor.untyped_storage().data_ptr() in self.pinned_at
