@@ -201,9 +201,10 @@ class Collectives:
     def _in_place(self, operation: str, found: Sequence[torch.Tensor], start: Callable[[torch.Tensor], Any]) -> None:
         if self.world_size == 1:
             return
-        self.ledger.record(operation, f"{len(found)} tensors, {sum(t.nbytes for t in found)} bytes")
+        entry = self.ledger.record(operation, f"{len(found)} tensors, {sum(t.nbytes for t in found)} bytes")
         for work in [start(tensor) for tensor in found if tensor.numel()]:
             work.wait()
+        self.ledger.leave(entry)
 
     def pad_across_processes(self, tree: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
         """Pad each tensor along `dim` to the longest of all ranks.
