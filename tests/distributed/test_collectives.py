@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from headway import Accelerator
 from headway.errors import CollectiveError, ConfigError
@@ -235,3 +236,33 @@ def one_process():
 def test_one_process_gives_back_what_it_is_given():
     process.reset()
     one_process()
+
+
+def beside_a_group_of_the_scripts_own():
+    """torch's fake engine for a card, and nothing for the CPU: what `init_process_group("nccl")` leaves."""
+    from torch.testing._internal.distributed import fake_pg
+
+    from headway import Accelerator
+
+    assert fake_pg
+    dist.init_process_group("cuda:fake")
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    gathered = accelerator.gather(torch.full((1 + rank,), rank))
+    mean = accelerator.reduce(torch.tensor([float(rank)]), "mean")
+    (told,) = accelerator.collectives.broadcast(torch.tensor([rank + 5]), src=1).tolist()
+    padded = accelerator.pad_across_processes(torch.ones(2 + rank)).tolist()
+    words = accelerator.collectives.gather_objects(f"rank {rank}")
+    word = accelerator.collectives.broadcast_object(f"rank {rank}", src=1)
+    flags = torch.tensor([1.0 + rank])
+    accelerator.collectives.sum_in_place([flags])
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return gathered.tolist(), mean.tolist(), told, padded, words, word, flags.tolist(), dist.is_initialized()
+
+
+def test_a_group_that_carries_no_cpu_tensors_gets_one_beside_it():
+    for rank, found in enumerate(run_ranks(beside_a_group_of_the_scripts_own, 2)):
+        assert found[:3] == ([0, 1, 1], [0.5], 6)
+        assert found[3] == ([1.0, 1.0, 0.0], [1.0, 1.0, 1.0])[rank]
+        assert found[4:] == (["rank 0", "rank 1"], "rank 1", [3.0], True)
