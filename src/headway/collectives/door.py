@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from headway.collectives.coalesced import start_all
 from headway.collectives.tree import Tree, map_tensors, structure, tensors
 from headway.errors import CollectiveError, ConfigError
 from headway.runtime.callers import SAVE, missed_save
@@ -192,20 +193,27 @@ class Collectives:
 
         Without a handshake: for callers that have just agreed otherwise (a vote) on what will travel.
         """
-        self._in_place("sum in place", found, lambda t: dist.all_reduce(t, group=self._for(t), async_op=True))
+        self._in_place(
+            "sum in place", found, lambda t: dist.all_reduce(t, group=self._for(t), async_op=True), is_sum=True
+        )
 
     def broadcast_in_place(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
         """Rank `src`'s values into contiguous tensors of all ranks; without a handshake, as `sum_in_place`."""
         root = self._global_rank(src)
         self._in_place(
-            "broadcast in place", found, lambda t: dist.broadcast(t, root, group=self._for(t), async_op=True)
+            "broadcast in place",
+            found,
+            lambda t: dist.broadcast(t, root, group=self._for(t), async_op=True),
+            is_sum=False,
         )
 
-    def _in_place(self, operation: str, found: Sequence[torch.Tensor], start: Callable[[torch.Tensor], Any]) -> None:
+    def _in_place(
+        self, operation: str, found: Sequence[torch.Tensor], start: Callable[[torch.Tensor], Any], *, is_sum: bool
+    ) -> None:
         if self.world_size == 1:
             return
         entry = self.ledger.record(operation, f"{len(found)} tensors, {sum(t.nbytes for t in found)} bytes")
-        for work in [start(tensor) for tensor in found if tensor.numel()]:
+        for work in start_all([tensor for tensor in found if tensor.numel()], self._for, start, is_sum=is_sum):
             work.wait()
         self.ledger.leave(entry)
 
