@@ -3,6 +3,7 @@
 import resource
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -457,3 +458,16 @@ def test_on_a_device_all_ranks_abort_at_once(place):
         assert [is_main for _, is_main in aborted] == [False]
         assert seconds < 60
     assert abs(ranks[0][2][0][0] - ranks[1][2][0][0]) < 2
+
+
+def test_on_a_device_under_the_launcher(tmp_path):
+    """Where an agent watches, nothing of the ranks' own has opened a way to the control plane before the failure."""
+    body = (
+        f"import sys\nsys.path.append({str(Path(__file__).parents[2])!r})\n"
+        "from tests.distributed.test_batch_size import on_a_device\n"
+        "tried, _, aborted, seconds = on_a_device('kernel')\n"
+        "print('tried', tried, [is_main for _, is_main in aborted], seconds < 60, flush=True)\n"
+    )
+    ran = launch(tmp_path, body, "-n", "2", "--cpu")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count(f"tried {[START, FITS]} [False] True") == 2, ran.stdout

@@ -1,4 +1,4 @@
-"""What only NCCL shows: its flight recorder as it is, several tensors in a launch; on two GPUs hangs, failures, attempts, foreign groups."""
+"""What only NCCL shows: its flight recorder, several tensors in a launch; on two GPUs hangs, failures, attempts, foreign groups."""
 
 import time
 from pathlib import Path

@@ -52,7 +52,7 @@ class Alarm:
     def _run(self) -> None:
         while not self._over.wait(_LOOK):
             # A script's Accelerator starts the runtime, by its own settings; until then there is no group either.
-            if not control.is_joined():
+            if not process.has_control_link():
                 continue
             if not process.waits_for_peers():
                 return

@@ -243,11 +243,6 @@ def _joined() -> Control:
     return Control(runtime.rank, runtime.world_size, process.control_link(), runtime.patience)
 
 
-def is_joined() -> bool:
-    """Has this process joined the control plane? Asking does not join it."""
-    return process.is_started() and process.current().scope.has(_joined)
-
-
 def current() -> Control:
     """The control plane of this process, joined on first use.
 

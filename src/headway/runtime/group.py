@@ -88,8 +88,8 @@ def end(group: dist.ProcessGroup | None) -> None:
 def abort() -> None:
     """End all groups, with what they have in flight; from any thread. NCCL wants all ranks to do so at about the same time."""
     if dist.is_initialized():
+        recorder.forget()  # nothing may ask for the events of what is aborted
         dist.distributed_c10d._abort_process_group()
-        recorder.forget()
 
 
 def close_cpu_engine() -> None:
@@ -99,9 +99,12 @@ def close_cpu_engine() -> None:
 
 
 def have_all_come(store: Store, rank: int, world_size: int, patience: timedelta) -> bool:
-    """Say that this rank is at its end, and wait for the others to be there too; are they, within the patience?"""
+    """Say that this rank is at its end, and wait for the others to be there too; are they, and is none gone already?"""
     try:
         store.set(f"end/{rank}", "")
-        return wait_for(store, [f"end/{each}" for each in range(world_size)], patience)
+        if wait_for(store, [f"end/{each}" for each in range(world_size)], patience):
+            return not store.check(["end/gone"])
+        store.set("end/gone", "")  # who comes later is not to end alone what only all can end
     except DistError:  # its host is gone
-        return False
+        pass
+    return False

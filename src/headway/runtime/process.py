@@ -363,6 +363,12 @@ def control_link() -> Link | None:
     return here.link
 
 
+def has_control_link() -> bool:
+    """Is there a way to the control plane already? Asking opens none."""
+    here = scope.own(_Process)
+    return here.runtime is not None and here.link is not None
+
+
 def _check_promise(hardware: Hardware) -> None:
     """Is there the device that the launcher counted on? Else the run would go on the CPU, and nothing would say so."""
     promised = promised_device()

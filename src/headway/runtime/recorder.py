@@ -169,7 +169,7 @@ def _members() -> dict[str, list[int]]:
 
 
 def forget() -> None:
-    """Drop what was recorded of groups that have been aborted: their events are gone, and nothing may ask for them."""
+    """Drop what was recorded of groups that are aborted now: their events go, and nothing may ask for them."""
     for name in dir(_engine()):
         if name.startswith("_reset_fr_recording"):
             getattr(_engine(), name)()

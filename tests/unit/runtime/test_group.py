@@ -1,5 +1,8 @@
 """Which engine carries what; torch's own fake engine stands for NCCL, which this machine has not."""
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -100,10 +103,18 @@ def test_a_group_of_the_scripts_own_gets_gloo_beside_it(begin, monkeypatch):
 
 
 def test_nothing_is_made_beside_a_group_that_carries_cpu_tensors(begin):
-    from datetime import timedelta
-
     begin("cpu:gloo,cuda:fake")
     assert group.beside(timedelta(seconds=5)) is None
+
+
+def test_ranks_end_a_group_together_or_not_at_all():
+    store = dist.HashStore()
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(group.have_all_come, store, rank, 2, timedelta(seconds=30)) for rank in range(2)]
+        assert [each.result() for each in asked] == [True, True]
+    store = dist.HashStore()
+    assert not group.have_all_come(store, 0, 2, timedelta(seconds=0.1))
+    assert not group.have_all_come(store, 1, 2, timedelta(seconds=30))  # rank 0 is gone
 
 
 def test_what_counts_as_a_failure(monkeypatch):
