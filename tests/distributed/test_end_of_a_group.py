@@ -15,7 +15,7 @@ from tests.distributed.ranks import free_port
 from tests.distributed.test_launch import begin
 
 SCRIPT = """
-import atexit, os, sys, time
+import atexit, os, sys, time, weakref
 atexit.register(lambda: print(f"rank {os.environ['RANK']}: registered first", flush=True))
 import torch, torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
@@ -32,6 +32,10 @@ def destroy(group=None):
     really(group)
 dist.destroy_process_group = destroy
 atexit.register(lambda: print(f"rank {rank}: registered last", flush=True))
+class Tracker:
+    pass
+tracker = Tracker()  # as ours write what they hold
+weakref.finalize(tracker, print, f"rank {rank}: tracker flushed", flush=True)
 kept = open(f"written{rank}", "w")
 kept.write("all of it")
 accelerator.wait_for_everyone()
@@ -104,6 +108,7 @@ def test_a_failure_ends_the_run_at_once(tmp_path):
     assert err.count("Traceback") == 1
     assert "rank 1: registered last\n" in out
     assert "rank 1: registered first\n" in out
+    assert "rank 1: tracker flushed\n" in out
     assert "destroyed" not in out
     assert (tmp_path / "written1").read_text() == "all of it"
     failure = json.loads((tmp_path / "logs/failure.json").read_text())
@@ -137,6 +142,7 @@ def test_without_the_launcher(tmp_path, body):
         "rank 1: registered last",
         "rank 1: registered first",
     ]
+    assert out.count("rank 1: tracker flushed\n") == 1
     assert "destroyed" not in out
     assert (tmp_path / "written1").read_text() == "all of it"
 

@@ -9,8 +9,11 @@ import threading
 import time
 from datetime import timedelta
 
-from headway.errors import ControlPlaneError
+from headway.errors import HeadwayError
+from headway.log import get_logger
 from headway.runtime import control, process
+
+log = get_logger(__name__)
 
 _LOOK = 0.1
 """Seconds between two looks for an announcement."""
@@ -36,7 +39,7 @@ class Alarm:
         self._thread = threading.Thread(target=self._run, name="headway-alarm", daemon=True)
 
     def start(self) -> None:
-        """Begin to listen; an engine whose peers hear of a lost rank by themselves needs nobody to."""
+        """Begin to listen."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -50,21 +53,20 @@ class Alarm:
             self._is_done.wait(_MEETING + _ABORT)
 
     def _run(self) -> None:
-        while not self._over.wait(_LOOK):
-            # A script's Accelerator starts the runtime, by its own settings; until then there is no group either.
-            if not process.has_control_link():
-                continue
-            if not process.waits_for_peers():
-                return
-            try:
-                if not control.current().has(self._key):
-                    continue
-                self._meet(control.current())
-            except (ControlPlaneError, RuntimeError):  # its host is gone, and the run ends
-                return
-            process.abort_group()
+        try:
+            while not self._over.wait(_LOOK):
+                if self._is_announced():
+                    self._meet(control.current())
+                    process.abort_group()
+                    return
+        except (HeadwayError, RuntimeError) as error:  # the plane's host is gone, and the run ends
+            log.debug("nobody listens for a failed attempt any more: %s", error)
+        finally:
             self._is_done.set()
-            return
+
+    def _is_announced(self) -> bool:
+        # A script's Accelerator starts the runtime, by its own settings; until then there is no group either.
+        return process.has_control_link() and process.waits_for_peers() and control.current().has(self._key)
 
     def _meet(self, plane: control.Control) -> None:
         ready, deadline = f"{self._key}/ready", time.monotonic() + _MEETING

@@ -49,4 +49,4 @@ def start_all(
 def can_coalesce(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Does the engine of this device take several tensors at once? gloo would copy them into one, for which nobody has asked."""
     whole = group if group is not None else dist.group.WORLD
-    return bool(whole._get_backend(device).supports_coalescing)  # type: ignore[union-attr]
+    return bool(getattr(whole._get_backend(device), "supports_coalescing", False))  # type: ignore[union-attr]

@@ -66,8 +66,12 @@ def bound(device: torch.device, backend: str) -> torch.device | None:
 
 
 def waits_for_peers() -> bool:
-    """Is there an engine that peers do not leave when this process ends?"""
-    return any(engine != CPU_ENGINE for engine in _by_device(dist.get_backend_config()).values())
+    """Is there an engine in which peers wait on when this process ends? False where there is no group."""
+    try:
+        engines_here = _by_device(dist.get_backend_config())
+    except ValueError:  # it may end meanwhile, in another thread
+        return False
+    return any(engine != CPU_ENGINE for engine in engines_here.values())
 
 
 def beside(timeout: timedelta) -> dist.ProcessGroup | None:

@@ -173,7 +173,7 @@ class _Process:
     def is_at_mercy(self) -> bool:
         """Would ending the group, which Headway began, wait for the other ranks?"""
         owns_group = self.runtime is not None and self.runtime.owns_group
-        return owns_group and dist.is_initialized() and group.waits_for_peers()
+        return owns_group and group.waits_for_peers()
 
     def _is_together(self, runtime: ProcessRuntime) -> bool:
         """Are all ranks at their end?"""
@@ -233,6 +233,8 @@ def start(
     elif dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
         cpu_group = group.beside(patience + _MARGIN) if world_size > 1 else None
+        if cpu_group is not None:
+            atexit.register(_end_at_exit)
     elif hardware.is_indexed and hardware.num_devices() > 1:
         log.info_once(
             "one process on a machine with %d %s devices: `headway launch` uses all of them",
