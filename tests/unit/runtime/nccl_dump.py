@@ -1,6 +1,6 @@
 """What `_dump_nccl_trace_json` writes, field by field as torch 2.13's FlightRecorderDetail.hpp (`dump_json`) does.
 
-Not recorded: no machine with NCCL was at hand.
+Not recorded: no machine with a GPU was at hand. The frame without entries is what torch 2.11.0+cu130 writes on a machine without one.
 """
 
 import json
