@@ -3,6 +3,7 @@
 import resource
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -404,3 +405,69 @@ def test_the_documents_block(num_processes):
         assert total_batch_size == 16 * num_processes
         assert num_seen == 64
         assert torch.equal(weights, ranks[0][0][2])
+
+
+def on_a_device(place):
+    """A gloo in the GPU's place, and its kernel: it waits until this rank itself aborts the group, as NCCL's does."""
+    import threading
+
+    from torch._C._distributed_c10d import ProcessGroupGloo
+
+    import headway
+    from headway import Accelerator, InitProcessGroupKwargs
+    from headway.runtime import group
+
+    dist.Backend.register_backend(
+        "card", lambda store, rank, size, timeout: ProcessGroupGloo(store, rank, size, timeout), devices=["cuda"]
+    )
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="cpu:gloo,cuda:card")])
+    rank, aborted, tried, freed = accelerator.process_index, [], [], threading.Event()
+    abort = group.abort
+
+    def noted():
+        if dist.is_initialized():
+            aborted.append((time.monotonic(), threading.current_thread() is threading.main_thread()))
+        abort()
+        freed.set()
+
+    group.abort = noted
+
+    @headway.find_executable_batch_size(starting_batch_size=START)
+    def inner(batch_size):
+        tried.append(batch_size)
+        accelerator.wait_for_everyone()
+        if batch_size > FITS and rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if batch_size > FITS and place == "kernel":
+            if not freed.wait(90):
+                raise AssertionError("nobody aborted the group of the rank that stands in a kernel")
+            raise RuntimeError("NCCL communicator was aborted on rank 0.")
+        return accelerator.gather(torch.ones(1) * batch_size)
+
+    began = time.monotonic()
+    total = inner()
+    accelerator.end_training()
+    return tried, total.tolist(), aborted, time.monotonic() - began
+
+
+@pytest.mark.parametrize("place", ["kernel", "handshake"])
+def test_on_a_device_all_ranks_abort_at_once(place):
+    ranks = run_ranks(on_a_device, 2, place, timeout=150)
+    for tried, total, aborted, seconds in ranks:
+        assert (tried, total) == ([START, FITS], [FITS, FITS])
+        assert [is_main for _, is_main in aborted] == [False]
+        assert seconds < 60
+    assert abs(ranks[0][2][0][0] - ranks[1][2][0][0]) < 2
+
+
+def test_on_a_device_under_the_launcher(tmp_path):
+    """Where an agent watches, nothing of the ranks' own has opened a way to the control plane before the failure."""
+    body = (
+        f"import sys\nsys.path.append({str(Path(__file__).parents[2])!r})\n"
+        "from tests.distributed.test_batch_size import on_a_device\n"
+        "tried, _, aborted, seconds = on_a_device('kernel')\n"
+        "print('tried', tried, [is_main for _, is_main in aborted], seconds < 60, flush=True)\n"
+    )
+    ran = launch(tmp_path, body, "-n", "2", "--cpu")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count(f"tried {[START, FITS]} [False] True") == 2, ran.stdout

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway import Accelerator
@@ -290,3 +291,52 @@ def one_process():
 def test_one_process_gives_back_what_it_is_given():
     process.reset()
     one_process()
+
+
+def beside_a_group_of_the_scripts_own():
+    """torch's fake engine for a card, and nothing for the CPU: what `init_process_group("nccl")` leaves."""
+    from torch.testing._internal.distributed import fake_pg
+
+    from headway import Accelerator
+
+    assert fake_pg
+    dist.init_process_group("cuda:fake")
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    gathered = accelerator.gather(torch.full((1 + rank,), rank))
+    mean = accelerator.reduce(torch.tensor([float(rank)]), "mean")
+    (told,) = accelerator.collectives.broadcast(torch.tensor([rank + 5]), src=1).tolist()
+    padded = accelerator.pad_across_processes(torch.ones(2 + rank)).tolist()
+    words = accelerator.collectives.gather_objects(f"rank {rank}")
+    word = accelerator.collectives.broadcast_object(f"rank {rank}", src=1)
+    flags = torch.tensor([1.0 + rank])
+    accelerator.collectives.sum_in_place([flags])
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return gathered.tolist(), mean.tolist(), told, padded, words, word, flags.tolist(), dist.is_initialized()
+
+
+def test_a_group_that_carries_no_cpu_tensors_gets_one_beside_it():
+    for rank, found in enumerate(run_ranks(beside_a_group_of_the_scripts_own, 2)):
+        assert found[:3] == ([0, 1, 1], [0.5], 6)
+        assert found[3] == ([1.0, 1.0, 0.0], [1.0, 1.0, 1.0])[rank]
+        assert found[4:] == (["rank 0", "rank 1"], "rank 1", [3.0], True)
+
+
+def several_in_one_launch():
+    """gloo's own coalesced sum; that it is not used by itself is stubbed, as it would copy."""
+    from headway.collectives import coalesced
+
+    coalesced.can_coalesce = lambda group, device: True
+    acc = door()
+    found = [torch.full((size,), float(acc.process_index + size)) for size in (1, 5, 300)]
+    whole = torch.full((2,), acc.process_index)
+    acc.collectives.sum_in_place([*found, whole])
+    acc.end_training()
+    return [tensor.tolist() for tensor in found], whole.tolist()
+
+
+def test_tensors_that_are_launched_together_are_summed_each():
+    for found, whole in run_ranks(several_in_one_launch, 2):
+        assert found == [[2 * size + 1.0] * size for size in (1, 5, 300)]
+        assert whole == [1, 1]

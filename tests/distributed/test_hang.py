@@ -37,6 +37,20 @@ accelerator.gather(torch.ones(1))
 """
 
 
+# NCCL's recorder in the place of its one function, as there is no GPU: two ranks enqueue, and rank 0 waits for its device.
+DEVICE = (
+    PLAIN
+    + f"""
+import sys, threading
+sys.path.append({str(Path(__file__).parents[2])!r})
+from tests.unit.runtime.nccl_dump import dump, entry
+import torch._C._distributed_c10d as engine
+queue = [entry(1, "broadcast", "completed"), entry(2, "all_reduce", "completed")]
+engine._dump_nccl_trace_json = lambda all=True: dump(queue, all)
+"""
+)
+
+
 @dataclass(frozen=True)
 class Case:
     """A script of two ranks, of which rank 1 does not come; GONE and WAITS mark their lines."""
@@ -116,6 +130,13 @@ for step in range(4):
         time.sleep(300)  # GONE
     engine(torch.ones(2, 2)).sum().backward()  # WAITS
 """, "all_reduce", ("is at train.py:{gone}", "of the gradients at")),
+    "device": Case(DEVICE + """
+if rank == 0:
+    queue.extend(entry(number, "all_reduce" if number == 3 else "broadcast") for number in range(3, 20))
+else:
+    time.sleep(300)  # GONE
+threading.Event().wait()  # WAITS
+""", "all_reduce", ("is at train.py:{gone}", "waits in all_reduce #3 at")),
 }  # fmt: skip
 
 

@@ -3,8 +3,9 @@
 The first gradients of an attempt are held back: nothing travels before all ranks have computed them and voted, so a rank
 that fails leaves nobody waiting (in its first updates memory reaches its peak: optimizer state is made by the first
 one). Elsewhere - a later update, prepare(), a collective of the user's own - the failing rank says so on the
-control plane and leaves the process group, which wakes the peers on gloo. Where something else holds the group they wait until
-its timeout ends their collective, and the hang watch is told to let them. All ranks meet in a vote, and begin a new group.
+control plane and leaves the process group, which wakes the peers on gloo; on NCCL all abort their groups together (`together`). Where
+something else holds the group they wait until its timeout ends their collective, and the hang watch is told to let them. All
+ranks meet in a vote, and begin a new group.
 """
 
 import weakref
@@ -19,6 +20,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from headway import env, scope
+from headway.batch_size.together import Alarm
 from headway.errors import PeerOutOfMemory, StateError
 from headway.log import get_logger
 from headway.memory.oom import clear_device_cache, drop_frames, is_out_of_memory
@@ -110,12 +112,22 @@ class Attempt:
         self.size = size
         self.outside = held()
         self._key = f"out_of_memory/{next(scope.own(_numbers))}"
+        self._alarm = Alarm(self._key)
         self._streams = read_streams(_hardware())
         self._is_over = False
         self._lost: tuple[int, ...] = ()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
         """Call `function(size, ...)`; an error that is not an out-of-memory error of any rank is raised."""
+        if not is_several():
+            return self._run(function, args, kwargs)
+        self._alarm.start()
+        try:
+            return self._run(function, args, kwargs)
+        finally:
+            self._alarm.stop()
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome:
         token = _current.set(self)
         try:
             result = function(self.size, *args, **kwargs)
@@ -216,6 +228,7 @@ class Attempt:
         names = [name for each, name in held().items() if each in self.outside]
         self.let_go(only_new=not several)
         if several:
+            self._alarm.wait()
             process.leave_group()
         clear_device_cache(garbage_collection=True)
         if several:

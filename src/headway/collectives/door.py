@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from headway.collectives.coalesced import start_all
 from headway.collectives.tree import Tree, map_tensors, structure, tensors
 from headway.errors import CollectiveError, ConfigError
 from headway.runtime.callers import SAVE, missed_save
@@ -68,6 +69,7 @@ class Collectives:
     def __init__(self, runtime: ProcessRuntime, group: dist.ProcessGroup | None = None) -> None:
         self.runtime = runtime
         self.group = group
+        self._cpu_group = runtime.cpu_group if group is None else group
         is_joined = dist.is_initialized()
         self.rank = dist.get_rank(group) if is_joined else 0
         self.world_size = dist.get_world_size(group) if is_joined else 1
@@ -135,7 +137,7 @@ class Collectives:
             piece = torch.cat([piece, piece.new_zeros((longest - piece.shape[0], *piece.shape[1:]))])
         out = piece.new_empty((longest * self.world_size, *piece.shape[1:]))
         if piece.numel():
-            _all_gather_single(out, piece, group=self.group)
+            _all_gather_single(out, piece, group=self._for(piece))
         if min(sizes) < longest:
             out = torch.cat([out[rank * longest : rank * longest + size] for rank, size in enumerate(sizes)])
         return out.view(tensor.dtype) if out.dtype != tensor.dtype else out
@@ -164,7 +166,7 @@ class Collectives:
         working, result = _arithmetic(tensor.dtype, reduction)
         out = tensor.detach().to(working).clone(memory_format=torch.contiguous_format)
         if self.world_size > 1 and out.numel():
-            dist.all_reduce(out, _REDUCTIONS[reduction], group=self.group)
+            dist.all_reduce(out, _REDUCTIONS[reduction], group=self._for(out))
         if reduction == "mean":
             out = out / self.world_size
         out = out.to(result)
@@ -181,7 +183,7 @@ class Collectives:
         def send(tensor: torch.Tensor) -> torch.Tensor:
             out = _carrier(tensor.detach()).clone(memory_format=torch.contiguous_format)
             if out.numel():
-                dist.broadcast(out, self._global_rank(src), group=self.group)
+                dist.broadcast(out, self._global_rank(src), group=self._for(out))
             return out.view(tensor.dtype) if out.dtype != tensor.dtype else out
 
         return map_tensors(send, tree)
@@ -213,19 +215,29 @@ class Collectives:
 
         Without a handshake: for callers that have just agreed otherwise (a vote) on what will travel.
         """
-        self._in_place("sum in place", found, lambda t: dist.all_reduce(t, group=self.group, async_op=True))
+        self._in_place(
+            "sum in place", found, lambda t: dist.all_reduce(t, group=self._for(t), async_op=True), is_sum=True
+        )
 
     def broadcast_in_place(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
         """Rank `src`'s values into contiguous tensors of all ranks; without a handshake, as `sum_in_place`."""
         root = self._global_rank(src)
-        self._in_place("broadcast in place", found, lambda t: dist.broadcast(t, root, group=self.group, async_op=True))
+        self._in_place(
+            "broadcast in place",
+            found,
+            lambda t: dist.broadcast(t, root, group=self._for(t), async_op=True),
+            is_sum=False,
+        )
 
-    def _in_place(self, operation: str, found: Sequence[torch.Tensor], start: Callable[[torch.Tensor], Any]) -> None:
+    def _in_place(
+        self, operation: str, found: Sequence[torch.Tensor], start: Callable[[torch.Tensor], Any], *, is_sum: bool
+    ) -> None:
         if self.world_size == 1:
             return
-        self.ledger.record(operation, f"{len(found)} tensors, {sum(t.nbytes for t in found)} bytes")
-        for work in [start(tensor) for tensor in found if tensor.numel()]:
+        entry = self.ledger.record(operation, f"{len(found)} tensors, {sum(t.nbytes for t in found)} bytes")
+        for work in start_all([tensor for tensor in found if tensor.numel()], self._for, start, is_sum=is_sum):
             work.wait()
+        self.ledger.leave(entry)
 
     def pad_across_processes(self, tree: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
         """Pad each tensor along `dim` to the longest of all ranks.
@@ -259,7 +271,7 @@ class Collectives:
             return obj
         self._agree("object", str(src), ())
         box = [obj if self.rank == src else None]
-        dist.broadcast_object_list(box, self._global_rank(src), group=self.group)
+        dist.broadcast_object_list(box, self._global_rank(src), group=self._cpu_group)
         return box[0]
 
     # ---------------------------------------------------------------- the handshake
@@ -282,7 +294,7 @@ class Collectives:
         slots += [0.0] * (_HEADER + NUM_SLOTS - len(slots))
         rows = torch.empty(self.world_size, _HEADER + NUM_SLOTS, dtype=torch.float64)
         row = torch.tensor([slots], dtype=torch.float64)
-        work = _all_gather_single(rows, row, group=self.group, async_op=True)
+        work = _all_gather_single(rows, row, group=self._cpu_group, async_op=True)
         # Kept until the next one: an engine's thread that drops the last reference needs Python, which may be ending.
         self._last = (row, rows)
         return Pending(entry, signature, len(numbers), rows, work)
@@ -315,8 +327,12 @@ class Collectives:
 
     def _all_gather_objects(self, obj: Any) -> list[Any]:
         out: list[Any] = [None] * self.world_size
-        dist.all_gather_object(out, obj, group=self.group)
+        dist.all_gather_object(out, obj, group=self._cpu_group)
         return out
+
+    def _for(self, tensor: torch.Tensor) -> dist.ProcessGroup | None:
+        """The group in which this tensor travels."""
+        return self._cpu_group if tensor.device.type == "cpu" else self.group
 
     def _global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)

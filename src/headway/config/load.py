@@ -121,12 +121,13 @@ def environment_layer(environment: Mapping[str, str]) -> dict[str, Value]:
     return found
 
 
-def payload(resolved: Resolved, num_processes: int, min_processes: int | None = None) -> str:
+def payload(resolved: Resolved, num_processes: int, min_processes: int | None = None, device: str | None = None) -> str:
     """The JSON text that carries a run's settings to its workers.
 
     Args:
         num_processes: over all machines.
         min_processes: with how many the run goes on where machines are lost; None: with all.
+        device: torch's type of the devices that this machine's workers were counted by; None: no accelerator.
     """
     settings = {
         name: {"value": resolved.get(name), "origin": resolved.origin(name)}
@@ -136,6 +137,8 @@ def payload(resolved: Resolved, num_processes: int, min_processes: int | None = 
     content = {"version": VERSION, "settings": settings, "num_processes": num_processes, "force": resolved.force}
     if min_processes not in (None, num_processes):
         content["min_processes"] = min_processes
+    if device is not None:
+        content["device"] = device
     return json.dumps(content, separators=(",", ":"))
 
 
@@ -166,6 +169,12 @@ def asked_num_processes() -> range | None:
         return None
     most = int(content["num_processes"])
     return range(int(content.get("min_processes", most)), most + 1)
+
+
+def promised_device() -> str | None:
+    """The type of device that the launcher found for this process; None where it found none, and without the launcher."""
+    found = (_read_payload() or {}).get("device")
+    return None if found is None else str(found)
 
 
 def run_setting(

@@ -14,10 +14,16 @@ from headway.optional import available
 # How each kind of accelerator is told which devices a process may see; the first variable that is set counts.
 VISIBLE = {
     "cuda": ("CUDA_VISIBLE_DEVICES",),
-    "rocm": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    "rocm": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
     "xpu": ("ZE_AFFINITY_MASK",),
     "mps": (),
 }
+
+_BELOW = {"rocm": "ROCR_VISIBLE_DEVICES"}
+"""A variable that a layer below reads first: those of VISIBLE then count the devices that it leaves, from 0."""
+
+_NOTHING = ("", "-1", "NoDevFiles")
+"""What people, and SLURM, write where a process is meant to see no device."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class Machine:
         accelerator: "cuda", "rocm", "xpu" or "mps"; None where there is none, or torch was built without any.
         device_ids: the visible accelerators, as VISIBLE's variable names them.
         loopback: the name of the loopback interface; None where there is none.
+        hidden_by: variables that name devices, but none that exists, "HIP_VISIBLE_DEVICES='2'"; empty where they are right.
     """
 
     hostname: str
@@ -39,6 +46,7 @@ class Machine:
     accelerator: str | None = None
     device_ids: tuple[str, ...] = ()
     loopback: str | None = None
+    hidden_by: str = ""
 
     @property
     def torch_device(self) -> str:
@@ -64,7 +72,16 @@ def look(environment: Mapping[str, str], root: Path = Path("/")) -> Machine:
         accelerator=kind if ids else None,
         device_ids=ids,
         loopback=_loopback(root),
+        hidden_by=_hidden_by(kind, environment) if kind and not ids else "",
     )
+
+
+def _hidden_by(kind: str, environment: Mapping[str, str]) -> str:
+    names = [*([_BELOW[kind]] if kind in _BELOW else []), *VISIBLE[kind]]
+    said = {name: environment[name] for name in names if name in environment}
+    if any(text.strip() in _NOTHING for text in said.values()):
+        return ""
+    return ", ".join(f"{name}={text!r}" for name, text in said.items())
 
 
 def visible_ids(kind: str, num_devices: int, environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -72,17 +89,22 @@ def visible_ids(kind: str, num_devices: int, environment: Mapping[str, str]) -> 
 
     As the drivers do, an index that does not exist ends the list.
     """
-    for variable in VISIBLE[kind]:
-        if variable in environment:
-            ids: list[str] = []
-            for part in environment[variable].split(","):
-                name = part.strip()
-                is_index = re.fullmatch(r"-?\d+", name) is not None
-                if not name or (is_index and not 0 <= int(name) < num_devices):
-                    break
-                ids.append(name)
-            return tuple(ids)
-    return tuple(str(index) for index in range(num_devices))
+    below = environment.get(_BELOW.get(kind, ""))
+    if below is not None:
+        num_devices = len(_listed(below, num_devices))
+    said = [environment[variable] for variable in VISIBLE[kind] if variable in environment]
+    return _listed(said[0], num_devices) if said else tuple(str(index) for index in range(num_devices))
+
+
+def _listed(text: str, num_devices: int) -> tuple[str, ...]:
+    ids: list[str] = []
+    for part in text.split(","):
+        name = part.strip()
+        is_index = re.fullmatch(r"-?\d+", name) is not None
+        if not name or (is_index and not 0 <= int(name) < num_devices):
+            break
+        ids.append(name)
+    return tuple(ids)
 
 
 def num_cores(root: Path = Path("/")) -> int:

@@ -149,7 +149,8 @@ def make(
     world_size = num_machines * num_local
     threads = _threads(resolved, machine, num_local, environment)
     fewest = num_local * resolved.get("min_machines", num_machines)
-    additions = {env.PAYLOAD: payload(resolved, world_size, min(fewest, world_size))}
+    device = machine.torch_device if machine.accelerator else None
+    additions = {env.PAYLOAD: payload(resolved, world_size, min(fewest, world_size), device)}
     if resolved.config.is_set("gpu_ids") and machine.accelerator:
         additions[_visible_variable(machine)] = ",".join(machine.device_ids)
     if threads.is_set_by_us:
@@ -185,6 +186,11 @@ def _refuse_nesting(resolved: Resolved, program: Program, environment: Mapping[s
 def _with_devices(resolved: Resolved, machine: Machine) -> Machine:
     """The machine as the settings let a run see it."""
     on_cpu = bool(resolved.get("cpu", False))
+    if machine.hidden_by and not on_cpu:
+        raise ConfigError(
+            f"{machine.hostname} has accelerators, but {machine.hidden_by} shows none of them: name devices that exist (on ROCm, "
+            "HIP_VISIBLE_DEVICES counts those that ROCR_VISIBLE_DEVICES leaves, from 0), unset it, or add --cpu"
+        )
     if resolved.get("multi_gpu", False):
         if on_cpu:
             raise ConfigError(

@@ -3,27 +3,23 @@
 Run as `python -m headway.launch worker AGENT_PID KIND STREAMS TARGET ARGS...`.
 """
 
-import atexit
 import builtins
 import contextlib
 import faulthandler
-import gc
 import importlib.machinery
 import importlib.util
 import io
 import os
 import sys
-import threading
-import traceback
 import types
 from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, TracebackType
-from typing import NoReturn
 
 from headway import env
 from headway.errors import LaunchError
 from headway.runtime import heartbeat
+from headway.runtime.ending import leave
 
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 
@@ -43,7 +39,7 @@ def main(arguments: Sequence[str]) -> None:
     _record_faults(record)
     heartbeat.start()
     sys.argv = [target, *args]
-    _leave(_carry_out(kind, target, record))
+    leave(_carry_out(kind, target, record))
 
 
 def _carry_out(kind: str, target: str, record: str | None) -> int:
@@ -62,35 +58,6 @@ def _carry_out(kind: str, target: str, record: str | None) -> int:
         _report(error.with_traceback(_without_ours(error.__traceback__)), record)
         return 1
     return 0
-
-
-def _leave(code: int) -> NoReturn:
-    """End this process as multiprocessing ends its children: tidied up, but with the interpreter left standing.
-
-    An engine's thread that drops a tensor while Python takes itself down wants the interpreter lock, does not get it any
-    more, and the C++ runtime aborts the process: a finished run would count as failed.
-    """
-    for tidy in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
-        try:
-            tidy()
-        except SystemExit:
-            pass
-        except BaseException:  # said and passed over, as Python does with what fails at exit
-            traceback.print_exc()
-    os._exit(code)
-
-
-def _flush() -> None:
-    """Write out what stands in the buffers of open files; Python would do so while it takes them down."""
-    buffers = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-    # By type, not isinstance, which asks the object and wakes up lazy ones.
-    files = [each for each in gc.get_objects() if issubclass(type(each), io.IOBase)]
-    for file in (each for each in files if issubclass(type(each), buffers)):
-        with contextlib.suppress(OSError, ValueError):  # closed, detached, or its reader is gone
-            file.flush()
-    for file in (each for each in files if type(each).__module__ in ("bz2", "gzip", "lzma")):
-        with contextlib.suppress(OSError, ValueError):
-            file.close()  # what is compressed has an end to write
 
 
 def die_with(parent_pid: int, number: int = _SIGKILL) -> None:

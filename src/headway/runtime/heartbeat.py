@@ -6,7 +6,6 @@ back from C++ while the interpreter ends would abort the process.
 
 import atexit
 import faulthandler
-import json
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ from typing import IO, Any
 from headway import env, scope
 from headway.callsite import stack
 from headway.runtime import pulse
+from headway.runtime.recorder import Recorder
 
 INTERVAL = 1.0
 """Seconds between beats."""
@@ -39,15 +39,15 @@ class Heartbeat:
 
     Args:
         own: where it writes.
+        recorder: tells what torch's engines wait for.
     """
 
-    def __init__(self, own: pulse.Pulse) -> None:
+    def __init__(self, own: pulse.Pulse, recorder: Recorder) -> None:
         self._pulse = own
         self._beats = 0
         self._stack: list[list[Any]] = []
         self._still_since = time.monotonic()
-        self._status = ""
-        self._calls: list[dict[str, Any]] | None = None
+        self._recorder = recorder
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._is_live = False
@@ -70,6 +70,7 @@ class Heartbeat:
         self._over.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5)
+        self._recorder.stop()
         self._pulse.set_phase(ENDED)
 
     def _listen(self) -> None:
@@ -100,61 +101,11 @@ class Heartbeat:
             {
                 "stack": stack,
                 "still": round(self._still_since, 3),
-                "torch": self._torch(now),
+                "torch": self._recorder.calls(),
                 "live": self._is_live,
             }
         )
         self._pulse.beat(self._beats)
-
-    def _torch(self, now: float) -> list[dict[str, Any]] | None:
-        """The latest collective of each group, by torch's flight recorder; None while collectives are on the move."""
-        c10d, engine = (
-            sys.modules.get("torch.distributed.distributed_c10d"),
-            sys.modules.get("torch._C._distributed_c10d"),
-        )
-        is_initialized, dump = getattr(c10d, "is_initialized", None), getattr(engine, "_dump_fr_trace_json", None)
-        if dump is None or is_initialized is None or not is_initialized():
-            return []
-        status = json.loads(dump(False)).get("pg_status", {})
-        former, self._status = self._status, json.dumps(status)
-        if self._status != former:
-            self._calls = None
-        elif self._calls is None:
-            # The whole recording takes milliseconds, so it is read once each time they come to a stand.
-            self._calls = _latest(json.loads(dump()).get("entries", []), status, _members(c10d), now)
-        return self._calls
-
-
-def _latest(
-    entries: list[dict[str, Any]], status: dict[str, Any], members: dict[str, list[int]], now: float
-) -> list[dict[str, Any]]:
-    """Per group: the latest collective, and how long it has been open."""
-    latest = {entry["process_group"][0]: entry for entry in entries if not entry.get("is_p2p")}
-    found = []
-    for group, entry in latest.items():
-        counts = status.get(str(entry.get("pg_id")), {})
-        # gloo's threads count out of order: of two collectives, the earlier one may be noted as the last that completed.
-        is_open = not entry.get("retired") and (
-            counts.get("last_enqueued_collective") != counts.get("last_completed_collective")
-        )
-        entered = now - (time.time() - entry["time_created_ns"] / 1e9)
-        found.append(
-            {
-                "group": group,
-                "number": entry["collective_seq_id"],
-                "operation": entry["profiling_name"].split(":")[-1],
-                "since": round(entered, 3) if is_open else None,
-                "members": members.get(group),
-            }
-        )
-    return found
-
-
-def _members(c10d: Any) -> dict[str, list[int]]:
-    """The ranks of each group by its name, as far as torch tells."""
-    world = getattr(c10d, "_world", None)
-    names, ranks = getattr(world, "pg_names", {}), getattr(world, "pg_group_ranks", {})
-    return {name: sorted(ranks[group]) for group, name in list(names.items()) if group in ranks}
 
 
 def _main_stack() -> list[list[Any]]:
@@ -171,12 +122,13 @@ def before_shutdown(stop: Any) -> None:
 
 
 def _of_this_process() -> Heartbeat:
-    return Heartbeat(pulse.own())
+    return Heartbeat(pulse.own(), Recorder())
 
 
 def start() -> None:
     """Start this process's heartbeat, once."""
     if not scope.has(_of_this_process):
         # torch's own 2,000 collectives take a third of a second to read; some versions of torch record none.
-        env.set_default("TORCH_FR_BUFFER_SIZE", NUM_RECORDED)
+        if env.get("TORCH_NCCL_TRACE_BUFFER_SIZE") is None:  # its older name
+            env.set_default("TORCH_FR_BUFFER_SIZE", NUM_RECORDED)
         scope.own(_of_this_process).start()

@@ -13,11 +13,12 @@ from torch.distributed.constants import default_pg_timeout
 
 from headway import env, scope
 from headway.config.launch import DEFAULT_PATIENCE
-from headway.config.load import UNSET, asked_num_processes, run_setting
-from headway.errors import ConfigError, LaunchError, UnsupportedError
+from headway.config.load import UNSET, asked_num_processes, promised_device, run_setting
+from headway.errors import ConfigError, DeviceUnavailable, LaunchError, UnsupportedError
 from headway.log import get_logger
-from headway.runtime import pulse
+from headway.runtime import group, pulse
 from headway.runtime.device import CPU, Hardware, by_name, detect
+from headway.runtime.ending import AfterException, has_failed, is_uncaught, leave
 from headway.runtime.store import Address, Link, check_in, host_beside, meet
 from headway.scope import Scope
 from headway.traces import Hook
@@ -39,6 +40,7 @@ class ProcessRuntime:
         owns_group: did Headway start torch's process group (and so ends it)?
         patience: how long a rank may keep the others waiting.
         scope: holds what ends with this runtime, such as the control plane.
+        cpu_group: carries CPU tensors where torch's default group, which somebody else began, does not.
     """
 
     rank: int
@@ -50,6 +52,7 @@ class ProcessRuntime:
     owns_group: bool
     patience: timedelta = timedelta(seconds=DEFAULT_PATIENCE)
     scope: Scope = field(default_factory=Scope, repr=False, compare=False)
+    cpu_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_main_process(self) -> bool:
@@ -74,7 +77,8 @@ class _Process:
         runtime: the one that runs.
         link: the way to the control plane.
         store: where the ranks of every group of this process meet.
-        asked: the group's engine, and how long it waits in a collective.
+        asked: the group's engines, how long they wait in a collective, and the device they are bound to.
+        after: ends the process after an exception that nobody catches, where peers cannot be left otherwise.
         endings: called before the runtime ends.
         engines: called before the group ends.
     """
@@ -83,7 +87,8 @@ class _Process:
         self.runtime: ProcessRuntime | None = None
         self.link: Link | None = None
         self.store: Store | None = None
-        self.asked: tuple[str, timedelta] = ("gloo", default_pg_timeout)
+        self.asked: tuple[str, timedelta, torch.device | None] = (group.CPU_ENGINE, default_pg_timeout, None)
+        self.after: AfterException | None = None
         self.endings: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.engines: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._num_groups = self._num_starts = 0
@@ -93,11 +98,13 @@ class _Process:
         self.runtime = runtime
         self._num_starts += 1
 
-    def join(
-        self, backend: str, init_method: str | None, timeout: timedelta, rank: int, world_size: int, patience: timedelta
-    ) -> None:
+    def ask(self, backend: str, timeout: timedelta, device: torch.device) -> None:
+        """The groups of this process have these engines."""
+        self.asked = backend, timeout, group.bound(device, backend)
+
+    def join(self, init_method: str | None, rank: int, world_size: int, patience: timedelta) -> None:
         """Join the group; a later group of this process meets under keys of its own, where no stale address can be read."""
-        self.asked = backend, timeout
+        backend, timeout, device = self.asked
         # Its functions have the default group as a default argument: imported later, they would keep it alive for ever.
         import torch.distributed.nn.functional  # noqa: F401
 
@@ -109,10 +116,12 @@ class _Process:
             if launched is None:
                 check_in(PrefixStore("headway/roll", self.store), rank, world_size, patience)
             # A thread of the engine that drops a tensor while Python shuts down would abort the process.
-            atexit.register(reset)
+            atexit.register(_end_at_exit)
         store = PrefixStore(f"headway/{self._num_groups}", self.store)
         self._num_groups += 1
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
+        )
 
     def launched_link(self, timeout: timedelta) -> Link | None:
         """The way to the control plane that the launcher hosts; None without a launcher."""
@@ -126,30 +135,58 @@ class _Process:
         if self.launched_link(runtime.patience) is None and runtime.rank == 0:
             is_alone = runtime.local_world_size == runtime.world_size
             self.link = host_beside(self.group_store(), runtime.rank, is_alone, runtime.patience)
-            atexit.register(reset)  # says goodbye
+            atexit.register(_end_at_exit)  # says goodbye
 
     def group_store(self) -> Store:
         """The store at which the group has met."""
         store: Store = self.store if self.store is not None else dist.distributed_c10d._get_default_store()
         return PrefixStore(f"headway/beside/{self._num_starts}", store)
 
-    def end(self) -> None:
-        """Release what hangs on the runtime, then the runtime itself."""
+    def end(self, *, is_exit: bool = False) -> None:
+        """Release what hangs on the runtime, then the runtime itself.
+
+        Args:
+            is_exit: the process ends too, perhaps alone: then no engine may make it wait for its peers.
+        """
         while self.endings:
             release = self.endings.pop()()
             if release is not None:
                 release()
         runtime, link = self.runtime, self.link
+        has_group = runtime is not None and runtime.owns_group and dist.is_initialized()
+        is_left = (
+            is_exit and runtime is not None and has_group and self.is_at_mercy() and not self._is_together(runtime)
+        )
         if link is not None and runtime is not None:
             link.close(runtime.rank, runtime.world_size)
-        if runtime is not None and runtime.owns_group and dist.is_initialized():
+        if is_left:
+            group.close_cpu_engine()
+        elif has_group:
             dist.destroy_process_group()
-        self.runtime = self.link = None
+        elif runtime is not None:
+            group.end(runtime.cpu_group)
+        if self.after is not None:
+            self.after.take_out()
+        self.runtime = self.link = self.after = None
         scope.own(Hook).take_out()
+
+    def is_at_mercy(self) -> bool:
+        """Would ending the group, which Headway began, wait for the other ranks?"""
+        owns_group = self.runtime is not None and self.runtime.owns_group
+        return owns_group and group.waits_for_peers()
+
+    def _is_together(self, runtime: ProcessRuntime) -> bool:
+        """Are all ranks at their end?"""
+        if has_failed():
+            return False
+        return group.have_all_come(self.group_store(), runtime.rank, runtime.world_size, _TOGETHER)
 
 
 _MARGIN = timedelta(seconds=30)
 """How much longer than the patience an engine waits in a collective."""
+
+_TOGETHER = timedelta(seconds=10)
+"""How long a process that ends waits for the other ranks to end too, before it leaves a group that only all can end."""
 
 FOR_EVER = timedelta(days=365)
 """The patience of a run that waits for ever (`--patience 0`)."""
@@ -169,7 +206,7 @@ def start(
     Raises:
         LaunchError: the launcher promised another number of processes than came.
         ConfigError: a runtime on another device runs already, or code and command line differ about the patience.
-        DeviceUnavailable: this machine has fewer devices than local ranks.
+        DeviceUnavailable: this machine has fewer devices than local ranks, or not the kind that the launcher found.
     """
     here = scope.own(_Process)
     if here.runtime is not None:
@@ -181,16 +218,23 @@ def start(
         return here.runtime
     wanted = env.get("HEADWAY_DEVICE")
     hardware = CPU if cpu else by_name(wanted) if wanted else detect()
+    if not cpu and not wanted:
+        _check_promise(hardware)
     rank, world_size, patience = env.rank(), env.world_size(), _patience(timeout)
     _check_contract(world_size)
     device = hardware.device(env.local_rank())
     owns_group = world_size > 1 and not dist.is_initialized()
+    cpu_group = None
     if owns_group:
         # With a margin, so that who watches over the run speaks before the engine does.
         limit = timeout or patience + _MARGIN
-        here.join(backend or hardware.backend, init_method, limit, rank, world_size, patience)
+        here.ask(group.engines(backend, hardware.kind) if backend else hardware.backend, limit, device)
+        here.join(init_method, rank, world_size, patience)
     elif dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
+        cpu_group = group.beside(patience + _MARGIN) if world_size > 1 else None
+        if cpu_group is not None:
+            atexit.register(_end_at_exit)
     elif hardware.is_indexed and hardware.num_devices() > 1:
         log.info_once(
             "one process on a machine with %d %s devices: `headway launch` uses all of them",
@@ -206,8 +250,11 @@ def start(
         device,
         owns_group,
         patience,
+        cpu_group=cpu_group,
     )
     here.begin(runtime)
+    if here.is_at_mercy():
+        here.after = AfterException(_end_after)
     pulse.own().set_patience(patience.total_seconds())
     if world_size > 1:
         here.host_control(runtime)
@@ -256,17 +303,25 @@ def leave_group() -> None:
         release = each()
         if release is not None:
             release()
-    if dist.is_initialized():
-        # Engines that can end an operation in flight do so; ending the group would wait for it.
-        dist.group.WORLD.abort()  # type: ignore[union-attr]
-        dist.destroy_process_group()
+    # Engines that can end an operation in flight do so; ending the group would wait for it.
+    group.abort()
+
+
+def abort_group() -> None:
+    """End the process group that Headway began, with what it has in flight; from any thread, on all ranks at the same time."""
+    group.abort()
+
+
+def waits_for_peers() -> bool:
+    """Has the process group, if Headway began it, an engine in which peers wait on for a rank that has left?"""
+    return scope.own(_Process).is_at_mercy()
 
 
 def join_group() -> None:
     """Begin the next process group, with the settings of the first; every rank calls it, after `leave_group`."""
     here = scope.own(_Process)
     assert here.runtime is not None
-    here.join(here.asked[0], None, here.asked[1], here.runtime.rank, here.runtime.world_size, here.runtime.patience)
+    here.join(None, here.runtime.rank, here.runtime.world_size, here.runtime.patience)
 
 
 def group_timeout() -> timedelta:
@@ -277,6 +332,16 @@ def group_timeout() -> timedelta:
 def reset() -> None:
     """End the runtime, and the process group where Headway started it; at the process's exit at the latest."""
     scope.own(_Process).end()
+
+
+def _end_at_exit() -> None:
+    scope.own(_Process).end(is_exit=True)
+
+
+def _end_after(error: BaseException) -> None:
+    """End this process at once where Python ends it by an exception, and peers may be inside a collective on the device."""
+    if isinstance(error, Exception) and is_uncaught(error) and scope.own(_Process).is_at_mercy():
+        leave(1)
 
 
 def _patience(timeout: timedelta | None) -> timedelta:
@@ -298,6 +363,25 @@ def control_link() -> Link | None:
     if runtime.world_size > 1 and here.link is None:
         here.link = host_beside(here.group_store(), runtime.rank, False, runtime.patience)
     return here.link
+
+
+def has_control_link() -> bool:
+    """Is there a way to the control plane already? Asking opens none."""
+    here = scope.own(_Process)
+    return here.runtime is not None and here.link is not None
+
+
+def _check_promise(hardware: Hardware) -> None:
+    """Is there the device that the launcher counted on? Else the run would go on the CPU, and nothing would say so."""
+    promised = promised_device()
+    if promised in (None, hardware.kind):
+        return
+    names = [name for name in env.snapshot() if name.endswith("VISIBLE_DEVICES") or name == "ZE_AFFINITY_MASK"]
+    said = ", ".join(f"{name}={env.get(name)!r}" for name in sorted(names)) or "no variable hides it"
+    raise DeviceUnavailable(
+        f"`headway launch` started this process for a {promised} device, but torch {torch.__version__} finds none in it ({said}). "
+        "See whether the driver answers, torch is built for it and the variables name devices that exist; --cpu runs without"
+    )
 
 
 def _check_contract(world_size: int) -> None:

@@ -24,6 +24,7 @@ from headway.errors import HeadwayError, StateError, UnsupportedError
 from headway.optional import Later
 from headway.precision.base import Precision
 from headway.runtime import process
+from headway.runtime.group import CPU_ENGINE, engine_of
 from headway.strategies.base import Engine, Transform
 from headway.strategies.single import SingleStrategy
 
@@ -175,9 +176,7 @@ def _register_hook(engine: DistributedDataParallel, options: DistributedDataPara
         if attempt.is_in_progress():
             engine.register_comm_hook(engine.process_group, attempt.hold_back(default_hooks.allreduce_hook))
         return
-    backend = dist.get_backend(engine.process_group)
-    if "gloo" in str(backend) and Hook.BF16 in (options.comm_hook, options.comm_wrapper):
-        raise UnsupportedError("the bf16 communication hook needs NCCL; on gloo use comm_hook='fp16' or 'power_sgd'")
+    check_hook(options, next(engine.module.parameters()).device, engine.process_group)
     hooks: dict[Hook, Callable[..., Any]] = {
         Hook.FP16: default_hooks.fp16_compress_hook,
         Hook.BF16: default_hooks.bf16_compress_hook,
@@ -191,6 +190,17 @@ def _register_hook(engine: DistributedDataParallel, options: DistributedDataPara
     if options.comm_wrapper in wrappers:
         hook = wrappers[options.comm_wrapper](hook)
     engine.register_comm_hook(state, attempt.hold_back(hook))
+
+
+def check_hook(options: DistributedDataParallelKwargs, device: torch.device, group: dist.ProcessGroup) -> None:
+    """Can the engine that carries gradients from this device do what was asked?
+
+    Raises:
+        UnsupportedError: bf16 over gloo.
+    """
+    is_bf16 = Hook.BF16 in (options.comm_hook, options.comm_wrapper)
+    if is_bf16 and engine_of(device, group) == CPU_ENGINE:
+        raise UnsupportedError("the bf16 communication hook needs NCCL; on gloo use comm_hook='fp16' or 'power_sgd'")
 
 
 def _frozen(owner: str, names: list[str]) -> str:

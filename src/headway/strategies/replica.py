@@ -5,7 +5,7 @@ nobody waiting inside a collective. What DDP hides behind backward is not hidden
 the price.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -91,8 +91,11 @@ class ReplicaStrategy(SingleStrategy):
                     f"a gradient of shape {tuple(parameter.shape)} is sparse, which cannot be reduced in buckets; build its layer "
                     "with sparse=False, or leave microbatching off"
                 )
-        self._plan("gradients", [p.grad for p in parameters if p.grad is not None])
-        self._plan("buffers", self._buffers())
+        for name, tensors in (
+            ("gradients", [p.grad for p in parameters if p.grad is not None]),
+            ("buffers", self._buffers()),
+        ):
+            self._plan(name, tensors).reserve(tensors)
         return self._flags.count(False)
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
@@ -101,14 +104,16 @@ class ReplicaStrategy(SingleStrategy):
         A parameter that has a gradient on no rank has none afterwards.
         """
         with torch.no_grad():
+            absent: list[torch.nn.Parameter] = []
             if has_gaps:
                 flags = torch.tensor(self._flags, dtype=torch.float32)
                 self.data_group.sum_in_place([flags])
-                for parameter, flag in zip(parameters, flags.tolist()):
-                    if not flag:
-                        parameter.grad = None
+                absent = [parameter for parameter, flag in zip(parameters, flags.tolist()) if not flag]
+            # In the plan that `ready` made: another one would be allocated here, after the vote.
             grads = [p.grad for p in parameters if p.grad is not None]
-            self._travel("gradients", grads, self.data_group.sum_in_place)
+            self._travel("gradients", grads, self.data_group.sum_in_place, {id(p.grad) for p in absent})
+            for parameter in absent:
+                parameter.grad = None
             self._travel("buffers", self._buffers(), self.data_group.broadcast_in_place)
 
     def _buffers(self) -> list[torch.Tensor]:
@@ -123,10 +128,16 @@ class ReplicaStrategy(SingleStrategy):
             known = self._buckets[name] = ([torch.empty_like(t, device="meta") for t in tensors], Buckets(tensors))
         return known[1]
 
-    def _travel(self, name: str, tensors: list[torch.Tensor], exchange: Callable[[list[torch.Tensor]], None]) -> None:
+    def _travel(
+        self,
+        name: str,
+        tensors: list[torch.Tensor],
+        exchange: Callable[[list[torch.Tensor]], None],
+        absent: Container[int] = (),
+    ) -> None:
         if tensors:
             buckets = self._plan(name, tensors)
-            exchange(buckets.pack(tensors))
+            exchange(buckets.pack(tensors, absent))
             buckets.unpack(tensors)
 
     def release(self) -> None:
@@ -161,13 +172,26 @@ class Buckets:
                 pieces = torch.split(flat, [like[i].numel() for i in part])
                 self._packed.append((flat, part, [piece.view(like[i].shape) for piece, i in zip(pieces, part)]))
 
-    def pack(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What must travel."""
+    def reserve(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Allocate what `pack` needs for these tensors beyond the flat ones; `unpack` gives it back."""
+        for i in self._direct:
+            # Another memory order than a peer's would mix elements up: such a tensor goes through a copy.
+            if not tensors[i].is_contiguous() and i not in self._copies:
+                self._copies[i] = torch.empty_like(tensors[i], memory_format=torch.contiguous_format)
+
+    def pack(self, tensors: Sequence[torch.Tensor], absent: Container[int] = ()) -> list[torch.Tensor]:
+        """What must travel.
+
+        Args:
+            tensors: of the shapes that were planned for.
+            absent: ids of tensors that no rank needs; large ones among them stay here.
+        """
         for _, part, views in self._packed:
             torch._foreach_copy_(views, [tensors[i] for i in part])
-        # Another memory order than a peer's would mix elements up: such a tensor goes through a copy.
-        self._copies = {i: tensors[i].contiguous() for i in self._direct if not tensors[i].is_contiguous()}
-        return [flat for flat, _, _ in self._packed] + [self._copies.get(i, tensors[i]).view(-1) for i in self._direct]
+        self.reserve(tensors)
+        self._copies = {i: self._copies[i].copy_(tensors[i]) for i in self._direct if not tensors[i].is_contiguous()}
+        needed = [i for i in self._direct if id(tensors[i]) not in absent]
+        return [flat for flat, _, _ in self._packed] + [self._copies.get(i, tensors[i]).view(-1) for i in needed]
 
     def unpack(self, tensors: Sequence[torch.Tensor]) -> None:
         """Put what has travelled back."""

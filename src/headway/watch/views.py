@@ -16,6 +16,12 @@ _NAMES = {
     "objects": "gather_object",
     "object": "broadcast_object_list",
     "pad": "pad_across_processes",
+    # as NCCL's recorder calls them
+    "all_reduce_barrier": "barrier",
+    "_all_gather_base": "all_gather_into_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "allreduce_coalesced": "all_reduce of several tensors",
+    "coalesced": "several collectives at once",
 }
 
 LATE = 3.0

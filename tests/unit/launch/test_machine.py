@@ -41,6 +41,14 @@ def test_nvidia(root, torch_flavour):
     assert look({"CUDA_VISIBLE_DEVICES": ""}, root).accelerator is None
 
 
+def test_variables_that_name_no_device_that_exists_are_told(root, torch_flavour):
+    _nvidia(root, 2)
+    assert look({"CUDA_VISIBLE_DEVICES": "7"}, root).hidden_by == "CUDA_VISIBLE_DEVICES='7'"
+    for meant in ("", "-1", "NoDevFiles"):
+        assert look({"CUDA_VISIBLE_DEVICES": meant}, root).hidden_by == ""
+    assert look({"CUDA_VISIBLE_DEVICES": "1"}, root).hidden_by == ""
+
+
 def test_a_torch_for_cpus_uses_no_accelerator(root, torch_flavour):
     _nvidia(root, 2)
     torch_flavour("cpu")
@@ -57,6 +65,22 @@ def test_amd(root, torch_flavour):
     here = look({}, root)
     assert (here.accelerator, here.device_ids, here.torch_device) == ("rocm", ("0", "1"), "cuda")
     assert look({"HIP_VISIBLE_DEVICES": "1"}, root).device_ids == ("1",)
+
+
+@pytest.mark.parametrize(
+    ("variables", "ids"),
+    [
+        ({"ROCR_VISIBLE_DEVICES": "2,3"}, ("0", "1")),  # HIP counts what the layer below leaves
+        ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1"}, ("1",)),
+        ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "2"}, ()),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-1a,GPU-2b,GPU-3c"}, ("0", "1", "2")),
+        ({"HIP_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": "0,1"}, ("3",)),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, ("0", "1")),
+        ({"ROCR_VISIBLE_DEVICES": ""}, ()),
+    ],
+)
+def test_amd_reads_two_variables_one_after_the_other(variables, ids):
+    assert visible_ids("rocm", 4, variables) == ids
 
 
 def test_intel_counts_only_with_a_torch_for_it(root, torch_flavour):

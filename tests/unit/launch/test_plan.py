@@ -82,6 +82,26 @@ def test_chosen_accelerators():
     assert plan(GPUS, gpu_ids="2").additions["CUDA_VISIBLE_DEVICES"] == "2"
 
 
+def test_amds_variable_counts_what_the_layer_below_leaves():
+    left = Machine("amdbox", "/venv/bin/python", 8, "rocm", ("0", "1"), "lo")  # ROCR_VISIBLE_DEVICES=2,3
+    assert plan(left, gpu_ids="1").additions["HIP_VISIBLE_DEVICES"] == "1"
+
+
+def test_devices_that_variables_hide_by_mistake_are_no_run_on_the_cpu():
+    hidden = Machine("amdbox", "/venv/bin/python", 8, hidden_by="ROCR_VISIBLE_DEVICES='2,3', HIP_VISIBLE_DEVICES='2'")
+    with pytest.raises(
+        ConfigError, match=r"amdbox has accelerators, but ROCR.*HIP_VISIBLE_DEVICES='2' shows none .*--cpu"
+    ):
+        plan(hidden)
+    assert plan(hidden, cpu=True).world_size == 1
+
+
+def test_ranks_are_told_which_device_they_were_counted_by():
+    assert json.loads(plan(GPUS).additions["HEADWAY_RUN"])["device"] == "cuda"
+    assert "device" not in json.loads(plan(GPUS, cpu=True).additions["HEADWAY_RUN"])
+    assert "device" not in json.loads(plan().additions["HEADWAY_RUN"])
+
+
 @pytest.mark.parametrize("text", ["4", "0,0", "0,,1", "x", ","])
 def test_accelerators_that_are_not_there(text):
     with pytest.raises(ConfigError, match=r"gpu_ids=.*--gpu_ids.*0, 1, 2, 3"):

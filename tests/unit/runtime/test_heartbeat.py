@@ -7,7 +7,8 @@ import time
 import pytest
 
 from headway.runtime import pulse
-from headway.runtime.heartbeat import ENDED, Heartbeat, _latest
+from headway.runtime.heartbeat import ENDED, Heartbeat
+from headway.runtime.recorder import Recorder
 
 
 def run(body, path, **more):
@@ -24,7 +25,7 @@ def path(tmp_path):
 
 def test_a_beat_tells_where_the_main_thread_is():
     own = pulse.Pulse()
-    beating = Heartbeat(own)
+    beating = Heartbeat(own, Recorder())
     done = threading.Event()
 
     def elsewhere():
@@ -94,36 +95,3 @@ def test_a_dump_comes_while_c_code_holds_the_interpreter(path):
     finally:
         process.kill()
         process.wait()
-
-
-def test_the_latest_collective_of_each_group():
-    def entry(group, number, operation, is_p2p=False):
-        return {"process_group": [group, "x"], "pg_id": int(group), "collective_seq_id": number, "is_p2p": is_p2p,
-                "profiling_name": f"gloo:{operation}", "time_created_ns": (time.time() - 5) * 1e9}  # fmt: skip
-
-    entries = [
-        entry("0", 1, "broadcast"),
-        entry("1", 4, "barrier"),
-        entry("0", 2, "all_reduce"),
-        entry("0", 2, "send", True),
-    ]
-    status = {
-        "0": {"last_enqueued_collective": "2", "last_completed_collective": "1"},
-        "1": {"last_enqueued_collective": "4", "last_completed_collective": "4"},
-    }
-    now = time.monotonic()
-    first, second = sorted(_latest(entries, status, {"0": [0, 1]}, now), key=lambda call: call["group"])
-    assert (first["number"], first["operation"], first["members"]) == (2, "all_reduce", [0, 1])
-    assert 4 < now - first["since"] < 10
-    assert (second["number"], second["since"], second["members"]) == (4, None, None)
-    assert _latest([], {}, {}, now) == []
-
-
-def test_counters_that_came_out_of_order_open_nothing():
-    """Seen with gloo: the thread of the collective before notes its number after the last one has."""
-    now = time.monotonic()
-    entry = {"process_group": ["0", "default_pg"], "pg_id": 0, "collective_seq_id": 3, "profiling_name": "gloo:all_reduce",
-             "time_created_ns": time.time_ns(), "retired": True}  # fmt: skip
-    status = {"0": {"last_enqueued_collective": "3", "last_completed_collective": "2"}}
-    assert _latest([entry], status, {}, now)[0]["since"] is None
-    assert _latest([{**entry, "retired": False}], status, {}, now)[0]["since"] is not None

@@ -2,6 +2,7 @@
 
 import pytest
 
+from headway.config.load import payload, resolve
 from headway.errors import ConfigError, DeviceUnavailable
 from headway.runtime import device, process
 from headway.runtime.ledger import Ledger
@@ -37,6 +38,22 @@ def test_more_processes_than_devices_are_refused(monkeypatch):
     monkeypatch.setattr(device.Hardware, "num_devices", lambda self: 2)
     with pytest.raises(DeviceUnavailable, match="local rank 2 has no cuda device: this machine shows 2"):
         hardware.device(2)
+
+
+def test_a_device_that_the_launcher_promised_must_be_there(monkeypatch):
+    """On ROCm a wrong variable hides all devices, and the run went on the CPU."""
+    monkeypatch.setattr(process, "detect", lambda: device.CPU)
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "2")
+    told = payload(resolve([]), 1, device="cuda")
+    monkeypatch.setenv("HEADWAY_RUN", told)
+    with pytest.raises(
+        DeviceUnavailable, match=r"started this process for a cuda device.*HIP_VISIBLE_DEVICES='2'.*--cpu"
+    ):
+        process.start()
+    assert process.start(cpu=True).hardware is device.CPU  # the script's own word
+    process.reset()
+    monkeypatch.setenv("HEADWAY_DEVICE", "cpu")  # and the user's
+    assert process.start().hardware is device.CPU
 
 
 def test_what_is_not_here_is_refused_with_what_is():

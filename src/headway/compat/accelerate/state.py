@@ -20,6 +20,7 @@ from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime import process
 from headway.runtime.device import detect
+from headway.runtime.group import engine_of
 from headway.training.run import Run
 from headway.training.windows import Windows
 
@@ -122,8 +123,7 @@ class PartialState(RankAware):
         """The engine that carries the device's tensors: "gloo", "nccl", ...; None on one process."""
         if self.num_processes == 1:
             return None
-        engines = dict(part.split(":") for part in self.runtime.hardware.backend.split(",") if ":" in part)
-        return engines.get(self.device.type, self.runtime.hardware.backend)
+        return engine_of(self.device) if dist.is_initialized() else None
 
     @property
     def default_device(self) -> torch.device:

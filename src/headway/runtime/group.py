@@ -1,0 +1,114 @@
+"""torch's process group: which engine carries which device's tensors, and what to do where an engine waits for its peers.
+
+gloo's connections close when a process lets go of them, which wakes its peers. NCCL's kernels wait on the device: to end such a
+group is an exchange of its own, and a rank that is gone leaves the others inside.
+"""
+
+import contextlib
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+
+from headway.errors import ConfigError
+from headway.runtime import recorder
+from headway.runtime.store import wait_for
+
+CPU_ENGINE = "gloo"
+"""What carries CPU tensors, handshakes among them."""
+
+
+def engines(backend: str, kind: str) -> str:
+    """A group's engines as init_process_group takes them, one for CPU tensors always among them.
+
+    Args:
+        backend: "nccl", "gloo", "cpu:gloo,cuda:nccl" and the like, in any case.
+        kind: the type of device that this process computes on.
+
+    Raises:
+        ConfigError: the engine carries no tensors of that device.
+    """
+    text = backend.lower().replace(" ", "")
+    named = _by_device(text)
+    if not named or "cpu" in named:
+        return text
+    if kind not in named:
+        raise ConfigError(
+            f"InitProcessGroupKwargs(backend={backend!r}) carries tensors of {', '.join(named)}, but this process computes on "
+            f"{kind}; leave backend out, and the engine follows the device"
+        )
+    return ",".join([f"cpu:{CPU_ENGINE}", *(f"{device}:{engine}" for device, engine in named.items())])
+
+
+def _by_device(text: str) -> dict[str, str]:
+    """Engine by device; empty for one that torch does not know, which torch then says."""
+    if ":" in text:
+        pairs = [pair.partition(":") for pair in text.split(",")]
+        return {device: engine for device, _, engine in pairs}
+    return dict.fromkeys(dist.Backend.backend_capability.get(text, ()), text)
+
+
+def engine_of(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """The engine that carries this device's tensors in a group; "" where none does."""
+    return _by_device(dist.get_backend_config(group)).get(device.type, "")
+
+
+def carries_cpu(group: dist.ProcessGroup | None = None) -> bool:
+    """Can CPU tensors travel in it?"""
+    return bool(engine_of(torch.device("cpu"), group))
+
+
+def bound(device: torch.device, backend: str) -> torch.device | None:
+    """The device to bind the group to, so that its engine connects at once and guesses none; None where it needs no device."""
+    engine = _by_device(backend).get(device.type, CPU_ENGINE)
+    return None if device.index is None or engine == CPU_ENGINE else device
+
+
+def waits_for_peers() -> bool:
+    """Is there an engine in which peers wait on when this process ends? False where there is no group."""
+    try:
+        engines_here = _by_device(dist.get_backend_config())
+    except ValueError:  # it may end meanwhile, in another thread
+        return False
+    return any(engine != CPU_ENGINE for engine in engines_here.values())
+
+
+def beside(timeout: timedelta) -> dist.ProcessGroup | None:
+    """A gloo group of all ranks, for what a group that others began cannot carry; None where it carries CPU tensors."""
+    if carries_cpu():
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend=CPU_ENGINE, timeout=timeout)
+    return group
+
+
+def end(group: dist.ProcessGroup | None) -> None:
+    """End a group that may have ended with the others."""
+    if group is not None and dist.is_initialized():
+        with contextlib.suppress(ValueError):
+            dist.destroy_process_group(group)
+
+
+def abort() -> None:
+    """End all groups, with what they have in flight; from any thread. NCCL wants all ranks to do so at about the same time."""
+    if dist.is_initialized():
+        recorder.forget()  # nothing may ask for the events of what is aborted
+        dist.distributed_c10d._abort_process_group()
+
+
+def close_cpu_engine() -> None:
+    """Wake the peers that wait for this process in gloo, where the rest of the group is left as it is."""
+    with contextlib.suppress(RuntimeError):
+        dist.group.WORLD._get_backend(torch.device("cpu")).abort()  # type: ignore[union-attr]
+
+
+def have_all_come(store: Store, rank: int, world_size: int, patience: timedelta) -> bool:
+    """Say that this rank is at its end, and wait for the others to be there too; are they, and is none gone already?"""
+    try:
+        store.set(f"end/{rank}", "")
+        if wait_for(store, [f"end/{each}" for each in range(world_size)], patience):
+            return not store.check(["end/gone"])
+        store.set("end/gone", "")  # who comes later is not to end alone what only all can end
+    except DistError:  # its host is gone
+        pass
+    return False

@@ -1,0 +1,131 @@
+"""Which engine carries what; torch's own fake engine stands for NCCL, which this machine has not."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from headway.collectives.door import Collectives
+from headway.config.strategies import DistributedDataParallelKwargs
+from headway.errors import ConfigError, UnsupportedError
+from headway.runtime import group, process
+from headway.runtime.ending import Ending, is_uncaught
+from headway.strategies.ddp import check_hook
+
+CUDA = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def begin():
+    """Begins a group of one process with these engines, as a script of one's own does."""
+
+    from torch.testing._internal.distributed import fake_pg  # registers the engine
+
+    assert fake_pg
+
+    def init(backend):
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+    yield init
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "engines"),
+    [
+        ("nccl", "cuda", "cpu:gloo,cuda:nccl"),
+        ("NCCL", "cuda", "cpu:gloo,cuda:nccl"),
+        ("cuda:nccl", "cuda", "cpu:gloo,cuda:nccl"),
+        ("cpu:gloo, cuda:nccl", "cuda", "cpu:gloo,cuda:nccl"),
+        ("xccl", "xpu", "cpu:gloo,xpu:xccl"),
+        ("gloo", "cuda", "gloo"),
+        ("gloo", "mps", "gloo"),
+        ("of_my_own", "cuda", "of_my_own"),  # torch says what it thinks of it
+    ],
+)
+def test_cpu_tensors_always_have_an_engine(asked, kind, engines):
+    assert group.engines(asked, kind) == engines
+
+
+def test_an_engine_for_another_device_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"backend='nccl'\) carries tensors of cuda, but this process computes on cpu"
+    ):
+        group.engines("nccl", "cpu")
+
+
+def test_the_group_is_bound_to_the_device_of_its_engine():
+    assert group.bound(CUDA, "cpu:gloo,cuda:nccl") == CUDA
+    assert group.bound(CUDA, "gloo") is None
+    assert group.bound(torch.device("cpu"), "cpu:gloo,cuda:nccl") is None
+    assert group.bound(torch.device("mps"), "gloo") is None
+
+
+def test_engines_are_asked_for_by_device(begin):
+    begin("cpu:gloo,cuda:fake")
+    assert (group.engine_of(torch.device("cpu")), group.engine_of(CUDA)) == ("gloo", "fake")
+    assert group.engine_of(torch.device("xpu", 0)) == ""
+    assert group.waits_for_peers()
+
+
+def test_gloo_alone_waits_for_nobody(begin):
+    begin("gloo")
+    assert not group.waits_for_peers()
+    assert group.carries_cpu()
+
+
+def test_bf16_travels_where_the_parameters_engine_is_not_gloo(begin):
+    begin("cpu:gloo,cuda:fake")
+    for options in ({"comm_hook": "bf16"}, {"comm_hook": "power_sgd", "comm_wrapper": "bf16"}):
+        hook = DistributedDataParallelKwargs(**options)
+        check_hook(hook, CUDA, dist.group.WORLD)
+        with pytest.raises(UnsupportedError, match="on gloo use comm_hook='fp16'"):
+            check_hook(hook, torch.device("cpu"), dist.group.WORLD)
+
+
+def test_a_group_of_the_scripts_own_gets_gloo_beside_it(begin, monkeypatch):
+    """With two ranks by torch's word: the door does not ask for engines on one process."""
+    begin("cuda:fake")
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(group, "beside", lambda timeout: dist.new_group(ranks=[0], backend="gloo"))
+    runtime = process.start(cpu=True)
+    assert runtime.cpu_group is not None
+    assert not group.carries_cpu()
+    door = Collectives(runtime)
+    assert door._for(torch.ones(1)) is runtime.cpu_group
+    assert door._for(torch.ones(1, device="meta")) is None
+    process.reset()
+    assert dist.is_initialized()  # the script's own stays
+    assert runtime.cpu_group not in dist.distributed_c10d._world.pg_map
+
+
+def test_nothing_is_made_beside_a_group_that_carries_cpu_tensors(begin):
+    begin("cpu:gloo,cuda:fake")
+    assert group.beside(timedelta(seconds=5)) is None
+
+
+def test_ranks_end_a_group_together_or_not_at_all():
+    store = dist.HashStore()
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(group.have_all_come, store, rank, 2, timedelta(seconds=30)) for rank in range(2)]
+        assert [each.result() for each in asked] == [True, True]
+    store = dist.HashStore()
+    assert not group.have_all_come(store, 0, 2, timedelta(seconds=0.1))
+    assert not group.have_all_come(store, 1, 2, timedelta(seconds=30))  # rank 0 is gone
+
+
+def test_what_counts_as_a_failure(monkeypatch):
+    ending = Ending()
+    assert not ending.is_failure
+    for code, is_failure in ((0, False), (75, False), (1, True), (130, True)):
+        ending.code = code
+        assert ending.is_failure is is_failure
+    error = ValueError()
+    assert not is_uncaught(error)
+    monkeypatch.setattr("sys.last_value", error, raising=False)
+    assert is_uncaught(error)
+    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
+    assert not is_uncaught(error)
