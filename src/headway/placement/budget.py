@@ -9,17 +9,16 @@ import torch
 from headway.errors import DeviceMapError, HeadwayError
 from headway.launch.control_group import control_groups
 from headway.log import get_logger
-from headway.runtime.device import Hardware, detect
+from headway.runtime.device import HARDWARE, Hardware, detect
 from headway.units import parse_bytes
 
 logger = get_logger(__name__)
 
 Device = int | str
-"""An accelerator's index, or "mps", "cpu" or "disk"."""
+"""An accelerator's index, or "cpu" or "disk"; "mps" and its like, of which a machine has one without an index, go by name."""
 
 UNLIMITED = 1 << 62
 OFFLOAD = ("cpu", "disk")
-_NAMED = ("mps", *OFFLOAD)
 
 
 def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict[Device, int]:
@@ -58,19 +57,19 @@ def check_presence(max_memory: Mapping[Device, int | str] | None) -> None:
 def absent_from_here(devices: Iterable[Device]) -> list[Device]:
     """Those of the devices that this machine does not have."""
     hardware = detect()
-    count = 0 if hardware.kind == "cpu" else 1 if hardware.kind == "mps" else hardware.num_devices()
+    count = 0 if hardware.kind == "cpu" else hardware.num_devices()
     return [
         device
         for device in dict.fromkeys(devices)
-        if (isinstance(device, int) and device >= count) or (device == "mps" and hardware.kind != "mps")
+        if (device >= count if isinstance(device, int) else device not in (*OFFLOAD, hardware.kind))
     ]
 
 
 def devices_here() -> str:
     """The accelerators of this machine, in words."""
     hardware = detect()
-    if hardware.kind in ("cpu", "mps"):
-        return "the CPU alone" if hardware.kind == "cpu" else "mps"
+    if not hardware.is_indexed:
+        return "the CPU alone" if hardware.kind == "cpu" else hardware.kind
     count = hardware.num_devices()
     return f"{hardware.kind} 0" if count == 1 else f"{hardware.kind} 0 to {count - 1}"
 
@@ -95,8 +94,8 @@ def _read(max_memory: Mapping[Device, int | str]) -> dict[Device, int]:
 
 
 def rank_of(device: Device) -> tuple[int, int]:
-    """The order in which devices are filled: accelerators by index, then mps, cpu, disk."""
-    return (0, device) if isinstance(device, int) else (1, _NAMED.index(device) if device in _NAMED else len(_NAMED))
+    """The order in which devices are filled: accelerators by index, then one without an index, cpu, disk."""
+    return (0, device) if isinstance(device, int) else (1, 1 + OFFLOAD.index(device) if device in OFFLOAD else 0)
 
 
 def is_accelerator(device: Device) -> bool:
@@ -124,7 +123,8 @@ def as_device(device: object) -> Device:
         if found is not None and found.type == "meta":
             raise DeviceMapError("'meta' holds no values; give 'cpu', 'disk' or an accelerator")
         if found is not None:
-            return found.type if found.type in ("cpu", "mps") else found.index or 0
+            kind = HARDWARE.get(found.type)
+            return found.type if kind is not None and not kind.is_indexed else found.index or 0
     raise DeviceMapError(
         f"{device!r} is not a device; give an accelerator's index (0, 1, ...), 'cuda:0', 'mps', 'cpu' or 'disk'"
     )
@@ -132,8 +132,14 @@ def as_device(device: object) -> Device:
 
 def _measured(hardware: Hardware) -> dict[Device, int]:
     free: dict[Device, int] = {}
-    if hardware.kind == "mps":
-        return {"mps": available_memory()}
+    if hardware.kind != "cpu" and not hardware.is_indexed:
+        return {hardware.kind: available_memory()}
+    if hardware.memory_ability("mem_get_info") is None and hardware.kind != "cpu":
+        logger.warning_once(
+            f"{hardware.kind} devices do not say how much of their memory is free and get no part of a model; say what each may "
+            f"take, such as max_memory={{0: '8GiB', 'cpu': '16GiB'}}"
+        )
+        return {"cpu": available_memory()}
     shares_main_memory = False
     for index in range(hardware.num_devices() if hardware.kind != "cpu" else 0):
         try:
@@ -141,17 +147,18 @@ def _measured(hardware: Hardware) -> dict[Device, int]:
         except RuntimeError as error:
             logger.warning(f"{hardware.kind}:{index} does not answer and is left out: {error}")
             continue
-        properties = hardware.module.get_device_properties(index)
-        shares_main_memory |= bool(getattr(properties, "is_integrated", False))
+        describe = hardware.ability("get_device_properties")
+        shares_main_memory |= describe is not None and bool(getattr(describe(index), "is_integrated", False))
     if not shares_main_memory:
         free["cpu"] = available_memory()
     return free
 
 
 def _free_on(hardware: Hardware, index: int) -> int:
-    free = int(hardware.module.mem_get_info(index)[0])
-    cached = int(hardware.module.memory_reserved(index)) - int(hardware.module.memory_allocated(index))
-    return free + max(0, cached)
+    tell, held, used = map(hardware.memory_ability, ("mem_get_info", "memory_reserved", "memory_allocated"))
+    assert tell is not None
+    cached = 0 if held is None or used is None else int(held(index)) - int(used(index))
+    return int(tell(index)[0]) + max(0, cached)
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -19,7 +19,7 @@ def test_it_starts_once_and_ends():
 
 
 def test_the_device_cannot_change_under_way(monkeypatch):
-    fake = device.Hardware("mps", "gloo", is_indexed=False)
+    fake = device.Hardware("mps")
     monkeypatch.setattr(process, "detect", lambda: fake)
     process.start()
     with pytest.raises(ConfigError, match="pass cpu=True to the first Accelerator"):
@@ -33,7 +33,7 @@ def test_a_wrong_rank_is_named(monkeypatch):
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch):
-    hardware = device.Hardware("cuda", "nccl", is_indexed=True)
+    hardware = device.Hardware("cuda")
     monkeypatch.setattr(device.Hardware, "num_devices", lambda self: 2)
     with pytest.raises(DeviceUnavailable, match="local rank 2 has no cuda device: this machine shows 2"):
         hardware.device(2)
