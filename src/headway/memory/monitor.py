@@ -42,15 +42,18 @@ class AllocatorMeter:
     source = "torch's allocator"
 
     def __init__(self, hardware: Hardware, device: torch.device) -> None:
-        self._module, self._device = hardware.module, device
+        self._hardware, self._device = hardware, device
 
     def peak(self) -> int:
         """What tensors held at most."""
-        return int(self._module.max_memory_allocated(self._device))
+        tell = self._hardware.memory_ability("max_memory_allocated")
+        return 0 if tell is None else int(tell(self._device))
 
     def reset(self) -> None:
         """Reset the allocator's own counter, which other readers see too."""
-        self._module.reset_peak_memory_stats(self._device)
+        reset = self._hardware.memory_ability("reset_peak_memory_stats")
+        if reset is not None:
+            reset(self._device)
 
     def close(self) -> None:
         """Nothing runs."""
@@ -111,7 +114,7 @@ def choose_meter(device: torch.device) -> Meter:
     """The best meter for a device that works here."""
     if device.type != "cpu":
         hardware = HARDWARE[device.type]
-        return AllocatorMeter(hardware, device) if hasattr(hardware.module, "max_memory_allocated") else SampledMeter()
+        return AllocatorMeter(hardware, device) if hardware.memory_ability("max_memory_allocated") else SampledMeter()
     meter = KernelMeter()
     try:
         meter.reset()

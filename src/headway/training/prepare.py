@@ -35,6 +35,7 @@ from headway.training.scheduler import (
 )
 from headway.training.step import Step
 from headway.training.windows import Clock
+from headway.weights.moving import move
 
 log = get_logger(__name__)
 
@@ -167,7 +168,7 @@ class Preparation:
             raise PrepareError("prepare() got a DistributedDataParallel; give the bare model, Headway wraps it")
         self._check_memory(model)
         if self._places if place is None else place:
-            model.to(self._runtime.device)
+            move(model, self._runtime.device)
         elif self._strategy.data_shard.count > 1:
             self._check_device(model)
         if self.models:
