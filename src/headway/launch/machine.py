@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headway.launch import plugged
 from headway.optional import available
 
 # How each kind of accelerator is told which devices a process may see; the first variable that is set counts.
@@ -28,8 +29,9 @@ class Machine:
         hostname: its name.
         python: the interpreter to start processes with.
         num_cores: CPU cores that this process may use: affinity and cgroup quota counted in.
-        accelerator: "cuda", "rocm", "xpu" or "mps"; None where there is none, or torch was built without any.
-        device_ids: the visible accelerators, as VISIBLE's variable names them.
+        accelerator: "cuda", "rocm", "xpu", "mps", or what torch calls a device that a vendor's package adds to it; None where
+            there is none, or torch was built without any.
+        device_ids: the visible accelerators, as VISIBLE's variable names them; by index where it has none.
         loopback: the name of the loopback interface; None where there is none.
     """
 
@@ -57,6 +59,11 @@ def look(environment: Mapping[str, str], root: Path = Path("/")) -> Machine:
     if kind is not None and _torch_flavour().startswith("cpu"):
         kind, num_devices = None, 0
     ids = visible_ids(kind, num_devices, environment) if kind else ()
+    if kind is None and root == Path("/"):
+        kind, num_devices = plugged.accelerator(environment) or (None, 0)
+        ids = tuple(
+            str(index) for index in range(num_devices)
+        )  # which ones its driver shows is the vendor's own affair
     return Machine(
         hostname=os.uname().nodename if hasattr(os, "uname") else "this machine",
         python=sys.executable,
