@@ -95,6 +95,15 @@ def test_precision_where_it_has_none(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     said = run(tmp_path, "loop.py", "0", "0", "1", "bf16", code=1, TOY_WITHOUT="get_amp_supported_dtype")
     assert "mixed_precision='bf16', but torch.autocast does not cast to bfloat16 on toy devices; use 'no'" in said
+    block = """
+    import torch
+    from headway import Accelerator, AutocastKwargs
+    accelerator = Accelerator()
+    for options in (None, AutocastKwargs(enabled=False)):
+        with accelerator.autocast(options):
+            print(torch.ones(2, 2, device=accelerator.device) @ torch.ones(2, 2, device=accelerator.device))
+    """
+    assert run_script(tmp_path, block, TOY_WITHOUT="get_amp_supported_dtype").count("device='toy:0'") == 2
 
 
 _MEMORY = """

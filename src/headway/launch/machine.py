@@ -61,9 +61,7 @@ def look(environment: Mapping[str, str], root: Path = Path("/")) -> Machine:
     ids = visible_ids(kind, num_devices, environment) if kind else ()
     if kind is None and root == Path("/"):
         kind, num_devices = plugged.accelerator(environment) or (None, 0)
-        ids = tuple(
-            str(index) for index in range(num_devices)
-        )  # which ones its driver shows is the vendor's own affair
+        ids = tuple(map(str, range(num_devices)))  # by the vendor's own variable torch has counted already
     return Machine(
         hostname=os.uname().nodename if hasattr(os, "uname") else "this machine",
         python=sys.executable,

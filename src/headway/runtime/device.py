@@ -8,6 +8,7 @@ TPUs are refused by name: torch_xla brings a tracing execution model of its own 
 import gc
 import linecache
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import Any
@@ -113,10 +114,16 @@ class Hardware:
         """Does torch.autocast cast to this type on this kind of device?"""
         if self.kind != torch._C._get_privateuse1_backend_name():
             return torch.amp.is_autocast_available(self.kind)
-        said = self.ability(
-            "get_amp_supported_dtype"
-        )  # autocast itself raises without it, and only warns of other types
+        # Autocast itself raises without it, and of another type it only warns.
+        said = self.ability("get_amp_supported_dtype")
         return said is not None and dtype in said()
+
+    def without_autocast(self) -> AbstractContextManager[Any]:
+        """A block in which nothing is cast; torch.autocast itself refuses a vendor's device that knows none."""
+        is_vendors = self.kind == torch._C._get_privateuse1_backend_name()
+        if is_vendors and self.ability("get_amp_supported_dtype") is None:
+            return nullcontext()
+        return torch.autocast(self.kind, enabled=False)
 
     @property
     def can_pin(self) -> bool:

@@ -17,9 +17,14 @@ def move(module: torch.nn.Module, device: torch.device) -> None:
         RuntimeError: a parameter cannot be exchanged, because a weak reference or a graph that was not run back holds it.
     """
     here = next(module.parameters(), None)
-    is_in_place = here is None or torch._has_compatible_shallow_copy_type(here, here.new_empty(0, device=device))
-    with _exchanged(not is_in_place):
+    with _exchanged(here is not None and not _takes_data_of(here.device, device)):
         module.to(device)
+
+
+def _takes_data_of(old: torch.device, new: torch.device) -> bool:
+    """Can a tensor of the one device be given data on the other in place?"""
+    made = (torch.empty(0, device=device) for device in (old, new))
+    return old.type == new.type or torch._has_compatible_shallow_copy_type(*made)
 
 
 @contextmanager
