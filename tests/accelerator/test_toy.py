@@ -47,7 +47,8 @@ assert torch.equal(torch.rand(3, device="toy:1"), first)
 torch.toy.forget_waits()
 on_device = torch.ones(4).pin_memory().to("toy", non_blocking=True)
 assert set(torch.toy.waits().values()) == {0}
-on_device.sum().item(), on_device[on_device > 0], on_device.cpu(), torch.ones(4).to("toy"), torch.accelerator.synchronize()
+on_device.sum().item(), on_device[on_device > 0], on_device.cpu(), torch.ones(4).to("toy")
+torch.accelerator.current_stream().synchronize()
 assert torch.toy.waits() == {"synchronize": 1, "scalar": 1, "to_host": 1, "from_host": 1, "shape": 1}
 torch.toy.trap_waits()
 with pytest.raises(RuntimeError, match="the host waits for the device"):
