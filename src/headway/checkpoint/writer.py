@@ -28,7 +28,6 @@ from headway.checkpoint.state import Collected
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.runtime import pulse
-from headway.runtime.device import HARDWARE
 from headway.runtime.events import notify
 from headway.weights.shards import bits
 
@@ -338,7 +337,7 @@ class Snapshot:
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 on_device = tensor.device.type != "cpu"
                 buffer = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=on_device and HARDWARE[tensor.device.type].can_pin
+                    tensor.shape, dtype=tensor.dtype, pin_memory=on_device and torch.cuda.is_available()
                 )
             bits(buffer).copy_(bits(tensor.detach()), non_blocking=True)
             has_device = has_device or tensor.device.type != "cpu"

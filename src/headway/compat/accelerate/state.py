@@ -122,7 +122,8 @@ class PartialState(RankAware):
         """The engine that carries the device's tensors: "gloo", "nccl", ...; None on one process."""
         if self.num_processes == 1:
             return None
-        return self.runtime.hardware.engine or str(dist.get_backend())
+        engines = dict(part.split(":") for part in self.runtime.hardware.backend.split(",") if ":" in part)
+        return engines.get(self.device.type, self.runtime.hardware.backend)
 
     @property
     def default_device(self) -> torch.device:
