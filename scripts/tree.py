@@ -15,6 +15,7 @@ WHOLE = ("src/headway", "scripts", "examples", "benchmarks")
 FOLDERS = {
     "tests/unit": "mirrors src/headway; no processes, under a minute",
     "tests/distributed": "the same things on real gloo processes",
+    "tests/accelerator": "an accelerator that no part of Headway names, built here and run on the host",
     "tests/house": "the rules of this house: layers, sizes, names, this tree",
     "tests/docs": "runs every code block of README.md and docs/",
     "tests/synchronisations": "counts how often the host waits for the device, on a device that is none",

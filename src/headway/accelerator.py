@@ -484,7 +484,7 @@ class Accelerator(RankAware):
             autocast_handler: `AutocastKwargs(enabled=False)` switches autocast off in the block.
         """
         if autocast_handler is not None and not autocast_handler.enabled:
-            return torch.autocast(self.device.type, enabled=False)
+            return self.runtime.hardware.without_autocast()
         return self.precision.autocast()
 
     @property

@@ -6,12 +6,13 @@ import torch
 
 from headway.collectives.door import Collectives
 from headway.errors import ConfigError
+from headway.runtime.device import is_kind
 from headway.runtime.process import current
 from headway.runtime.seed import read_states, write_states
 
 _KNOWN = ("python", "numpy", "torch", "device", "generator")
-_DEVICES = frozenset({"cuda", "xpu", "mps", "npu", "mlu", "musa", "sdaa", "hpu", "neuron", "xla"})
-"""Accelerate's names for the device's stream."""
+_VENDORS = frozenset({"npu", "mlu", "musa", "sdaa", "neuron"})
+"""Kinds that Accelerate's scripts name also where the vendor's package, by which torch knows them, is not imported."""
 
 
 def stream_names(rng_types: Sequence[str]) -> list[str]:
@@ -20,11 +21,15 @@ def stream_names(rng_types: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: an unknown name.
     """
-    names = ["device" if str(name) in _DEVICES else str(name) for name in rng_types]
+    names = ["device" if _is_device(str(name)) else str(name) for name in rng_types]
     for name in names:
         if name not in _KNOWN:
             raise ConfigError(f"unknown random stream {name!r}; allowed: {', '.join(_KNOWN)}")
     return list(dict.fromkeys(names))
+
+
+def _is_device(name: str) -> bool:
+    return name in _VENDORS or (name not in ("cpu", "meta") and is_kind(name))
 
 
 def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator | None = None) -> None:

@@ -92,7 +92,7 @@ class ProfileKwargs:
     """Options of torch.profiler.profile.
 
     Attributes:
-        activities: any of "cpu", "cuda", "xpu"; None: torch's choice.
+        activities: any of torch's, "cpu", "cuda", "xpu" and their like by the device's name; None: torch's choice.
         schedule_option: keyword arguments of torch.profiler.schedule (wait, warmup, active, repeat, skip_first).
         on_trace_ready: called with the profiler when a trace is ready.
         output_trace_dir: where each rank writes `profile_<rank>.json`, and a table of the operations that took longest in

@@ -37,10 +37,11 @@ _SECTIONS = (
 )
 _TYPES = {
     "NO": "one process, or as many as num_processes says",
-    "MULTI_GPU": "one process per accelerator is what a launch does by itself",
-    "MULTI_XPU": "one process per accelerator is what a launch does by itself",
     "MULTI_CPU": "processes on the CPU",
 }
+_PER_DEVICE = "one process per accelerator is what a launch does by itself"
+"""MULTI_GPU, MULTI_XPU, MULTI_NPU and the like."""
+
 _NOTHING: tuple[object, ...] = (None, False, "", "no", {}, [])
 
 
@@ -116,11 +117,12 @@ def _translate_key(made: Translation, key: str, value: Any, origin: str) -> None
 
 
 def _translate_type(made: Translation, kind: str, origin: str) -> None:
-    if kind not in _TYPES:
+    said = _TYPES.get(kind, _PER_DEVICE if kind.startswith("MULTI_") else None)
+    if said is None:
         text = advice(f"use_{kind.lower()}") or advice(kind.lower()) or advice("tpu")
         made.lose("distributed_type", f"{kind}: {text}")
         return
-    made.drop("distributed_type", f"{kind}: {_TYPES[kind]}")
+    made.drop("distributed_type", f"{kind}: {said}")
     if kind == "MULTI_CPU":
         made.take("distributed_type", "cpu", True, origin)
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -61,16 +62,21 @@ WITHOUT_PEER = 5
 """Seconds that workers get to end in after a machine was lost, and this process twice; then all is killed."""
 
 
+TAKES_TIMEOUT = "shutdown_timeout" in signature(LocalElasticAgent).parameters
+"""Is torch's agent told how long workers may take to end? That of 2.11 is not."""
+
+
 class Agent(LocalElasticAgent):
     """torch's agent, which also says what ended an attempt."""
 
     def __init__(self, order: AgentOrder, spec: WorkerSpec, files: RankFiles) -> None:
+        time_to_end: dict[str, Any] = {"shutdown_timeout": GRACE} if TAKES_TIMEOUT else {}
         super().__init__(
             spec,
             files,
             exit_barrier_timeout=300,
             log_line_prefix_template="[${role_name} ${rank}] ",
-            shutdown_timeout=GRACE,
+            **time_to_end,
         )
         self._order = order
         self._files = files
@@ -339,7 +345,10 @@ class Agent(LocalElasticAgent):
             self._wait_for_all(POLITE)
             death_sig = signal.SIGTERM
         is_held = isinstance(self.report, HangReport) and bool(self.report.left)
-        super()._shutdown(death_sig, 1 if is_held else timeout)
+        seconds = 1 if is_held else timeout
+        if context is not None and not TAKES_TIMEOUT:
+            context.close(death_sig, seconds)  # torch's own then finds nothing to wait for
+        super()._shutdown(death_sig, *([seconds] if TAKES_TIMEOUT else []))
         if self._worker_group.state is not WorkerState.SUCCEEDED and context is not None:
             end_sessions(context.pids().values())
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headway.launch import plugged
 from headway.optional import available
 
 # How each kind of accelerator is told which devices a process may see; the first variable that is set counts.
@@ -34,8 +35,9 @@ class Machine:
         hostname: its name.
         python: the interpreter to start processes with.
         num_cores: CPU cores that this process may use: affinity and cgroup quota counted in.
-        accelerator: "cuda", "rocm", "xpu" or "mps"; None where there is none, or torch was built without any.
-        device_ids: the visible accelerators, as VISIBLE's variable names them.
+        accelerator: "cuda", "rocm", "xpu", "mps", or what torch calls a device that a vendor's package adds to it; None where
+            there is none, or torch was built without any.
+        device_ids: the visible accelerators, as VISIBLE's variable names them; by index where it has none.
         loopback: the name of the loopback interface; None where there is none.
         hidden_by: variables that name devices, but none that exists, "HIP_VISIBLE_DEVICES='2'"; empty where they are right.
     """
@@ -65,6 +67,9 @@ def look(environment: Mapping[str, str], root: Path = Path("/")) -> Machine:
     if kind is not None and _torch_flavour().startswith("cpu"):
         kind, num_devices = None, 0
     ids = visible_ids(kind, num_devices, environment) if kind else ()
+    if kind is None and root == Path("/"):
+        kind, num_devices = plugged.accelerator(environment) or (None, 0)
+        ids = tuple(map(str, range(num_devices)))  # by the vendor's own variable torch has counted already
     return Machine(
         hostname=os.uname().nodename if hasattr(os, "uname") else "this machine",
         python=sys.executable,

@@ -152,7 +152,7 @@ def make(
     device = machine.torch_device if machine.accelerator else None
     additions = {env.PAYLOAD: payload(resolved, world_size, min(fewest, world_size), device)}
     if resolved.config.is_set("gpu_ids") and machine.accelerator:
-        additions[_visible_variable(machine)] = ",".join(machine.device_ids)
+        additions[_visible_variable(resolved, machine)] = ",".join(machine.device_ids)
     if threads.is_set_by_us:
         additions["OMP_NUM_THREADS"] = str(threads.number)
     if resolved.get("debug", False):
@@ -221,9 +221,14 @@ def _with_devices(resolved: Resolved, machine: Machine) -> Machine:
     return Machine(machine.hostname, machine.python, machine.num_cores, machine.accelerator, ids, machine.loopback)
 
 
-def _visible_variable(machine: Machine) -> str:
-    variables = VISIBLE[machine.accelerator or "mps"]
-    return variables[0] if variables else "CUDA_VISIBLE_DEVICES"
+def _visible_variable(resolved: Resolved, machine: Machine) -> str:
+    variables = VISIBLE.get(machine.accelerator or "")
+    if not variables:
+        raise ConfigError(
+            f"gpu_ids ({resolved.origin('gpu_ids')}): Headway does not know by which variable {machine.accelerator} devices are "
+            "hidden from a process; take it out and set the vendor's own variable, or start fewer processes with -n"
+        )
+    return variables[0]
 
 
 def _counts(resolved: Resolved, machine: Machine, task: Task | None) -> tuple[int, int]:

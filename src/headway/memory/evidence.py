@@ -66,17 +66,17 @@ def _is_short(hardware: Hardware, device: torch.device) -> bool:
 
 
 def _num_ooms(hardware: Hardware, device: torch.device) -> int:
-    return int(hardware.module.memory_stats(device).get("num_ooms", 0))
+    tell = hardware.memory_ability("memory_stats")
+    return 0 if tell is None else int(tell(device).get("num_ooms", 0))
 
 
 def _in_use() -> Iterator[tuple[Hardware, torch.device]]:
     """Devices of which this process holds memory, where their allocator can be asked."""
     for hardware in HARDWARE.values():
-        if hardware.kind == "cpu" or not hardware.is_available():
-            continue
-        if not all(hasattr(hardware.module, name) for name in ("memory_stats", "memory_reserved", "mem_get_info")):
+        held, told = map(hardware.memory_ability, ("memory_reserved", "mem_get_info"))
+        if hardware.kind == "cpu" or not hardware.is_available() or held is None or told is None:
             continue
         for index in range(hardware.num_devices()):
             device = torch.device(hardware.kind, index)
-            if hardware.module.memory_reserved(device):
+            if held(device):
                 yield hardware, device

@@ -27,13 +27,12 @@ def free_bytes(hardware: Hardware, device: torch.device) -> int:
         hardware: what kind of device.
         device: which one, with its index where the kind has several.
     """
-    module = hardware.module
-    reserved = _reserved(module, device)
-    told = None if reserved else _told_by_driver(module, device)
-    free = int(module.mem_get_info(device)[0]) if told is None else told[0] - CONTEXT_BYTES
-    fraction = _fraction(module, device)
+    reserved = _reserved(hardware, device)
+    told = None if reserved else _told_by_driver(hardware, device)
+    free = _told_by_runtime(hardware, device)[0] if told is None else told[0] - CONTEXT_BYTES
+    fraction = _fraction(hardware, device)
     if fraction < 1:
-        free = min(free, int(module.get_device_properties(device).total_memory * fraction) - reserved)
+        free = min(free, int(hardware.module.get_device_properties(device).total_memory * fraction) - reserved)
     return max(0, free)
 
 
@@ -44,28 +43,32 @@ def free_and_total(hardware: Hardware, device: torch.device) -> tuple[int, int]:
     ends: on 8 GPUs, 8 times from each of 8 ranks. So where this process holds nothing, the driver's library (NVML) is asked
     first; without it CUDA is asked all the same.
     """
-    told = None if _reserved(hardware.module, device) else _told_by_driver(hardware.module, device)
-    if told is not None:
-        return told
-    free, total = hardware.module.mem_get_info(device)
-    return int(free), int(total)
+    told = None if _reserved(hardware, device) else _told_by_driver(hardware, device)
+    return _told_by_runtime(hardware, device) if told is None else told
 
 
-def _reserved(module: Any, device: torch.device) -> int:
+def _reserved(hardware: Hardware, device: torch.device) -> int:
     """Bytes that torch's allocator holds there; 0 also where nothing counts them."""
-    ask = getattr(module, "memory_reserved", None)
+    ask = hardware.memory_ability("memory_reserved")
     return 0 if ask is None else int(ask(device))
 
 
-def _fraction(module: Any, device: torch.device) -> float:
+def _fraction(hardware: Hardware, device: torch.device) -> float:
     """The part of the device that the user left to this process (`set_per_process_memory_fraction`)."""
-    ask = getattr(module, "get_per_process_memory_fraction", None)
+    ask = hardware.ability("get_per_process_memory_fraction")
     return 1.0 if ask is None else float(ask(device))
 
 
-def _told_by_driver(module: Any, device: torch.device) -> tuple[int, int] | None:
+def _told_by_runtime(hardware: Hardware, device: torch.device) -> tuple[int, int]:
+    ask = hardware.memory_ability("mem_get_info")
+    assert ask is not None, "whoever calls has seen to it"
+    free, total = ask(device)
+    return int(free), int(total)
+
+
+def _told_by_driver(hardware: Hardware, device: torch.device) -> tuple[int, int] | None:
     """Free and all bytes, by NVML; None where it is missing, or does not know the device (a slice has another id)."""
-    describe = getattr(module, "get_device_properties", None)
+    describe = hardware.ability("get_device_properties")
     uuid = getattr(describe(device), "uuid", None) if describe is not None else None
     library = None if uuid is None else _load()
     if library is None or library.nvmlInit_v2() != 0:

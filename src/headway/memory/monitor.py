@@ -112,7 +112,7 @@ def choose_meter(device: torch.device) -> Meter:
     """The best meter for a device that works here."""
     if device.type != "cpu":
         hardware = HARDWARE[device.type]
-        return AllocatorMeter(hardware, device) if hasattr(hardware.module, "max_memory_allocated") else SampledMeter()
+        return AllocatorMeter(hardware, device) if hardware.memory_ability("max_memory_allocated") else SampledMeter()
     meter = KernelMeter()
     try:
         meter.reset()

@@ -166,8 +166,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     if garbage_collection:
         gc.collect()
     for hardware in HARDWARE.values():
-        if hardware.kind != "cpu" and hardware.is_available():
-            hardware.module.empty_cache()
+        hardware.release_cache()
     start_over()
     if _trim is not None:
         _trim(0)

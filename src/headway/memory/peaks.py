@@ -24,23 +24,24 @@ class PeakReader:
     """
 
     def __init__(self, hardware: Hardware, device: torch.device) -> None:
-        self._module = hardware.module
-        current = getattr(self._module, "current_device", None)
-        is_whole = device.index is not None or not hardware.is_indexed or current is None
+        self._tell, self._start_over = map(hardware.memory_ability, ("max_memory_allocated", "reset_peak_memory_stats"))
+        current = hardware.ability("current_device")
+        is_whole = device.index is not None or current is None
         self._device = device if is_whole or current is None else torch.device(device.type, current())
         self._noted = 0
         scope.own(_Readers).add(self)
 
     def peak(self) -> int:
         """Bytes that tensors held at most."""
-        return max(self._noted, int(self._module.max_memory_allocated(self._device)))
+        return max(self._noted, 0 if self._tell is None else int(self._tell(self._device)))
 
     def reset(self) -> None:
         """Start over from the present use."""
         others = [each for each in scope.own(_Readers) if each is not self and each._device == self._device]
-        if others:
-            highest = int(self._module.max_memory_allocated(self._device))
+        if others and self._tell is not None:
+            highest = int(self._tell(self._device))
             for other in others:
                 other._noted = max(other._noted, highest)
-        self._module.reset_peak_memory_stats(self._device)
+        if self._start_over is not None:
+            self._start_over(self._device)
         self._noted = 0

@@ -90,20 +90,20 @@ def device_of(device: torch.device | str | None) -> torch.device:
         raise ConfigError(
             f"device={device!r} is not a device; give 'cpu', 'cuda:0' or another of torch's names"
         ) from error
-    if chosen.type not in HARDWARE:
+    hardware = HARDWARE.get(chosen.type)
+    if hardware is None:
         raise ConfigError(f"the memory of device={device!r} is not measured; allowed: {', '.join(HARDWARE)}")
-    hardware = HARDWARE[chosen.type]
     if not hardware.is_available() or (chosen.index or 0) >= hardware.num_devices():
-        here = ", ".join(found.kind for found in HARDWARE.values() if found.is_available())
+        here = ", ".join(HARDWARE)
         raise DeviceUnavailable(f"this machine has no {chosen}; it has {here}. Leave the device out for the one in use")
     return chosen
 
 
 def all_memory_use() -> list[MemoryUse]:
-    """The use of the host and of every device that this process sees."""
+    """The use of the host and of every device that this process sees and whose memory something counts."""
     found = [_host()]
     for hardware in HARDWARE.values():
-        if hardware.kind != "cpu" and hardware.is_available():
+        if hardware.kind != "cpu" and _is_counted(hardware):
             found += [_device(hardware, torch.device(hardware.kind, index)) for index in range(hardware.num_devices())]
     return found
 
@@ -167,11 +167,16 @@ def control_group(root: Path = Path("/")) -> tuple[int | None, int]:
 # ---------------------------------------------------------------- devices
 
 
+def _is_counted(hardware: Hardware) -> bool:
+    names = ("memory_allocated", "current_allocated_memory")
+    return any(hardware.memory_ability(name) is not None for name in names)
+
+
 def _device(hardware: Hardware, device: torch.device) -> MemoryUse:
-    module, own = hardware.module, os.getpid()
+    own = os.getpid()
 
     def ask(name: str) -> int:
-        function = getattr(module, name, None)
+        function = hardware.memory_ability(name)
         return 0 if function is None else int(function(device) if hardware.is_indexed else function())
 
     used = ask("memory_allocated") or ask("current_allocated_memory")
@@ -180,7 +185,7 @@ def _device(hardware: Hardware, device: torch.device) -> MemoryUse:
     told = _driver_word(hardware, device)
     if told is not None:
         total, occupied = told.total, told.occupied
-    elif hasattr(module, "mem_get_info"):
+    elif hardware.memory_ability("mem_get_info") is not None:
         free, total = free_and_total(hardware, device)
         occupied = total - free
     return MemoryUse(
@@ -192,8 +197,14 @@ def _device(hardware: Hardware, device: torch.device) -> MemoryUse:
         occupied,
         None if told is None else told.utilisation,
         {own: reserved} if told is None else told.processes,
-        "torch's allocator" if told is None else "torch's allocator and NVML",
+        _source(hardware, told is not None),
     )
+
+
+def _source(hardware: Hardware, has_told: bool) -> str:
+    if not _is_counted(hardware):
+        return "the driver, by NVML" if has_told else f"nobody: torch counts no memory of {hardware.kind}"
+    return "torch's allocator and NVML" if has_told else "torch's allocator"
 
 
 @dataclass(frozen=True)
@@ -223,7 +234,7 @@ def _nvml() -> Iterator[Any]:
 
 
 def _driver_word(hardware: Hardware, device: torch.device) -> _Told | None:
-    describe = getattr(hardware.module, "get_device_properties", None)
+    describe = hardware.ability("get_device_properties")
     unique = getattr(describe(device), "uuid", None) if describe is not None else None
     with _nvml() as library:
         if library is None or unique is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from headway.placement.budget import available_memory
+from headway.runtime.device import HARDWARE
 
 _MOST = 256 << 20
 _COLUMNS = 4096
@@ -34,7 +35,7 @@ def memory_bandwidth(device: torch.device, num_repeats: int = 5) -> float:
 
 def copy_bandwidth(device: torch.device, num_repeats: int = 5) -> float:
     """Bytes a second that pinned main memory is copied at to an accelerator."""
-    is_pinned = device.type not in ("cpu", "mps")  # where torch has an allocator for it
+    is_pinned = device.type != "cpu" and HARDWARE[device.type].can_pin
     source = torch.ones(min(_MOST, available_memory() // 4), dtype=torch.uint8, pin_memory=is_pinned)
     target = torch.empty_like(source, device=device)
     return source.nbytes / _fastest(lambda: target.copy_(source, non_blocking=True), device, num_repeats)

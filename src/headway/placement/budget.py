@@ -18,11 +18,10 @@ from headway.units import parse_bytes
 logger = get_logger(__name__)
 
 Device = int | str
-"""An accelerator's index, or "mps", "cpu" or "disk"."""
+"""An accelerator's index, or "cpu" or "disk"; "mps" and its like, of which a machine has one without an index, go by name."""
 
 UNLIMITED = 1 << 62
 OFFLOAD = ("cpu", "disk")
-_NAMED = ("mps", *OFFLOAD)
 
 
 def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict[Device, int]:
@@ -61,19 +60,19 @@ def check_presence(max_memory: Mapping[Device, int | str] | None) -> None:
 def absent_from_here(devices: Iterable[Device]) -> list[Device]:
     """Those of the devices that this machine does not have."""
     hardware = detect()
-    count = 0 if hardware.kind == "cpu" else 1 if hardware.kind == "mps" else hardware.num_devices()
+    count = 0 if hardware.kind == "cpu" else hardware.num_devices()
     return [
         device
         for device in dict.fromkeys(devices)
-        if (isinstance(device, int) and device >= count) or (device == "mps" and hardware.kind != "mps")
+        if (device >= count if isinstance(device, int) else device not in (*OFFLOAD, hardware.kind))
     ]
 
 
 def devices_here() -> str:
     """The accelerators of this machine, in words."""
     hardware = detect()
-    if hardware.kind in ("cpu", "mps"):
-        return "the CPU alone" if hardware.kind == "cpu" else "mps"
+    if not hardware.is_indexed:
+        return "the CPU alone" if hardware.kind == "cpu" else hardware.kind
     count = hardware.num_devices()
     return f"{hardware.kind} 0" if count == 1 else f"{hardware.kind} 0 to {count - 1}"
 
@@ -100,8 +99,8 @@ def _read(max_memory: Mapping[Device, int | str]) -> dict[Device, int]:
 
 
 def rank_of(device: Device) -> tuple[int, int]:
-    """The order in which devices are filled: accelerators by index, then mps, cpu, disk."""
-    return (0, device) if isinstance(device, int) else (1, _NAMED.index(device) if device in _NAMED else len(_NAMED))
+    """The order in which devices are filled: accelerators by index, then one without an index, cpu, disk."""
+    return (0, device) if isinstance(device, int) else (1, 1 + OFFLOAD.index(device) if device in OFFLOAD else 0)
 
 
 def is_accelerator(device: Device) -> bool:
@@ -129,7 +128,8 @@ def as_device(device: object) -> Device:
         if found is not None and found.type == "meta":
             raise DeviceMapError("'meta' holds no values; give 'cpu', 'disk' or an accelerator")
         if found is not None:
-            if found.type in ("cpu", "mps"):
+            known = HARDWARE.get(found.type)
+            if known is not None and not known.is_indexed:
                 return found.type
             return _own_index(found.type) if found.index is None else found.index
     raise DeviceMapError(
@@ -145,15 +145,21 @@ def _own_index(kind: str) -> int:
     hardware = HARDWARE.get(kind)
     if hardware is None or not hardware.is_available():
         return 0
-    is_in_use = getattr(hardware.module, "is_initialized", None)
-    chosen = hardware.module.current_device() if is_in_use is not None and is_in_use() else 0
+    is_in_use, current = map(hardware.ability, ("is_initialized", "current_device"))
+    chosen = current() if current is not None and is_in_use is not None and is_in_use() else 0
     return int(chosen) or (env.local_rank() if env.local_rank() < hardware.num_devices() else 0)
 
 
 def _measured(hardware: Hardware) -> dict[Device, int]:
     free: dict[Device, int] = {}
-    if hardware.kind == "mps":
-        return {"mps": available_memory()}
+    if hardware.kind != "cpu" and not hardware.is_indexed:
+        return {hardware.kind: available_memory()}
+    if hardware.memory_ability("mem_get_info") is None and hardware.kind != "cpu":
+        logger.warning_once(
+            f"{hardware.kind} devices do not say how much of their memory is free and get no part of a model; say what each may "
+            f"take, such as max_memory={{0: '8GiB', 'cpu': '16GiB'}}"
+        )
+        return {"cpu": available_memory()}
     shares_main_memory = False
     for index in range(hardware.num_devices() if hardware.kind != "cpu" else 0):
         try:
@@ -161,8 +167,8 @@ def _measured(hardware: Hardware) -> dict[Device, int]:
         except RuntimeError as error:
             logger.warning(f"{hardware.kind}:{index} does not answer and is left out: {error}")
             continue
-        properties = hardware.module.get_device_properties(index)
-        shares_main_memory |= bool(getattr(properties, "is_integrated", False))
+        describe = hardware.ability("get_device_properties")
+        shares_main_memory |= describe is not None and bool(getattr(describe(index), "is_integrated", False))
     if not shares_main_memory:
         free["cpu"] = available_memory()
     return free
@@ -170,7 +176,8 @@ def _measured(hardware: Hardware) -> dict[Device, int]:
 
 def _free_on(hardware: Hardware, index: int) -> int:
     device = torch.device(hardware.kind, index)
-    cached = int(hardware.module.memory_reserved(device)) - int(hardware.module.memory_allocated(device))
+    held, used = map(hardware.memory_ability, ("memory_reserved", "memory_allocated"))
+    cached = 0 if held is None or used is None else int(held(device)) - int(used(device))
     return free_bytes(hardware, device) + max(0, cached)
 
 

@@ -304,8 +304,9 @@ def _readable(device_map: Mapping[str, Device | torch.device]) -> Mapping[str, D
 def _check_presence(device_map: Mapping[str, Device]) -> None:
     """Are the devices on this machine?"""
     absent = sorted(absent_from_here(device_map.values()), key=str)
-    if "mps" in absent:
-        raise DeviceMapError("the device map uses 'mps', which is not on this machine")
+    named = [device for device in absent if isinstance(device, str)]
+    if named:
+        raise DeviceMapError(f"the device map uses '{named[0]}', which is not on this machine")
     if absent:
         raise DeviceMapError(
             f"the device map uses accelerator {', '.join(map(str, absent))}; this machine has {devices_here()}"

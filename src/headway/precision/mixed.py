@@ -209,7 +209,17 @@ def build_precision(name: str, hardware: Hardware, options: EngineOptions) -> Pr
                 "(on CUDA, those of compute capability 8.0 and above have). Use mixed_precision='fp16'",
                 _name_of(hardware),
             )
+        _check_autocast(hardware, name, torch.bfloat16)
         return Bf16Precision(hardware, options)
     if name == "fp16":
+        _check_autocast(hardware, name, torch.float16)
         return Fp16Precision(hardware, options)
     raise ConfigError(f"mixed_precision={name!r} is unknown; allowed: 'no', 'bf16', 'fp16'")
+
+
+def _check_autocast(hardware: Hardware, name: str, dtype: torch.dtype) -> None:
+    if not hardware.supports_autocast(dtype):
+        raise UnsupportedError(
+            f"mixed_precision={name!r}, but torch.autocast does not cast to {str(dtype).removeprefix('torch.')} on {hardware.kind} "
+            "devices; use 'no', or hold the model itself in that type (model.to(dtype))"
+        )

@@ -21,17 +21,12 @@ class Headroom:
     """
 
     def __init__(self, hardware: Hardware, device: torch.device) -> None:
-        self._hardware, self._module = hardware, hardware.module
+        self._hardware = hardware
+        self._statistics = hardware.memory_ability("memory_stats")
         self._device = device
+        names = ("memory_stats", "mem_get_info", "memory_reserved", "max_memory_allocated", "reset_peak_memory_stats")
         self._has_statistics = hardware.kind != "cpu" and all(
-            hasattr(self._module, name)
-            for name in (
-                "memory_stats",
-                "mem_get_info",
-                "memory_reserved",
-                "max_memory_allocated",
-                "reset_peak_memory_stats",
-            )
+            hardware.memory_ability(name) is not None for name in names
         )
         self._peak = PeakReader(hardware, device) if self._has_statistics else None
         self._num_rescues: int | None = None
@@ -50,9 +45,9 @@ class Headroom:
 
     def has_room(self, factor: float) -> bool:
         """Would pieces `factor` times as large fit, by what was used at most since the peak was forgotten?"""
-        if self._peak is None:
+        if self._peak is None or self._statistics is None:
             return True
-        statistics = self._module.memory_stats(self._device)
+        statistics = self._statistics(self._device)
         base = statistics.get("allocated_bytes.all.current", 0)
         wanted = base + (self._peak.peak() - base) * factor
         free = free_bytes(self._hardware, self._device)
@@ -61,9 +56,13 @@ class Headroom:
     def is_thrashing(self) -> bool:
         """Does the allocator keep emptying its cache to get on? Asked at each vote, and looked into at some."""
         self._num_votes += 1
-        if not self._has_statistics or (self._num_rescues is not None and self._num_votes % _EVERY):
+        if (
+            self._peak is None
+            or self._statistics is None
+            or (self._num_rescues is not None and self._num_votes % _EVERY)
+        ):
             return False
-        statistics = self._module.memory_stats(self._device)
+        statistics = self._statistics(self._device)
         # Each out-of-memory error was a retry too, one in vain: what is left are those that got on.
         now = statistics.get("num_alloc_retries", 0) - statistics.get("num_ooms", 0)
         before, self._num_rescues = self._num_rescues, now

@@ -6,6 +6,7 @@ from typing import Any
 from headway.config.values import did_you_mean
 from headway.errors import ConfigError
 from headway.log import get_logger
+from headway.runtime.device import is_kind
 
 log = get_logger(__name__)
 
@@ -64,10 +65,7 @@ def check_load_arguments(given: Mapping[str, Any]) -> None:
 
 
 def _is_device(place: str) -> bool:
-    kind, _, index = place.partition(":")
-    return kind in ("cpu", "cuda", "mps", "xpu", "npu", "mlu", "hpu", "musa", "xla", "meta") and (
-        not index or index.isdigit()
-    )
+    return is_kind(place.partition(":")[0]) and (":" not in place or place.partition(":")[2].isdigit())
 
 
 def _take(method: str, name: str, known: Collection[str], own: Collection[str], why: str) -> None:

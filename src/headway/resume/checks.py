@@ -201,7 +201,8 @@ def check_streams(streams: Told, hardware: Hardware) -> None:
         _check_state(each)
     for each in streams.given("device"):
         is_state = isinstance(each.value, torch.Tensor) and each.value.dtype == torch.uint8
-        if hardware.kind != "cpu" and (not is_state or each.value.shape != hardware.module.get_rng_state().shape):
+        read = None if hardware.kind == "cpu" else hardware.ability("get_rng_state")
+        if read is not None and (not is_state or each.value.shape != read().shape):
             each.refuse("the state of the device's random stream")
     python = streams["python"]
     gauss = python.items(3)[2]

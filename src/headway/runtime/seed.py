@@ -2,15 +2,18 @@
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from headway.errors import ConfigError
+from headway.log import get_logger
 from headway.runtime.device import Hardware
 from headway.runtime.process import current
+
+log = get_logger(__name__)
 
 _MASK = (1 << 63) - 1
 _ALL = ["python", "numpy", "torch", "device"]
@@ -65,11 +68,24 @@ def read_states(rng_types: list[str], generator: torch.Generator | None) -> dict
         states["numpy"] = sys.modules["numpy"].random.get_state()
     if "torch" in rng_types:
         states["torch"] = torch.get_rng_state()
-    if "device" in rng_types and current().hardware.kind != "cpu":
-        states["device"] = current().hardware.module.get_rng_state()
+    if "device" in rng_types and (read := _device_stream("get_rng_state")) is not None:
+        states["device"] = read()
     if "generator" in rng_types and generator is not None:
         states["generator"] = generator.get_state()
     return states
+
+
+def _device_stream(name: str) -> Callable[..., Any] | None:
+    """How the device's stream is read or written; None on the CPU, and where torch's module for the device cannot."""
+    hardware = current().hardware
+    found = None if hardware.kind == "cpu" else hardware.ability(name)
+    if found is None and hardware.kind != "cpu":
+        log.warning_once(
+            "torch.%s has no %s: its random numbers are not in checkpoints, and a resumed run draws others there",
+            hardware.kind,
+            name,
+        )
+    return found
 
 
 def write_states(states: dict[str, Any], generator: torch.Generator | None) -> None:
@@ -80,8 +96,8 @@ def write_states(states: dict[str, Any], generator: torch.Generator | None) -> N
         sys.modules["numpy"].random.set_state(states["numpy"])
     if "torch" in states:
         torch.set_rng_state(states["torch"])
-    if "device" in states:
-        current().hardware.module.set_rng_state(states["device"])
+    if "device" in states and (write := _device_stream("set_rng_state")) is not None:
+        write(states["device"])
     if "generator" in states and generator is not None:
         generator.set_state(states["generator"])
 

@@ -97,9 +97,10 @@ def measured(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
     """The device's peak for products of this type: stated where it is in the table, else measured."""
-    if device.type == "cuda":
+    tell = None if device.type == "cpu" else HARDWARE[device.type].ability("get_device_name")
+    if tell is not None:
         uses_tf32 = torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32
-        found = stated(torch.cuda.get_device_name(device), dtype, uses_tf32)
+        found = stated(tell(device), dtype, uses_tf32)
         if found is not None:
             return found
     return measured(device, dtype)

@@ -35,6 +35,7 @@ from headway.trainer.rehearsal import Rehearsal
 from headway.trainer.results import EvalLoopOutput, Files, Metrics, PredictionOutput, TrainOutput
 from headway.training.optimizer import PreparedOptimizer
 from headway.training.scheduler import PreparedScheduler
+from headway.weights.moving import move
 
 log = get_logger(__name__)
 
@@ -249,7 +250,7 @@ class Trainer(OtherNames):
         self.train_dataloader = loader = accelerator.prepare_data_loader(self.get_train_dataloader())
         num_batches = length_of(loader)
         count_updates(self.state, args, num_batches)
-        model.to(accelerator.device)
+        move(model, accelerator.device)
         self.optimizer, self.lr_scheduler = self._given_optimizers
         self.create_optimizer_and_scheduler(self.state.max_steps)
         _, self.optimizer, self.lr_scheduler = accelerator.prepare(

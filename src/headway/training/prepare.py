@@ -36,6 +36,7 @@ from headway.training.scheduler import (
 )
 from headway.training.step import Step
 from headway.training.windows import Clock
+from headway.weights.moving import move
 
 log = get_logger(__name__)
 
@@ -170,7 +171,7 @@ class Preparation:
         self._check_spread(model, is_moved, is_evaluation)
         self._check_memory(model)
         if is_moved:
-            model.to(self._runtime.device)
+            move(model, self._runtime.device)
         elif self._strategy.data_shard.count > 1:
             self._check_device(model)
         if self.models:

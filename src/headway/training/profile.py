@@ -12,12 +12,6 @@ from headway.log import get_logger
 
 log = get_logger(__name__)
 
-_ACTIVITIES = {
-    "cpu": torch.profiler.ProfilerActivity.CPU,
-    "cuda": torch.profiler.ProfilerActivity.CUDA,
-    "xpu": torch.profiler.ProfilerActivity.XPU,
-}
-
 _NUM_ROWS = 50
 
 
@@ -28,11 +22,12 @@ def profiling(options: ProfileKwargs, rank: int) -> Iterator[torch.profiler.prof
     Raises:
         ConfigError: an unknown activity.
     """
-    unknown = set(options.activities or ()) - set(_ACTIVITIES)
+    known = _activities()
+    unknown = set(options.activities or ()) - set(known)
     if unknown:
-        raise ConfigError(f"unknown profiler activities {sorted(unknown)}; allowed: {', '.join(_ACTIVITIES)}")
+        raise ConfigError(f"unknown profiler activities {sorted(unknown)}; allowed: {', '.join(known)}")
     profiler = torch.profiler.profile(
-        activities=[_ACTIVITIES[name] for name in options.activities] if options.activities else None,
+        activities=[known[name] for name in options.activities] if options.activities else None,
         schedule=torch.profiler.schedule(**options.schedule_option) if options.schedule_option else None,
         on_trace_ready=options.on_trace_ready,
         record_shapes=options.record_shapes,
@@ -49,6 +44,13 @@ def profiling(options: ProfileKwargs, rank: int) -> Iterator[torch.profiler.prof
             folder = Path(options.output_trace_dir)
             folder.mkdir(parents=True, exist_ok=True)
             _export(profiler, folder / f"profile_{rank}.json")
+
+
+def _activities() -> dict[str, torch.profiler.ProfilerActivity]:
+    """torch's activities by the kind of device; a vendor's own goes by the name that its package registered."""
+    activities = torch.profiler.ProfilerActivity
+    known = {name.lower(): activity for name, activity in activities.__members__.items()}
+    return {**known, torch._C._get_privateuse1_backend_name(): activities.PrivateUse1}
 
 
 def _export(profiler: torch.profiler.profile, path: Path) -> None:

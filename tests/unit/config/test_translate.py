@@ -65,6 +65,13 @@ def test_processes_on_the_cpu():
     )
 
 
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "MULTI_NPU", "MULTI_HPU"])
+def test_every_kind_of_accelerator_is_found_by_the_launch(kind):
+    made = of(f"distributed_type: {kind}\n")
+    assert made.num_lost == 0
+    assert "one process per accelerator" in dict(made.lines)["distributed_type"]
+
+
 def test_undecided_stays_undecided():
     assert of("num_processes: -1\nmain_process_ip: null\n").config == LaunchConfig()
 

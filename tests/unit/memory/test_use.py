@@ -159,6 +159,7 @@ def test_a_summary_of_something_else(result):
 def device(monkeypatch):
     """torch.cuda as a machine with GPUs would show it."""
     module = types.SimpleNamespace(
+        current_device=lambda: 0,
         memory_allocated=lambda device: 100, memory_reserved=lambda device: 150, max_memory_allocated=lambda device: 120,
         get_device_properties=lambda device: types.SimpleNamespace(uuid="bb"), mem_get_info=lambda device: (600, 1000),
     )  # fmt: skip

@@ -1,9 +1,10 @@
 """The runtime of one process: started once, resettable, and refused where the launch promised something else."""
 
 import pytest
+import torch
 
 from headway.config.load import payload, resolve
-from headway.errors import ConfigError, DeviceUnavailable
+from headway.errors import ConfigError, DeviceUnavailable, UnsupportedError
 from headway.runtime import device, process
 from headway.runtime.ledger import Ledger
 
@@ -20,7 +21,7 @@ def test_it_starts_once_and_ends():
 
 
 def test_the_device_cannot_change_under_way(monkeypatch):
-    fake = device.Hardware("mps", "gloo", is_indexed=False)
+    fake = device.Hardware("mps")
     monkeypatch.setattr(process, "detect", lambda: fake)
     process.start()
     with pytest.raises(ConfigError, match="pass cpu=True to the first Accelerator"):
@@ -34,7 +35,7 @@ def test_a_wrong_rank_is_named(monkeypatch):
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch):
-    hardware = device.Hardware("cuda", "nccl", is_indexed=True)
+    hardware = device.Hardware("cuda")
     monkeypatch.setattr(device.Hardware, "num_devices", lambda self: 2)
     with pytest.raises(DeviceUnavailable, match="local rank 2 has no cuda device: this machine shows 2"):
         hardware.device(2)
@@ -79,3 +80,39 @@ def test_the_ledger_keeps_the_last_ones_with_the_callers_line():
         ledger.record(name, "detail")
     assert [(entry.sequence, entry.operation) for entry in ledger.entries] == [(2, "b"), (3, "c")]
     assert "test_process.py:" in ledger.entries[-1].call_site
+
+
+def test_kinds_are_torchs_and_none_is_listed():
+    assert dict(device.HARDWARE) == {"cpu": device.CPU} | {
+        name: device.Hardware(name) for name in list(device.HARDWARE)[1:]
+    }
+    assert device.HARDWARE["xpu"] == device.Hardware("xpu")
+    assert "npu" not in device.HARDWARE
+    assert device.is_kind("hpu")
+    assert not device.is_kind("npu")
+    with pytest.raises(
+        DeviceUnavailable, match=r"'npu' is not a kind of device that torch knows .*once its package is imported"
+    ):
+        device.by_name("npu")
+    with pytest.raises(DeviceUnavailable, match=r"'xla' was asked for: .*torch_xla"):
+        device.by_name("xla")
+
+
+def test_engines_are_those_of_torchs_table(monkeypatch):
+    table = torch.distributed.Backend.default_device_backend_map
+    assert device.CPU.backend == device.Hardware("mps").backend == "gloo"
+    assert device.Hardware("cuda").backend == "cpu:gloo,cuda:nccl"
+    assert device.Hardware("xpu").backend == "cpu:gloo,xpu:xccl"
+    assert "mtia" not in table
+    with pytest.raises(UnsupportedError, match=r"no engine carries tensors of mtia .*backend='cpu:gloo,mtia:<engine>'"):
+        _ = device.Hardware("mtia").backend
+    monkeypatch.setitem(table, "mtia", "mccl")  # what Backend.register_backend(devices=["mtia"]) does
+    assert device.Hardware("mtia").backend == "cpu:gloo,mtia:mccl"
+
+
+def test_a_kind_without_a_current_device_has_no_index():
+    assert [kind for kind in ("cpu", "cuda", "xpu", "mtia", "mps") if device.HARDWARE[kind].is_indexed] == [
+        "cuda",
+        "xpu",
+        "mtia",
+    ]

@@ -208,7 +208,7 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 def _plugged(package: str, kind: str) -> bool:
-    """A device that a package of its own adds to torch. Headway drives none of them; this only tells what is here."""
+    """A device that a package of its own adds to torch: is it here?"""
     if not _has(package):
         return False
     try:

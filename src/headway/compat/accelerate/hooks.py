@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from headway.collectives.tree import to_device
+from headway.weights.moving import move
 
 
 class ModelHook:
@@ -165,13 +166,14 @@ class CpuOffload(ModelHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """To the CPU."""
-        return module.to("cpu")
+        move(module, torch.device("cpu"))
+        return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The model before this one off, this one on, the arguments beside it."""
         if self.prev_module_hook is not None:
             self.prev_module_hook.offload()
-        module.to(self.execution_device)
+        move(module, self.execution_device)
         return to_device(args, self.execution_device), to_device(kwargs, self.execution_device)
 
 

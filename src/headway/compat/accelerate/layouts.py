@@ -9,7 +9,7 @@ from headway.runtime.process import ProcessRuntime
 
 
 class DistributedType(str, Enum):
-    """How processes share the work. Headway's are NO, MULTI_CPU, MULTI_GPU and MULTI_XPU; the others are there to compare with."""
+    """How processes share the work. Headway's are NO and MULTI_*, by the kind of device (GPU: any without a name)."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -53,14 +53,12 @@ class RNGType(Spelled):
     GENERATOR = "generator"
 
 
-_BY_DEVICE = {"cuda": DistributedType.MULTI_GPU, "xpu": DistributedType.MULTI_XPU}
-
-
 def distributed_type(runtime: ProcessRuntime) -> DistributedType:
     """What Accelerate calls this process's surroundings."""
     if runtime.world_size == 1:
         return DistributedType.NO
-    return _BY_DEVICE.get(runtime.hardware.kind, DistributedType.MULTI_CPU)
+    kind = runtime.hardware.kind
+    return getattr(DistributedType, f"MULTI_{kind.upper()}", DistributedType.MULTI_GPU)
 
 
 class _Planned:

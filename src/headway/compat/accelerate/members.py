@@ -40,7 +40,7 @@ class Members:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How processes share the work: NO, MULTI_CPU, MULTI_GPU or MULTI_XPU."""
+        """How processes share the work: NO, or MULTI_ and the kind of device, such as MULTI_GPU."""
         return self.state.distributed_type
 
     @property

@@ -94,7 +94,11 @@ def test_a_model_over_several_devices_is_known():
 
 
 def test_streams_by_accelerates_names():
-    assert stream_names(["torch", RNGType.CUDA, "xpu", "generator"]) == ["torch", "device", "generator"]
+    assert stream_names(["torch", RNGType.CUDA, "xpu", RNGType.NPU, "mtia", "generator"]) == [
+        "torch",
+        "device",
+        "generator",
+    ]
     with pytest.raises(ConfigError, match="unknown random stream 'dice'"):
         Accelerator(cpu=True, rng_types=["dice"])
     assert Accelerator(cpu=True, rng_types=[RNGType.GENERATOR, "cuda"]).num_processes == 1

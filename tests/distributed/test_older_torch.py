@@ -1,0 +1,41 @@
+"""The launcher on torch's agent as it is in 2.11, where it is not told how long workers may take to end."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# torch 2.11 itself is not installed beside 2.13: its agent's signatures, around the present one.
+OLDER = """
+import sys
+if sys.orig_argv[1:4] == ["-m", "headway.launch", "agent"]:
+    import signal
+    import torch.distributed.elastic.agent.server.local_elastic_agent as home
+
+    class Older(home.LocalElasticAgent):
+        def __init__(self, spec, logs_specs, start_method="spawn", exit_barrier_timeout=300, log_line_prefix_template=None):
+            super().__init__(spec, logs_specs, start_method, exit_barrier_timeout, log_line_prefix_template)
+
+        def _shutdown(self, death_sig=signal.SIGTERM):
+            super()._shutdown(death_sig)
+
+    home.LocalElasticAgent = Older
+    print("older", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("line", "code", "said"), [("print('fine')", 0, "fine"), ("1 / 0", 1, "ZeroDivisionError")])
+def test_ranks_start_and_end(tmp_path, line, code, said):
+    (tmp_path / "sitecustomize.py").write_text(OLDER)
+    (tmp_path / "script.py").write_text(line)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", "headway", "launch", "-n", "2", "--cpu", "script.py"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    told = done.stdout + done.stderr
+    assert done.returncode == code, told
+    assert "older" in told
+    assert said in told
+    assert "shutdown_timeout" not in told
