@@ -111,16 +111,16 @@ def test_an_adapter_is_trained_on_streamed_weights():
     assert torch.equal(*gradients)
 
 
-def test_a_streamed_model_is_refused_by_prepare_and_trained_where_it_lies():
+def test_a_streamed_model_is_trained_where_it_lies():
     model = cpu_offload(build().requires_grad_(False), 0)
     model.append(nn.Linear(WIDTH, 1).cuda())
     with pytest.raises(PrepareError, match="dispatched over cpu"):
-        Accelerator().prepare(model)
+        Accelerator().prepare(model, device_placement=[True])
     accelerator = Accelerator()
     head = model[-1]
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
     before = head.weight.detach().clone()
-    model, optimizer = accelerator.prepare(model, optimizer, device_placement=[False, True])
+    model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.backward(model(torch.randn(4, WIDTH, device="cuda")).square().mean())
     optimizer.step()
     assert {parameter.device.type for parameter in model[:-1].parameters()} == {"cpu"}

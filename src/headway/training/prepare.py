@@ -167,8 +167,7 @@ class Preparation:
             return model
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             raise PrepareError("prepare() got a DistributedDataParallel; give the bare model, Headway wraps it")
-        is_moved = self._places if place is None else place
-        self._check_spread(model, is_moved, is_evaluation)
+        is_moved = self._is_moved(model, place, is_evaluation)
         self._check_memory(model)
         if is_moved:
             move(model, self._runtime.device)
@@ -193,11 +192,12 @@ class Preparation:
         learns = not is_evaluation and any(parameter.requires_grad for parameter in model.parameters())
         return learns and self._strategy.data_shard.count > 1 and self._strategy.capabilities.deferred_sync
 
-    def _check_spread(self, model: torch.nn.Module, is_moved: bool, is_evaluation: bool) -> None:
-        """Refuse to pull a dispatched model's parts together, or to replicate it for training."""
+    def _is_moved(self, model: torch.nn.Module, place: bool | None, is_evaluation: bool) -> bool:
+        """Is the model to be moved? One that is dispatched over several places stays where it lies, and is never replicated."""
+        is_moved = self._places if place is None else place
         places, count = spread_over(model, self._runtime.device), self._strategy.data_shard.count
-        if not places or (not is_moved and (count == 1 or is_evaluation)):
-            return
+        if not places:
+            return is_moved
         what = f"{type(model).__name__} was dispatched over {', '.join(places)} (hf_device_map)"
         if count > 1 and not is_evaluation:
             raise PrepareError(
@@ -205,12 +205,14 @@ class Preparation:
                 "dispatch_model() is trained by one process. Start one (headway launch -n 1), or load it without a device "
                 "map, so that each process holds all of it"
             )
-        raise PrepareError(
-            f"{what}, and prepare() would move all of it to {self._runtime.device}, where it may not fit, under hooks that "
-            "expect it elsewhere. To train it where it lies, pass device_placement=[False] with it "
-            "(prepare_model(model, device_placement=False)); to only run it, leave it out of prepare(); or load it without "
-            "a device map"
-        )
+        if place:
+            raise PrepareError(
+                f"{what}, and device_placement=[True] would move all of it to {self._runtime.device}, where it may not fit, under "
+                "hooks that expect it elsewhere. Leave device_placement out, and the model stays where it lies; or load it "
+                "without a device map"
+            )
+        log.info_once(f"{what}: it stays there")
+        return False
 
     def _check_memory(self, model: torch.nn.Module) -> None:
         lazy = [name for name, parameter in model.named_parameters() if parameter.is_meta]
