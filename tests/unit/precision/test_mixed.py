@@ -280,7 +280,9 @@ def test_emulated_bfloat16_is_told(major: int, is_told: bool, caplog: pytest.Log
         return including_emulation or major >= 8
 
     module = SimpleNamespace(is_bf16_supported=is_bf16_supported, get_device_name=lambda: "Tesla T4")
-    hardware = SimpleNamespace(kind="cuda", module=module, supports_bf16=is_bf16_supported)
+    hardware = SimpleNamespace(
+        kind="cuda", module=module, supports_bf16=is_bf16_supported, supports_autocast=lambda _: True
+    )
     with caplog.at_level(logging.WARNING, logger="headway"):
         assert build_precision("bf16", hardware, EngineOptions()).name == "bf16"  # type: ignore[arg-type]
     assert ("Tesla T4 only emulates bfloat16" in caplog.text) is is_told
