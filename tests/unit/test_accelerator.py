@@ -70,7 +70,7 @@ def test_tpus_are_refused_by_name(monkeypatch, name):
 
 def test_an_unknown_device_is_refused(monkeypatch):
     monkeypatch.setenv("HEADWAY_DEVICE", "abacus")
-    with pytest.raises(DeviceUnavailable, match="not a kind of device that torch knows .*; available here: cpu"):
+    with pytest.raises(DeviceUnavailable, match=r"not a kind of device that torch knows .*; available here: cpu"):
         Accelerator()
 
 
