@@ -99,6 +99,6 @@ def test_the_self_check_passes_on_the_device() -> None:
 
 
 def test_the_first_use_of_the_device_is_named() -> None:
-    code = "from headway.runtime import device, origin\nimport torch\ntorch.ones(1, device='cuda')\nprint(origin.first_use())"
+    code = "import torch\nfrom headway import scope\nfrom headway.runtime import device\ntorch.ones(1, device='cuda')\nprint(scope.own(device.FirstUse).place)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "<string>:3"
+    assert ran.stdout.strip() == "<string>:4"
