@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,7 +99,11 @@ def test_the_self_check_passes_on_the_device() -> None:
     assert "cuda" in done.stdout
 
 
-def test_the_first_use_of_the_device_is_named() -> None:
-    code = "import torch\nfrom headway import scope\nfrom headway.runtime import device\ntorch.ones(1, device='cuda')\nprint(scope.own(device.FirstUse).place)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "<string>:4"
+def test_the_first_use_of_the_device_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "first.py"
+    script.write_text(
+        "import torch\nfrom headway import scope\nfrom headway.runtime import device\n"
+        "torch.ones(1, device='cuda')\nprint(scope.own(device.FirstUse).place)\n"
+    )
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith(f"{script}:4:")
