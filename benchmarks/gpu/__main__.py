@@ -45,37 +45,37 @@ def unpack(wheels: Path | None, folder: str) -> list[str]:
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """What was asked for."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument(
-        "steps", nargs="*", metavar="step", help=f"of {', '.join(step.name for step in STEPS)}; none: all"
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description="Run the benchmarks and tests that need an accelerator."
     )
     parser.add_argument(
-        "--list", action="store_true", help="name the steps and what they are promised, and run nothing"
+        "steps", nargs="*", metavar="step", help=f"any of {', '.join(step.name for step in STEPS)}; default: all"
     )
-    parser.add_argument("--device", help="torch's name; default: the accelerator of this machine")
-    parser.add_argument("--size", choices=SIZES, help="default: full on an accelerator, small on a CPU")
+    parser.add_argument("--list", action="store_true", help="list the steps and the time reserved for each, and exit")
+    parser.add_argument("--device", help="torch's name of the device; default: this machine's accelerator")
     parser.add_argument(
-        "--out", type=Path, default=FOLDER, help="where <kind>.json and <kind>.md go; default: beside the steps"
+        "--size", choices=SIZES, help="size of the workloads; default: full on an accelerator, small on a CPU"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=FOLDER, help="folder for <kind>.json and <kind>.md; default: benchmarks/gpu"
     )
     parser.add_argument(
         "--minutes",
         type=float,
-        help=f"for all steps together; default: {TOTAL / 60:.0f}, and {ON_CPU / 60:.0f} on a CPU",
+        help=f"time limit for all steps together; default: {TOTAL / 60:.0f}, or {ON_CPU / 60:.0f} on a CPU",
     )
-    parser.add_argument(
-        "--wheels", type=Path, help="a folder of wheels to import from, for packages that the machine lacks"
-    )
+    parser.add_argument("--wheels", type=Path, help="folder of wheels for packages that the machine lacks")
     given = parser.parse_args(words)
     try:
         given.steps = named(given.steps)
     except ValueError as error:
         parser.error(str(error))
     if given.wheels is not None and not list(given.wheels.glob("*.whl")):
-        parser.error(f"--wheels {given.wheels} holds no .whl file")
+        parser.error(f"--wheels {given.wheels} contains no .whl file")
     if given.list:
         return given
     if lacking(["torch"]):
-        parser.error(f"{sys.executable} has no torch; start this with the Python that has it")
+        parser.error(f"{sys.executable} has no torch; use a Python that has it")
     given.device = given.device or accelerator()
     if not given.device:
         parser.error(
@@ -99,7 +99,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = unpack(given.wheels, folder)
         for name in lacking((*NEEDED, *USED)):
-            sys.stdout.write(f"this machine lacks {name}; carry its wheel, and name the folder with --wheels\n")
+            sys.stdout.write(f"this machine lacks {name}; bring its wheel, and pass the folder with --wheels\n")
         if lacking(NEEDED):
             return 2
         from benchmarks.gpu.record import Record

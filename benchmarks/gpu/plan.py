@@ -35,15 +35,15 @@ class Step:
 
 
 STEPS = (
-    Step("synchronisations", "How often does an update wait for the device, beside a loop by hand?", 45),
-    Step("gpt2", "How fast is GPT-2 124M in bf16, by hand, with Headway, with Accelerate?", 105),
-    Step("out_of_memory", "Is a first step that runs out of memory made again with the same bits?", 35),
-    Step("microbatching", "What does automatic micro-batching find, beside bisection?", 40),
-    Step("notebook", "What do the notebook's four rows take here?", 55),
-    Step("weights", "How near to the link's bandwidth do weights stream from host memory?", 60),
-    Step("activations", "What does keeping activations in host memory cost, beside computing them again?", 40),
-    Step("saves", "How long does a save behind the loop hold up GPT-2 XL with AdamW, beside dcp.async_save?", 65),
-    Step("ranks", "Do two ranks on one card train what one process does?", 40),
+    Step("synchronisations", "How often does an update wait for the device, compared with a hand-written loop?", 45),
+    Step("gpt2", "How fast is GPT-2 124M in bf16 in a hand-written loop, with Headway and with Accelerate?", 105),
+    Step("out_of_memory", "Does a first step that runs out of memory give the same bits when it is repeated?", 35),
+    Step("microbatching", "Which size does automatic micro-batching find, compared with bisection?", 40),
+    Step("notebook", "How much memory do the notebook's four configurations need here, and how fast are they?", 55),
+    Step("weights", "How close do weights streamed from host memory come to the link's bandwidth?", 60),
+    Step("activations", "What does keeping activations in host memory cost, compared with recomputing them?", 40),
+    Step("saves", "How long does a background save stall GPT-2 XL with AdamW, compared with dcp.async_save?", 65),
+    Step("ranks", "Do two ranks on one device train the same model as one process?", 40),
     Step("tests", "Do the tests that need an accelerator pass?", 55),
 )
 
@@ -57,5 +57,5 @@ def named(names: list[str]) -> tuple[Step, ...]:
     unknown = sorted(set(names) - {step.name for step in STEPS})
     if unknown:
         there = ", ".join(step.name for step in STEPS)
-        raise ValueError(f"no such step: {', '.join(unknown)}; there are {there}")
+        raise ValueError(f"no such step: {', '.join(unknown)}; choose from {there}")
     return tuple(step for step in STEPS if not names or step.name in names)

@@ -9,7 +9,7 @@ from typing import Any
 from headway import atomic
 
 NO_GPU = (
-    "**Run on a CPU, at a small size. These rows show that the steps run and what they would print; they say nothing about how "
+    "**Run on a CPU, at a small size. These rows show that the steps run and what they print; they say nothing about how "
     "fast a GPU is.**"
 )
 
@@ -79,7 +79,7 @@ def markdown(kind: str, steps: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [
         f"# On {kind}",
         "",
-        "Written by `python -m benchmarks.gpu`; [what the steps are](../README.md#on-an-accelerator).",
+        "Written by `python -m benchmarks.gpu`; [description of the steps](../README.md#on-an-accelerator).",
     ]
     if kind == "cpu":
         lines += ["", NO_GPU]

@@ -139,9 +139,9 @@ def test_a_real_step_at_its_smallest(tmp_path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["gtp2"], "no such step: gtp2; there are synchronisations, gpt2"),
+        (["gtp2"], "no such step: gtp2; choose from synchronisations, gpt2"),
         (["--device", "cpu", "--size", "full"], "--size full is meant for an accelerator"),
-        (["--wheels", "nowhere"], "--wheels nowhere holds no .whl file"),
+        (["--wheels", "nowhere"], "--wheels nowhere contains no .whl file"),
     ],
 )
 def test_wrong_words_are_answered(words, told):
