@@ -26,7 +26,7 @@ QUESTIONS = {
     "big_model_load": "How long does a checkpoint of 1.6 GB take to load and place?",
     "checkpoint": "What does a checkpoint of 400 MB cost, and a resume late in an epoch?",
     "preemption_cost": "What does it cost a rank to be ready to stop?",
-    "offload": "How fast is a forward with 23 of 24 blocks on disk?",
+    "offload": "How fast is a forward pass with 23 of 24 blocks on disk?",
 }
 # what is told, question, our row, Accelerate's row, column
 HIGHLIGHTS = (

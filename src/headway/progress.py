@@ -95,8 +95,8 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         """Show these values from now on (a float with four digits).
 
         Args:
-            values: a tensor holds one number; it is read when the bar is drawn. On an accelerator nobody waits for that: what is
-                drawn is what had come by then, and at the end of the loop what came last.
+            values: a tensor holds one number; it is read when the bar is drawn. On an accelerator the host does not wait for
+                it: the bar shows the latest value that has arrived, and at the end of the loop the last one.
 
         Raises:
             ConfigError: a tensor with several numbers.

@@ -79,7 +79,7 @@ def test_a_resumed_run_draws_what_the_undisturbed_one_does(tmp_path: Path) -> No
 def test_without_random_states_of_its_own_a_checkpoint_says_so(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     said = run(tmp_path, "loop.py", "0", "0", "1", "no", TOY_WITHOUT="get_rng_state,set_rng_state")
-    assert "torch.toy has no get_rng_state: its random numbers are not in checkpoints" in said
+    assert "torch.toy has no get_rng_state: its random state is not in checkpoints" in said
 
 
 def test_precision_by_its_own_autocast(tmp_path: Path) -> None:
@@ -140,5 +140,5 @@ def test_memory_that_nothing_counts(tmp_path: Path) -> None:
     device, used, total, _, monitor, source = lines[0].split(" | ")
     assert (device, used, total) == ("toy:0", "0", "0")
     assert monitor == "samples of resident memory"
-    assert source == "nobody: torch counts no memory of toy"
+    assert source == "none: torch does not count memory of toy"
     assert lines[1:] == ["['cpu']", "True"]

@@ -59,8 +59,8 @@ def test_a_launch_uses_both_devices_and_computes_what_two_cpu_ranks_do(tmp_path:
 def test_without_an_engine_for_its_tensors_the_error_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(_LOOP)
     said = run(tmp_path, "-m", "headway", "launch", "loop.py", code=1, TOY_WITHOUT="group")
-    assert "UnsupportedError: no engine carries tensors of toy between processes" in said
-    assert "InitProcessGroupKwargs(backend='cpu:gloo,toy:<engine>')" in said
+    assert "UnsupportedError: no backend carries tensors of toy between processes" in said
+    assert "InitProcessGroupKwargs(backend='cpu:gloo,toy:<backend>')" in said
 
 
 def test_more_ranks_than_devices_are_refused(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_more_ranks_than_devices_are_refused(tmp_path: Path) -> None:
 
 def test_which_devices_is_the_vendors_own_variable(tmp_path: Path) -> None:
     said = run(tmp_path, "-m", "headway", "launch", "--gpu_ids", "1", "-m", "json.tool", code=2)
-    assert "does not know by which variable toy devices are hidden from a process" in said
+    assert "does not know which variable hides toy devices from a process" in said
 
 
 def test_the_commands_that_describe_a_machine_name_it(tmp_path: Path) -> None:

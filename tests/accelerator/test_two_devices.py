@@ -78,4 +78,4 @@ except DeviceMapError as error:
     assert "the device map uses accelerator 2; this machine has toy 0 to 1" in said
     said = run_script(tmp_path, script, TOY_PLAIN="1", TOY_WITHOUT="mem_get_info")
     assert "{} True" in said
-    assert "toy devices do not say how much of their memory is free and get no part of a model" in said
+    assert "toy devices do not report how much memory is free, so no part of a model is placed on them" in said

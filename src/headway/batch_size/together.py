@@ -60,7 +60,7 @@ class Alarm:
                     process.abort_group()
                     return
         except (HeadwayError, RuntimeError) as error:  # the plane's host is gone, and the run ends
-            log.debug("nobody listens for a failed attempt any more: %s", error)
+            log.debug("no longer listening for failed attempts: %s", error)
         finally:
             self._is_done.set()
 

@@ -83,7 +83,7 @@ class Snapshot:
                 arena = self._allocate(num_bytes)
             except RuntimeError as error:
                 log.warning_once(
-                    "memory for saves behind the loop could not be pinned (%s): the loop waits for copies into ordinary memory",
+                    "memory for background saves could not be pinned (%s): the loop waits for copies to pageable memory",
                     error,
                 )
                 break

@@ -127,7 +127,7 @@ def structure(tree: Tree) -> str:
         return "*"
     if is_packed(tree):
         raise DataError(
-            "a PackedSequence cannot be gathered or joined, its rows are interleaved; use torch.nn.utils.rnn.pad_packed_sequence"
+            "a PackedSequence cannot be gathered or joined: its rows are interleaved; use torch.nn.utils.rnn.pad_packed_sequence"
         )
     if isinstance(tree, Mapping):
         return "{" + ",".join(f"{key}:{structure(value)}" for key, value in tree.items()) + "}"
@@ -184,8 +184,8 @@ def move_object(item: Any, device: torch.device, non_blocking: bool = False) -> 
         moved = item.to(device, non_blocking=True) if non_blocking and _knows_non_blocking(item) else item.to(device)
     except (TypeError, ValueError, AttributeError) as error:
         raise DataError(
-            f"the batch holds a {type(item).__name__}, whose own to({str(device)!r}) failed: {error}. Leave it out of the batch, "
-            "or let accelerator.prepare leave batches where they are (device_placement=False)"
+            f"the batch contains a {type(item).__name__} whose to({str(device)!r}) failed: {error}. Leave it out of the batch, "
+            "or pass device_placement=False so that batches stay where they are"
         ) from error
     return item if moved is None else moved
 

@@ -22,7 +22,7 @@ class DataLoaderConfiguration:
             shuffling is a pure function of (seed, epoch), and no global random stream is touched. None: True where
             `data_seed` is given.
         data_seed: the seed of a seedable order; None: derived from torch's initial seed, agreed over the ranks.
-        non_blocking: None and True: batches are copied to an accelerator from pinned memory, on a stream of their own, and the
+        non_blocking: None and True: batches are copied to an accelerator from pinned memory, on a separate stream, and the
             host does not wait. False: the host waits for each copy.
         use_stateful_dataloader: load with torchdata's StatefulDataLoader, which can resume iterable datasets.
     """

@@ -39,7 +39,7 @@ _TYPES = {
     "NO": "one process, or as many as num_processes says",
     "MULTI_CPU": "processes on the CPU",
 }
-_PER_DEVICE = "one process per accelerator is what a launch does by itself"
+_PER_DEVICE = "a launch starts one process per accelerator by default"
 """MULTI_GPU, MULTI_XPU, MULTI_NPU and the like."""
 
 _NOTHING: tuple[object, ...] = (None, False, "", "no", {}, [])

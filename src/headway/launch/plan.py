@@ -188,8 +188,8 @@ def _with_devices(resolved: Resolved, machine: Machine) -> Machine:
     on_cpu = bool(resolved.get("cpu", False))
     if machine.hidden_by and not on_cpu:
         raise ConfigError(
-            f"{machine.hostname} has accelerators, but {machine.hidden_by} shows none of them: name devices that exist (on ROCm, "
-            "HIP_VISIBLE_DEVICES counts those that ROCR_VISIBLE_DEVICES leaves, from 0), unset it, or add --cpu"
+            f"{machine.hostname} has accelerators, but all are hidden by {machine.hidden_by}: name devices that exist (on ROCm, "
+            "HIP_VISIBLE_DEVICES numbers those that ROCR_VISIBLE_DEVICES leaves, from 0), unset it, or add --cpu"
         )
     if resolved.get("multi_gpu", False):
         if on_cpu:
@@ -225,8 +225,8 @@ def _visible_variable(resolved: Resolved, machine: Machine) -> str:
     variables = VISIBLE.get(machine.accelerator or "")
     if not variables:
         raise ConfigError(
-            f"gpu_ids ({resolved.origin('gpu_ids')}): Headway does not know by which variable {machine.accelerator} devices are "
-            "hidden from a process; take it out and set the vendor's own variable, or start fewer processes with -n"
+            f"gpu_ids ({resolved.origin('gpu_ids')}): Headway does not know which variable hides {machine.accelerator} devices "
+            "from a process; remove it and set the vendor's own variable, or start fewer processes with -n"
         )
     return variables[0]
 

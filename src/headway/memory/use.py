@@ -203,7 +203,7 @@ def _device(hardware: Hardware, device: torch.device) -> MemoryUse:
 
 def _source(hardware: Hardware, has_told: bool) -> str:
     if not _is_counted(hardware):
-        return "the driver, by NVML" if has_told else f"nobody: torch counts no memory of {hardware.kind}"
+        return "the driver, by NVML" if has_told else f"none: torch does not count memory of {hardware.kind}"
     return "torch's allocator and NVML" if has_told else "torch's allocator"
 
 

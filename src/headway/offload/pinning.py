@@ -45,7 +45,7 @@ def pin(homes: Sequence[torch.Tensor], limit: int, allocate: Callable[[int], tor
             arena = allocate(num_bytes)
         except RuntimeError as error:
             logger.warning_once(
-                "only %s of %s of offloaded weights could be pinned (%s); the others go through pinned buffers, "
+                "only %s of %s of offloaded weights could be pinned (%s); the rest goes through pinned buffers, "
                 "which is slower",
                 format_bytes(moved),
                 format_bytes(sum(home.nbytes for home in fit)),

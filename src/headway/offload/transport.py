@@ -162,7 +162,7 @@ class RingTransport:
             except RuntimeError as error:
                 self._buffers = []
                 logger.warning_once(
-                    "%d buffers of %d bytes could not be pinned (%s): weights are copied from ordinary memory, which is slower",
+                    "%d buffers of %d bytes could not be pinned (%s): weights are copied from pageable memory, which is slower",
                     RING,
                     self._chunk,
                     error,
@@ -198,6 +198,6 @@ def transport_to(device: torch.device) -> Transport:
     try:
         lane = DeviceLane(device)
     except RuntimeError as error:
-        logger.warning_once("%s has no streams (%s): weights are not copied beside the computation", device, error)
+        logger.warning_once("%s has no streams (%s): weights cannot be copied while the device computes", device, error)
         return HostTransport(device)
     return RingTransport(lane)

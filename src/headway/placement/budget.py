@@ -89,7 +89,7 @@ def _read(max_memory: Mapping[Device, int | str]) -> dict[Device, int]:
         try:
             device = as_device(key)
             if device in budgets:
-                raise DeviceMapError(f"device {device} has a budget already, by another name; give it one")
+                raise DeviceMapError(f"device {device} already has a budget under another name; give it only one")
             budgets[device] = parse_bytes(int(size) if isinstance(size, float) else size)
         except HeadwayError as error:
             faults.append(f"{key!r}: {error}")
@@ -156,8 +156,8 @@ def _measured(hardware: Hardware) -> dict[Device, int]:
         return {hardware.kind: available_memory()}
     if hardware.memory_ability("mem_get_info") is None and hardware.kind != "cpu":
         logger.warning_once(
-            f"{hardware.kind} devices do not say how much of their memory is free and get no part of a model; say what each may "
-            f"take, such as max_memory={{0: '8GiB', 'cpu': '16GiB'}}"
+            f"{hardware.kind} devices do not report how much memory is free, so no part of a model is placed on them; say what each "
+            f"may take, such as max_memory={{0: '8GiB', 'cpu': '16GiB'}}"
         )
         return {"cpu": available_memory()}
     shares_main_memory = False

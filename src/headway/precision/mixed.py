@@ -205,8 +205,8 @@ def build_precision(name: str, hardware: Hardware, options: EngineOptions) -> Pr
             )
         if is_bf16_emulated(hardware):
             log.warning_once(
-                "mixed_precision='bf16', but %s only emulates bfloat16, which is slower than float32 there: it has no units for it "
-                "(on CUDA, those of compute capability 8.0 and above have). Use mixed_precision='fp16'",
+                "mixed_precision='bf16', but %s only emulates bfloat16, which is slower than float32: it has no bfloat16 units "
+                "(CUDA devices have them from compute capability 8.0). Use mixed_precision='fp16'",
                 _name_of(hardware),
             )
         _check_autocast(hardware, name, torch.bfloat16)
@@ -221,5 +221,5 @@ def _check_autocast(hardware: Hardware, name: str, dtype: torch.dtype) -> None:
     if not hardware.supports_autocast(dtype):
         raise UnsupportedError(
             f"mixed_precision={name!r}, but torch.autocast does not cast to {str(dtype).removeprefix('torch.')} on {hardware.kind} "
-            "devices; use 'no', or hold the model itself in that type (model.to(dtype))"
+            "devices; use 'no', or convert the model itself (model.to(dtype))"
         )

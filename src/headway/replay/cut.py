@@ -27,8 +27,8 @@ def cut_rows(tree: Tree, start: int, stop: int, num_rows: int) -> Tree:
     if moves_itself(tree) and not (is_dataclass(tree) or isinstance(tree, Mapping)):
         if stop - start < num_rows:
             raise UnsupportedError(
-                f"a {type(tree).__name__} cannot be cut by rows; make the batch of tensors (pad_packed_sequence, a dict of the "
-                "object's tensors) and the object in the loop, from the piece"
+                f"a {type(tree).__name__} cannot be cut by rows; put tensors in the batch (pad_packed_sequence, or a dict of the "
+                "object's tensors) and build the object from each piece in the loop"
             )
         return tree
     cut = partial(cut_rows, start=start, stop=stop, num_rows=num_rows)

@@ -164,7 +164,7 @@ class Transaction:
         is_thrashing, self._is_thrashing = self._is_thrashing, False
         smaller = self.size.below(self._longest)
         if is_thrashing and smaller:
-            log.warning_once("the device's allocator keeps emptying its cache to get on: pieces become smaller")
+            log.warning_once("the device's allocator keeps emptying its cache to find memory: pieces become smaller")
             self._headroom.start_over()
             self.size.shrink(smaller, self._longest)
             return

@@ -19,8 +19,8 @@ from headway import callsite, scope
 from headway.errors import DeviceUnavailable, UnsupportedError
 
 _REFUSED = {
-    "tpu": "TPUs need torch_xla, which Headway does not drive yet; use a CPU, or an accelerator that torch drives itself",
-    "xla": "XLA devices need torch_xla, which Headway does not drive yet; use a CPU, or an accelerator that torch drives itself",
+    "tpu": "TPUs need torch_xla, which Headway does not support yet; use a CPU, or an accelerator that torch supports itself",
+    "xla": "XLA devices need torch_xla, which Headway does not support yet; use a CPU, or an accelerator that torch supports itself",
 }
 
 _CPU_ENGINE = "gloo"
@@ -73,10 +73,10 @@ class Hardware:
         """
         if self.engine is None:
             raise UnsupportedError(
-                f"no engine carries tensors of {self.kind} between processes: torch.distributed's table of default backends has "
+                f"no backend carries tensors of {self.kind} between processes: torch.distributed's table of default backends has "
                 "none for it. Import the vendor's package that registers one (Backend.register_backend(..., "
-                f"devices=['{self.kind}'])) before the Accelerator is made, name one with InitProcessGroupKwargs(backend="
-                f"'cpu:gloo,{self.kind}:<engine>'), run one process, or pass cpu=True"
+                f"devices=['{self.kind}'])) before the Accelerator is created, name one with InitProcessGroupKwargs(backend="
+                f"'cpu:gloo,{self.kind}:<backend>'), run one process, or pass cpu=True"
             )
         return _CPU_ENGINE if self.engine == _CPU_ENGINE else f"cpu:{_CPU_ENGINE},{self.kind}:{self.engine}"
 
@@ -220,7 +220,7 @@ def by_name(name: str) -> Hardware:
         state = (
             "is not on this machine"
             if is_kind(name)
-            else "is not a kind of device that torch knows (a vendor's own is known once its package is imported)"
+            else "is not a kind of device that torch knows (a vendor's device is known once its package is imported)"
         )
         raise DeviceUnavailable(f"{name!r} {state}; available here: {', '.join(HARDWARE)}")
     return found

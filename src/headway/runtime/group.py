@@ -36,7 +36,7 @@ def engines(backend: str, kind: str) -> str:
     if kind not in named:
         raise ConfigError(
             f"InitProcessGroupKwargs(backend={backend!r}) carries tensors of {', '.join(named)}, but this process computes on "
-            f"{kind}; leave backend out, and the engine follows the device"
+            f"{kind}; leave backend out to get the one for this device"
         )
     return ",".join([f"cpu:{CPU_ENGINE}", *(f"{device}:{engine}" for device, engine in named.items())])
 

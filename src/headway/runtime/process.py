@@ -379,8 +379,8 @@ def _check_promise(hardware: Hardware) -> None:
     names = [name for name in env.snapshot() if name.endswith("VISIBLE_DEVICES") or name == "ZE_AFFINITY_MASK"]
     said = ", ".join(f"{name}={env.get(name)!r}" for name in sorted(names)) or "no variable hides it"
     raise DeviceUnavailable(
-        f"`headway launch` started this process for a {promised} device, but torch {torch.__version__} finds none in it ({said}). "
-        "See whether the driver answers, torch is built for it and the variables name devices that exist; --cpu runs without"
+        f"`headway launch` started this process for a {promised} device, but torch {torch.__version__} finds none ({said}). "
+        "Check that the driver responds, torch is built for the device and the variables name devices that exist; --cpu runs without"
     )
 
 

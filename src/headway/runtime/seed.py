@@ -81,7 +81,7 @@ def _device_stream(name: str) -> Callable[..., Any] | None:
     found = None if hardware.kind == "cpu" else hardware.ability(name)
     if found is None and hardware.kind != "cpu":
         log.warning_once(
-            "torch.%s has no %s: its random numbers are not in checkpoints, and a resumed run draws others there",
+            "torch.%s has no %s: its random state is not in checkpoints, and a resumed run draws different numbers there",
             hardware.kind,
             name,
         )

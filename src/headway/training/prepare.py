@@ -202,13 +202,13 @@ class Preparation:
         if count > 1 and not is_evaluation:
             raise PrepareError(
                 f"{what}, so it cannot be one of {count} replicas: a model that was loaded with device_map= or placed by "
-                "dispatch_model() is trained by one process. Start one (headway launch -n 1), or load it without a device "
+                "dispatch_model() can only be trained by one process. Start one (headway launch -n 1), or load it without a device "
                 "map, so that each process holds all of it"
             )
         if place:
             raise PrepareError(
                 f"{what}, and device_placement=[True] would move all of it to {self._runtime.device}, where it may not fit, under "
-                "hooks that expect it elsewhere. Leave device_placement out, and the model stays where it lies; or load it "
+                "hooks that expect it elsewhere. Leave device_placement out to keep the model where it is, or load it "
                 "without a device map"
             )
         log.info_once(f"{what}: it stays there")

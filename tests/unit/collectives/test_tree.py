@@ -118,7 +118,7 @@ def test_what_moves_itself_is_asked_to(non_blocking):
     assert [moved[0].nodes.device, moved[1].nodes.device] == [META, META]
     packed = moved[2]["packed"]
     assert (packed.data.device, packed.batch_sizes.device.type) == (META, "cpu")
-    with pytest.raises(DataError, match=r"a Quantity, whose own to\('meta'\) failed: unknown unit"):
+    with pytest.raises(DataError, match=r"a Quantity whose to\('meta'\) failed: unknown unit"):
         to_device(Quantity(), META)
 
 

@@ -90,7 +90,7 @@ def test_amds_variable_counts_what_the_layer_below_leaves():
 def test_devices_that_variables_hide_by_mistake_are_no_run_on_the_cpu():
     hidden = Machine("amdbox", "/venv/bin/python", 8, hidden_by="ROCR_VISIBLE_DEVICES='2,3', HIP_VISIBLE_DEVICES='2'")
     with pytest.raises(
-        ConfigError, match=r"amdbox has accelerators, but ROCR.*HIP_VISIBLE_DEVICES='2' shows none .*--cpu"
+        ConfigError, match=r"amdbox has accelerators, but all are hidden by ROCR.*HIP_VISIBLE_DEVICES='2': .*--cpu"
     ):
         plan(hidden)
     assert plan(hidden, cpu=True).world_size == 1

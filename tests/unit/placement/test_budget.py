@@ -106,7 +106,7 @@ def test_a_started_runtime_knows_its_device(four, monkeypatch):
 
 
 def test_a_device_with_two_budgets_is_refused():
-    with pytest.raises(DeviceMapError, match="'cuda:0': device 0 has a budget already, by another name"):
+    with pytest.raises(DeviceMapError, match="'cuda:0': device 0 already has a budget under another name"):
         get_max_memory({0: 1, "cuda:0": 2})
 
 
