@@ -1,5 +1,6 @@
 """Progress of a loop: a live bar on a terminal or in a notebook, one plain line per interval elsewhere; on one rank only."""
 
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,8 @@ class _Facts(ProgressColumn):
 
 _BAR = 24
 _SEPARATOR = " | "
+_BROKEN_OFF = 1.0
+"""Seconds that a loop which was broken off waits for its last values."""
 
 
 class _Live(list[Progress]):
@@ -88,7 +91,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         self._counts: dict[str, float] = {}
         self._initial = initial
         self._num_before = self._num_done = initial or 0
-        self._is_over = False
+        self._is_over = self._is_broken_off = False
         self._start = time.monotonic()
 
     def show(self, **values: float | str | torch.Tensor) -> None:
@@ -181,10 +184,19 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         return True
 
     def _end(self) -> None:
-        """The loop is over: its last values are waited for."""
+        """The loop is over, or was broken off: its last values are waited for.
+
+        Not for long where it was broken off: what did that may be a failure elsewhere, for which the device would wait for ever.
+        """
         self._is_over, self._asked = True, None
+        deadline = time.monotonic() + (_BROKEN_OFF if self._is_broken_off else math.inf)
         with suppress(RuntimeError):  # the device has failed, and what ends the loop says why
-            self._read.update((name, Readback(value).read().item()) for name, value in self._on_device().items())
+            asked = {name: Readback(value) for name, value in self._on_device().items()}
+            while not all(each.is_there for each in asked.values()):
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.001)
+            self._read.update((name, each.read().item()) for name, each in asked.items())
 
     def __len__(self) -> int:
         if self._total is None:
@@ -194,6 +206,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
     def __iter__(self) -> Iterator[Item]:
         self._num_before = _num_resumed(self._iterable) if self._initial is None else self._initial
         self._start, self._num_done, self._is_over = time.monotonic(), self._num_before, False
+        self._is_broken_off = True  # until the loop has come to its end
         self._counts.clear()
         if not self._is_shown:
             yield from self._iterable
@@ -220,6 +233,8 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
                     self._ask()
                 if self._is_ready():
                     bars.update(task, completed=self._num_done, facts=self.facts(self._room(console)))
+            else:
+                self._is_broken_off = False
         finally:  # also where the loop broke off
             self._end()
             bars.update(task, completed=self._num_done, facts=self.facts(self._room(console)))
@@ -243,6 +258,8 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
                     self._ask()
                 if self._is_ready():
                     bar.show(self, self._description, self._num_done, self._total, self.facts())
+            else:
+                self._is_broken_off = False
         finally:
             self._end()
             if is_outermost:
@@ -268,6 +285,8 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
                 if self._is_ready():
                     num_told = self._num_done
                     self._line()
+            else:
+                self._is_broken_off = False
         finally:
             self._end()
             if num_told != self._num_done:

@@ -2,12 +2,13 @@
 
 import io
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway import Accelerator, scope, track
+from headway import Accelerator, progress, scope, track
 from headway.errors import ConfigError
 from headway.runtime import process
 
@@ -157,3 +158,31 @@ def test_tensors_are_read_when_they_are_drawn():
         ConfigError, match=r"show\(loss=...\) got a tensor of shape \(2,\); give one number, such as loss.mean"
     ):
         bar.show(loss=torch.ones(2))
+
+
+class Never:
+    """Takes a Readback's place: of a device whose queue waits for a rank that has failed, which only a card has."""
+
+    is_there = False
+
+    def __init__(self, tensor):
+        pass
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_loop_that_is_broken_off_does_not_wait_for_a_device_that_never_answers(monkeypatch, raises):
+    monkeypatch.setattr(progress, "Readback", Never)
+    monkeypatch.setattr(progress, "_BROKEN_OFF", 0.05)
+    out = io.StringIO()
+
+    def loop():
+        bar = track(range(4), file=out)
+        for _ in bar:
+            bar.show(loss=torch.zeros((), device="meta"))
+            if raises:
+                raise ValueError("of the loop")
+            break
+
+    with pytest.raises(ValueError, match="of the loop") if raises else nullcontext():
+        loop()
+    assert out.getvalue().startswith("0/4")

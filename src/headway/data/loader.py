@@ -25,11 +25,13 @@ class LoaderEvents:
     """What the loaders of one run tell: which are in iteration, and to whoever listens, when they fetch.
 
     A loop may ask one loader while it holds another's batch: in `zip(one, other)`, or in an evaluation that comes before the
-    training on the batch in hand. A state taken there would count that batch as done, and a resumed run would leave it out.
+    training on the batch in hand; or it collects the micro-batches of an update before it trains on the first. A state taken
+    there would count these batches as done, and a resumed run would leave them out.
 
     Attributes:
         active: loaders in iteration, innermost last.
-        in_hand: loaders that gave a batch which no micro-batch has begun with, in that order; a micro-batch takes them all.
+        in_hand: loaders in iteration, once for each batch that they gave and no micro-batch has begun with, in that order; a
+            micro-batch takes them all.
         asked: called before a batch is asked for.
         came: called when it is there, on its device or on its way to it.
         left: called when a pass is over, or was broken off.
@@ -41,17 +43,21 @@ class LoaderEvents:
     came: list[Callable[["PreparedLoader"], None]] = field(default_factory=list)
     left: list[Callable[[], None]] = field(default_factory=list)
 
-    def is_free(self, loader: "PreparedLoader") -> bool:
-        """`loader` is asked: may the run end before, as no other loader's batch is in hand?
+    def is_free(self, loader: "PreparedLoader", most: int = 1) -> bool:
+        """`loader` is asked: may the run end before, as no batch is in hand?
 
-        One that is asked again has had its batch used or dropped, and so have those that were read inside its loop.
+        Args:
+            loader: which one.
+            most: so many of its batches may wait to be trained on together. With more, those that it gave have been used or
+                dropped, and so have those that were read inside its loop.
         """
-        if loader in self.in_hand:
+        if self.in_hand.count(loader) >= most:
             del self.in_hand[self.in_hand.index(loader) :]
-        return not any(each in self.active for each in self.in_hand)
+        return not self.in_hand
 
     def leave(self, loader: "PreparedLoader") -> None:
         """Its latest pass is over: a loader may be in iteration several times."""
+        self.in_hand[:] = [each for each in self.in_hand if each is not loader]
         for index in reversed(range(len(self.active))):
             if self.active[index] is loader:
                 del self.active[index]

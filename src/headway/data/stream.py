@@ -226,8 +226,9 @@ class StreamFeed:
         ragged = WindowSplit(window // num_rounds, 1, own.count, unit if own.drop_last else 1)
         wanted = replace(ragged if window else own, is_even=now.is_even)
         if wanted != now:
-            self._collate.split = wanted
+            self._collate.split, is_pinning = wanted, self.inner.pin_memory
             self.inner = self._build()
+            self.inner.pin_memory = is_pinning  # which whoever moves the batches may have asked for
 
     def __len__(self) -> int:
         split = SampleSplit(self.round_size, 1, self._collate.split.drop_last)

@@ -207,9 +207,8 @@ class Transaction:
             )
         self._longest = int(max(row[2] for row in rows))
         self._spare = min(row[3] for row in rows)
-        self._is_thrashing |= any(
-            row[4] for row in rows
-        )  # until the batch is committed: it has two votes, and either may tell
+        # Until the batch is committed, as either of its votes may tell; or run again, in smaller pieces, of which it says nothing.
+        self._is_thrashing = not failed and (self._is_thrashing or any(row[4] for row in rows))
         return [row[5:] for row in rows]
 
     def _shrink(self, rows: list[list[float]], failed: list[int]) -> None:

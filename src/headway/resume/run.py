@@ -141,7 +141,10 @@ class RunState:
         self._ask = ask
 
     def _before_fetch(self, loader: PreparedLoader) -> None:
-        if is_free := self._preparation.events.is_free(loader):
+        # A loop may collect an update's micro-batches first; not from a loader that nothing is trained on.
+        trained_on = {each.seed for each in self._accumulation.trained_on}
+        most = self._accumulation.num_steps if not trained_on or loader.seed in trained_on else 1
+        if is_free := self._preparation.events.is_free(loader, most):
             self._note_window()
         if self._began is not None:
             self._passes.note(loader)

@@ -9,7 +9,8 @@ class Readback:
     """A small tensor's value as of now, on the host when it is asked for.
 
     Where the tensor lies on an accelerator, its copy goes into pinned memory behind what the current stream has queued; a host
-    that comes back after more work was queued finds it there, or waits while the device goes on working.
+    that comes back after more work was queued finds it there, or waits while the device goes on working. A device without
+    events is waited for at once.
 
     Args:
         tensor: what to read; it may change afterwards.
@@ -23,9 +24,14 @@ class Readback:
         if tensor.device.type == "cpu":
             self._value = tensor.clone()
             return
-        self._value = tensor.to("cpu", non_blocking=True)
-        self._event = torch.Event(device=tensor.device)
-        self._event.record(torch.accelerator.current_stream(tensor.device))
+        try:
+            event = torch.Event(device=tensor.device)
+            self._value = tensor.to("cpu", non_blocking=True)
+            event.record(torch.accelerator.current_stream(tensor.device))
+        except RuntimeError:
+            self._value = tensor.to("cpu")
+        else:
+            self._event = event
 
     @property
     def is_there(self) -> bool:

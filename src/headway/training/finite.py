@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from headway.collectives.door import Collectives
 from headway.errors import ConfigError, NonFiniteError
@@ -60,7 +61,7 @@ class _Seen:
         losses: (micro-batch, loss) without graphs: of all on an accelerator, of the bad ones on a CPU.
         num_backwards: gradients have changed so often.
         norms: (parameters, norms of their gradients) from before a clipping, which spreads a nan to all of them.
-        clipped: by id of the parameter, its gradient and the gradient's version after the clipping.
+        clipped: by id of the parameter, its gradient, which is not kept alive, and the gradient's version after the clipping.
         noted_at: `num_backwards` when these were noted.
     """
 
@@ -68,13 +69,15 @@ class _Seen:
     losses: deque[tuple[int, torch.Tensor]] = field(default_factory=lambda: deque(maxlen=4096))
     num_backwards: int = 0
     norms: list[tuple[list[torch.Tensor], torch.Tensor]] = field(default_factory=list)
-    clipped: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    clipped: dict[int, tuple[TensorWeakRef, int]] = field(default_factory=dict)
     noted_at: int = -1
 
     def is_known(self, parameter: torch.Tensor) -> bool:
         """Is its gradient as a clipping has left it, so that the norm from before it says all?"""
-        grad, version = self.clipped.get(id(parameter), (None, -1))
-        return grad is not None and grad is parameter.grad and grad._version == version
+        noted, grad = self.clipped.get(id(parameter)), parameter.grad
+        if self.noted_at != self.num_backwards:
+            return False
+        return noted is not None and grad is not None and noted[0]() is grad and grad._version == noted[1]
 
 
 class FiniteGuard:
@@ -161,7 +164,8 @@ class FiniteGuard:
     def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
         """Gradients that stay as they are now need not be read again."""
         if not self._has_scaler:
-            self._seen.clipped.update((id(p), (p.grad, p.grad._version)) for p in parameters if p.grad is not None)
+            found = [(id(parameter), parameter.grad) for parameter in parameters if parameter.grad is not None]
+            self._seen.clipped.update((key, (TensorWeakRef(grad), grad._version)) for key, grad in found)
 
     # ---------------------------------------------------------------- the verdict
 
@@ -188,7 +192,6 @@ class FiniteGuard:
         seen = self._seen
         found = _norms(parameter for parameter in parameters if not seen.is_known(parameter))
         found += seen.norms if seen.noted_at == seen.num_backwards else []
-        seen.clipped = {}  # or it would keep gradients beyond zero_grad
         # Norms are not negative: their sum is finite only where all are, and is one operation instead of four.
         sums: dict[torch.device, list[torch.Tensor]] = {}
         for _, norms in found:

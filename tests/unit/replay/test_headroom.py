@@ -177,6 +177,42 @@ def test_a_reader_that_nobody_holds_is_not_served(simulate) -> None:
     assert (first.peak(), other._noted) == (0, 0)
 
 
+class ThrashingOnce(Headroom):
+    """Says so at the first vote; stands for an allocator that empties its cache in a batch which then runs out all the same."""
+
+    def __init__(self) -> None:
+        super().__init__(HARDWARE["cpu"], torch.device("cpu"))
+        self.answers = [True]
+
+    def is_thrashing(self) -> bool:
+        return bool(self.answers) and self.answers.pop()
+
+
+def test_a_batch_that_thrashed_and_then_ran_out_is_made_smaller_once() -> None:
+    accelerator = Accelerator(cpu=True, microbatching="auto")
+    model, sizes, failures = torch.nn.Linear(1, 1), [], [torch.OutOfMemoryError("CUDA out of memory")]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    transaction = accelerator._training_step.transaction
+    transaction._headroom = ThrashingOnce()
+
+    def fail(*_: object) -> None:
+        if failures:
+            raise failures.pop()
+
+    optimizer.optimizer.register_step_pre_hook(fail)
+
+    def loss(piece: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(piece))
+        return model(piece).mean()
+
+    for _ in range(2):
+        accelerator.forward_backward(torch.ones(16, 1), loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sizes == [16, 8, 8, 8, 8]
+
+
 def test_a_cpu_has_room_and_does_not_thrash() -> None:
     headroom = Headroom(HARDWARE["cpu"], torch.device("cpu"))
     headroom.start_over()

@@ -3,12 +3,13 @@
 import os
 import signal
 import time
+from itertools import islice
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from headway import Accelerator, ProjectConfiguration, set_seed
+from headway import Accelerator, ProjectConfiguration, set_seed, skip_first_batches
 from headway.errors import Preempted
 from headway.runtime import process
 
@@ -42,6 +43,13 @@ def evaluated_first(one, other, learn, evaluate):
         learn(batch)
 
 
+def collected(one, _, learn, __):
+    rows = iter(one)
+    while batches := list(islice(rows, 2)):
+        for batch in batches:
+            learn(batch)
+
+
 class Killed(Exception):
     """Takes the place of a kill."""
 
@@ -50,7 +58,7 @@ def trained(told):
     return [line for line in told if line[0] == "trained"]
 
 
-LOOPS = {f.__name__: f for f in (side_by_side, evaluated_first)}
+LOOPS = {f.__name__: f for f in (side_by_side, evaluated_first, collected)}
 
 
 def train(folder, loop, steps, strike, killed_after=0):
@@ -88,8 +96,10 @@ def train(folder, loop, steps, strike, killed_after=0):
     return told, False, len(calls)
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    ("loop", "steps"),
+    [("side_by_side", 1), ("side_by_side", 2), ("evaluated_first", 1), ("evaluated_first", 2), ("collected", 2)],
+)
 def test_what_was_fetched_is_trained_on_before_the_run_ends(tmp_path, loop, steps):
     whole, _, num_draws = train(tmp_path / "whole", loop, steps, strike=0)
     num_stopped = 0
@@ -111,3 +121,67 @@ def test_a_window_begins_before_the_first_of_the_batches_that_it_is_made_of(tmp_
     with pytest.raises(Killed):
         train(tmp_path / "saved", loop, 2, strike=0, killed_after=3)
     assert trained(train(tmp_path / "saved", loop, 2, strike=0)[0]) == whole[2:]
+
+
+def asked(loop, steps, trains=True):
+    """How often the run may end in an epoch of seven batches, and after which batches."""
+    process.reset()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model = torch.nn.Linear(3, 1)
+    loaders = [DataLoader(torch.ones(7, 3)), DataLoader(torch.ones(2, 3))]
+    model, optimizer, one, other = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), *loaders)
+    places = []
+    accelerator._run_state.ask_before_batches(lambda loader: places.append((loader is one, loader.num_consumed)))
+
+    def learn(batch):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    loop(one, other, learn)
+    return [place for is_one, place in places if is_one], [place for is_one, place in places if not is_one]
+
+
+def test_batches_that_are_dropped_keep_nobody_from_ending():
+    def some(one, other, learn):
+        for number, batch in enumerate(one):
+            if number >= 5:
+                learn(batch)
+
+    assert asked(some, 1)[0] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert asked(some, 2)[0] == [0, 2, 4, 6, 7]
+
+
+def test_evaluations_are_asked_at_each_batch():
+    def between(one, other, learn):
+        for batch in one:
+            learn(batch)
+            if one.num_consumed == 3:
+                list(other)
+        next(iter(one))
+        list(other)
+
+    assert asked(between, 2) == ([0, 1, 2, 3, 4, 5, 6, 7, 0], [0, 1, 2, 0, 1, 2])
+
+
+def test_a_pass_over_what_is_trained_on_begins_with_nothing_in_hand():
+    def again(one, other, learn):
+        for batch in one:
+            learn(batch)
+        for _ in range(2):
+            for batch in one:
+                pass
+
+    assert asked(again, 3)[0] == [0, 1, 2, 3, 4, 5, 6, 7, 0, 3, 6, 0, 3, 6]
+
+
+def test_a_view_is_asked_like_its_loader():
+    def resumed(one, other, learn):
+        for loader in (skip_first_batches(one, 4), one):
+            rows = iter(loader)
+            while batches := list(islice(rows, 2)):
+                for batch in batches:
+                    learn(batch)
+
+    assert asked(resumed, 2) == ([0, 2, 4, 6], [4, 6])

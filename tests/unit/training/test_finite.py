@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -422,3 +423,17 @@ def test_going_back_to_a_checkpoint_starts_over(action, told, tmp_path):
     update(accelerator, model, optimizer, [NAN, 1.0, 1.0])
     assert accelerator.num_updates == 1
     assert accelerator.non_finite.num_skipped == 2
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_clipped_gradients_are_given_up_by_zero_grad(steps):
+    """A second optimizer's too, which is clipped after the verdict; the next forward would want their memory."""
+    accelerator, first, second, *optimizers = build("skip", nn.Linear(3, 1), nn.Linear(3, 1))
+    accelerator.backward((first(torch.tensor([GOOD])) + second(torch.tensor([GOOD]))).mean())
+    held = [StorageWeakRef(p.grad.untyped_storage()) for model in (first, second) for p in model.parameters()]
+    for model, optimizer in zip((first, second), optimizers):
+        accelerator.clip_grad_norm_(model.parameters(), 0.01)
+        if steps:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert [each.expired() for each in held] == [True] * 4
