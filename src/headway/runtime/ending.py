@@ -24,7 +24,7 @@ class Ending:
     """The end of this process, once it has begun.
 
     Attributes:
-        code: the exit code; None while the program runs, and where Python itself ends the process.
+        code: the exit code; None while the program runs, and where Python itself ends the process for all that is known.
     """
 
     def __init__(self) -> None:
@@ -63,6 +63,11 @@ class AfterException:
 def has_failed() -> bool:
     """Is it known that this process ends by a failure?"""
     return scope.own(Ending).is_failure
+
+
+def note_failure(code: int) -> None:
+    """This process ends by this exit code, though Python itself ends it."""
+    scope.own(Ending).code = code
 
 
 def is_uncaught(error: BaseException) -> bool:

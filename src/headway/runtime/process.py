@@ -18,7 +18,7 @@ from headway.errors import ConfigError, DeviceUnavailable, LaunchError, Unsuppor
 from headway.log import get_logger
 from headway.runtime import group, pulse
 from headway.runtime.device import CPU, Hardware, by_name, detect
-from headway.runtime.ending import AfterException, has_failed, is_uncaught, leave
+from headway.runtime.ending import AfterException, has_failed, is_uncaught, leave, note_failure
 from headway.runtime.store import Address, Link, check_in, host_beside, meet
 from headway.scope import Scope
 from headway.traces import Hook
@@ -188,6 +188,9 @@ _MARGIN = timedelta(seconds=30)
 _TOGETHER = timedelta(seconds=10)
 """How long a process that ends waits for the other ranks to end too, before it leaves a group that only all can end."""
 
+INTERRUPTED = 130
+"""The exit code of a process that Ctrl-C has ended, as shells tell it."""
+
 FOR_EVER = timedelta(days=365)
 """The patience of a run that waits for ever (`--patience 0`)."""
 
@@ -340,8 +343,11 @@ def _end_at_exit() -> None:
 
 def _end_after(error: BaseException) -> None:
     """End this process at once where Python ends it by an exception, and peers may be inside a collective on the device."""
-    if isinstance(error, Exception) and is_uncaught(error) and scope.own(_Process).is_at_mercy():
+    if not is_uncaught(error) or not scope.own(_Process).is_at_mercy():
+        return
+    if isinstance(error, Exception):
         leave(1)
+    note_failure(INTERRUPTED)  # Python ends it by the signal, which shells ask for
 
 
 def _patience(timeout: timedelta | None) -> timedelta:
