@@ -65,6 +65,26 @@ except ValueError as error:
 )
 
 
+FAILS_LATER = FAILS.replace(
+    "if rank == 1:",
+    """
+from headway.runtime import process
+process.leave_group()  # as a batch-size search does, where memory ran out
+process.join_group()
+if rank == 1:""",
+)
+
+FAILS_BELOW_A_HOOK = FAILS.replace(
+    "if rank == 1:",
+    """
+former = sys.excepthook
+def hook(*args):
+    former(*args)
+    print("the script's own hook", file=sys.stderr)
+sys.excepthook = hook
+if rank == 1:""",
+)
+
 INTERRUPTED = (
     SCRIPT.replace("IS_CALM", "False")
     + """
@@ -155,6 +175,22 @@ def test_without_the_launcher(tmp_path, body):
     assert out.count("rank 1: tracker flushed\n") == 1
     assert "destroyed" not in out
     assert (tmp_path / "written1").read_text() == "all of it"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("body", [FAILS_LATER, FAILS_BELOW_A_HOOK], ids=["later group", "below a hook"])
+def test_all_is_said_before_a_process_ends(tmp_path, body):
+    """torch puts its hook, which holds back what is printed until all has returned, above ours with every group."""
+    processes = alone(tmp_path, body)
+    try:
+        code, _, err = end_of(processes[1])
+    finally:
+        processes[0].kill()
+        processes[0].communicate()
+    assert code == 1, err
+    assert err.count("ValueError: no such sample") == 1, err
+    assert err.count("the script's own hook") == (body is FAILS_BELOW_A_HOOK), err
 
 
 @pytest.mark.slow
