@@ -407,7 +407,7 @@ def test_the_documents_block(num_processes):
         assert torch.equal(weights, ranks[0][0][2])
 
 
-def on_a_device(place):
+def on_a_device(place, failing=1):
     """A gloo in the GPU's place, and its kernel: it waits until this rank itself aborts the group, as NCCL's does."""
     import threading
 
@@ -436,7 +436,7 @@ def on_a_device(place):
     def inner(batch_size):
         tried.append(batch_size)
         accelerator.wait_for_everyone()
-        if batch_size > FITS and rank == 1:
+        if batch_size > FITS and rank == failing:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         if batch_size > FITS and place == "kernel":
             if not freed.wait(90):
@@ -450,9 +450,10 @@ def on_a_device(place):
     return tried, total.tolist(), aborted, time.monotonic() - began
 
 
-@pytest.mark.parametrize("place", ["kernel", "handshake"])
-def test_on_a_device_all_ranks_abort_at_once(place):
-    ranks = run_ranks(on_a_device, 2, place, timeout=150)
+@pytest.mark.parametrize(("place", "failing"), [("kernel", 1), ("kernel", 0), ("handshake", 1)])
+def test_on_a_device_all_ranks_abort_at_once(place, failing):
+    """Without a launcher, where a rank other than 0 looks for the control plane when it first needs it."""
+    ranks = run_ranks(on_a_device, 2, place, failing, timeout=150)
     for tried, total, aborted, seconds in ranks:
         assert (tried, total) == ([START, FITS], [FITS, FITS])
         assert [is_main for _, is_main in aborted] == [False]

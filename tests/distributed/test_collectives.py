@@ -227,6 +227,25 @@ def test_a_model_is_replicated_where_it_lies():
         assert "(4, 3)" in error
 
 
+def memory_orders_that_differ():
+    """Rank 0's model came from a file, whose memory order `load_state_dict(assign=True)` keeps."""
+    acc = Accelerator(cpu=True, microbatching="auto")
+    model = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3), torch.nn.Conv2d(8, 4, 3), torch.nn.Linear(5, 7))
+    if acc.process_index == 0:
+        model[0].to(memory_format=torch.channels_last)
+        model[2].weight.data = torch.randn(5, 7).t()
+    else:
+        model[1].to(memory_format=torch.channels_last)
+    acc.prepare(model)
+    rows = [acc.gather(tensor.detach().flatten()[None]) for tensor in model.parameters()]
+    return [bool((each == each[0]).all()) for each in rows]
+
+
+def test_a_model_whose_memory_order_differs_between_ranks():
+    for alike in run_ranks(memory_orders_that_differ, 2):
+        assert all(alike), alike
+
+
 # -------------------------------------------------------------------- disagreement
 
 

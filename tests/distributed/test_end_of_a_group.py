@@ -5,6 +5,7 @@ What NCCL's `destroy_process_group` does while peers are inside a collective is 
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -60,6 +61,35 @@ try:
 except ValueError as error:
     print(f"rank {rank}: caught {error}", flush=True)
     sys.exit(CODE)
+"""
+)
+
+
+FAILS_LATER = FAILS.replace(
+    "if rank == 1:",
+    """
+from headway.runtime import process
+process.leave_group()  # as a batch-size search does, where memory ran out
+process.join_group()
+if rank == 1:""",
+)
+
+FAILS_BELOW_A_HOOK = FAILS.replace(
+    "if rank == 1:",
+    """
+former = sys.excepthook
+def hook(*args):
+    former(*args)
+    print("the script's own hook", file=sys.stderr)
+sys.excepthook = hook
+if rank == 1:""",
+)
+
+INTERRUPTED = (
+    SCRIPT.replace("IS_CALM", "False")
+    + """
+import signal
+signal.raise_signal(signal.SIGINT)  # Ctrl-C reaches all ranks, each at another place in the program
 """
 )
 
@@ -145,6 +175,39 @@ def test_without_the_launcher(tmp_path, body):
     assert out.count("rank 1: tracker flushed\n") == 1
     assert "destroyed" not in out
     assert (tmp_path / "written1").read_text() == "all of it"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("body", [FAILS_LATER, FAILS_BELOW_A_HOOK], ids=["later group", "below a hook"])
+def test_all_is_said_before_a_process_ends(tmp_path, body):
+    """torch puts its hook, which holds back what is printed until all has returned, above ours with every group."""
+    processes = alone(tmp_path, body)
+    try:
+        code, _, err = end_of(processes[1])
+    finally:
+        processes[0].kill()
+        processes[0].communicate()
+    assert code == 1, err
+    assert err.count("ValueError: no such sample") == 1, err
+    assert err.count("the script's own hook") == (body is FAILS_BELOW_A_HOOK), err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_that_are_interrupted_without_the_launcher(tmp_path):
+    """All come to their end, but what one has begun on the device another has not: nobody ends the group."""
+    processes = alone(tmp_path, INTERRUPTED)
+    try:
+        ends = [end_of(process) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for code, out, err in ends:
+        assert code == -signal.SIGINT, err
+        assert err.count("KeyboardInterrupt") == 1, err
+        assert "registered first\n" in out
+        assert "destroyed" not in out
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ class Alarm:
     def __init__(self, key: str) -> None:
         self._key = key
         self._over = threading.Event()
+        self._is_heard = threading.Event()
         self._is_done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headway-alarm", daemon=True)
 
@@ -49,13 +50,15 @@ class Alarm:
 
     def wait(self) -> None:
         """The failure has been announced: wait until this rank's group is aborted, where that is needed."""
-        if process.waits_for_peers():
+        # Halfway through the abort there is no group any more to ask, and a new one would be torn down with it.
+        if self._is_heard.is_set() or process.waits_for_peers():
             self._is_done.wait(_MEETING + _ABORT)
 
     def _run(self) -> None:
         try:
             while not self._over.wait(_LOOK):
                 if self._is_announced():
+                    self._is_heard.set()
                     self._meet(control.current())
                     process.abort_group()
                     return

@@ -200,10 +200,13 @@ class Collectives:
             return
         self._agree("broadcast", f"into {src}" + "".join(f"|{t.dtype}{tuple(t.shape)}" for t in found), ())
         carried = [_carrier(tensor.detach()) for tensor in found]
-        self.broadcast_in_place([tensor for tensor in carried if tensor.is_contiguous()], src)
-        for tensor in carried:
-            if not tensor.is_contiguous():
-                self._broadcast_through_copy(tensor, src)
+        # Of one memory order here and of another there: all ranks must send it the same way.
+        scattered = [index for index, tensor in enumerate(carried) if not tensor.is_contiguous()]
+        through_copy: set[int] = set().union(*self._all_gather_objects(scattered))
+        straight = [tensor for index, tensor in enumerate(carried) if index not in through_copy]
+        self.broadcast_in_place(straight, src)
+        for index in sorted(through_copy):
+            self._broadcast_through_copy(carried[index], src)
 
     def _broadcast_through_copy(self, tensor: torch.Tensor, src: int) -> None:
         copy = tensor.contiguous()

@@ -143,7 +143,7 @@ def make(
         _refuse_nesting(resolved, program, environment)
     else:
         check_agreement(resolved, cluster)
-    machine = _with_devices(resolved, machine)
+    present, machine = machine, _with_devices(resolved, machine)
     task = cluster.task if cluster is not None else None
     num_machines, num_local = _counts(resolved, machine, task)
     world_size = num_machines * num_local
@@ -151,7 +151,7 @@ def make(
     fewest = num_local * resolved.get("min_machines", num_machines)
     device = machine.torch_device if machine.accelerator else None
     additions = {env.PAYLOAD: payload(resolved, world_size, min(fewest, world_size), device)}
-    if resolved.config.is_set("gpu_ids") and machine.accelerator:
+    if machine.accelerator and machine.device_ids != present.device_ids:
         additions[_visible_variable(resolved, machine)] = ",".join(machine.device_ids)
     if threads.is_set_by_us:
         additions["OMP_NUM_THREADS"] = str(threads.number)

@@ -24,7 +24,7 @@ class Ending:
     """The end of this process, once it has begun.
 
     Attributes:
-        code: the exit code; None while the program runs, and where Python itself ends the process.
+        code: the exit code; None while the program runs, and where Python itself ends the process for all that is known.
     """
 
     def __init__(self) -> None:
@@ -39,10 +39,14 @@ class Ending:
 class AfterException:
     """What stands in `sys.excepthook`: what stood there before has its say, and then `end` may end the process.
 
-    torch's own hook holds back what the one before it prints, until that returns: so this stands above all of them.
+    torch's own hook holds back what the one before it prints, until that returns: so this stands above all of them, and a
+    group that begins later needs a new one. Under a hook that somebody has set since, nothing may end before that returns.
+
+    Args:
+        end: is told of the exception, and whether all has been said.
     """
 
-    def __init__(self, end: Callable[[BaseException], None]) -> None:
+    def __init__(self, end: Callable[[BaseException, bool], None]) -> None:
         self.former = sys.excepthook
         self._end = end
         self._is_on = True
@@ -51,7 +55,7 @@ class AfterException:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.former(kind, error, trace)
         if self._is_on:
-            self._end(error)
+            self._end(error, sys.excepthook is self)
 
     def take_out(self) -> None:
         """Put back what was there; where somebody has set another hook since, that one stays."""
@@ -63,6 +67,11 @@ class AfterException:
 def has_failed() -> bool:
     """Is it known that this process ends by a failure?"""
     return scope.own(Ending).is_failure
+
+
+def note_failure(code: int) -> None:
+    """This process ends by this exit code, though Python itself ends it."""
+    scope.own(Ending).code = code
 
 
 def is_uncaught(error: BaseException) -> bool:

@@ -18,6 +18,8 @@ from headway.runtime.store import wait_for
 CPU_ENGINE = "gloo"
 """What carries CPU tensors, handshakes among them."""
 
+_YES, _NO = "yes", "no"
+
 
 def engines(backend: str, kind: str) -> str:
     """A group's engines as init_process_group takes them, one for CPU tensors always among them.
@@ -69,7 +71,7 @@ def waits_for_peers() -> bool:
     """Is there an engine in which peers wait on when this process ends? False where there is no group."""
     try:
         engines_here = _by_device(dist.get_backend_config())
-    except ValueError:  # it may end meanwhile, in another thread
+    except (ValueError, TypeError):  # it may end meanwhile, in another thread
         return False
     return any(engine != CPU_ENGINE for engine in engines_here.values())
 
@@ -103,12 +105,11 @@ def close_cpu_engine() -> None:
 
 
 def have_all_come(store: Store, rank: int, world_size: int, patience: timedelta) -> bool:
-    """Say that this rank is at its end, and wait for the others to be there too; are they, and is none gone already?"""
+    """Say that this rank is at its end, and wait for the others to be there too; the answer is the same on all ranks."""
     try:
         store.set(f"end/{rank}", "")
-        if wait_for(store, [f"end/{each}" for each in range(world_size)], patience):
-            return not store.check(["end/gone"])
-        store.set("end/gone", "")  # who comes later is not to end alone what only all can end
+        come = wait_for(store, [f"end/{each}" for each in range(world_size)], patience)
+        # Who knows first decides: one that gives up as the last one comes must not leave the others to end the group.
+        return bool(store.compare_set("end/together", "", _YES if come else _NO) == _YES.encode())
     except DistError:  # its host is gone
-        pass
-    return False
+        return False

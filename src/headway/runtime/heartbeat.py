@@ -66,7 +66,9 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and say that the program is over."""
+        """End the thread, and say that the program is over; a forked child's end is not the rank's."""
+        if self._over.is_set():
+            return
         self._over.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5)

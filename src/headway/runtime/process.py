@@ -18,7 +18,7 @@ from headway.errors import ConfigError, DeviceUnavailable, LaunchError, Unsuppor
 from headway.log import get_logger
 from headway.runtime import group, pulse
 from headway.runtime.device import CPU, Hardware, by_name, detect
-from headway.runtime.ending import AfterException, has_failed, is_uncaught, leave
+from headway.runtime.ending import AfterException, has_failed, is_uncaught, leave, note_failure
 from headway.runtime.store import Address, Link, check_in, host_beside, meet
 from headway.scope import Scope
 from headway.traces import Hook
@@ -170,6 +170,12 @@ class _Process:
         self.runtime = self.link = self.after = None
         scope.own(Hook).take_out()
 
+    def guard(self) -> None:
+        """Stand above all hooks for exceptions, torch's of the present group among them, where peers cannot be left otherwise."""
+        if self.after is not None:
+            self.after.take_out()
+        self.after = AfterException(_end_after) if self.is_at_mercy() else None
+
     def is_at_mercy(self) -> bool:
         """Would ending the group, which Headway began, wait for the other ranks?"""
         owns_group = self.runtime is not None and self.runtime.owns_group
@@ -187,6 +193,9 @@ _MARGIN = timedelta(seconds=30)
 
 _TOGETHER = timedelta(seconds=10)
 """How long a process that ends waits for the other ranks to end too, before it leaves a group that only all can end."""
+
+INTERRUPTED = 130
+"""The exit code of a process that Ctrl-C has ended, as shells tell it."""
 
 FOR_EVER = timedelta(days=365)
 """The patience of a run that waits for ever (`--patience 0`)."""
@@ -253,8 +262,7 @@ def start(
         cpu_group=cpu_group,
     )
     here.begin(runtime)
-    if here.is_at_mercy():
-        here.after = AfterException(_end_after)
+    here.guard()
     pulse.own().set_patience(patience.total_seconds())
     if world_size > 1:
         here.host_control(runtime)
@@ -322,6 +330,7 @@ def join_group() -> None:
     here = scope.own(_Process)
     assert here.runtime is not None
     here.join(None, here.runtime.rank, here.runtime.world_size, here.runtime.patience)
+    here.guard()
 
 
 def group_timeout() -> timedelta:
@@ -338,10 +347,15 @@ def _end_at_exit() -> None:
     scope.own(_Process).end(is_exit=True)
 
 
-def _end_after(error: BaseException) -> None:
+def _end_after(error: BaseException, is_said: bool) -> None:
     """End this process at once where Python ends it by an exception, and peers may be inside a collective on the device."""
-    if isinstance(error, Exception) and is_uncaught(error) and scope.own(_Process).is_at_mercy():
+    if not is_uncaught(error) or not scope.own(_Process).is_at_mercy():
+        return
+    is_interrupt = not isinstance(error, Exception)
+    if is_said and not is_interrupt:
         leave(1)
+    # Python ends it: by the signal, which shells ask for, or when a hook above has said what it has to say.
+    note_failure(INTERRUPTED if is_interrupt else 1)
 
 
 def _patience(timeout: timedelta | None) -> timedelta:

@@ -165,7 +165,8 @@ def _members() -> dict[str, list[int]]:
     """The ranks of each group by its name, as far as torch tells."""
     world = getattr(_c10d(), "_world", None)
     names, ranks = getattr(world, "pg_names", {}), getattr(world, "pg_group_ranks", {})
-    return {name: sorted(ranks[group]) for group, name in list(names.items()) if group in ranks}
+    # Asked for once: another thread may end the group meanwhile.
+    return {name: sorted(found) for group, name in list(names.items()) if (found := ranks.get(group)) is not None}
 
 
 def forget() -> None:

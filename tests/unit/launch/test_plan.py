@@ -82,6 +82,17 @@ def test_chosen_accelerators():
     assert plan(GPUS, gpu_ids="2").additions["CUDA_VISIBLE_DEVICES"] == "2"
 
 
+@pytest.mark.parametrize("kind", ["mps", "npu"])
+def test_all_of_a_kind_without_a_known_variable(kind):
+    """Accelerate's own config file says `gpu_ids: all`."""
+    machine = Machine("box", "/venv/bin/python", 8, kind, ("0",), "lo")
+    for text in ("all", "0"):
+        assert not [name for name in plan(machine, gpu_ids=text).additions if "VISIBLE" in name]
+    pair = Machine("box", "/venv/bin/python", 8, kind, ("0", "1"), "lo")
+    with pytest.raises(ConfigError, match=rf"does not know by which variable {kind} devices are hidden"):
+        plan(pair, gpu_ids="1")
+
+
 def test_amds_variable_counts_what_the_layer_below_leaves():
     left = Machine("amdbox", "/venv/bin/python", 8, "rocm", ("0", "1"), "lo")  # ROCR_VISIBLE_DEVICES=2,3
     assert plan(left, gpu_ids="1").additions["HIP_VISIBLE_DEVICES"] == "1"

@@ -117,6 +117,26 @@ def test_ranks_end_a_group_together_or_not_at_all():
     assert not group.have_all_come(store, 1, 2, timedelta(seconds=30))  # rank 0 is gone
 
 
+class Late(dist.HashStore):
+    """Rank 1 comes, and sees all there, between rank 0's last look and its giving up."""
+
+    def __init__(self):
+        super().__init__()
+        self.has_come, self.told = False, None
+
+    def check(self, keys):
+        is_there = super().check(keys)
+        if not is_there and not self.has_come:
+            self.has_come = True
+            self.told = group.have_all_come(self, 1, 2, timedelta(seconds=30))
+        return is_there
+
+
+def test_ranks_agree_also_where_one_gives_up_as_the_last_one_comes():
+    store = Late()
+    assert (group.have_all_come(store, 0, 2, timedelta(seconds=-1)), store.told) == (True, True)
+
+
 def test_what_counts_as_a_failure(monkeypatch):
     ending = Ending()
     assert not ending.is_failure

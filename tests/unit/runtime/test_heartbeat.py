@@ -73,6 +73,29 @@ print("done")
     assert pulse.Pulse(path, is_writer=False).read().update == 0
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_the_end_of_a_forked_worker(path):
+    """A worker of a data loader ends as Python does: it is not the rank, and the recorder's lock was held as it was forked."""
+    body = """
+import os, signal, threading
+from headway.runtime import pulse
+from headway.runtime.heartbeat import Heartbeat
+from headway.runtime.recorder import Recorder
+recorder = Recorder()
+Heartbeat(pulse.own(), recorder).start()
+with recorder._asked._cond:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        threading._shutdown()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+print(repr(pulse.own().read().phase))
+"""
+    ran = run(body, path)
+    assert ran.stdout == "''\n", ran.stderr
+
+
 def test_a_dump_comes_while_c_code_holds_the_interpreter(path):
     from headway.runtime.heartbeat import LIVE_SIGNAL
     from headway.watch.frames import parse
