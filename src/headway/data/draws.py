@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.data.randomness import decode, encode, pack_seeded, read_text
+from headway.runtime import torch_stream
 
 
 class LoaderStream:
@@ -33,7 +34,7 @@ class LoaderStream:
             return torch.default_generator
         if self._own is None:
             self._own = torch.Generator()
-            self._own.set_state(torch.get_rng_state())
+            self._own.set_state(torch_stream.read())
         return self._own
 
     def draw(self) -> int:

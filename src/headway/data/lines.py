@@ -23,6 +23,7 @@ import torch
 
 from headway.data.feed import State
 from headway.data.randomness import GlobalStreams, state_from, text_of
+from headway.runtime import torch_stream
 
 Result = TypeVar("Result")
 
@@ -59,7 +60,7 @@ class NumpyReader:
 
 
 _WRITE: tuple[Callable[[Any], Any], ...] = (
-    torch.set_rng_state,
+    torch_stream.write,
     random.setstate,
     lambda state: numpy.random.set_state(state),
 )
@@ -69,7 +70,7 @@ class Lines:
     """The lines of one dataset; places are numbers of torch's, Python's and NumPy's stream, in this order."""
 
     def __init__(self) -> None:
-        self._readers: tuple[Callable[[], Any], ...] = (torch.get_rng_state, random.getstate, NumpyReader().read)
+        self._readers: tuple[Callable[[], Any], ...] = (torch_stream.read, random.getstate, NumpyReader().read)
         self._dataset: dict[int, Any] = {}
         self._starts: dict[int, tuple[int, str]] = {}
         self._num_fetched = 0

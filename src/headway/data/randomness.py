@@ -11,6 +11,7 @@ import numpy
 import torch
 
 from headway.data.feed import State
+from headway.runtime import torch_stream
 
 Agree = Callable[[Any], Any]
 """Turns this rank's value into that of rank 0."""
@@ -214,10 +215,10 @@ _States = tuple[torch.Tensor, Any, Any]
 
 
 def _read_global() -> _States:
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    return torch_stream.read(), random.getstate(), numpy.random.get_state()
 
 
 def _write_global(states: _States) -> None:
-    torch.set_rng_state(states[0])
+    torch_stream.write(states[0])
     random.setstate(states[1])
     numpy.random.set_state(states[2])

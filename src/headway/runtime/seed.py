@@ -10,6 +10,7 @@ import torch
 
 from headway.errors import ConfigError
 from headway.log import get_logger
+from headway.runtime import torch_stream
 from headway.runtime.device import Hardware
 from headway.runtime.process import current
 
@@ -67,7 +68,7 @@ def read_states(rng_types: list[str], generator: torch.Generator | None) -> dict
     if "numpy" in rng_types and "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state()
     if "torch" in rng_types:
-        states["torch"] = torch.get_rng_state()
+        states["torch"] = torch_stream.read()
     if "device" in rng_types and (read := _device_stream("get_rng_state")) is not None:
         states["device"] = read()
     if "generator" in rng_types and generator is not None:
@@ -95,7 +96,7 @@ def write_states(states: dict[str, Any], generator: torch.Generator | None) -> N
     if "numpy" in states:
         sys.modules["numpy"].random.set_state(states["numpy"])
     if "torch" in states:
-        torch.set_rng_state(states["torch"])
+        torch_stream.write(states["torch"])
     if "device" in states and (write := _device_stream("set_rng_state")) is not None:
         write(states["device"])
     if "generator" in states and generator is not None:
