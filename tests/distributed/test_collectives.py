@@ -221,8 +221,8 @@ def a_model_of_many_kinds():
 def test_a_model_is_replicated_where_it_lies():
     for told, most, error in run_ranks(a_model_of_many_kinds, 2):
         assert all(told.values()), told
-        # One at a time, of what does not lie in order; the whole model is 120 kB.
-        assert most <= 64 * 64 * 4
+        # What does not lie in order, one after the other (gloo's thread lets go of the last a moment later), of 120 kB.
+        assert most <= (64 * 64 + 8 * 8 * 9) * 4
         assert "do not fit together" in error
         assert "(4, 3)" in error
 

@@ -89,7 +89,7 @@ def test_all_of_a_kind_without_a_known_variable(kind):
     for text in ("all", "0"):
         assert not [name for name in plan(machine, gpu_ids=text).additions if "VISIBLE" in name]
     pair = Machine("box", "/venv/bin/python", 8, kind, ("0", "1"), "lo")
-    with pytest.raises(ConfigError, match=rf"does not know by which variable {kind} devices are hidden"):
+    with pytest.raises(ConfigError, match=rf"does not know which variable hides {kind} devices"):
         plan(pair, gpu_ids="1")
 
 
