@@ -15,6 +15,7 @@ from headway.collectives.door import Collectives
 from headway.collectives.ranks import RankAware
 from headway.collectives.streams import stream_names
 from headway.collectives.tree import Tree
+from headway.config import mesh
 from headway.config.arguments import caller, is_automatic, loading_settings, project_settings, windows
 from headway.config.layouts import ParallelismConfig, TorchDynamoPlugin, check_layouts
 from headway.config.load import UNSET, run_setting
@@ -100,6 +101,8 @@ class Accelerator(RankAware):
             instance of `headway.Tracker`, or a list of these.
         preemption: a signal or deadline makes all ranks save and end with exit code 75 (`Preemption`). True: as that class
             says; None: the same where checkpoints are named automatically; False: signals end the process as ever.
+        strategy: the layout: "ddp" (the default: a replica per process), "fsdp", "hsdp=8", "tp", "fsdp+tp=2" ...
+            (`headway.config.mesh`).
 
     Raises:
         ConfigError: contradicting or impossible settings.
@@ -139,6 +142,7 @@ class Accelerator(RankAware):
         microbatching: str | None = None,
         on_non_finite: "str | finite.NonFinitePolicy | None" = None,
         preemption: Preemption | bool | None = None,
+        strategy: str | None = None,
     ) -> None:
         traces.install(lambda: not is_debugging())
         origin = caller()
@@ -163,7 +167,9 @@ class Accelerator(RankAware):
         self.precision = build_precision(self.mixed_precision, runtime.hardware, options)
         plugin = windows(gradient_accumulation_steps, gradient_accumulation_plugin, global_batch_size, origin)
         cuts_batches = is_automatic(microbatching, plugin)
-        self.strategy = build_strategy(self.collectives, options, is_deferred=cuts_batches)
+        wanted, _ = run_setting("strategy", UNSET if strategy is None else strategy, "ddp", code_origin=origin)
+        layout = mesh.parse(wanted).resolve(runtime.world_size)
+        self.strategy = build_strategy(self.collectives, options, layout, is_deferred=cuts_batches)
         self.global_batch_size = global_batch_size
         self.clock = Clock()
         self._events = LoaderEvents()

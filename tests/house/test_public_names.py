@@ -63,7 +63,7 @@ ARGUMENTS = [
     "dynamo_plugin", "deepspeed_plugins", "parallelism_config",
     # Headway's own
     "adjust_scheduler_to_accumulation", "scheduler_ticks", "global_batch_size", "loss_policy", "microbatching",
-    "on_non_finite", "preemption",
+    "on_non_finite", "preemption", "strategy",
 ]  # fmt: skip
 
 

@@ -27,12 +27,16 @@ class Capabilities:
         deferred_sync: gradients can stay local for some micro-batches.
         clip_by_value: gradients can be clamped element by element.
         rollback: a step can be taken back.
+        lone_forward: a model may be called on one rank alone; False: its forward is an exchange.
+        whole_gradients: each rank's gradients are all of them, alike on all ranks; False: a rank holds a part.
     """
 
     several_models: bool = True
     deferred_sync: bool = True
     clip_by_value: bool = True
     rollback: bool = True
+    lone_forward: bool = True
+    whole_gradients: bool = True
 
     def require(self, name: str, strategy: str, remedy: str) -> None:
         """Raise the one uniform error where the capability is missing.
@@ -51,7 +55,8 @@ class Strategy(Protocol):
         name: for messages.
         capabilities: what it can do.
         data_shard: this process's slice of the data; not always (rank, world size).
-        data_group: the processes among which gradients, weights and metrics reduce.
+        data_group: the processes among which weights of losses and metrics reduce: one of each shard of the data.
+        everyone: all processes: for votes, verdicts on gradients, replays, checkpoints and the loaders' seed.
         gradient_divisor: what the engine divides summed gradients by on its own; the loss is multiplied by it.
     """
 
@@ -59,10 +64,20 @@ class Strategy(Protocol):
     capabilities: Capabilities
     data_shard: Shard
     data_group: Collectives
+    everyone: Collectives
     gradient_divisor: int
 
     def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
         """Wrap or shard a model once; parameter names are those of the bare model, captured before."""
+
+    def materialise(self, model: torch.nn.Module) -> None:
+        """Give a model that was built without memory (meta device) its values, alike on all ranks; called before `setup`."""
+
+    def current(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The parameter that stands where this one stood before `setup`: a shard has taken its place; else itself."""
+
+    def at_rest(self, model: torch.nn.Module) -> None:
+        """From here to the next forward, the model's names and parameters may be read: nothing is gathered any more."""
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The user's own module."""
@@ -86,6 +101,15 @@ class Strategy(Protocol):
             How many of the parameters have no gradient here, where that matters to the others.
         """
 
+    def silence(self, parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManager[object]:
+        """A block whose backward gives these parameters gradients of zero, whatever comes: its loss weighs nothing."""
+
+    def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Forget the gradients of a window that failed, those that an engine still keeps among them."""
+
+    def local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """What this rank holds of each gradient that there is, as plain tensors that may be changed in place."""
+
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """What remains to be reduced when the window's last backward has returned: buffers, deferred gradients.
 
@@ -97,6 +121,12 @@ class Strategy(Protocol):
     def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
         """Multiply gradients: the one correction of (sum, weight)."""
 
+    def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """The norm of all gradients together, a plain 0-d tensor, the same on all ranks; sharded: one exchange.
+
+        Where any gradient on any rank is not finite, neither is the norm.
+        """
+
     def clip(
         self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float, known: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -106,7 +136,7 @@ class Strategy(Protocol):
             parameters: whose gradients.
             max_norm: the most it may be.
             norm_type: 2 for the Euclidean norm.
-            known: this process's own norm of these gradients, where it is known already.
+            known: the total norm of these gradients, where it is known already.
         """
 
     def step(self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> bool:
@@ -115,11 +145,15 @@ class Strategy(Protocol):
     def rollback(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Drop the gradients of an update that will not happen."""
 
-    def release(self) -> None:
-        """Forget all models, so that their memory can go."""
+    def release(self, model: torch.nn.Module | None = None) -> None:
+        """Forget a model, or all, so that their memory can go.
+
+        Raises:
+            UnsupportedError: a model that was given cannot become the bare one again.
+        """
 
     def export_state(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's tensors by the bare module's names, one at a time."""
+        """The model's tensors by the bare module's names, one at a time; sharded ones as DTensors, which are never gathered."""
 
     def import_state(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take tensors by the bare module's names into the model."""

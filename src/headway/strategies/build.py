@@ -1,21 +1,31 @@
 """Which strategy a run uses: the one place that names them."""
 
 from headway.collectives.door import Collectives
+from headway.config.mesh import Layout
 from headway.config.strategies import EngineOptions
+from headway.errors import UnsupportedError
 from headway.strategies.base import Strategy
 from headway.strategies.ddp import DDPStrategy
 from headway.strategies.replica import ReplicaStrategy
 from headway.strategies.single import SingleStrategy
 
 
-def build_strategy(collectives: Collectives, options: EngineOptions, is_deferred: bool = False) -> Strategy:
-    """A replica per process where there are several, plain PyTorch where there is one.
+def build_strategy(
+    collectives: Collectives, options: EngineOptions, layout: Layout, is_deferred: bool = False
+) -> Strategy:
+    """The layout's strategy; plain PyTorch where there is one process.
 
     Args:
         collectives: the processes.
         options: of the engines.
+        layout: how many of them each axis takes.
         is_deferred: gradients travel once a window, after its last backward, and never while it runs.
+
+    Raises:
+        UnsupportedError: a layout that is not there yet.
     """
+    if not layout.is_replicas_only:
+        raise UnsupportedError(f"the layout {layout} is not there yet")
     if collectives.world_size > 1 and is_deferred:
         return ReplicaStrategy(collectives, options.ddp)
     if collectives.world_size > 1:

@@ -162,7 +162,7 @@ class DDPStrategy(SingleStrategy):
             )
         return super().step(optimizer, precision, closure)
 
-    def release(self) -> None:
+    def release(self, model: torch.nn.Module | None = None) -> None:
         """Forget all engines."""
         super().release()
         self._engines.clear()

@@ -140,7 +140,7 @@ class ReplicaStrategy(SingleStrategy):
             exchange(buckets.pack(tensors, absent))
             buckets.unpack(tensors)
 
-    def release(self) -> None:
+    def release(self, model: torch.nn.Module | None = None) -> None:
         """Forget all models and buckets."""
         super().release()
         self._models.clear()

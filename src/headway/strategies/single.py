@@ -1,7 +1,7 @@
 """One process: plain PyTorch, and the base of strategies that keep the whole model on each process."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ class SingleStrategy:
     capabilities = Capabilities()
 
     def __init__(self, collectives: Collectives) -> None:
-        self.data_group = collectives
+        self.data_group = self.everyone = collectives
         self.data_shard = Shard(collectives.rank, collectives.world_size)
         self.gradient_divisor = 1
         self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
@@ -31,6 +31,16 @@ class SingleStrategy:
         for transform in transforms:
             transform(model)
         return None
+
+    def materialise(self, model: torch.nn.Module) -> None:
+        """Not here: whole models come with their values; `Preparation` refuses those without."""
+
+    def current(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Itself: nothing took its place."""
+        return parameter
+
+    def at_rest(self, model: torch.nn.Module) -> None:
+        """It always is."""
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The module itself: prepare() gave back the user's own object."""
@@ -63,14 +73,37 @@ class SingleStrategy:
         """Nothing is needed."""
         return 0
 
+    @contextmanager
+    def silence(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+        """By hooks on the parameters."""
+        hooks = [p.register_hook(torch.zeros_like) for p in parameters if p.requires_grad]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """They are where torch keeps them."""
+        for parameter in parameters:
+            parameter.grad = None
+
+    def local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """All of them."""
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """Nothing to reduce."""
 
     def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
         """Multiply all gradients in place."""
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        grads = self.local_gradients(parameters)
         if grads:
             torch._foreach_mul_(grads, factor)
+
+    def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """torch's own; every rank has all gradients."""
+        return torch.nn.utils.get_total_norm(self.local_gradients(parameters), norm_type)
 
     def clip(
         self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float, known: torch.Tensor | None = None
@@ -90,7 +123,7 @@ class SingleStrategy:
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def release(self) -> None:
+    def release(self, model: torch.nn.Module | None = None) -> None:
         """Only the cached seeds are held."""
         self._seeds.clear()
 

@@ -12,7 +12,7 @@ ran out. What a step works with comes in through its constructor; a feature that
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from headway.training.windows import LossPolicy, Window, Windows
 
 log = get_logger(__name__)
 
+_AS_IT_COMES = nullcontext()
 _BY_HAND = (
     "backward came outside accumulate(), with gradient_accumulation_steps=%d: each loss is divided by %d, and step() and "
     "zero_grad() act whenever they are called. `with accelerator.accumulate(model):` makes it exact, for short windows and ragged "
@@ -153,8 +154,7 @@ class Step(ABC):
         window = windows.current
         if error is not None and not window.is_closed:
             window.fail()
-            for parameter in self.prepared.parameters_of(window):
-                parameter.grad = None
+            self.strategy.drop_gradients(self.prepared.parameters_of(window))
         return False
 
     # ---------------------------------------------------------------- weights
@@ -218,21 +218,20 @@ class Step(ABC):
         factor = self._policy.factor(mean_weight / share, nominal, strategy.gradient_divisor, windows.num_steps) * share
         if factor:
             loss = self.guard.watch(loss)
-            hooks = []
+            block: AbstractContextManager[object] = _AS_IT_COMES
         else:  # A mean over nothing is 0/0: what weighs zero must not carry its NaN into sums, nor to other ranks.
-            hooks = [_silence(p) for p in self.prepared.all_parameters() if p.requires_grad]
+            block = self.strategy.silence(self.prepared.all_parameters())
         moments = self.moments
         for listener in moments.before_backward:
             listener()
         for measure in moments.phases:
             measure("backward")
         try:
-            strategy.backward(loss, factor, self.precision, **kwargs)
+            with block:
+                strategy.backward(loss, factor, self.precision, **kwargs)
         finally:
             for measure in moments.phases:
                 measure("step" if windows.current.is_last else "forward")
-            for hook in hooks:
-                hook.remove()
 
     def close(
         self, window: Window, total: float, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False
@@ -443,10 +442,6 @@ class MicroBatch:
         for context in reversed(self._contexts):
             context.__exit__(kind, error, trace)
         return self._step.end(error)
-
-
-def _silence(parameter: torch.nn.Parameter) -> torch.utils.hooks.RemovableHandle:
-    return parameter.register_hook(torch.zeros_like)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def check_loss(loss: Any, weight: float | None, reduction: str) -> None:
