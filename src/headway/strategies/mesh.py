@@ -39,23 +39,23 @@ class MeshStrategy(SingleStrategy):
         collectives: all ranks.
         layout: how many ranks each axis takes.
         options: of sharding.
-        precision: in which number format forwards run.
+        number_format: the run's mixed_precision: "no", "bf16" or "fp16".
 
     Attributes:
         mesh: torch's device mesh, its axes named as in the layout.
     """
 
     name = "fsdp"
-    capabilities = Capabilities(rollback=False, lone_forward=False, whole_gradients=False)
+    capabilities = Capabilities(rollback=False, lone_forward=False, whole_gradients=False, copies=False)
 
     def __init__(
-        self, collectives: Collectives, layout: Layout, options: ShardingOptions, precision: Precision
+        self, collectives: Collectives, layout: Layout, options: ShardingOptions, number_format: str = "no"
     ) -> None:
         super().__init__(collectives)
         options.check(layout.shard)
         self.layout = layout
         self._options = options
-        self._precision = precision
+        self._number_format = number_format
         self.mesh = _build_mesh(collectives.runtime.device.type, layout)
         self.data_shard = Shard(self._data_index(), layout.num_data_shards)
         self.gradient_divisor = layout.num_data_shards
@@ -128,6 +128,13 @@ class MeshStrategy(SingleStrategy):
                     part: torch.Tensor = record.sharded_param
                     return part
         return parameter
+
+    def cut(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's part of it, as the parameter is cut."""
+        return gradients.cut_like(tensor, parameter)
+
+    def place(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Not yet: `setup` brings one unit after the other to the device, and keeps a part of each."""
 
     def at_rest(self, model: torch.nn.Module) -> None:
         """Free what is gathered: the root stays whole after a forward without backward."""
