@@ -57,6 +57,7 @@ class GPT(nn.Module):
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Parameter(0.1 * torch.randn(24, width))
         self.blocks = nn.ModuleList(Block(width, num_heads, dropout) for _ in range(num_blocks))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        nn.init.normal_(self.tokens.weight, std=0.2)
         if tied:
             self.head.weight = self.tokens.weight
 

@@ -15,6 +15,7 @@ import torch
 from headway.collectives.door import Collectives
 from headway.config.mesh import DATA_AXES, Layout
 from headway.config.sharding import ShardingOptions
+from headway.config.tensor import TensorParallelOptions
 from headway.data.shard import Shard
 from headway.errors import PrepareError, UnsupportedError
 from headway.log import get_logger
@@ -24,6 +25,7 @@ from headway.runtime import process
 from headway.strategies import gathered, gradients
 from headway.strategies.base import Capabilities, Engine, Transform
 from headway.strategies.single import SingleStrategy
+from headway.strategies.tensor_parallel import TensorParallel
 from headway.strategies.units import Units, find_units
 
 fsdp = Later("torch.distributed.fsdp")
@@ -40,6 +42,7 @@ class MeshStrategy(SingleStrategy):
         layout: how many ranks each axis takes.
         options: of sharding.
         number_format: the run's mixed_precision: "no", "bf16" or "fp16".
+        tensor: options of tensor parallelism; None: models' own plans.
 
     Attributes:
         mesh: torch's device mesh, its axes named as in the layout.
@@ -49,7 +52,12 @@ class MeshStrategy(SingleStrategy):
     capabilities = Capabilities(rollback=False, lone_forward=False, whole_gradients=False, copies=False)
 
     def __init__(
-        self, collectives: Collectives, layout: Layout, options: ShardingOptions, number_format: str = "no"
+        self,
+        collectives: Collectives,
+        layout: Layout,
+        options: ShardingOptions,
+        number_format: str = "no",
+        tensor: TensorParallelOptions | None = None,
     ) -> None:
         super().__init__(collectives)
         options.check(layout.shard)
@@ -57,6 +65,10 @@ class MeshStrategy(SingleStrategy):
         self._options = options
         self._number_format = number_format
         self.mesh = _build_mesh(collectives.runtime.device.type, layout)
+        self._tensor = tensor or TensorParallelOptions()
+        self._cuts: list[tuple[torch.nn.Module, TensorParallel]] = []
+        if layout.num_data_shards < layout.num_ranks:
+            self.data_group = collectives.split(layout.data_groups)
         self.data_shard = Shard(self._data_index(), layout.num_data_shards)
         self.gradient_divisor = layout.num_data_shards
         self._models: list[torch.nn.Module] = []
@@ -77,12 +89,17 @@ class MeshStrategy(SingleStrategy):
         Raises:
             PrepareError: what cannot be sharded, by name.
         """
-        find_units(model, self._options)  # what is refused is refused before anything is changed
+        is_sharded = self.layout.num_data_shards > 1
+        if is_sharded:
+            find_units(model, self._options)  # what is refused is refused before anything is changed
         before = list(model.named_parameters(remove_duplicate=False))
         # Where they lie: parts of models that were made from different seeds would make a patchwork.
         self.everyone.broadcast_into([*model.parameters(), *model.buffers()])
+        if self.layout.tp > 1:
+            self._cuts.append((model, TensorParallel(model, self.mesh["tp"], self._tensor)))
         super().setup(model, transforms)
-        self._shard(model, find_units(model, self._options))
+        if is_sharded:
+            self._shard(model, find_units(model, self._options))
         after = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in before:
             if after[name] is not parameter:
@@ -158,9 +175,9 @@ class MeshStrategy(SingleStrategy):
 
     @contextmanager
     def silence(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-        """By hooks on the whole parameters, which autograd sees; on parts they never fire."""
+        """By hooks on the whole parameters, which autograd sees; on FSDP's parts they never fire."""
         with ExitStack() as stack:
-            stack.enter_context(super().silence([p for p in parameters if not gradients.is_distributed(p)]))
+            stack.enter_context(super().silence(parameters))
             for model in self._models:
                 for record in gathered.records(model):
                     whole = gathered.whole_parameter(record)
@@ -209,6 +226,10 @@ class MeshStrategy(SingleStrategy):
     def release(self, model: torch.nn.Module | None = None) -> None:
         """Forget a model, or all. They stay sharded: their parts need not fit on one rank."""
         super().release()
+        for known, cut in self._cuts:
+            if model is None or known is model:
+                cut.release()
+        self._cuts = [pair for pair in self._cuts if model is not None and pair[0] is not model]
         gone = self._models if model is None else [known for known in self._models if known is model]
         held = {id(p) for each in self._models if each not in gone for p in each.parameters()}
         self._replaced = {key: pair for key, pair in self._replaced.items() if id(pair[1]) in held}
