@@ -193,6 +193,8 @@ class MeshStrategy(SingleStrategy):
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """Gradients have travelled in backward; buffers follow rank 0."""
+        for _, cut in self._cuts:
+            cut.check_gradients()
         if not self._options.broadcast_buffers:
             return
         for model in self._models:

@@ -13,7 +13,7 @@ import torch
 from headway.config.tensor import TensorParallelOptions
 from headway.errors import ConfigError, PrepareError
 from headway.optional import Later
-from headway.strategies import heads, plans, sequence, styles
+from headway.strategies import agreement, heads, plans, sequence, styles
 from headway.strategies.calls import Block, CutCall, Gathered, Loan
 from headway.strategies.crossings import Axis, cut
 from headway.strategies.plans import Cuts
@@ -42,6 +42,7 @@ class TensorParallel:
     def __init__(self, model: torch.nn.Module, mesh: Any, options: TensorParallelOptions) -> None:
         self.axis = Axis.of(mesh)
         self._streams, self._ends = Streams(self.axis), ExitStack()
+        self._model, self._is_checked = model, False
         cuts = plans.read(model, self.axis, options)
         _refuse_within_attention(model, cuts)
         heads.check(model, cuts, self.axis.size, options)
@@ -55,6 +56,15 @@ class TensorParallel:
         self._hook(model, cuts, stack, foreign, head)
         if head is not None:
             self._ends.enter_context(parallel.loss_parallel())
+
+    def check_gradients(self) -> None:
+        """At the first update: are those of whole parameters alike on all ranks?
+
+        Raises:
+            PrepareError: they are not.
+        """
+        if not self._is_checked:
+            self._is_checked = agreement.check(self._model, self.axis)
 
     def release(self) -> None:
         """Undo what reaches beyond the model."""
