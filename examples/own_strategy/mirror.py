@@ -1,7 +1,7 @@
 """A strategy of your own: pairs of ranks read the same data and hold the same weights, as a check of each other's memory.
 
-    headway launch -n 4 --strategy mirror train.py      two parts of the data, each read by two ranks
-    headway launch -n 6 --strategy mirror=3 train.py    two parts of the data, each read by three ranks
+headway launch -n 4 --strategy mirror train.py      two parts of the data, each read by two ranks
+headway launch -n 6 --strategy mirror=3 train.py    two parts of the data, each read by three ranks
 """
 
 from typing import Any
@@ -29,7 +29,9 @@ class MirrorStrategy(DDPStrategy):
         number = text.partition("=")[2] or "2"
         copies, world = int(number) if number.isdigit() else 0, collectives.world_size
         if not copies or world % copies:
-            raise ConfigError(f"strategy {text!r}: {world} ranks cannot be divided into groups of {number}; choose another")
+            raise ConfigError(
+                f"strategy {text!r}: {world} ranks cannot be divided into groups of {number}; choose another"
+            )
         count = world // copies
         # Which part of the data this rank reads: neighbours read the same.
         self.data_shard = Shard(collectives.rank // copies, count)

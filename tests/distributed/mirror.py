@@ -1,8 +1,9 @@
 """The example strategy, as if it were installed: its entry point beside it on the path."""
 
 import sys
-import tomllib
 from pathlib import Path
+
+import tomllib
 
 FOLDER = Path(__file__).parents[2] / "examples" / "own_strategy"
 

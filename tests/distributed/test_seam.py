@@ -1,6 +1,5 @@
 """Two groups: a data shard of several ranks. The strategy is the example of a package of its own, `mirror`."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration
 from tests.distributed.mirror import install, write_entry_points
