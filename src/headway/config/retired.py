@@ -2,9 +2,9 @@
 
 from headway.errors import ConfigError
 
-_SHARDING = "sharded training (FSDP) is not part of this version: DDP is what several processes run"
+_SHARDING = "say how the model is spread with --strategy fsdp, and see `headway launch --help` for its options"
 _DEEPSPEED = "DeepSpeed is not part of this version"
-_MESH = "tensor, context and pipeline parallelism are not part of this version"
+_MESH = "sizes are part of the layout: --strategy fsdp+tp=2"
 _MEGATRON = "Headway does not drive Megatron-LM"
 _FP8 = "float8 is not part of this version; --mixed_precision takes no, bf16 and fp16"
 _COMPILE = "call model = torch.compile(model) in the script, before or after prepare()"
@@ -18,6 +18,17 @@ _ONE = {
     "use_deepspeed": _DEEPSPEED,
     "use_megatron_lm": _MEGATRON,
     "use_parallelism_config": _MESH,
+    "tp_size": _MESH,
+    "tensor_parallel_size": _MESH,
+    "dp_shard_size": _MESH,
+    "dp_replicate_size": _MESH,
+    "cp_size": _MESH,
+    "pp_size": _MESH,
+    "sp_size": _MESH,
+    "fsdp": _SHARDING,
+    "hsdp": _SHARDING,
+    "tp": _MESH,
+    "layout": "use --strategy",
     "tpu": _TPU,
     "tpu_cluster": _TPU,
     "no_tpu_cluster": _TPU,
