@@ -8,8 +8,8 @@ import click
 from headway import env
 from headway.cli.layouts import foreign_options, take_foreign
 from headway.cli.options import GroupedCommand, GroupedOption, command_line_layer, examples, setting_options
-from headway.config.mesh import groups_in_words
 from headway.config.load import Resolved, Value, environment_layer, resolve
+from headway.config.mesh import groups_in_words
 from headway.errors import ConfigError
 
 _ABOUT = """Start SCRIPT with its own ARGS on every accelerator of this machine, or as the flags say.

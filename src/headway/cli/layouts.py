@@ -12,7 +12,13 @@ from headway.config.load import COMMAND_LINE, Value
 from headway.errors import ConfigError
 
 _SWITCHES = ("use_fsdp", "use_parallelism_config")
-_ONLY_OF_PLUGINS = ("limit_all_gathers", "param_init_fn", "state_dict_config", "optim_state_dict_config", "mixed_precision_policy")
+_ONLY_OF_PLUGINS = (
+    "limit_all_gathers",
+    "param_init_fn",
+    "state_dict_config",
+    "optim_state_dict_config",
+    "mixed_precision_policy",
+)
 _VALUES = (
     *(f"fsdp_{key}" for key in FSDP_KEYS if key not in _ONLY_OF_PLUGINS),
     *(f"parallelism_config_{key}" for key in SIZE_KEYS),
@@ -59,7 +65,9 @@ def take_foreign(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Va
         _check_one(rest.get("strategy"), asked)
         if rest.get("strategy") is None:
             layer["strategy"] = Value(asked[0], f"{COMMAND_LINE}: {asked[1]}")
-    needless = [f"{key} ({text.removeprefix('not needed: ')})" for key, text in read.lines if text.startswith("not needed")]
+    needless = [
+        f"{key} ({text.removeprefix('not needed: ')})" for key, text in read.lines if text.startswith("not needed")
+    ]
     return rest, layer, ((f"without effect: {'; '.join(needless)}",) if needless else ())
 
 

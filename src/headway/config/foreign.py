@@ -33,7 +33,9 @@ _NEEDLESS = {
     "optim_state_dict_config": "checkpoints are sharded, and load under any layout",
 }
 _REFUSED = {
-    "ignored_modules": "every parameter is sharded; prepare the modules that are to stay whole as a model of their own",
+    "ignored_modules": (
+        "name the frozen modules that are to stay whole: Accelerator(kwargs_handlers=[ShardingOptions(ignored=(...))])"
+    ),
     "param_init_fn": (
         "a model on the meta device gets its values from its modules' own reset_parameters(); give those classes one"
     ),
@@ -48,11 +50,13 @@ class Foreign:
         settings: what they decide: setting -> (value, the key that says it).
         lines: for each key that was read, (key, what it became).
         refused: keys that cannot be served, and what to do.
+        dtypes: of FSDP's policy of precision, by the fields of ShardingOptions.
     """
 
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
     lines: list[tuple[str, str]] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+    dtypes: dict[str, Any] = field(default_factory=dict)
     _sizes: dict[str, int] = field(default_factory=dict)
     _sharding: dict[str, str] = field(default_factory=dict)
     _sized_by: list[str] = field(default_factory=list)
@@ -99,12 +103,16 @@ class Foreign:
         elif name.startswith("sp_") and (name != "sp_size" or _number(value, key, 1) == 1):
             self._needless(key, "there is no sequence parallelism of DeepSpeed's here")
         elif name == "sp_size":
-            self.refuse(key, "DeepSpeed's sequence parallelism (Ulysses) is not served; cut sequences with --strategy fsdp+cp=N")
+            self.refuse(
+                key, "DeepSpeed's sequence parallelism (Ulysses) is not served; cut sequences with --strategy fsdp+cp=N"
+            )
         elif name in _AXES:
             size = _number(value, key, 1)
             self._sizes[_AXES[name]] = size
             self._sized_by.append(key)
-            self.lines.append((key, "one: nothing is cut along it" if size == 1 else f"strategy: {_AXES[name]} = {size}"))
+            self.lines.append(
+                (key, "one: nothing is cut along it" if size == 1 else f"strategy: {_AXES[name]} = {size}")
+            )
         else:
             raise ConfigError(f"{key} is not a key of a parallelism_config; take it out")
 
@@ -160,7 +168,9 @@ class Foreign:
     def _version(self, value: Any, key: str) -> None:
         if str(value) not in ("1", "2"):
             raise ConfigError(f"{key}={value!r}; allowed: 1, 2")
-        self._needless(key, f"FSDP2 is what shards here{', and reads the keys of version 1' if str(value) == '1' else ''}")
+        self._needless(
+            key, f"FSDP2 is what shards here{', and reads the keys of version 1' if str(value) == '1' else ''}"
+        )
 
     def _sharding_strategy(self, value: Any, key: str) -> None:
         word = _word(value, SHARDING, key, first=1)
@@ -184,7 +194,9 @@ class Foreign:
 
     def _offload(self, value: Any, key: str) -> None:
         kind = type(value).__name__  # torch's own classes, which are not imported here
-        truth = {"CPUOffloadPolicy": True, "OffloadPolicy": False}.get(kind, _truth(getattr(value, "offload_params", value)))
+        truth = {"CPUOffloadPolicy": True, "OffloadPolicy": False}.get(
+            kind, _truth(getattr(value, "offload_params", value))
+        )
         if truth is None:
             raise ConfigError(f"{key}={value!r}; give True or False")
         self._take("fsdp_offload_params", truth, key)
@@ -207,7 +219,9 @@ class Foreign:
             if number:
                 self._parameters(number, key)
         else:
-            self.refuse(key, "a policy of your own is not served; name the blocks' classes in transformer_cls_names_to_wrap")
+            self.refuse(
+                key, "a policy of your own is not served; name the blocks' classes in transformer_cls_names_to_wrap"
+            )
 
     def _classes(self, value: Any, key: str) -> None:
         names = [str(name) for name in value] if isinstance(value, (list, tuple, set)) else str(value).split(",")
@@ -239,7 +253,22 @@ class Foreign:
         self._needless(key, "FSDP2 gathers the next block while this one computes")
 
     def _precision(self, value: Any, key: str) -> None:
-        self.refuse(key, "the precision of sharded training follows mixed_precision='bf16'; say it there")
+        if isinstance(value, str):
+            value = dict.fromkeys(("param_dtype", "reduce_dtype"), value)
+        known = ("param_dtype", "reduce_dtype", "output_dtype")
+        said = (
+            value
+            if isinstance(value, Mapping)
+            else {name: getattr(value, name, None) for name in (*known, "buffer_dtype")}
+        )
+        for name, dtype in said.items():
+            if name in known and dtype is not None:
+                self.dtypes[name] = dtype
+                self.lines.append((key, f"{name}: {dtype}"))
+            elif name == "buffer_dtype" and dtype is not None:
+                self._needless(f"{key}.buffer_dtype", "buffers keep their own")
+            elif name not in (*known, "buffer_dtype"):
+                raise ConfigError(f"{key} has {name!r}; allowed: {', '.join(known)}")
 
 
 _READERS: Mapping[str, Callable[[Foreign, Any, str], None]] = {
@@ -251,7 +280,9 @@ _READERS: Mapping[str, Callable[[Foreign, Any, str], None]] = {
     "transformer_layer_cls_to_wrap": Foreign._classes,
     "min_num_params": Foreign._parameters,
     "activation_checkpointing": lambda self, *said: self._truths("fsdp_activation_checkpointing")(*said),
-    "activation_checkpointing_offload": lambda self, *said: self._truths("fsdp_activation_checkpointing_offload")(*said),
+    "activation_checkpointing_offload": lambda self, *said: self._truths("fsdp_activation_checkpointing_offload")(
+        *said
+    ),
     "state_dict_type": Foreign._state_dict,
     "backward_prefetch": Foreign._prefetch,
     "mixed_precision_policy": Foreign._precision,

@@ -22,7 +22,13 @@ AXES = ("pp", "replicate", "shard", "cp", "tp")
 DATA_AXES = ("replicate", "shard")
 """Ranks that differ along these read data of their own; those that differ along the others read the same."""
 _TERMS = {"ddp": "replicate", "fsdp": "shard", "cp": "cp", "tp": "tp", "pp": "pp"}
-_WORDS = {"pp": "pipeline stages", "replicate": "replicas", "shard": "shards", "cp": "parts of a sequence", "tp": "parts of a matrix"}  # fmt: skip
+_WORDS = {
+    "pp": "pipeline stages",
+    "replicate": "replicas",
+    "shard": "shards",
+    "cp": "parts of a sequence",
+    "tp": "parts of a matrix",
+}
 
 # What people write for the same.
 _OTHER_WORDS = {
@@ -93,7 +99,9 @@ class Layout:
         step = prod(int(getattr(self, inner)) for inner in AXES[AXES.index(axis) + 1 :])
         size = int(getattr(self, axis))
         span = step * size
-        return [range(base + at, base + at + span, step) for base in range(0, self.num_ranks, span) for at in range(step)]
+        return [
+            range(base + at, base + at + span, step) for base in range(0, self.num_ranks, span) for at in range(step)
+        ]
 
     def describe(self) -> str:
         """In words: "2 replicas x 4 shards"."""
@@ -187,7 +195,10 @@ def written(sizes: Mapping[str, int | None]) -> str:
     sizes = {axis: size for axis, size in sizes.items() if size != 1} or {"replicate": None}
     terms = []
     if sizes.get("replicate", 0) is None and sizes.get("shard") is not None:
-        terms, sizes = [f"hsdp={sizes.pop('shard')}"], {axis: size for axis, size in sizes.items() if axis != "replicate"}
+        terms, sizes = (
+            [f"hsdp={sizes.pop('shard')}"],
+            {axis: size for axis, size in sizes.items() if axis != "replicate"},
+        )
     terms += [names[axis] + (f"={sizes[axis]}" if sizes[axis] is not None else "") for axis in AXES if axis in sizes]
     return "+".join(terms)
 
@@ -230,9 +241,7 @@ def normal(text: str) -> str:
 def _meant(name: str) -> str:
     if name in _OTHER_WORDS:
         return f"; write {_OTHER_WORDS[name]}"
-    return (
-        f"; allowed: {', '.join((*_TERMS, 'hsdp'))}, joined by '+', each with =RANKS or without, as in fsdp+tp=2"
-    )
+    return f"; allowed: {', '.join((*_TERMS, 'hsdp'))}, joined by '+', each with =RANKS or without, as in fsdp+tp=2"
 
 
 def groups_in_words(layout: Layout, most: int = 4) -> Iterator[str]:

@@ -472,7 +472,11 @@ def commands_per_machine(resolved: Resolved, program: Program, own_address: str,
     for name, setting in SETTINGS.items():
         if resolved.config.is_set(name) and name not in ("machine_rank", "main_process_ip", "main_process_port"):
             value = resolved.get(name)
-            words += ([setting.flag] if value else []) if setting.kind == "switch" else [setting.flag, str(value).lower() if setting.kind == "truth" else str(value)]
+            words += (
+                ([setting.flag] if value else [])
+                if setting.kind == "switch"
+                else [setting.flag, str(value).lower() if setting.kind == "truth" else str(value)]
+            )
     words += ["--main_process_ip", address, "--main_process_port", str(port)]
     tail = [program.target, *program.args]
     num_shown = min(resolved.get("num_machines", 1), MOST_COMMANDS)
