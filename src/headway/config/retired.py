@@ -14,10 +14,8 @@ _MPI = "start the launcher through MPI itself: mpirun -n MACHINES headway launch
 _TORCHRUN_RANKS = "use -n for the processes of all machines together"
 
 _ONE = {
-    "use_fsdp": _SHARDING,
     "use_deepspeed": _DEEPSPEED,
     "use_megatron_lm": _MEGATRON,
-    "use_parallelism_config": _MESH,
     "tp_size": _MESH,
     "tensor_parallel_size": _MESH,
     "dp_shard_size": _MESH,
@@ -43,7 +41,7 @@ _ONE = {
     "use_mps_device": "accelerators are found by themselves; take the flag out",
     "mpirun_hostfile": _MPI,
     "mpirun_ccl": _MPI,
-    "offload_params": _SHARDING,
+    "offload_params": "use --fsdp_offload_params true",
     "nproc_per_node": _TORCHRUN_RANKS,
     "nproc": _TORCHRUN_RANKS,
     "nnodes": "use --num_machines",
@@ -66,10 +64,8 @@ _ONE = {
 }
 
 _FAMILIES = {
-    "fsdp_": _SHARDING,
     "deepspeed_": _DEEPSPEED,
     "megatron_lm_": _MEGATRON,
-    "parallelism_config_": _MESH,
     "dynamo_": _COMPILE,
     "fp8_": _FP8,
     "sagemaker_": _SAGEMAKER,
