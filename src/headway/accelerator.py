@@ -36,7 +36,7 @@ from headway.resume.restored import Restored
 from headway.resume.run import RunState
 from headway.runtime import events, process, pulse
 from headway.runtime.control import note_progress
-from headway.strategies.build import build_strategy
+from headway.strategies.build import choose_strategy
 from headway.tracking.base import Tracker
 from headway.tracking.record import Record, TrackerKwargs
 from headway.training.metrics import gather_for_metrics
@@ -160,12 +160,14 @@ class Accelerator(RankAware):
         super().__init__(runtime, Collectives(runtime))
         asked = str(mixed_precision) if mixed_precision else UNSET
         self.mixed_precision, _ = run_setting("mixed_precision", asked, "no", code_origin=origin)
-        self.precision = build_precision(self.mixed_precision, runtime.hardware, options)
         plugin = windows(gradient_accumulation_steps, gradient_accumulation_plugin, global_batch_size, origin)
         cuts_batches = is_automatic(microbatching, plugin)
         chosen = wish.decide(options, runtime.world_size, runtime.local_world_size)
         self.options = options = chosen.options
-        self.strategy = build_strategy(self.collectives, options, chosen.layout, is_deferred=cuts_batches)
+        self.strategy = choose_strategy(
+            chosen.text, self.collectives, options, self.mixed_precision, cuts_batches, chosen.layout
+        )
+        self.precision = build_precision(self.mixed_precision, runtime.hardware, options, self.strategy)
         self.global_batch_size = global_batch_size
         self.clock = Clock()
         self._events = LoaderEvents()
@@ -202,6 +204,10 @@ class Accelerator(RankAware):
         )
         self._take_part(runtime)
 
+    @property
+    def _readers(self) -> Collectives:
+        return self.strategy.data_group
+
     def _take_part(self, runtime: process.ProcessRuntime) -> None:
         """Be known to this process: what ends with it is let go of then."""
         process.at_end(self._preparation.release)
@@ -218,7 +224,7 @@ class Accelerator(RankAware):
         cuts_batches: bool,
         neighbours: Neighbours,
     ) -> Step:
-        prepared, runtime = Prepared(), self.runtime
+        prepared, runtime = Prepared(self.strategy.at_rest), self.runtime
         windows = Windows(
             plugin.num_steps,
             self._events,
@@ -228,9 +234,7 @@ class Accelerator(RankAware):
         )
         guard: Guard = NoGuard()
         if on_non_finite is not None:
-            guard = finite.build_guard(
-                on_non_finite, windows, prepared, self.clock, self.precision, self.strategy.data_group
-            )
+            guard = finite.build_guard(on_non_finite, windows, prepared, self.clock, self.precision, self.strategy)
         is_watched = pulse.is_watched() or runtime.world_size > 1
         moments = Moments(begun=[note_progress] if is_watched else [], phases=scope.own(events.Listeners).to_phases)
         parts = windows, prepared, self.strategy, self.precision, policy, guard, moments
@@ -554,7 +558,7 @@ class Accelerator(RankAware):
         chosen = loader if loader is not None else self._training_step.windows.loader
         if chosen is None:
             self._lookout.look_for_loader(self._training_step)
-        return gather_for_metrics(input_data, chosen, self.collectives, use_gather_object)
+        return gather_for_metrics(input_data, chosen, self._readers, use_gather_object)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The loader without its first `num_batches` batches, in its next epoch only; nothing is read to skip."""

@@ -87,11 +87,11 @@ def _show(config_file: str | None, as_json: bool) -> None:
         }
         click.echo(json.dumps(shown, indent=2))
         return
-    width = max(map(len, names))
-    for name in names:
+    values = {name: json.dumps(resolved.get(name)) if resolved.config.is_set(name) else "-" for name in names}
+    width, wide = max(map(len, names)), min(30, max(10, *map(len, values.values())))
+    for name, value in values.items():
         is_set = resolved.config.is_set(name)
-        value = json.dumps(resolved.get(name)) if is_set else "-"
-        click.echo(f"{name:<{width}}  {value:<10}  {resolved.origin(name) if is_set else _undecided(SETTINGS[name])}")
+        click.echo(f"{name:<{width}}  {value:<{wide}}  {resolved.origin(name) if is_set else _undecided(SETTINGS[name])}")
 
 
 def _undecided(setting: Setting) -> str:

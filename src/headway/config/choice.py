@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from headway.config import mesh
+from headway.config import mesh, outside
 from headway.config.foreign import Foreign
 from headway.config.launch import OF_SHARDS, UNSET, WRAPPING
 from headway.config.layouts import ParallelismConfig
@@ -101,7 +101,7 @@ class Wish:
         _check_kind("parallelism_config", parallelism, ParallelismConfig)
         self._fsdp, self._tensor_parallel, self._parallelism = fsdp, tensor_parallel, parallelism
         self.origin = origin
-        self._strategy = None if strategy is None else mesh.normal(strategy)
+        self._strategy = None if strategy is None else self._spelled(strategy)
         read = Foreign() if fsdp is None else fsdp.read("fsdp_plugin")
         if parallelism is not None:
             for name, size in parallelism.sizes.items():
@@ -115,6 +115,12 @@ class Wish:
         self.needless = [
             f"{key} ({text.split(': ', 1)[1]})" for key, text in read.lines if text.startswith("not needed")
         ]
+
+    def _spelled(self, strategy: str) -> str:
+        try:
+            return outside.spelled(strategy)
+        except ConfigError as error:
+            raise ConfigError(f"{error} ({self.origin})") from None
 
     def decide(self, given: EngineOptions, num_ranks: int, ranks_on_machine: int) -> Chosen:
         """The layout on so many ranks, and the options that the run has then.
@@ -143,6 +149,8 @@ class Wish:
         """
 
         def resolve(text: str) -> Layout:
+            if outside.find(text) is not None:
+                return Layout(replicate=num_ranks)  # as far as it is known here
             return mesh.parse(text).resolve(num_ranks, ranks_per_machine() or ranks_on_machine)
 
         said = self._said(resolve)
@@ -163,7 +171,8 @@ class Wish:
         if self._strategy is None or self._asked is None:
             return self._strategy if self._asked is None else self._asked[0]
         wanted, keys = self._asked
-        asked = mesh.parse(self._strategy)
+        is_outside = outside.find(self._strategy) is not None
+        asked = mesh.parse("ddp" if is_outside else self._strategy)
         if self._read.has_sizes:
             fits = resolve(self._strategy) == resolve(wanted)
         elif wanted == "ddp":
@@ -181,7 +190,7 @@ class Wish:
         if said == launched:
             return said
         is_only_sharded = self._strategy is None and not self._read.has_sizes and said == "fsdp"
-        if is_only_sharded and "shard" in mesh.parse(launched).sizes:
+        if is_only_sharded and outside.find(launched) is None and "shard" in mesh.parse(launched).sizes:
             return launched
         try:
             return launched if resolve(launched) == resolve(said) else said

@@ -109,7 +109,7 @@ class Foreign:
         elif name in _AXES:
             size = _number(value, key, 1)
             self._sizes[_AXES[name]] = size
-            self._sized_by.append(key)
+            self._sized_by += [key] if size > 1 else []
             self.lines.append(
                 (key, "one: nothing is cut along it" if size == 1 else f"strategy: {_AXES[name]} = {size}")
             )

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Final, Literal, TypeAlias, TypeVar
 
 from headway import env
-from headway.config import mesh
+from headway.config import outside
 
 
 class Unset(Enum):
@@ -146,10 +146,6 @@ _HARDWARE, _TRAINING, _MACHINES, _CARE, _SCRIPT = "Hardware", "Training", "Sever
 _LAYOUT = "Layout"
 
 
-def _strategy(text: str) -> str:
-    mesh.parse(text)
-    return mesh.normal(text)
-
 
 _TABLE = (
     Setting(
@@ -199,7 +195,7 @@ _TABLE = (
         "machines, copies of those), tp (matrices cut), or terms joined by +: fsdp+tp=2. One size may be left out.",
         default="ddp",
         is_for_workers=True,
-        read=_strategy,
+        read=outside.spelled,
     ),
     Setting(
         "fsdp_reshard_after_forward",

@@ -99,7 +99,8 @@ def translate(data: Mapping[str, Any], name: str) -> Translation:
         _translate_key(made, key, value, f"file: {name} key {key}")
     asked = made.layout.strategy()
     if asked is not None:
-        made.take(asked[1], "strategy", asked[0], f"file: {name} key {asked[1]}")
+        made.layer["strategy"] = Value(from_file(SETTINGS["strategy"], asked[0], origin := f"file: {name} key {asked[1]}"), origin)
+        made.lines.append(("together", f"strategy: {asked[0]!r}"))
     for setting, (found, key) in made.layout.settings.items():
         made.layer[setting] = Value(from_file(SETTINGS[setting], found, f"file: {name} key {key}"), f"file: {name} key {key}")
     return made

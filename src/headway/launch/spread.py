@@ -1,6 +1,6 @@
 """The layout of a launch, before any process starts: does it fit the processes, and do its options belong to it?"""
 
-from headway.config import mesh
+from headway.config import mesh, outside
 from headway.config.launch import OF_SHARDS
 from headway.config.load import COMMAND_LINE, Resolved
 from headway.config.mesh import Layout
@@ -8,7 +8,7 @@ from headway.errors import ConfigError
 
 
 def layout(resolved: Resolved, num_machines: int, num_local: int) -> Layout | None:
-    """The layout that the settings ask for; None where they leave it to the script.
+    """The layout that the settings ask for; None where they leave it to the script, or to a strategy of another package.
 
     Args:
         resolved: the settings.
@@ -19,7 +19,7 @@ def layout(resolved: Resolved, num_machines: int, num_local: int) -> Layout | No
         ConfigError: it does not fit the processes, or those that a run goes on with after machines are lost.
     """
     text = resolved.get("strategy")
-    if text is None:
+    if text is None or outside.find(text) is not None:
         return None
     asked = mesh.parse(text)
     fewest = min(resolved.get("min_machines", num_machines), num_machines)
