@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from headway import atomic
+from headway.config.foreign import in_a_file
 from headway.config.launch import SETTINGS, LaunchConfig
 from headway.config.load import Value
 from headway.config.retired import advice
@@ -148,6 +149,8 @@ def settings_in(mapping: Mapping[str, Any], name: str) -> dict[str, Value]:
 def _what_to_do(key: str) -> str:
     if key in _FOREIGN or key.endswith("_config") or advice(key):
         return "; this looks like a file of Accelerate's: `headway config import FILE` translates it"
+    if (said := in_a_file(key)) is not None:
+        return f": {said}"
     return did_you_mean(key, list(KEYS)) or f"; there are {', '.join(KEYS)}"
 
 

@@ -32,6 +32,8 @@ _NEEDLESS = {
     "state_dict_config": "checkpoints are sharded, and load under any layout",
     "optim_state_dict_config": "checkpoints are sharded, and load under any layout",
 }
+_CHECKED = {"state_dict_type": "state_dict_config", "backward_prefetch": "forward_prefetch"}
+"""Further keys that change nothing, for the reason of another, but whose values are checked."""
 _REFUSED = {
     "ignored_modules": (
         "name the frozen modules that are to stay whole: Accelerator(kwargs_handlers=[ShardingOptions(ignored=(...))])"
@@ -246,11 +248,11 @@ class Foreign:
     def _state_dict(self, value: Any, key: str) -> None:
         word = _word(value, _STATE_DICTS, key, first=1)
         whole = "; save_model() writes whole weights" if word == "FULL_STATE_DICT" else ""
-        self._needless(key, f"checkpoints are sharded, and load under any layout{whole}")
+        self._needless(key, f"{_NEEDLESS['state_dict_config']}{whole}")
 
     def _prefetch(self, value: Any, key: str) -> None:
         _word(value, _PREFETCHES, key, first=1)
-        self._needless(key, "FSDP2 gathers the next block while this one computes")
+        self._needless(key, _NEEDLESS["forward_prefetch"])
 
     def _precision(self, value: Any, key: str) -> None:
         if isinstance(value, str):
@@ -292,6 +294,18 @@ FSDP_KEYS = (*_READERS, *_NEEDLESS, *_REFUSED)
 SIZE_KEYS = (*_AXES, "cp_backend", "cp_comm_strategy", "sp_size", "sp_backend", "sp_seq_length")
 SIZE_KEYS += ("sp_seq_length_is_variable", "sp_attn_implementation")
 """Keys of a parallelism_config, without their prefix."""
+
+
+def in_a_file(key: str) -> str | None:
+    """What to say of a launch flag of Accelerate's that stands in a config file of Headway's; None of any other key."""
+    name = key.removeprefix("fsdp_")
+    if key in ("use_fsdp", "fsdp_version", "fsdp_sharding_strategy"):
+        return "write strategy: fsdp, or hsdp=8"
+    if key == "use_parallelism_config" or key.removeprefix("parallelism_config_") in SIZE_KEYS:
+        return "write sizes into the strategy: fsdp=4+tp=2"
+    if key == f"fsdp_{name}" and name in (*_NEEDLESS, *_CHECKED):
+        return f"it changes nothing here: {_NEEDLESS[_CHECKED.get(name, name)]}"
+    return _REFUSED.get(name) if key != name else None
 
 
 def _truth(value: Any) -> bool | None:

@@ -146,7 +146,6 @@ _HARDWARE, _TRAINING, _MACHINES, _CARE, _SCRIPT = "Hardware", "Training", "Sever
 _LAYOUT = "Layout"
 
 
-
 _TABLE = (
     Setting(
         "num_processes",

@@ -239,9 +239,13 @@ def normal(text: str) -> str:
 
 
 def _meant(name: str) -> str:
+    from difflib import get_close_matches
+
     if name in _OTHER_WORDS:
         return f"; write {_OTHER_WORDS[name]}"
-    return f"; allowed: {', '.join((*_TERMS, 'hsdp'))}, joined by '+', each with =RANKS or without, as in fsdp+tp=2"
+    close = get_close_matches(name, (*_TERMS, "hsdp"), n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"{hint or ';'} allowed: {', '.join((*_TERMS, 'hsdp'))}, joined by '+', each with =RANKS or without, as in fsdp+tp=2"
 
 
 def groups_in_words(layout: Layout, most: int = 4) -> Iterator[str]:

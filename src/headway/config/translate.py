@@ -44,6 +44,9 @@ _TYPES = {
 _PER_DEVICE = "a launch starts one process per accelerator by default"
 """MULTI_GPU, MULTI_XPU, MULTI_NPU and the like."""
 
+TOGETHER = "together"
+"""Under this name stands the layout that several keys come to."""
+
 _NOTHING: tuple[object, ...] = (None, False, "", "no", {}, [])
 
 
@@ -67,6 +70,11 @@ class Translation:
     def config(self) -> LaunchConfig:
         """The settings as a configuration."""
         return resolve([self.layer]).config
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of the file, those of its sections one by one."""
+        return len({key for key, _ in self.lines} - {TOGETHER})
 
     def take(self, key: str, name: str, value: Any, origin: str) -> None:
         """Let `key` decide the setting `name`."""
@@ -99,10 +107,14 @@ def translate(data: Mapping[str, Any], name: str) -> Translation:
         _translate_key(made, key, value, f"file: {name} key {key}")
     asked = made.layout.strategy()
     if asked is not None:
-        made.layer["strategy"] = Value(from_file(SETTINGS["strategy"], asked[0], origin := f"file: {name} key {asked[1]}"), origin)
-        made.lines.append(("together", f"strategy: {asked[0]!r}"))
+        made.layer["strategy"] = Value(
+            from_file(SETTINGS["strategy"], asked[0], origin := f"file: {name} key {asked[1]}"), origin
+        )
+        made.lines.append((TOGETHER, f"strategy: {asked[0]!r}"))
     for setting, (found, key) in made.layout.settings.items():
-        made.layer[setting] = Value(from_file(SETTINGS[setting], found, f"file: {name} key {key}"), f"file: {name} key {key}")
+        made.layer[setting] = Value(
+            from_file(SETTINGS[setting], found, f"file: {name} key {key}"), f"file: {name} key {key}"
+        )
     return made
 
 
