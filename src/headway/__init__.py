@@ -156,6 +156,11 @@ if TYPE_CHECKING:
     from headway.compat.accelerate.state import wait_for_everyone as wait_for_everyone
     from headway.config.layouts import ParallelismConfig as ParallelismConfig
     from headway.config.layouts import TorchDynamoPlugin as TorchDynamoPlugin
+    from headway.config.plugins import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+    from headway.config.plugins import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from headway.config.plugins import TorchContextParallelConfig as TorchContextParallelConfig
+    from headway.config.plugins import TorchTensorParallelConfig as TorchTensorParallelConfig
+    from headway.config.plugins import TorchTensorParallelPlugin as TorchTensorParallelPlugin
     from headway.config.preemption import Preemption as Preemption
     from headway.config.run import DataLoaderConfiguration as DataLoaderConfiguration
     from headway.config.run import GradientAccumulationPlugin as GradientAccumulationPlugin

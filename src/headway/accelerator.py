@@ -16,8 +16,10 @@ from headway.collectives.ranks import RankAware
 from headway.collectives.streams import stream_names
 from headway.collectives.tree import Tree
 from headway.config.arguments import caller, is_automatic, loading_settings, project_settings, windows
+from headway.config.choice import Wish
 from headway.config.layouts import ParallelismConfig, TorchDynamoPlugin, check_layouts
 from headway.config.load import UNSET, run_setting
+from headway.config.plugins import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 from headway.config.preemption import Preemption, preemption_settings
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from headway.config.strategies import ActivationCheckpointing, AutocastKwargs, ProfileKwargs, collect_options
@@ -78,8 +80,10 @@ class Accelerator(RankAware):
         gradient_accumulation_steps: micro-batches per update; default 1.
         cpu: compute on the CPU even where there is an accelerator.
         dataloader_config: how prepared loaders split, pad and move batches.
-        deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, deepspeed_plugins: layouts that are planned; anything
-            but None is an error that says what to do today.
+        fsdp_plugin, torch_tp_plugin, parallelism_config: the layout and its options by Accelerate's names; `strategy` says it in
+            a word.
+        deepspeed_plugin, megatron_lm_plugin, deepspeed_plugins: layouts that are planned; anything but None is an error that says
+            what to do today.
         gradient_accumulation_plugin: the same and more about windows; not together with the steps.
         step_scheduler_with_optimizer: a schedule's step() follows its optimizer's updates; False: each call is a tick.
         adjust_scheduler_to_accumulation: schedules were counted in micro-batches.
@@ -90,7 +94,6 @@ class Accelerator(RankAware):
             "numpy", "device" (or its kind, "cuda" say).
         kwargs_handlers: options of the engines underneath, one each of `headway.config.strategies`.
         dynamo_backend, dynamo_plugin: None or "no": compile a model yourself, before prepare().
-        parallelism_config: replicas by number; other sizes than 1 elsewhere are an error.
         project_dir: where the run keeps files; or a `project_config`.
         loss_policy: how losses are divided; default: the exact mean over the window and all ranks.
         microbatching: "auto": where memory runs out, the batch is run again in smaller pieces, on all ranks and with the
@@ -120,8 +123,8 @@ class Accelerator(RankAware):
         cpu: bool | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: None = None,
-        fsdp_plugin: None = None,
-        torch_tp_plugin: None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         megatron_lm_plugin: None = None,
         rng_types: Sequence[str] | None = ("generator",),
         log_with: Any = None,
@@ -147,28 +150,23 @@ class Accelerator(RankAware):
         traces.install(lambda: not is_debugging())
         origin = caller()
         compiling = check_layouts(
-            deepspeed_plugin or deepspeed_plugins,
-            fsdp_plugin,
-            torch_tp_plugin,
-            megatron_lm_plugin,
-            dynamo_backend,
-            dynamo_plugin,
-            parallelism_config,
+            deepspeed_plugin or deepspeed_plugins, megatron_lm_plugin, dynamo_backend, dynamo_plugin
         )
         options = collect_options(kwargs_handlers)
+        wish = Wish(strategy, fsdp_plugin, torch_tp_plugin, parallelism_config, origin)
         on_cpu, _ = run_setting("cpu", UNSET if cpu is None else cpu, False, code_origin=origin)
         group = options.process_group
         runtime = process.start(cpu=on_cpu, backend=group.backend, init_method=group.init_method, timeout=group.timeout)
         watch.start()
         super().__init__(runtime, Collectives(runtime))
-        self.options = options
         asked = str(mixed_precision) if mixed_precision else UNSET
         self.mixed_precision, _ = run_setting("mixed_precision", asked, "no", code_origin=origin)
         plugin = windows(gradient_accumulation_steps, gradient_accumulation_plugin, global_batch_size, origin)
         cuts_batches = is_automatic(microbatching, plugin)
-        wanted, _ = run_setting("strategy", UNSET if strategy is None else strategy, "ddp", code_origin=origin)
+        chosen = wish.decide(options, runtime.world_size, runtime.local_world_size)
+        self.options = options = chosen.options
         self.strategy = choose_strategy(
-            wanted, self.collectives, options, self.mixed_precision, is_deferred=cuts_batches
+            chosen.text, self.collectives, options, self.mixed_precision, cuts_batches, chosen.layout
         )
         self.precision = build_precision(self.mixed_precision, runtime.hardware, options, self.strategy)
         self.global_batch_size = global_batch_size
@@ -201,8 +199,9 @@ class Accelerator(RankAware):
             self.mixed_precision,
             self._training_step.windows,
             plugin.adjust_scheduler,
-            parallelism_config,
+            chosen,
             compiling,
+            getattr(self.strategy, "mesh", None),
         )
         self._take_part(runtime)
 

@@ -10,6 +10,7 @@ import click
 from headway import env, optional
 from headway.cli.options import GroupedCommand, GroupedOption, command_line_layer, examples, underscored
 from headway.config.files import KEYS, default_file, dump, file_layer, load_mapping, read, settings_in, write
+from headway.config.foreign import in_a_file
 from headway.config.launch import SETTINGS, LaunchConfig, Setting
 from headway.config.load import environment_layer, resolve
 from headway.config.retired import advice
@@ -67,7 +68,7 @@ def _update(config_file: str | None) -> None:
     data = load_mapping(read(path), str(path))
     kept = {}
     for key, value in data.items():
-        text = advice(key) if key not in KEYS else None
+        text = advice(key) or in_a_file(key) if key not in KEYS else None
         if text is None:
             kept[key] = value
         else:
@@ -87,11 +88,13 @@ def _show(config_file: str | None, as_json: bool) -> None:
         }
         click.echo(json.dumps(shown, indent=2))
         return
-    width = max(map(len, names))
-    for name in names:
+    values = {name: json.dumps(resolved.get(name)) if resolved.config.is_set(name) else "-" for name in names}
+    width, wide = max(map(len, names)), min(30, max(10, *map(len, values.values())))
+    for name, value in values.items():
         is_set = resolved.config.is_set(name)
-        value = json.dumps(resolved.get(name)) if is_set else "-"
-        click.echo(f"{name:<{width}}  {value:<10}  {resolved.origin(name) if is_set else _undecided(SETTINGS[name])}")
+        click.echo(
+            f"{name:<{width}}  {value:<{wide}}  {resolved.origin(name) if is_set else _undecided(SETTINGS[name])}"
+        )
 
 
 def _undecided(setting: Setting) -> str:
@@ -106,7 +109,7 @@ def _import(foreign: str, config_file: str | None, force: bool) -> None:
     for key, text in made.lines:
         click.echo(f"{key:<{width}}  {text}")
     if made.num_lost:
-        click.echo(f"{made.num_lost} of {len(made.lines)} keys could not be kept: a run will differ in what they say")
+        click.echo(f"{made.num_lost} of {made.num_keys} keys could not be kept: a run will differ in what they say")
     path = _path(config_file)
     if path.exists() and not force:
         raise ConfigError(f"{path} exists already; add --force to write over it, or --config_file to write elsewhere")

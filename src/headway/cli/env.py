@@ -10,7 +10,9 @@ import click
 
 from headway import env
 from headway.cli.options import GroupedCommand, GroupedOption
-from headway.config.files import default_file
+from headway.config.files import default_file, file_layer
+from headway.config.load import environment_layer, resolve
+from headway.errors import HeadwayError
 from headway.launch import machine
 from headway.units import format_bytes
 from headway.version import __version__
@@ -37,10 +39,20 @@ def facts() -> dict[str, str]:
     found["memory"] = _memory()
     file = default_file(environment)
     found["config file"] = f"{file}" + ("" if file.exists() else " (none there)")
+    found["layout"] = _layout(environment)
     for name in sorted(environment):
         if name in _VARIABLES or (name.startswith(env.PREFIX) and name != env.PAYLOAD):
             found[name] = environment[name]
     return found
+
+
+def _layout(environment: dict[str, str]) -> str:
+    """The strategy that a launch here starts with, and who says so."""
+    try:
+        resolved = resolve([environment_layer(environment), file_layer(None, environment)])
+    except HeadwayError as error:  # what is wrong there must not hide the rest
+        return f"unknown: {error}"
+    return f"{resolved.get('strategy', 'ddp')} ({resolved.origin('strategy')})"
 
 
 def _version(package: str) -> str | None:

@@ -6,8 +6,10 @@ from typing import Any, NoReturn
 import click
 
 from headway import env
+from headway.cli.layouts import foreign_options, take_foreign
 from headway.cli.options import GroupedCommand, GroupedOption, command_line_layer, examples, setting_options
 from headway.config.load import Resolved, Value, environment_layer, resolve
+from headway.config.mesh import groups_in_words
 from headway.errors import ConfigError
 
 _ABOUT = """Start SCRIPT with its own ARGS on every accelerator of this machine, or as the flags say.
@@ -24,6 +26,8 @@ _EPILOG = examples(
         "headway launch -n 2 --cpu train.py             two processes on the CPU",
         "headway launch --gpu_ids 0,3 train.py          two of this machine's GPUs",
         "headway launch -n 4 -m my_package.train        a module",
+        "headway launch --strategy fsdp train.py        the model sharded over all processes",
+        "headway launch -n 8 --strategy fsdp+tp=2 train.py",
         "headway launch -n 8 --dry-run train.py         print the command, start nothing",
         "headway launch -n 16 --num_machines 2 --machine_rank 0 \\",
         "    --main_process_ip 10.0.0.1 --main_process_port 29400 train.py",
@@ -71,7 +75,8 @@ def start(
 
     environment = env.snapshot()
     cluster = clusters.detect(environment)
-    resolved = settings(given, config_file, force, environment, cluster.layer if cluster is not None else {})
+    given, foreign, notes = take_foreign(given)
+    resolved = settings(given, config_file, force, environment, cluster.layer if cluster is not None else {}, foreign)
     program = Program(script, script_args, _kind(resolved))
     target.check(program)
     here = machine.look(environment)
@@ -79,11 +84,14 @@ def start(
         address = network.name_for_others(here.hostname)
         commands = plan.commands_per_machine(resolved, program, address, network.free_port())
         _name_the_commands(commands, resolved.get("num_machines", 1))
-    planned = plan.make(resolved, program, here, environment, cluster)
+    planned = plan.make(resolved, program, here, environment, cluster, notes)
     if warning and planned.banner:
         click.echo(warning, err=True)
     if dry_run:
         click.echo(f"# {planned.banner}")
+        if planned.layout is not None:
+            for line in groups_in_words(planned.layout):
+                click.echo(f"# headway:   {line}")
         for note in planned.notes:
             click.echo(f"# headway: {note}")
         click.echo(planned.shell())
@@ -106,6 +114,7 @@ def settings(
     force: bool,
     environment: dict[str, str],
     detected: Mapping[str, Value],
+    foreign: Mapping[str, Value] | None = None,
 ) -> Resolved:
     """All layers of a launch, put together.
 
@@ -115,10 +124,12 @@ def settings(
         force: as `--force`.
         environment: the launcher's variables.
         detected: what the cluster says.
+        foreign: what flags by Accelerate's words come to.
     """
     from headway.config.files import file_layer
 
-    layers = [command_line_layer(given), environment_layer(environment), file_layer(config_file, environment), detected]
+    typed = {**command_line_layer(given), **(foreign or {})}
+    layers = [typed, environment_layer(environment), file_layer(config_file, environment), detected]
     return resolve(layers, force=force)
 
 
@@ -133,6 +144,7 @@ def _kind(resolved: Resolved) -> str:
 def _parameters() -> list[click.Parameter]:
     return [
         *setting_options(),
+        *foreign_options(),
         GroupedOption(
             ["--config_file"],
             metavar="PATH",

@@ -75,6 +75,7 @@ def _option(setting: Setting) -> click.Option:
     if setting.kind == "switch":
         return GroupedOption([*flags, setting.name], is_flag=True, default=None, help=text, group=setting.group)
     words = {"integer": "N", "number": "SECONDS", "text": "TEXT", "choice": "|".join(setting.choices)}
+    words["truth"] = "true|false"
     return GroupedOption([*flags, setting.name], metavar=words[setting.kind], help=text, group=setting.group)
 
 

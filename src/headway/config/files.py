@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from headway import atomic
+from headway.config.foreign import in_a_file
 from headway.config.launch import SETTINGS, LaunchConfig
 from headway.config.load import Value
 from headway.config.retired import advice
@@ -13,6 +14,8 @@ from headway.errors import ConfigError
 
 FILE_NAME = "default_config.yaml"
 KEYS = tuple(setting.name for setting in SETTINGS.values() if setting.is_for_files)
+
+_FOREIGN = ("compute_environment", "distributed_type", "use_cpu", "commands", "command_file")
 
 _LARGEST = 2**20
 """Bytes of a config file, at most."""
@@ -144,8 +147,10 @@ def settings_in(mapping: Mapping[str, Any], name: str) -> dict[str, Value]:
 
 
 def _what_to_do(key: str) -> str:
-    if key in ("compute_environment", "distributed_type", "use_cpu", "commands", "command_file") or advice(key):
+    if key in _FOREIGN or key.endswith("_config") or advice(key):
         return "; this looks like a file of Accelerate's: `headway config import FILE` translates it"
+    if (said := in_a_file(key)) is not None:
+        return f": {said}"
     return did_you_mean(key, list(KEYS)) or f"; there are {', '.join(KEYS)}"
 
 

@@ -4,12 +4,13 @@ The table is the single source of a setting's flag, help, environment variable a
 that the four cannot drift apart.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal, TypeAlias, TypeVar
 
 from headway import env
+from headway.config import outside
 
 
 class Unset(Enum):
@@ -45,6 +46,15 @@ class LaunchConfig:
     mixed_precision: Maybe[str] = UNSET
     gradient_accumulation_steps: Maybe[int] = UNSET
 
+    strategy: Maybe[str] = UNSET
+    fsdp_reshard_after_forward: Maybe[bool] = UNSET
+    fsdp_offload_params: Maybe[bool] = UNSET
+    fsdp_auto_wrap_policy: Maybe[str] = UNSET
+    fsdp_transformer_layer_cls_to_wrap: Maybe[str] = UNSET
+    fsdp_min_num_params: Maybe[int] = UNSET
+    fsdp_activation_checkpointing: Maybe[bool] = UNSET
+    fsdp_activation_checkpointing_offload: Maybe[bool] = UNSET
+
     num_machines: Maybe[int] = UNSET
     min_machines: Maybe[int] = UNSET
     machine_rank: Maybe[int] = UNSET
@@ -79,7 +89,7 @@ class Setting:
 
     Attributes:
         name: the field.
-        kind: "integer", "number", "text", "switch" or "choice".
+        kind: "integer", "number", "text", "switch" (a flag alone), "truth" (a flag with true or false) or "choice".
         group: the heading it stands under in the help.
         text: its help.
         default: what happens where nobody decides, in words.
@@ -89,10 +99,11 @@ class Setting:
         maximum: the largest.
         is_for_workers: do workers read it (and so find it in the payload)?
         is_for_files: may it stand in a config file and in the environment?
+        read: reads a "text" further, and raises ConfigError where it cannot be.
     """
 
     name: str
-    kind: Literal["integer", "number", "text", "switch", "choice"]
+    kind: Literal["integer", "number", "text", "switch", "truth", "choice"]
     group: str
     text: str
     default: str = ""
@@ -102,6 +113,7 @@ class Setting:
     maximum: int = 2**31 - 1
     is_for_workers: bool = False
     is_for_files: bool = True
+    read: Callable[[str], str] | None = None
 
     @property
     def flag(self) -> str:
@@ -121,7 +133,18 @@ DEFAULT_GRACE = 300.0
 """Seconds that ranks get to save in after a signal to the launcher, where nobody says."""
 
 PRECISIONS = ("no", "bf16", "fp16")
+OF_SHARDS = (
+    "fsdp_reshard_after_forward",
+    "fsdp_offload_params",
+    "fsdp_auto_wrap_policy",
+    "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_min_num_params",
+)
+"""Settings that have no meaning in a layout without shards."""
+WRAPPING = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 _HARDWARE, _TRAINING, _MACHINES, _CARE, _SCRIPT = "Hardware", "Training", "Several machines", "Failures, logs", "Script"
+_LAYOUT = "Layout"
+
 
 _TABLE = (
     Setting(
@@ -161,6 +184,73 @@ _TABLE = (
         "Micro-batches per update.",
         minimum=1,
         default="1",
+        is_for_workers=True,
+    ),
+    Setting(
+        "strategy",
+        "text",
+        _LAYOUT,
+        "How the model is spread: ddp (a copy on each process), fsdp (sharded over all), hsdp[=RANKS] (shards within groups or "
+        "machines, copies of those), tp (matrices cut), or terms joined by +: fsdp+tp=2. One size may be left out.",
+        default="ddp",
+        is_for_workers=True,
+        read=outside.spelled,
+    ),
+    Setting(
+        "fsdp_reshard_after_forward",
+        "truth",
+        _LAYOUT,
+        "FSDP: free a block's whole weights between its forward and its backward.",
+        default="true",
+        is_for_workers=True,
+    ),
+    Setting(
+        "fsdp_offload_params",
+        "truth",
+        _LAYOUT,
+        "FSDP: shards, gradients and optimizer state lie in host memory; slow.",
+        default="false",
+        is_for_workers=True,
+    ),
+    Setting(
+        "fsdp_auto_wrap_policy",
+        "choice",
+        _LAYOUT,
+        "FSDP: what is gathered at a time: blocks of named classes, modules of a size, or the whole model.",
+        choices=WRAPPING,
+        default="the model's repeated blocks",
+        is_for_workers=True,
+    ),
+    Setting(
+        "fsdp_transformer_layer_cls_to_wrap",
+        "text",
+        _LAYOUT,
+        "FSDP: class names of those blocks, joined by commas.",
+        is_for_workers=True,
+    ),
+    Setting(
+        "fsdp_min_num_params",
+        "integer",
+        _LAYOUT,
+        "FSDP: parameters from which a module is gathered on its own.",
+        minimum=1,
+        maximum=2**62,
+        is_for_workers=True,
+    ),
+    Setting(
+        "fsdp_activation_checkpointing",
+        "truth",
+        _LAYOUT,
+        "Compute the activations of repeated blocks again in backward.",
+        default="false",
+        is_for_workers=True,
+    ),
+    Setting(
+        "fsdp_activation_checkpointing_offload",
+        "truth",
+        _LAYOUT,
+        "And keep those blocks' inputs in host memory meanwhile.",
+        default="false",
         is_for_workers=True,
     ),
     Setting("num_machines", "integer", _MACHINES, "Machines in this run.", minimum=1, default="1"),

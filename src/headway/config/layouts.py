@@ -2,18 +2,25 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from math import prod
 from typing import Any
 
+from headway.config.plugins import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
 from headway.errors import ConfigError, UnsupportedError
+from headway.optional import Later
+
+meshes = Later("torch.distributed.device_mesh")
 
 _PLANNED = "It is planned; until then "
 _REPLICAS = f"{_PLANNED}replicas train with DDP: leave the plugin out"
 _MEMORY = ", and where memory is short use microbatching='auto' or accelerator.checkpoint_activations(model)"
 _ADVICE = {
-    "FSDP": f"FSDP (parameters sharded over processes) is not there yet. {_REPLICAS}{_MEMORY}",
     "DeepSpeed": f"DeepSpeed (ZeRO) is not there yet. {_REPLICAS}{_MEMORY}",
     "Megatron-LM": f"Megatron-LM (tensor and pipeline parallelism) is not there yet. {_REPLICAS}",
-    "tensor parallelism": f"tensor parallelism is not there yet. {_REPLICAS}, or its sizes at 1",
     "torch.compile by the Accelerator": (
         f"compilation at prepare() is not there yet. {_PLANNED}compile the model yourself before you prepare it: "
         "`model = torch.compile(model)`"
@@ -99,10 +106,19 @@ def dynamo_backend(name: DynamoBackend | str | None) -> DynamoBackend:
 
 @dataclass
 class ParallelismConfig:
-    """How many processes each kind of parallelism takes; 1: none.
+    """How many processes each kind of parallelism takes; 1: none. `strategy="fsdp=4+tp=2"` says the same in a word.
 
-    Replicas (`dp_replicate_size`) are there; the other sizes are taken by name, and refused by the Accelerator where they are
-    not 1.
+    Attributes:
+        dp_replicate_size: copies of the model.
+        dp_shard_size: processes over which a copy's parameters are sharded.
+        tp_size: processes that share each matrix.
+        cp_size: processes that share each sequence.
+        sp_size: DeepSpeed's sequence parallelism, which the Accelerator refuses.
+        cp_backend, sp_backend: "torch" and "deepspeed", the only ones.
+        tp_handler, cp_handler, sp_handler: options, by Accelerate's names.
+
+    Raises:
+        ConfigError: a size that is not a number of processes, or sizes that exclude each other.
     """
 
     dp_replicate_size: int | None = None
@@ -112,9 +128,9 @@ class ParallelismConfig:
     cp_backend: str | None = None
     sp_size: int | None = None
     sp_backend: str | None = None
-    tp_handler: Any = None
-    cp_handler: Any = None
-    sp_handler: Any = None
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
@@ -123,22 +139,43 @@ class ParallelismConfig:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name}={size!r}; give a number of processes, 1 or more")
             setattr(self, name, size)
-        self.cp_backend = self.cp_backend or "torch"
-        self.sp_backend = self.sp_backend or "deepspeed"
+        self.cp_backend = self._backend("cp_backend", "torch")
+        self.sp_backend = self._backend("sp_backend", "deepspeed")
+        if self.cp_enabled and self.sp_enabled:
+            raise ConfigError(
+                f"cp_size={self.cp_size} and sp_size={self.sp_size} both cut sequences; leave one of them at 1"
+            )
+        self._make_handlers()
+        self._mesh: Any = None
+
+    def _backend(self, name: str, only: str) -> str:
+        given = getattr(self, name) or only
+        if given != only:
+            raise ConfigError(f"{name}={given!r}; allowed: {only!r}")
+        return only
+
+    def _make_handlers(self) -> None:
+        kinds = {
+            "tp": TorchTensorParallelConfig,
+            "cp": TorchContextParallelConfig,
+            "sp": DeepSpeedSequenceParallelConfig,
+        }
+        for axis, kind in kinds.items():
+            given = getattr(self, f"{axis}_handler")
+            if given is not None and not isinstance(given, kind):
+                raise ConfigError(f"{axis}_handler is a {type(given).__name__}; give a headway.{kind.__name__}")
+            if given is None and self.sizes[axis] > 1:
+                setattr(self, f"{axis}_handler", kind())
 
     @property
     def sizes(self) -> dict[str, int]:
         """Processes by kind."""
-        kinds = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-        return {kind: int(getattr(self, f"{kind}_size")) for kind in kinds}
+        return {kind: int(getattr(self, f"{kind}_size")) for kind in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
 
     @property
     def total_size(self) -> int:
         """All processes together."""
-        product = 1
-        for size in self.sizes.values():
-            product *= size
-        return product
+        return prod(self.sizes.values())
 
     @property
     def non_data_parallel_size(self) -> int:
@@ -175,54 +212,87 @@ class ParallelismConfig:
         """Is there sequence parallelism?"""
         return self.sizes["sp"] > 1
 
-    def check(self) -> None:
-        """Refuse what is not there yet.
+    def _enabled(self, *kinds: str) -> list[str]:
+        return [kind for kind in kinds if self.sizes[kind] > 1]
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """The axes whose ranks read data of their own."""
+        return self._enabled("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """The axes whose ranks read the same."""
+        return self._enabled("tp", "cp", "sp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """The axes over which parameters are sharded."""
+        return self._enabled("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """The axes over which losses are averaged."""
+        return self._enabled("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The axes of FSDP, copies among them."""
+        return [*self._enabled("dp_replicate"), "dp_shard_cp"]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """All axes that there are."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    def build_device_mesh(self, device_type: str) -> Any:
+        """torch's device mesh of these sizes; all processes call it. None where every size is 1.
+
+        Args:
+            device_type: such as "cuda".
+        """
+        names = tuple(kind for kind in ("dp_replicate", "dp_shard", "cp", "sp", "tp") if self.sizes[kind] > 1)
+        if not names:
+            return None
+        sizes = tuple(self.sizes[name] for name in names)
+        return meshes.init_device_mesh(device_type, sizes, mesh_dim_names=names)
+
+    def get_device_mesh(self, device_type: str | None = None) -> Any:
+        """The same, made once.
 
         Raises:
-            UnsupportedError: a size other than that of replicas is not 1.
+            ConfigError: it is there for another kind of device, or has to be made and none is named.
         """
-        layouts = {
-            "dp_shard": "sharded parameters",
-            "tp": "tensor parallelism",
-            "cp": "context parallelism",
-            "sp": "sequence parallelism",
-        }
-        wanted = [f"{layouts[kind]} ({kind}_size={n})" for kind, n in self.sizes.items() if n > 1 and kind in layouts]
-        if wanted:
-            raise UnsupportedError(
-                f"parallelism_config asks for {' and '.join(wanted)}, which is not there yet. {_PLANNED}replicas train with "
-                "DDP: leave these sizes at 1, or the configuration out"
-            )
-
-    def check_world(self, num_processes: int) -> None:
-        """Compare with the processes that there are.
-
-        Raises:
-            ConfigError: another number of replicas.
-        """
-        if self.dp_replicate_enabled and self.sizes["dp_replicate"] != num_processes:
+        if self._mesh is None and device_type is None:
             raise ConfigError(
-                f"parallelism_config asks for dp_replicate_size={self.dp_replicate_size}, but the run has {num_processes} "
-                f"processes; give {num_processes}, or leave it out"
+                "get_device_mesh() makes the mesh: say for which devices, such as get_device_mesh('cuda')"
             )
+        if self._mesh is None:
+            self._mesh = self.build_device_mesh(str(device_type))
+        if device_type is not None and self._mesh is not None and self._mesh.device_type != device_type:
+            raise ConfigError(
+                f"the device mesh is there for {self._mesh.device_type}, but {device_type} is asked for; give one kind of device"
+            )
+        return self._mesh
+
+    @property
+    def device_mesh(self) -> Any:
+        """The mesh that `get_device_mesh` has made; else None."""
+        return self._mesh
 
 
 def check_layouts(
     deepspeed: Any,
-    fsdp: Any,
-    tensor_parallel: Any,
     megatron: Any,
     backend: DynamoBackend | str | None,
     plugin: TorchDynamoPlugin | None,
-    parallelism: ParallelismConfig | None,
 ) -> TorchDynamoPlugin:
     """Refuse the Accelerator's arguments that ask for what is not there yet.
 
     Args:
-        deepspeed, fsdp, tensor_parallel, megatron: the plugins; None: not asked for.
+        deepspeed, megatron: the plugins; None: not asked for.
         backend: the compiler by name; or a
         plugin: with its settings.
-        parallelism: sizes by kind.
 
     Returns:
         The compiler's settings, which compile nothing.
@@ -231,7 +301,7 @@ def check_layouts(
         UnsupportedError: a layout that is not there yet; the message names it and says what to do today.
         ConfigError: settings that contradict each other.
     """
-    given = {"DeepSpeed": deepspeed, "FSDP": fsdp, "tensor parallelism": tensor_parallel, "Megatron-LM": megatron}
+    given = {"DeepSpeed": deepspeed, "Megatron-LM": megatron}
     for layout, asked in given.items():
         if asked is not None:
             raise refusal(layout)
@@ -240,10 +310,4 @@ def check_layouts(
     chosen = plugin if plugin is not None else TorchDynamoPlugin(backend=backend)
     if dynamo_backend(chosen.backend) is not DynamoBackend.NO and not chosen.disable:
         raise refusal("torch.compile by the Accelerator")
-    if parallelism is not None and not isinstance(parallelism, ParallelismConfig):
-        raise ConfigError(
-            f"parallelism_config is a {type(parallelism).__name__}; give a headway.ParallelismConfig, or leave it out"
-        )
-    if parallelism is not None:
-        parallelism.check()
     return chosen

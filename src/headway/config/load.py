@@ -121,13 +121,20 @@ def environment_layer(environment: Mapping[str, str]) -> dict[str, Value]:
     return found
 
 
-def payload(resolved: Resolved, num_processes: int, min_processes: int | None = None, device: str | None = None) -> str:
+def payload(
+    resolved: Resolved,
+    num_processes: int,
+    min_processes: int | None = None,
+    device: str | None = None,
+    ranks_per_machine: int | None = None,
+) -> str:
     """The JSON text that carries a run's settings to its workers.
 
     Args:
         num_processes: over all machines.
         min_processes: with how many the run goes on where machines are lost; None: with all.
         device: torch's type of the devices that this machine's workers were counted by; None: no accelerator.
+        ranks_per_machine: for layouts that follow the machines; None: one machine.
     """
     settings = {
         name: {"value": resolved.get(name), "origin": resolved.origin(name)}
@@ -139,6 +146,8 @@ def payload(resolved: Resolved, num_processes: int, min_processes: int | None = 
         content["min_processes"] = min_processes
     if device is not None:
         content["device"] = device
+    if ranks_per_machine not in (None, num_processes):
+        content["ranks_per_machine"] = ranks_per_machine
     return json.dumps(content, separators=(",", ":"))
 
 
@@ -175,6 +184,12 @@ def promised_device() -> str | None:
     """The type of device that the launcher found for this process; None where it found none, and without the launcher."""
     found = (_read_payload() or {}).get("device")
     return None if found is None else str(found)
+
+
+def ranks_per_machine() -> int | None:
+    """How many processes the launcher has started on each of several machines; None on one, and without the launcher."""
+    found = (_read_payload() or {}).get("ranks_per_machine")
+    return None if found is None else int(found)
 
 
 def run_setting(

@@ -8,7 +8,7 @@
 
 from importlib.metadata import EntryPoint, entry_points
 
-from headway.config.mesh import parse
+from headway.config.mesh import normal, parse
 from headway.errors import ConfigError
 
 GROUP = "headway.strategies"
@@ -39,3 +39,12 @@ def find(text: str) -> EntryPoint | None:
             raise ConfigError(told) from None
         return next(iter(found.values()))
     return None
+
+
+def spelled(text: str) -> str:
+    """The one spelling: a layout in small letters without spaces, a registered name as it is.
+
+    Raises:
+        ConfigError: neither a layout nor registered.
+    """
+    return normal(text) if find(text) is None else text.strip()

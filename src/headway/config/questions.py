@@ -4,11 +4,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headway.config import mesh
 from headway.config.launch import PRECISIONS, SETTINGS, LaunchConfig
 from headway.config.values import from_text
 from headway.errors import ConfigError
 
 ALL, SOME, NONE = "all of them", "some of them", "none: the CPU"
+SPREADS = {
+    "ddp": "ddp: a copy of the model on every process; the fastest where it fits",
+    "fsdp": "fsdp: weights, gradients and optimizer state cut over all processes",
+    "hsdp": "hsdp: cut over the processes of a group, with a copy on each group; for several machines",
+    "tp": "tp: every matrix cut over all processes; for large layers, few processes and fast links",
+    "fsdp+tp": "fsdp+tp: matrices cut within a group, all else over the groups; for the largest models",
+}
+"""The layouts that are offered, each with what is cut."""
+_SIZED = {"hsdp": "hsdp={}", "fsdp+tp": "fsdp+tp={}"}
 
 
 @dataclass(frozen=True)
@@ -16,26 +26,39 @@ class Question:
     """One question.
 
     Attributes:
-        name: the setting it decides; "devices" decides two.
+        name: the setting it decides; "devices" decides two, "spread" and "group" decide the strategy.
         text: the question.
         default: the answer that is offered.
         choices: the answers to choose from; empty where anything may be typed.
+        written: the setting's value with the answer in the place of {}; empty where it is the answer itself.
+        num_processes: what the layout must fit; None: not known yet.
     """
 
     name: str
     text: str
     default: str
     choices: tuple[str, ...] = ()
+    written: str = ""
+    num_processes: int | None = None
 
     def problem(self, answer: str) -> str | None:
         """What is wrong with an answer; None where nothing is."""
         if self.choices:
             return None if answer in self.choices else f"one of {', '.join(self.choices)}"
         try:
-            from_text(SETTINGS[self.name], answer, "your answer")
+            if self.written:
+                _check_group(self.written.format(answer.strip()), self.num_processes)
+            else:
+                from_text(SETTINGS[self.name], answer, "your answer")
         except ConfigError as error:
             return str(error)
         return None
+
+
+def _check_group(text: str, num_processes: int | None) -> None:
+    asked = mesh.parse(text)
+    if num_processes is not None:
+        asked.resolve(num_processes)
 
 
 Ask = Callable[[Question], str]
@@ -71,9 +94,30 @@ def interview(ask: Ask, accelerator: str | None, num_devices: int, device_ids: t
     if devices == NONE:
         per_run = "How many processes are started on the CPU, over all machines?"
         put("num_processes", per_run, str(num_machines))
+    per_machine = (
+        num_devices if devices == ALL else len(answers.get("gpu_ids", "").split(",")) if devices == SOME else 0
+    )
+    num_processes = int(answers["num_processes"]) if "num_processes" in answers else num_machines * per_machine
+    if num_processes > 1:
+        _ask_spread(ask, answers, num_processes, num_processes // num_machines)
     put("mixed_precision", "Which precision has the forward pass?", "no", PRECISIONS)
     put("gradient_accumulation_steps", "How many micro-batches make an update?", "1")
     return _decided(answers, has_accelerator=accelerator is not None)
+
+
+def _ask_spread(ask: Ask, answers: dict[str, str], num_processes: int, per_machine: int) -> None:
+    """The layout: what is cut, and over how many processes where that is a choice."""
+    text = ask(Question("spread", "How is the model spread?", SPREADS["ddp"], tuple(SPREADS.values())))
+    kind = text.partition(":")[0]
+    if kind in _SIZED:
+        is_tp = kind == "fsdp+tp"
+        over = "How many processes share a matrix?" if is_tp else "Over how many processes is a copy of the model cut?"
+        groups = [n for n in range(2, num_processes) if num_processes % n == 0 and (is_tp or n <= per_machine)] or [2]
+        offered = str(groups[0] if is_tp else groups[-1])
+        size = ask(Question("group", over, offered, written=_SIZED[kind], num_processes=num_processes))
+        kind = _SIZED[kind].format(size.strip())
+    if kind != "ddp":
+        answers["strategy"] = kind
 
 
 def _decided(answers: Mapping[str, str], has_accelerator: bool) -> LaunchConfig:

@@ -2,9 +2,9 @@
 
 from headway.errors import ConfigError
 
-_SHARDING = "sharded training (FSDP) is not part of this version: DDP is what several processes run"
+_SHARDING = "say how the model is spread with --strategy fsdp, and see `headway launch --help` for its options"
 _DEEPSPEED = "DeepSpeed is not part of this version"
-_MESH = "tensor, context and pipeline parallelism are not part of this version"
+_MESH = "sizes are part of the layout: --strategy fsdp+tp=2"
 _MEGATRON = "Headway does not drive Megatron-LM"
 _FP8 = "float8 is not part of this version; --mixed_precision takes no, bf16 and fp16"
 _COMPILE = "call model = torch.compile(model) in the script, before or after prepare()"
@@ -14,10 +14,19 @@ _MPI = "start the launcher through MPI itself: mpirun -n MACHINES headway launch
 _TORCHRUN_RANKS = "use -n for the processes of all machines together"
 
 _ONE = {
-    "use_fsdp": _SHARDING,
     "use_deepspeed": _DEEPSPEED,
     "use_megatron_lm": _MEGATRON,
-    "use_parallelism_config": _MESH,
+    "tp_size": _MESH,
+    "tensor_parallel_size": _MESH,
+    "dp_shard_size": _MESH,
+    "dp_replicate_size": _MESH,
+    "cp_size": _MESH,
+    "pp_size": _MESH,
+    "sp_size": _MESH,
+    "fsdp": _SHARDING,
+    "hsdp": _SHARDING,
+    "tp": _MESH,
+    "layout": "use --strategy",
     "tpu": _TPU,
     "tpu_cluster": _TPU,
     "no_tpu_cluster": _TPU,
@@ -32,7 +41,7 @@ _ONE = {
     "use_mps_device": "accelerators are found by themselves; take the flag out",
     "mpirun_hostfile": _MPI,
     "mpirun_ccl": _MPI,
-    "offload_params": _SHARDING,
+    "offload_params": "use --fsdp_offload_params true",
     "nproc_per_node": _TORCHRUN_RANKS,
     "nproc": _TORCHRUN_RANKS,
     "nnodes": "use --num_machines",
@@ -55,10 +64,8 @@ _ONE = {
 }
 
 _FAMILIES = {
-    "fsdp_": _SHARDING,
     "deepspeed_": _DEEPSPEED,
     "megatron_lm_": _MEGATRON,
-    "parallelism_config_": _MESH,
     "dynamo_": _COMPILE,
     "fp8_": _FP8,
     "sagemaker_": _SAGEMAKER,

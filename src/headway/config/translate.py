@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from headway.config.foreign import FSDP_KEYS, SIZE_KEYS, Foreign
 from headway.config.launch import SETTINGS, LaunchConfig
 from headway.config.load import Value, resolve
 from headway.config.retired import advice
@@ -26,21 +27,25 @@ _SAME = (
 )
 # Sections whose every line would mean something that this version does not do.
 _SECTIONS = (
-    "fsdp_config",
     "deepspeed_config",
     "megatron_lm_config",
-    "parallelism_config",
     "fp8_config",
     "dynamo_config",
     "mpirun_config",
     "ipex_config",
 )
+_LAYOUTS = ("fsdp_config", "parallelism_config")
+_RENAMED_OPTIONS = {"backward_prefetch_policy": "backward_prefetch"}
+"""What older versions of Accelerate wrote."""
 _TYPES = {
     "NO": "one process, or as many as num_processes says",
     "MULTI_CPU": "processes on the CPU",
 }
 _PER_DEVICE = "a launch starts one process per accelerator by default"
 """MULTI_GPU, MULTI_XPU, MULTI_NPU and the like."""
+
+TOGETHER = "together"
+"""Under this name stands the layout that several keys come to."""
 
 _NOTHING: tuple[object, ...] = (None, False, "", "no", {}, [])
 
@@ -53,16 +58,23 @@ class Translation:
         layer: the settings that it decides.
         lines: for each of its keys, (key, what it became).
         num_lost: keys whose meaning this version cannot keep.
+        layout: what its keys say of the layout.
     """
 
     layer: dict[str, Value] = field(default_factory=dict)
     lines: list[tuple[str, str]] = field(default_factory=list)
     num_lost: int = 0
+    layout: Foreign = field(default_factory=Foreign)
 
     @property
     def config(self) -> LaunchConfig:
         """The settings as a configuration."""
         return resolve([self.layer]).config
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of the file, those of its sections one by one."""
+        return len({key for key, _ in self.lines} - {TOGETHER})
 
     def take(self, key: str, name: str, value: Any, origin: str) -> None:
         """Let `key` decide the setting `name`."""
@@ -93,6 +105,16 @@ def translate(data: Mapping[str, Any], name: str) -> Translation:
     made = Translation()
     for key, value in data.items():
         _translate_key(made, key, value, f"file: {name} key {key}")
+    asked = made.layout.strategy()
+    if asked is not None:
+        made.layer["strategy"] = Value(
+            from_file(SETTINGS["strategy"], asked[0], origin := f"file: {name} key {asked[1]}"), origin
+        )
+        made.lines.append((TOGETHER, f"strategy: {asked[0]!r}"))
+    for setting, (found, key) in made.layout.settings.items():
+        made.layer[setting] = Value(
+            from_file(SETTINGS[setting], found, f"file: {name} key {key}"), f"file: {name} key {key}"
+        )
     return made
 
 
@@ -103,6 +125,8 @@ def _translate_key(made: Translation, key: str, value: Any, origin: str) -> None
         if value == "AMAZON_SAGEMAKER":
             raise ConfigError(f"{origin} is AMAZON_SAGEMAKER: {advice('sagemaker_')}")
         made.drop(key, "a launch runs on the machine that it is started on")
+    elif key in _LAYOUTS:
+        _translate_layout(made, key, value, origin)
     elif key in _SECTIONS:
         _translate_section(made, key, value, origin)
     elif key in _RENAMED or key in _SAME:
@@ -112,11 +136,39 @@ def _translate_key(made: Translation, key: str, value: Any, origin: str) -> None
     elif (text := advice(key)) is not None:
         _translate_unknown(made, key, value, text)
     else:
-        hint = did_you_mean(key, [*_SAME, *_RENAMED, *_SECTIONS])
+        hint = did_you_mean(key, [*_SAME, *_RENAMED, *_SECTIONS, *_LAYOUTS])
         raise ConfigError(f"{key} ({origin}) is not a key of Accelerate's config files{hint or '; take it out'}")
 
 
+def _translate_layout(made: Translation, section: str, value: Any, origin: str) -> None:
+    """Keys of the layout: what each became is told at once, and decided together when the file has been read."""
+    if value in _NOTHING:
+        made.drop(section, "empty")
+        return
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{origin} must hold settings, one a line, not {value!r}")
+    known, read = (FSDP_KEYS, made.layout.fsdp) if section == "fsdp_config" else (SIZE_KEYS, made.layout.size)
+    for inner, entry in value.items():
+        path = f"{section}.{inner}"
+        name = str(inner).removeprefix("fsdp_" if section == "fsdp_config" else "parallelism_config_")
+        name = _RENAMED_OPTIONS.get(name, name)
+        if entry is None or (entry in _NOTHING and isinstance(entry, (str, list, dict))):
+            made.drop(path, "undecided")
+        elif name not in known:
+            made.lose(path, "Accelerate's files have no such key")
+        else:
+            first = len(made.layout.lines)
+            read(name, entry, path)
+            made.lines += made.layout.lines[first:]
+            if path in made.layout.refused:
+                made.lose(path, made.layout.refused[path])
+
+
 def _translate_type(made: Translation, kind: str, origin: str) -> None:
+    if kind == "FSDP":
+        made.layout.use_fsdp("distributed_type")
+        made.lines.append(("distributed_type", "FSDP: the model is sharded"))
+        return
     said = _TYPES.get(kind, _PER_DEVICE if kind.startswith("MULTI_") else None)
     if said is None:
         text = advice(f"use_{kind.lower()}") or advice(kind.lower()) or advice("tpu")

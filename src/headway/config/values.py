@@ -11,6 +11,7 @@ _KINDS = {
     "number": "a number",
     "text": "text",
     "switch": "true or false",
+    "truth": "true or false",
 }
 
 _LONGEST = 100
@@ -39,7 +40,7 @@ def from_text(setting: Setting, text: str, origin: str) -> Any:
     """
     if setting.kind == "text":
         return _checked(setting, text, origin)
-    if setting.kind == "switch":
+    if setting.kind in ("switch", "truth"):
         return env.parse_bool(text, f"{setting.name} ({origin})")
     if setting.kind == "choice":
         return _checked(setting, text.strip().lower(), origin)
@@ -68,7 +69,7 @@ def from_file(setting: Setting, value: Any, origin: str) -> Any:
         if isinstance(value, int) and not isinstance(value, bool):  # gpu_ids: 0
             value = str(value)
         fits = isinstance(value, str)
-    elif setting.kind == "switch":
+    elif setting.kind in ("switch", "truth"):
         fits = isinstance(value, bool)
     else:
         fits = isinstance(value, (int, float) if setting.kind == "number" else int) and not isinstance(value, bool)
@@ -86,6 +87,11 @@ def _checked(setting: Setting, value: Any, origin: str) -> Any:
         is_good = is_good and "\0" not in value and bool(value.strip())
     if not is_good:
         raise _error(setting, value, origin)
+    if setting.read is not None:
+        try:
+            return setting.read(value)
+        except ConfigError as error:
+            raise ConfigError(f"{error} ({origin})") from None
     return value
 
 

@@ -9,7 +9,9 @@ from typing import Any
 from headway import env
 from headway.config.launch import DEFAULT_GRACE, SETTINGS
 from headway.config.load import Resolved, payload
+from headway.config.mesh import Layout
 from headway.errors import ConfigError
+from headway.launch import spread
 from headway.launch.clusters import Cluster, Task, check_agreement
 from headway.launch.machine import VISIBLE, Machine
 
@@ -97,6 +99,7 @@ class Plan:
         num_local: processes on this machine.
         banner: one line that says what is started.
         notes: what else a user should know.
+        layout: how the model is spread, where the launch decides it.
     """
 
     argv: tuple[str, ...]
@@ -106,6 +109,7 @@ class Plan:
     num_local: int
     banner: str
     notes: tuple[str, ...] = ()
+    layout: Layout | None = None
 
     def shell(self) -> str:
         """The plan as a command line that a POSIX shell runs."""
@@ -126,6 +130,7 @@ def make(
     machine: Machine,
     environment: Mapping[str, str],
     cluster: Cluster | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Plan:
     """Plan the launch of `program`.
 
@@ -135,6 +140,7 @@ def make(
         machine: what this machine has.
         environment: the launcher's own variables.
         cluster: the cluster that started the launcher; its layer is in `resolved` already.
+        notes: what a user should know of the settings.
 
     Raises:
         ConfigError: the settings contradict each other, or the machine cannot do what they ask.
@@ -147,10 +153,11 @@ def make(
     task = cluster.task if cluster is not None else None
     num_machines, num_local = _counts(resolved, machine, task)
     world_size = num_machines * num_local
+    layout = spread.layout(resolved, num_machines, num_local)
     threads = _threads(resolved, machine, num_local, environment)
     fewest = num_local * resolved.get("min_machines", num_machines)
     device = machine.torch_device if machine.accelerator else None
-    additions = {env.PAYLOAD: payload(resolved, world_size, min(fewest, world_size), device)}
+    additions = {env.PAYLOAD: payload(resolved, world_size, min(fewest, world_size), device, num_local)}
     if machine.accelerator and machine.device_ids != present.device_ids:
         additions[_visible_variable(resolved, machine)] = ",".join(machine.device_ids)
     if threads.is_set_by_us:
@@ -168,9 +175,10 @@ def make(
         additions.update(_silence(resolved, environment))
     inherited = (*_WORKER_VARIABLES, env.CONTROL)
     removals = tuple(name for name in inherited if name in environment and name not in additions)
-    banner = _banner(resolved, machine, num_machines, num_local, threads)
     is_silent = task is not None and task.rank > 0
-    return Plan(argv, additions, removals, world_size, num_local, "" if is_silent else banner, _notes(resolved, argv))
+    banner = "" if is_silent else _banner(resolved, machine, num_machines, num_local, threads, layout)
+    notes = (*notes, *_notes(resolved, argv), *spread.check_options(resolved, layout))
+    return Plan(argv, additions, removals, world_size, num_local, banner, notes, layout)
 
 
 def _refuse_nesting(resolved: Resolved, program: Program, environment: Mapping[str, str]) -> None:
@@ -426,18 +434,20 @@ def _silence(resolved: Resolved, environment: Mapping[str, str]) -> dict[str, st
     return {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
-def _banner(resolved: Resolved, machine: Machine, num_machines: int, num_local: int, threads: _Threads) -> str:
+def _banner(
+    resolved: Resolved, machine: Machine, num_machines: int, num_local: int, threads: _Threads, layout: Layout | None
+) -> str:
     world_size = num_machines * num_local
     device = machine.torch_device
     what = f"{world_size} process{'es' if world_size > 1 else ''} on {device}"
     if num_machines > 1:
         what += f", {num_local} on each of {num_machines} machines (this is machine {resolved.get('machine_rank', 0)})"
-    parts = [what]
+    parts = [what, *spread.in_words(resolved, layout)]
     precision, steps = resolved.get("mixed_precision"), resolved.get("gradient_accumulation_steps")
     if precision is not None:
         parts.append(f"precision {precision} ({resolved.origin('mixed_precision')})")
     if world_size > 1 or steps is not None:
-        factors = ["micro-batch", f"{world_size} process{'es' if world_size > 1 else ''}"]
+        factors = ["micro-batch", spread.data_shards(world_size, layout)]
         factors.append(f"{steps} accumulated" if steps is not None else "the script's accumulation")
         parts.append("global batch = " + " x ".join(factors))
     if threads.number is not None:
@@ -462,7 +472,11 @@ def commands_per_machine(resolved: Resolved, program: Program, own_address: str,
     for name, setting in SETTINGS.items():
         if resolved.config.is_set(name) and name not in ("machine_rank", "main_process_ip", "main_process_port"):
             value = resolved.get(name)
-            words += ([setting.flag] if value else []) if setting.kind == "switch" else [setting.flag, str(value)]
+            words += (
+                ([setting.flag] if value else [])
+                if setting.kind == "switch"
+                else [setting.flag, str(value).lower() if setting.kind == "truth" else str(value)]
+            )
     words += ["--main_process_ip", address, "--main_process_port", str(port)]
     tail = [program.target, *program.args]
     num_shown = min(resolved.get("num_machines", 1), MOST_COMMANDS)

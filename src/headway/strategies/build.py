@@ -16,7 +16,12 @@ from headway.strategies.single import SingleStrategy
 
 
 def choose_strategy(
-    text: str, collectives: Collectives, options: EngineOptions, number_format: str = "no", is_deferred: bool = False
+    text: str,
+    collectives: Collectives,
+    options: EngineOptions,
+    number_format: str = "no",
+    is_deferred: bool = False,
+    layout: Layout | None = None,
 ) -> Strategy:
     """The strategy that is asked for: a layout of Headway's own, or what a package has registered.
 
@@ -26,6 +31,7 @@ def choose_strategy(
         options: of the engines.
         number_format: as for `build_strategy`.
         is_deferred: as for `build_strategy`.
+        layout: what the text comes to; None: on all processes, as on one machine.
 
     Raises:
         ConfigError: neither of both; or what was registered is no strategy.
@@ -34,7 +40,7 @@ def choose_strategy(
     registered = outside.find(text)
     if registered is not None:
         return _load(registered, text, collectives, options)
-    layout = mesh.parse(text).resolve(collectives.world_size)
+    layout = layout or mesh.parse(text).resolve(collectives.world_size)
     return build_strategy(collectives, options, layout, number_format, is_deferred)
 
 

@@ -1,10 +1,11 @@
 """The run as its Accelerator set it up, for what scripts ask without the Accelerator: states and free functions."""
 
 import weakref
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from headway.collectives.door import Collectives
-from headway.config.layouts import ParallelismConfig, TorchDynamoPlugin
+from headway.config.choice import Chosen
+from headway.config.layouts import TorchDynamoPlugin
 from headway.training.windows import Windows
 
 
@@ -15,7 +16,9 @@ class Run:
         collectives: the way to the other processes.
         mixed_precision: "no", "bf16" or "fp16".
         adjust_scheduler: schedules are counted in micro-batches.
-        parallelism_config, dynamo_plugin: what the Accelerator was given.
+        chosen: how the run is spread.
+        dynamo_plugin: what the Accelerator was given.
+        device_mesh: torch's, where the layout has one.
         answers_after_end: states speak of this run even when its process runtime has ended.
     """
 
@@ -27,16 +30,16 @@ class Run:
         mixed_precision: str,
         accumulation: Windows,
         adjust_scheduler: bool,
-        parallelism_config: ParallelismConfig | None,
+        chosen: Chosen,
         dynamo_plugin: TorchDynamoPlugin,
+        device_mesh: Any = None,
     ) -> None:
-        if parallelism_config is not None:
-            parallelism_config.check_world(collectives.runtime.world_size)
         self.collectives = collectives
         self.mixed_precision = mixed_precision
         self.adjust_scheduler = adjust_scheduler
-        self.parallelism_config = parallelism_config
+        self.chosen = chosen
         self.dynamo_plugin = dynamo_plugin
+        self.device_mesh = device_mesh
         self.answers_after_end = True
         # Weakly: what was prepared goes with its Accelerator.
         self._accumulation = weakref.ref(accumulation)

@@ -52,7 +52,7 @@ def test_show_prints_each_value_with_its_origin(run, tmp_path, monkeypatch):
 def test_update_takes_out_what_has_no_meaning(run, tmp_path):
     path = tmp_path / "old.yaml"
     path.write_text("num_processes: 4\nfsdp_version: 2\n")
-    assert "taken out: fsdp_version: sharded" in run("config", "update", "--config_file", str(path))
+    assert "taken out: fsdp_version: write strategy: fsdp" in run("config", "update", "--config_file", str(path))
     assert "fsdp" not in path.read_text()
     assert "num_processes: 4" in path.read_text()
     path.write_text("num_procs: 4\n")
@@ -62,11 +62,12 @@ def test_update_takes_out_what_has_no_meaning(run, tmp_path):
 
 def test_import_reports_every_key(run, tmp_path):
     foreign = tmp_path / "accelerate.yaml"
-    foreign.write_text("use_cpu: true\nnum_processes: 2\ndistributed_type: FSDP\n")
+    foreign.write_text("use_cpu: true\nnum_processes: 2\ndistributed_type: FSDP\nmegatron_lm_config: {tp: 2}\n")
     shown = run("config", "import", str(foreign))
-    assert "use_cpu           cpu: True" in shown
-    assert "distributed_type  NOT KEPT: FSDP" in shown
-    assert "1 of 3 keys could not be kept" in shown
+    assert "use_cpu                cpu: True" in shown
+    assert "distributed_type       FSDP: the model is sharded" in shown
+    assert "together               strategy: 'fsdp'" in shown
+    assert "1 of 4 keys could not be kept" in shown
     assert "cpu: true\n" in (tmp_path / "default_config.yaml").read_text()
     assert "exists already" in run("config", "import", str(foreign), code=2)
     assert "cannot be read" in run("config", "import", "nothing.yaml", code=2)

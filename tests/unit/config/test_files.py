@@ -24,8 +24,10 @@ def of_kind(setting):
         return st.integers(setting.minimum, setting.maximum)
     if setting.kind == "number":
         return st.floats(setting.minimum or 0, 1e6, allow_nan=False)
-    if setting.kind == "switch":
+    if setting.kind in ("switch", "truth"):
         return st.booleans()
+    if setting.name == "strategy":
+        return st.sampled_from(["ddp", "fsdp", "hsdp=2", "fsdp+tp=2", "pp=2+fsdp"])
     if setting.kind == "choice":
         return st.sampled_from(setting.choices)
     return st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1).filter(lambda text: text.strip())

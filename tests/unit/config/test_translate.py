@@ -43,15 +43,6 @@ def test_an_ordinary_file_is_kept_whole():
     )  # fmt: skip
 
 
-def test_sharding_is_said_to_be_lost():
-    made = of("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_offload_params: false\n")
-    assert made.num_lost == 2
-    told = dict(made.lines)
-    assert told["distributed_type"].startswith("NOT KEPT: FSDP: sharded training")
-    assert told["fsdp_config.fsdp_version"].startswith("NOT KEPT")
-    assert told["fsdp_config.fsdp_offload_params"] == "nothing to keep: off"
-
-
 def test_accumulation_hides_in_deepspeeds_section():
     made = of("deepspeed_config:\n  gradient_accumulation_steps: 4\n  zero_stage: 2\n  gradient_clipping: 1.0\n")
     assert made.config.gradient_accumulation_steps == 4
@@ -83,6 +74,16 @@ def test_undecided_stays_undecided():
         ("num_procesess: 2", "num_procesess .*is not a key of Accelerate's config files; did you mean num_processes"),
         ("num_processes: many", "num_processes='many' .* whole number"),
         ("fsdp_config: 3", "must hold settings"),
+        (
+            "fsdp_config: {fsdp_sharding_strategy: HALF}",
+            "fsdp_config.fsdp_sharding_strategy='HALF'; allowed: FULL_SHARD",
+        ),
+        ("fsdp_config: {fsdp_offload_params: maybe}", "fsdp_config.fsdp_offload_params='maybe'; give True or False"),
+        ("parallelism_config: {parallelism_config_tp_size: 0}", "give a whole number, 1 or more"),
+        (
+            "distributed_type: FSDP\nparallelism_config: {parallelism_config_tp_size: 8}",
+            "distributed_type asks for a sharded model, but parallelism_config.parallelism_config_tp_size",
+        ),
         ("rdzv_backend: etcd", "rdzv_backend='etcd'"),
     ],
 )
@@ -96,3 +97,74 @@ def test_fp8_and_tpus_are_lost_by_name():
     assert made.num_lost == 3
     assert "float8" in dict(made.lines)["mixed_precision"]
     assert "TPU" in dict(made.lines)["tpu_name"]
+
+
+# As Accelerate's questionnaire writes it: version 1, and sizes besides.
+SHARDED = """
+distributed_type: FSDP
+fsdp_config:
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_forward_prefetch: false
+  fsdp_offload_params: false
+  fsdp_reshard_after_forward: SHARD_GRAD_OP
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer, LlamaMLP
+  fsdp_use_orig_params: true
+  fsdp_version: 1
+"""
+
+
+def test_every_key_of_sharding_is_told():
+    made = of(SHARDED)
+    assert made.num_lost == 0
+    told = dict(made.lines)
+    keys = {f"fsdp_config.{key}" for key in yaml.safe_load(SHARDED)["fsdp_config"]}
+    assert set(told) == keys | {"distributed_type", "together"}
+    assert told["together"] == "strategy: 'fsdp'"
+    assert told["fsdp_config.fsdp_use_orig_params"].startswith("not needed: ")
+    assert made.config == LaunchConfig(
+        strategy="fsdp", fsdp_reshard_after_forward=False, fsdp_offload_params=False, fsdp_activation_checkpointing=True,
+        fsdp_auto_wrap_policy="transformer_based_wrap", fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer,LlamaMLP",
+    )  # fmt: skip
+
+
+def test_sizes_make_the_layout():
+    made = of(
+        "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_min_num_params: 2000, fsdp_auto_wrap_policy: SIZE_BASED_WRAP}\n"
+        "parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 4, "
+        "parallelism_config_tp_size: 2, parallelism_config_cp_size: 1}\n"
+    )
+    assert made.num_lost == 0
+    assert made.config == LaunchConfig(
+        strategy="ddp=2+fsdp=4+tp=2", fsdp_min_num_params=2000, fsdp_auto_wrap_policy="size_based_wrap"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "strategy", "reshards"),
+    [("FULL_SHARD", "fsdp", None), ("1", "fsdp", None), (2, "fsdp", False), ("NO_SHARD", "ddp", None),
+     ("HYBRID_SHARD", "hsdp", None), ("hybrid_shard_zero2", "hsdp", False)],
+)  # fmt: skip
+def test_the_layouts_of_version_1(word, strategy, reshards):
+    config = of(f"fsdp_config: {{fsdp_sharding_strategy: {word}}}").config
+    assert config.strategy == strategy
+    assert (config.fsdp_reshard_after_forward if config.is_set("fsdp_reshard_after_forward") else None) is reshards
+
+
+def test_what_is_not_served_is_counted():
+    made = of(
+        "distributed_type: FSDP\nfsdp_config: {fsdp_ignored_modules: head, fsdp_shard_more: 1, fsdp_min_num_params: 0}\n"
+        "parallelism_config: {parallelism_config_sp_size: 2, parallelism_config_sp_backend: deepspeed}\n"
+    )
+    told = dict(made.lines)
+    assert made.num_lost == 3
+    assert told["fsdp_config.fsdp_ignored_modules"].startswith("NOT KEPT: name the frozen modules")
+    assert told["fsdp_config.fsdp_shard_more"] == "NOT KEPT: Accelerate's files have no such key"
+    assert told["fsdp_config.fsdp_min_num_params"].startswith("not needed: no size")
+    assert told["parallelism_config.parallelism_config_sp_size"].startswith(
+        "NOT KEPT: DeepSpeed's sequence parallelism"
+    )

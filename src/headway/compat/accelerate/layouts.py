@@ -5,11 +5,12 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from headway.config.layouts import Spelled, refusal
+from headway.config.mesh import Layout
 from headway.runtime.process import ProcessRuntime
 
 
 class DistributedType(str, Enum):
-    """How processes share the work. Headway's are NO and MULTI_*, by the kind of device (GPU: any without a name)."""
+    """How processes share the work. Headway's are NO, FSDP and MULTI_*, by the kind of device (GPU: any without a name)."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -53,10 +54,12 @@ class RNGType(Spelled):
     GENERATOR = "generator"
 
 
-def distributed_type(runtime: ProcessRuntime) -> DistributedType:
-    """What Accelerate calls this process's surroundings."""
+def distributed_type(runtime: ProcessRuntime, layout: Layout | None = None) -> DistributedType:
+    """What Accelerate calls this process's surroundings; with a layout of shards, FSDP."""
     if runtime.world_size == 1:
         return DistributedType.NO
+    if layout is not None and layout.shard > 1:
+        return DistributedType.FSDP
     kind = runtime.hardware.kind
     return getattr(DistributedType, f"MULTI_{kind.upper()}", DistributedType.MULTI_GPU)
 
@@ -68,16 +71,6 @@ class _Planned:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise refusal(self._layout)
-
-
-class FullyShardedDataParallelPlugin(_Planned):
-    """Settings of FSDP, a layout that is not there yet.
-
-    Raises:
-        UnsupportedError: always; it says what to do today.
-    """
-
-    _layout = "FSDP"
 
 
 class DeepSpeedPlugin(_Planned):
@@ -98,16 +91,6 @@ class MegatronLMPlugin(_Planned):
     """
 
     _layout = "Megatron-LM"
-
-
-class TorchTensorParallelPlugin(_Planned):
-    """Settings of tensor parallelism, a layout that is not there yet.
-
-    Raises:
-        UnsupportedError: always; it says what to do today.
-    """
-
-    _layout = "tensor parallelism"
 
 
 class DummyOptim:

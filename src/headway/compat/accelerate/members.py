@@ -55,23 +55,52 @@ class Members:
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """What the Accelerator was given."""
+        """How many processes each axis takes; None where nothing was given, and each holds the whole model."""
         return self.state.parallelism_config
 
     @property
-    def torch_device_mesh(self) -> None:
-        """None: replicas need no mesh."""
+    def torch_device_mesh(self) -> Any:
+        """torch's device mesh, its axes named pp, replicate, shard, cp and tp; None where replicas need none."""
         return self.state.device_mesh
 
     @property
     def is_fsdp2(self) -> bool:
-        """False: there is no sharded layout yet."""
-        return False
+        """Are parameters sharded?"""
+        return self.state.is_fsdp2
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """False: there is no sharded layout yet."""
-        return False
+        """Are parameters sharded, so that other axes may be added?"""
+        return self.is_fsdp2
+
+    def _along(self, axis: str) -> int:
+        run = self._accelerator._run
+        return run.chosen.layout.coordinates(self._accelerator.process_index)[axis]
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This process among those that share each matrix; 0 without tensor parallelism."""
+        return self._along("tp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """This process among those that share each sequence; 0 without context parallelism."""
+        return self._along("cp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """This process's stage; 0 without a pipeline."""
+        return self._along("pp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The copy of the model that this process has or has a part of, from 0."""
+        return self._along("replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """This process among those that a copy's parameters are sharded over; 0 without shards."""
+        return self._along("shard")
 
     @property
     def should_save_model(self) -> bool:

@@ -21,8 +21,11 @@ _BY_PLACE = {
     "headway.config.layouts": "DynamoBackend ParallelismConfig TorchDynamoPlugin",
     "headway.compat.accelerate.state": "AcceleratorState GradientState PartialState is_initialized wait_for_everyone",
     "headway.compat.accelerate.layouts": """
-        DeepSpeedPlugin DistributedType DummyOptim DummyScheduler FullyShardedDataParallelPlugin MegatronLMPlugin PrecisionType
-        RNGType TorchTensorParallelPlugin
+        DeepSpeedPlugin DistributedType DummyOptim DummyScheduler MegatronLMPlugin PrecisionType RNGType
+    """,
+    "headway.config.plugins": """
+        DeepSpeedSequenceParallelConfig FullyShardedDataParallelPlugin TorchContextParallelConfig TorchTensorParallelConfig
+        TorchTensorParallelPlugin
     """,
     "headway.compat.accelerate.exchange": """
         broadcast broadcast_object_list copy_tensor_to_devices gather gather_object pad_across_processes reduce

@@ -1,6 +1,9 @@
 """Public names of Accelerate that Headway does not serve, each with a sentence that says why and what to use instead."""
 
-_FSDP = "FSDP is not there yet; it is planned. Until then replicas train with DDP"
+_FSDP = (
+    "sharded layouts need no calls of their own: `headway launch --strategy fsdp` or Accelerator(strategy='fsdp'), then prepare, "
+    "save_state and save_model as ever (docs/layouts.md)"
+)
 _DEEPSPEED = "DeepSpeed is not there yet; it is planned. Until then replicas train with DDP"
 _MEGATRON = "Megatron-LM is not there yet; it is planned. Until then replicas train with DDP"
 _PIPELINE = (
@@ -12,7 +15,7 @@ _QUANTISED = (
 )
 _SAGEMAKER = "SageMaker's own launching is not served; start the script with torchrun or `headway launch` there"
 _PARALLEL = (
-    "tensor, context and sequence parallelism are not there yet; they are planned. Until then replicas train with DDP"
+    "say sizes in the layout: `headway launch --strategy fsdp+tp=2` or ParallelismConfig(tp_size=2) (docs/layouts.md)"
 )
 _FILES = (
     "a checkpoint of Headway's has files and a manifest of its own (docs/checkpoints.md); use save_state, load_state and "
@@ -68,8 +71,7 @@ _BY_SENTENCE = {
     """,
     _PARALLEL: """
         BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
-        DTENSOR_PYTORCH_VERSION DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig
-        get_model_tp_size prepare_extend_env_parallelism_config
+        DTENSOR_PYTORCH_VERSION get_model_tp_size prepare_extend_env_parallelism_config
     """,
     _FILES: """
         MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_PATTERN_NAME
@@ -133,9 +135,6 @@ NAMES: dict[str, str] = {name: why for why, names in _BY_SENTENCE.items() for na
 MEMBERS: dict[str, str] = {
     "ao_recipe_handler": _FP8,
     "autocast_handler": "give AutocastKwargs to kwargs_handlers; accelerator.options.autocast holds them",
-    "context_parallel_rank": _PARALLEL,
-    "data_parallel_rank": "every process is a replica: use accelerator.process_index",
-    "data_parallel_shard_rank": _FSDP,
     "ddp_handler": "give DistributedDataParallelKwargs to kwargs_handlers; accelerator.options.ddp holds them",
     "deepspeed_ulysses_dl_adapter": _PARALLEL,
     "delayed_fp8_autocast": _FP8,
@@ -148,14 +147,12 @@ MEMBERS: dict[str, str] = {
     "init_handler": "give InitProcessGroupKwargs to kwargs_handlers; accelerator.options.process_group holds them",
     "log_with": "accelerator.trackers lists the trackers in use",
     "msamp_recipe_handler": _FP8,
-    "pipeline_parallel_rank": _PIPELINE,
     "profile_handler": "give ProfileKwargs to kwargs_handlers or to accelerator.profile()",
     "rng_types": "pass it to Accelerator(rng_types=...)",
     "scaler_handler": "give GradScalerKwargs to kwargs_handlers; accelerator.options.scaler holds them",
     "step": "accelerator.num_updates counts updates, accelerator.sync_gradients says whether this micro-batch ends a window",
     "step_scheduler_with_optimizer": "pass it to Accelerator(step_scheduler_with_optimizer=...)",
     "te_recipe_handler": _FP8,
-    "tensor_parallel_rank": _PARALLEL,
 }
 """Member of Accelerate's Accelerator -> sentence."""
 

@@ -16,6 +16,7 @@ from headway.collectives.ranks import RankAware
 from headway.compat.accelerate.layouts import DistributedType, distributed_type
 from headway.config.layouts import ParallelismConfig, TorchDynamoPlugin
 from headway.config.load import UNSET, run_setting
+from headway.config.plugins import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime import process
@@ -202,8 +203,8 @@ class AcceleratorState(PartialState):
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """What the Accelerator was given."""
-        return None if self._run is None else self._run.parallelism_config
+        """How many processes each axis takes; None where nothing was given, and each holds the whole model."""
+        return None if self._run is None else self._run.chosen.parallelism
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
@@ -211,16 +212,35 @@ class AcceleratorState(PartialState):
         return TorchDynamoPlugin() if self._run is None else self._run.dynamo_plugin
 
     @property
+    def distributed_type(self) -> DistributedType:
+        """How processes share the work."""
+        return distributed_type(self.runtime, None if self._run is None else self._run.chosen.layout)
+
+    @property
     def is_fsdp2(self) -> bool:
-        """False: there is no sharded layout yet."""
-        return False
+        """Are parameters sharded?"""
+        return self.distributed_type == DistributedType.FSDP
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """What the Accelerator was given; one as the launcher says where parameters are sharded; else None."""
+        if self._run is None or not self.is_fsdp2:
+            return None
+        return self._run.chosen.plugin
+
+    @property
+    def torch_tp_plugin(self) -> TorchTensorParallelPlugin | None:
+        """What the Accelerator was given."""
+        return None if self._run is None else self._run.chosen.tensor_parallel
+
+    @property
+    def device_mesh(self) -> Any:
+        """torch's device mesh, its axes named as in `headway.config.mesh`; None where replicas need none."""
+        return None if self._run is None else self._run.device_mesh
 
     deepspeed_plugin = None
     deepspeed_plugins = None
-    fsdp_plugin = None
     megatron_lm_plugin = None
-    torch_tp_plugin = None
-    device_mesh = None
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"

@@ -1,0 +1,75 @@
+"""The layout of a launch, before any process starts: does it fit the processes, and do its options belong to it?"""
+
+from headway.config import mesh, outside
+from headway.config.launch import OF_SHARDS
+from headway.config.load import COMMAND_LINE, Resolved
+from headway.config.mesh import Layout
+from headway.errors import ConfigError
+
+
+def layout(resolved: Resolved, num_machines: int, num_local: int) -> Layout | None:
+    """The layout that the settings ask for; None where they leave it to the script, or to a strategy of another package.
+
+    Args:
+        resolved: the settings.
+        num_machines: in this run.
+        num_local: processes on each.
+
+    Raises:
+        ConfigError: it does not fit the processes, or those that a run goes on with after machines are lost.
+    """
+    text = resolved.get("strategy")
+    if text is None or outside.find(text) is not None:
+        return None
+    asked = mesh.parse(text)
+    fewest = min(resolved.get("min_machines", num_machines), num_machines)
+    try:
+        found = asked.resolve(num_machines * num_local, num_local)
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({resolved.origin('strategy')})") from None
+    for count in range(fewest, num_machines):
+        try:
+            asked.resolve(count * num_local, num_local)
+        except ConfigError as error:
+            raise ConfigError(
+                f"min_machines={fewest} ({resolved.origin('min_machines')}) lets the run go on with {count} of {num_machines} "
+                f"machines, and there {error}"
+            ) from None
+    return found
+
+
+def check_options(resolved: Resolved, found: Layout | None) -> tuple[str, ...]:
+    """Refuse options of FSDP that were typed for a layout without shards.
+
+    Returns:
+        A note for each that a weaker layer (a file, a variable) holds, which has no effect.
+
+    Raises:
+        ConfigError: the command line gives one.
+    """
+    if found is None or found.shard > 1 or found.num_ranks == 1:
+        return ()
+    notes = []
+    for name in OF_SHARDS:
+        if not resolved.config.is_set(name):
+            continue
+        origin = resolved.origin(name)
+        text = f"{name} ({origin}) belongs to a layout with shards, and this one is {found.describe()}"
+        if origin.startswith(COMMAND_LINE):
+            raise ConfigError(f"{text}: take it out, or add --strategy fsdp")
+        notes.append(f"without effect: {text}")
+    return tuple(notes)
+
+
+def in_words(resolved: Resolved, found: Layout | None) -> list[str]:
+    """What the banner says of the layout; nothing where it is left to the script or there is nothing to spread."""
+    if found is None or found.num_ranks == 1:
+        return []
+    return [f"layout {resolved.get('strategy')} ({resolved.origin('strategy')}): {found.describe()}"]
+
+
+def data_shards(num_processes: int, found: Layout | None) -> str:
+    """By what the banner multiplies the micro-batch: processes, or groups of them that read the same."""
+    if found is None or found.num_data_shards == num_processes:
+        return f"{num_processes} process{'es' if num_processes > 1 else ''}"
+    return f"{found.num_data_shards} data shard{'s' if found.num_data_shards > 1 else ''}"
