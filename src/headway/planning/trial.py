@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from headway.config.mesh import Layout
+from headway.errors import HeadwayError, UnsupportedError
+from headway.placement.skeleton import init_empty_weights
 from headway.planning.meter import Exchange, Meter, Saved, Volume, local
 from headway.planning.preparation import spread
 from headway.planning.pretence import pretend
@@ -71,7 +73,7 @@ def rehearse(
     """Prepare a model without memory as one rank of the layout, and run one update of it in which nothing is computed.
 
     Args:
-        make: makes the model on the meta device, buffers included.
+        make: makes the model; called where parameters take no memory.
         layout: of the whole run.
         rank: which of its ranks.
         step: None: the model is prepared only.
@@ -81,16 +83,30 @@ def rehearse(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with pretend(layout.num_ranks, rank):
-        model = make()
+        with init_empty_weights():
+            model = make()
         # Outside of the fake mode, in which each tensor costs a hundred times as much.
         spread(model, layout, precision)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake:
-            model.to_empty(device="cpu")
+            _fill(model)
         found = run(model, layout, step, make_optimizer, precision, within=fake)
         del model
         gc.collect()  # engines hold their models in circles, and a second layout would come on top
     return found
+
+
+def _fill(model: nn.Module) -> None:
+    """Memory for the model, which is fake in a fake mode. torch's to_empty gives each name of a tied parameter its own."""
+    held: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                held.setdefault(id(parameter), []).append((module, name))
+    model.to_empty(device="cpu")
+    for (first, its_name), *others in held.values():
+        for module, name in others:
+            module._parameters[name] = first._parameters[its_name]
 
 
 def run(
@@ -120,7 +136,7 @@ def run(
             optimizer = make_optimizer([parameter for _, parameter in named if parameter.requires_grad])
         with meter:
             with saved.watching(), _autocast(precision):
-                loss = step(model)
+                loss = _called(step, model)
             activations = saved.num_bytes()
             meter.phase = "backward"
             loss.backward()  # type: ignore[no-untyped-call]
@@ -141,6 +157,23 @@ def run(
         dict(meter.flops),
         activations,
     )
+
+
+def _called(step: Step, model: nn.Module) -> torch.Tensor:
+    try:
+        loss = step(model)
+    except HeadwayError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"the step could not be run on {type(model).__name__} without values: {type(error).__name__}: {error}. Where it reads a "
+            "value (.item(), if tensor:), leave that out; a plan without a step counts no exchanges"
+        ) from error
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise UnsupportedError(
+            f"the step returned {type(loss).__name__}; it must return the loss, a tensor of one element with a gradient"
+        )
+    return loss
 
 
 def _autocast(precision: str) -> AbstractContextManager[Any]:
