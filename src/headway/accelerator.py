@@ -169,7 +169,7 @@ class Accelerator(RankAware):
         cuts_batches = is_automatic(microbatching, plugin)
         wanted, _ = run_setting("strategy", UNSET if strategy is None else strategy, "ddp", code_origin=origin)
         layout = mesh.parse(wanted).resolve(runtime.world_size)
-        self.strategy = build_strategy(self.collectives, options, layout, is_deferred=cuts_batches)
+        self.strategy = build_strategy(self.collectives, options, layout, self.precision, is_deferred=cuts_batches)
         self.global_batch_size = global_batch_size
         self.clock = Clock()
         self._events = LoaderEvents()

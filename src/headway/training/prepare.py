@@ -243,6 +243,8 @@ class Preparation:
     def _check_optimizers(self) -> None:
         known = {id(parameter) for model in self.models for parameter in model.parameters()}
         for optimizer in self.optimizers:
+            for group in optimizer.optimizer.param_groups:
+                group["params"] = [self._strategy.current(parameter) for parameter in group["params"]]
             check_owned(optimizer.optimizer, known)
 
     def loader(self, loader: DataLoader[Any], place: bool | None = None) -> PreparedLoader:
