@@ -7,6 +7,7 @@ import click
 
 from headway.cli.options import GroupedCommand, GroupedOption, examples
 from headway.config.mesh import parse
+from headway.config.strategies import ActivationCheckpointing
 from headway.errors import ConfigError
 from headway.units import format_bytes, format_number, parse_bytes
 
@@ -49,6 +50,7 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], json_: bool, **give
         optimizer=given["optimizer"],
         precision=given["precision"],
         tokens=source.tokens,
+        kwargs_handlers=[ActivationCheckpointing()] if given["checkpoint_activations"] else None,
     )
     if len(strategy) == 1 and found.rows[0].plan is None:
         raise ConfigError(found.rows[0].reason)
@@ -127,6 +129,12 @@ command = GroupedCommand(
             metavar="no|bf16|fp16",
             default="bf16",
             help="As mixed_precision of a run.  [default: bf16]",
+        ),
+        GroupedOption(
+            ["--checkpoint_activations"],
+            group="Run",
+            is_flag=True,
+            help="Blocks keep their inputs alone for backward, and compute the rest again.",
         ),
         _number("--machine_ranks", "N", 8, "Ranks on one machine.", click.IntRange(min=1)),
         _number("--intra", "GB/S", 300.0, "What a rank sends within its machine.", _ABOVE_0),

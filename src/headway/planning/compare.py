@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from headway.config.mesh import Layout, parse
+from headway.config.strategies import collect_options
 from headway.errors import ConfigError, HeadwayError, StateError
 from headway.planning.costs import Cluster, Cost, cost
 from headway.planning.optimizers import Optimizer, maker
@@ -65,6 +67,8 @@ def plan(
     optimizer: Optimizer = "adamw",
     precision: str = "no",
     tokens: int = 0,
+    kwargs_handlers: list[Any] | None = None,
+    machine_ranks: int = 8,
 ) -> Plan:
     """What each rank of a run would hold, send and write: the run's own preparation, without memory and without processes.
 
@@ -77,6 +81,8 @@ def plan(
         optimizer: "adamw", "adam", "sgd", "momentum" or "none", or a function from parameters to an optimizer of torch.
         precision: "no", "bf16" or "fp16", as the Accelerator's `mixed_precision`.
         tokens: of a batch of one data shard, for rates.
+        kwargs_handlers: the Accelerator's: ShardingOptions, ActivationCheckpointing.
+        machine_ranks: ranks on one machine.
 
     Raises:
         ConfigError: the layout does not divide the ranks, or another argument is wrong.
@@ -91,7 +97,8 @@ def plan(
     if layout.num_ranks != num_ranks:
         raise ConfigError(f"the layout {layout} takes {layout.num_ranks} ranks, but the run has {num_ranks}")
     name = strategy if isinstance(strategy, str) else "+".join(f"{k}={v}" for k, v in layout.sizes.items())
-    trial = rehearse(make, layout, 0, step, maker(optimizer), precision)
+    options = collect_options(kwargs_handlers)
+    trial = rehearse(make, layout, 0, step, maker(optimizer), precision, options, machine_ranks)
     return outcome(name, layout, trial, tokens)
 
 
@@ -105,6 +112,7 @@ def compare(
     optimizer: Optimizer = "adamw",
     precision: str = "no",
     tokens: int = 0,
+    kwargs_handlers: list[Any] | None = None,
 ) -> Comparison:
     """Plan several layouts; one that cannot be is a row with its reason.
 
@@ -112,11 +120,20 @@ def compare(
         cluster: rates and memory to judge by.
     """
     cluster = cluster or Cluster()
+    maker(optimizer)  # what is wrong for every layout is an error, no row
     rows = []
     for strategy in strategies:
         try:
             found = plan(
-                make, strategy, num_ranks, step=step, optimizer=optimizer, precision=precision, tokens=tokens
+                make,
+                strategy,
+                num_ranks,
+                step=step,
+                optimizer=optimizer,
+                precision=precision,
+                tokens=tokens,
+                kwargs_handlers=kwargs_handlers,
+                machine_ranks=cluster.machine_ranks,
             )
         except StateError:
             raise

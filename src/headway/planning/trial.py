@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from headway.config.mesh import Layout
+from headway.config.strategies import EngineOptions
 from headway.errors import HeadwayError, UnsupportedError
 from headway.placement.skeleton import init_empty_weights
 from headway.planning.meter import Exchange, Meter, Saved, Volume, local
@@ -69,6 +70,8 @@ def rehearse(
     step: Step | None,
     make_optimizer: MakeOptimizer | None,
     precision: str = "no",
+    options: EngineOptions | None = None,
+    machine_ranks: int = 8,
 ) -> Trial:
     """Prepare a model without memory as one rank of the layout, and run one update of it in which nothing is computed.
 
@@ -79,6 +82,8 @@ def rehearse(
         step: None: the model is prepared only.
         make_optimizer: None: no update, gradients only.
         precision: "no", "bf16" or "fp16".
+        options: of the engines.
+        machine_ranks: ranks on one machine.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -86,11 +91,12 @@ def rehearse(
         with init_empty_weights():
             model = make()
         # Outside of the fake mode, in which each tensor costs a hundred times as much.
-        spread(model, layout, precision)
+        release = spread(model, layout, machine_ranks, precision, options or EngineOptions())
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake:
             _fill(model)
         found = run(model, layout, step, make_optimizer, precision, within=fake)
+        release()
         del model
         gc.collect()  # engines hold their models in circles, and a second layout would come on top
     return found
