@@ -69,9 +69,13 @@ def gpt_frozen() -> nn.Module:
 def llama(tied: bool = False) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = dict(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
-    )
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY, max_position_embeddings=32, tie_word_embeddings=tied, use_cache=False, **sizes

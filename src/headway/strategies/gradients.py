@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed import tensor as dtensor
 else:
     dtensor = Later("torch.distributed.tensor")
+placement = Later("torch.distributed.tensor._utils")
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
@@ -24,6 +25,22 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of it."""
     held: torch.Tensor = tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
     return held
+
+
+def box(like: Any) -> tuple[slice, ...]:
+    """Where in the whole tensor this rank's part of a DTensor lies."""
+    sizes, offsets = placement.compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes))
+
+
+def cut_like(tensor: torch.Tensor, like: Any) -> torch.Tensor:
+    """A whole tensor as a DTensor that is cut as `like`; no rank asks another."""
+    if is_distributed(tensor) or not is_distributed(like):
+        return tensor
+    part = tensor[box(like)].to(local(like).device).clone(memory_format=torch.contiguous_format)
+    given = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    made: torch.Tensor = dtensor.DTensor.from_local(part, like.device_mesh, like.placements, **given)
+    return made
 
 
 def complete(parameter: torch.Tensor) -> torch.Tensor | None:
