@@ -18,6 +18,7 @@ _COMMANDS = {
     "inspect": ("headway.cli.inspect", "Print what a checkpoint holds."),
     "merge": ("headway.cli.merge", "Write a checkpoint's weights as plain safetensors."),
     "estimate": ("headway.cli.estimate", "Say what running a model takes, and how fast it can be here."),
+    "plan": ("headway.cli.plan", "Say what a run takes by layout: memory, traffic, time, for any number of ranks."),
     "doctor": ("headway.cli.doctor", "Look for what keeps a run from starting, or slows it down."),
     "report": ("headway.cli.report", "Draw runs on one page: loss, speed, memory, what happened."),
     "env": ("headway.cli.env", "Print versions, hardware and configuration, for bug reports."),

@@ -3,9 +3,10 @@
 import inspect
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -114,14 +115,45 @@ def skeleton_from(folder: str | Path) -> nn.Module:
     folder = Path(folder)
     if not os.path.isfile(folder / "config.json"):
         raise ConfigError(f"{folder}: no folder with a config.json; give a local folder as save_pretrained() writes it")
+    return skeleton_of(config_of(folder), str(folder))
+
+
+def config_of(folder: str | Path) -> Any:
+    """The transformers config of a local folder, or of a file like its config.json.
+
+    Raises:
+        ConfigError: transformers cannot read it.
+        OptionalDependencyMissing: transformers is not installed.
+    """
     transformers = require("transformers", "building a model from its config.json needs", "transformers")
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
-        with init_empty_weights():
-            model = named[0](config) if named and named[0] is not None else transformers.AutoModel.from_config(config)
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise ConfigError(f"{folder}: transformers builds no model of its config.json: {error}") from error
+
+
+def skeleton_of(config: Any, where: str, kinds: Sequence[str] = ("AutoModel",)) -> nn.Module:
+    """The model of a transformers config, without memory.
+
+    Args:
+        where: the config comes from, for messages.
+        kinds: of transformers' Auto classes, those to try in turn where the config does not name its class.
+
+    Raises:
+        ConfigError: transformers builds none.
+    """
+    transformers = require("transformers", "building a model from its config.json needs", "transformers")
+    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+    try:
+        with init_empty_weights():
+            if named and named[0] is not None:
+                model = named[0](config)
+            else:
+                autos = [getattr(transformers, kind) for kind in kinds]
+                auto = next((auto for auto in autos if type(config) in auto._model_mapping), autos[-1])
+                model = auto.from_config(config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise ConfigError(f"{where}: transformers builds no model of its config.json: {error}") from error
     assert isinstance(model, nn.Module)
     return model
 

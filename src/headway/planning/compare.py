@@ -1,0 +1,186 @@
+"""Several layouts of one run beside each other, the cheapest that fits first."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from headway.config.mesh import Layout, parse
+from headway.config.strategies import collect_options
+from headway.errors import ConfigError, HeadwayError, StateError
+from headway.planning.costs import Cluster, Cost, cost
+from headway.planning.optimizers import Optimizer, maker
+from headway.planning.outcome import Plan, outcome
+from headway.planning.trial import Step, rehearse
+from headway.units import format_bytes
+
+PRECISIONS = ("no", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout.
+
+    Attributes:
+        strategy: as it was asked for.
+        plan: None where the layout cannot be.
+        cost: None where no step was planned.
+        reason: why the run cannot be, or does not fit; "" where it does.
+    """
+
+    strategy: str
+    plan: Plan | None
+    cost: Cost | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Layouts of one run.
+
+    Attributes:
+        rows: the cheapest that fits first; then those that do not fit, the smallest first; then those that cannot be.
+        cluster: what they were judged by.
+    """
+
+    rows: tuple[Row, ...]
+    cluster: Cluster = field(default_factory=Cluster)
+
+    @property
+    def best(self) -> Row | None:
+        """The cheapest that fits; None: none does."""
+        return next((row for row in self.rows if not row.reason), None)
+
+    def __str__(self) -> str:
+        from headway.planning.table import tabulate
+
+        return "\n".join(tabulate(self))
+
+
+def plan(
+    make: Callable[[], nn.Module],
+    strategy: str | Layout,
+    num_ranks: int,
+    *,
+    step: Step | None = None,
+    optimizer: Optimizer = "adamw",
+    precision: str = "no",
+    tokens: int = 0,
+    kwargs_handlers: list[Any] | None = None,
+    machine_ranks: int = 8,
+) -> Plan:
+    """What each rank of a run would hold, send and write: the run's own preparation, without memory and without processes.
+
+    Args:
+        make: makes the model; it is called within `init_empty_weights()`, where parameters take no memory.
+        strategy: the layout, such as "fsdp", "hsdp=8" or "fsdp+tp=8".
+        num_ranks: of the run.
+        step: model -> loss, for one batch of one data shard. It is called with tensors that have shapes and no values. None: what is
+            sent, computed and kept for backward is not counted.
+        optimizer: "adamw", "adam", "sgd", "momentum" or "none", or a function from parameters to an optimizer of torch.
+        precision: "no", "bf16" or "fp16", as the Accelerator's `mixed_precision`.
+        tokens: of a batch of one data shard, for rates.
+        kwargs_handlers: the Accelerator's: ShardingOptions, ActivationCheckpointing.
+        machine_ranks: ranks on one machine.
+
+    Raises:
+        ConfigError: the layout does not divide the ranks, or another argument is wrong.
+        StateError: this process has joined a process group.
+        UnsupportedError: the layout or the model is one that cannot be sharded.
+    """
+    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ConfigError(f"num_ranks={num_ranks!r}; give the number of ranks of the run, 1 or more")
+    if precision not in PRECISIONS:
+        raise ConfigError(f"precision={precision!r}; allowed: {', '.join(PRECISIONS)}")
+    layout = parse(strategy).resolve(num_ranks) if isinstance(strategy, str) else strategy
+    if layout.num_ranks != num_ranks:
+        raise ConfigError(f"the layout {layout} takes {layout.num_ranks} ranks, but the run has {num_ranks}")
+    name = strategy if isinstance(strategy, str) else "+".join(f"{k}={v}" for k, v in layout.sizes.items())
+    options = collect_options(kwargs_handlers)
+    trial = rehearse(make, layout, 0, step, maker(optimizer), precision, options, machine_ranks)
+    return outcome(name, layout, trial, tokens)
+
+
+def compare(
+    make: Callable[[], nn.Module],
+    strategies: Iterable[str],
+    num_ranks: int,
+    cluster: Cluster | None = None,
+    *,
+    step: Step | None = None,
+    optimizer: Optimizer = "adamw",
+    precision: str = "no",
+    tokens: int = 0,
+    kwargs_handlers: list[Any] | None = None,
+) -> Comparison:
+    """Plan several layouts; one that cannot be is a row with its reason.
+
+    Args and errors are those of `plan`, and:
+        cluster: rates and memory to judge by.
+    """
+    cluster = cluster or Cluster()
+    maker(optimizer)  # what is wrong for every layout is an error, no row
+    rows = []
+    for strategy in strategies:
+        try:
+            found = plan(
+                make,
+                strategy,
+                num_ranks,
+                step=step,
+                optimizer=optimizer,
+                precision=precision,
+                tokens=tokens,
+                kwargs_handlers=kwargs_handlers,
+                machine_ranks=cluster.machine_ranks,
+            )
+        except StateError:
+            raise
+        except HeadwayError as error:
+            rows.append(Row(strategy, None, None, str(error)))
+            continue
+        rows.append(Row(strategy, found, cost(found, cluster), _too_much(found, cluster)))
+    return Comparison(tuple(sorted(rows, key=_order)), cluster)
+
+
+def candidates(num_ranks: int, machine_ranks: int, has_plan: bool = False) -> Sequence[str]:
+    """Layouts worth a look, where none was asked for.
+
+    Args:
+        num_ranks: of the run.
+        machine_ranks: of one machine.
+        has_plan: does the model say how its matrices are cut?
+    """
+    found = ["ddp", "fsdp"]
+    inside = [size for size in (machine_ranks, 2 * machine_ranks, 8 * machine_ranks) if size < num_ranks]
+    found += [f"hsdp={size}" for size in inside if size > 1 and num_ranks % size == 0]
+    if has_plan and 1 < machine_ranks < num_ranks and num_ranks % machine_ranks == 0:
+        found.append(f"fsdp+tp={machine_ranks}")
+    return found
+
+
+def _too_much(found: Plan, cluster: Cluster) -> str:
+    if cluster.memory is None or found.peak <= cluster.memory:
+        return ""
+    share = found.shares.fullest()
+    parts = {
+        "weights": share.weights,
+        "gradients": share.gradients,
+        "optimizer state": share.optimizer_state,
+        "activations": found.activations or 0,
+        "gathered parameters": found.gathered,
+    }
+    most = max(parts, key=lambda name: parts[name])
+    return (
+        f"needs {format_bytes(found.peak)} a rank, {format_bytes(found.peak - cluster.memory)} more than there is; most of it "
+        f"{most} ({format_bytes(parts[most])})"
+    )
+
+
+def _order(row: Row) -> tuple[int, float]:
+    if row.plan is None:
+        return 2, 0.0
+    if row.reason:
+        return 1, float(row.plan.peak)
+    return 0, row.cost.per_unit if row.cost is not None else float(row.plan.peak)

@@ -1,0 +1,104 @@
+"""How long an update takes at least, for given rates of devices and links, and what it waits for."""
+
+from dataclasses import dataclass
+
+from headway.config.mesh import Layout
+from headway.errors import ConfigError
+from headway.planning.meter import Exchange
+from headway.planning.outcome import Plan
+
+_IN_THE_WAY = frozenset({"tp", "cp", "pp"})
+"""Axes whose exchanges computing waits for; those of the others run beside it."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines of a run.
+
+    Attributes:
+        machine_ranks: ranks on one machine.
+        intra: bytes a second that a rank sends to others of its machine.
+        inter: bytes a second that a rank sends to other machines.
+        flops: a second and rank, as they are reached, not as they are advertised.
+        memory: bytes of a device; None: no limit.
+    """
+
+    machine_ranks: int = 8
+    intra: float = 300e9
+    inter: float = 40e9
+    flops: float = 400e12
+    memory: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.machine_ranks < 1 or min(self.intra, self.inter, self.flops) <= 0:
+            raise ConfigError(
+                f"a cluster of machine_ranks={self.machine_ranks}, intra={self.intra:g}, inter={self.inter:g} and "
+                f"flops={self.flops:g}; all of them are above 0"
+            )
+
+    def is_within_machine(self, axis: str, layout: Layout) -> bool:
+        """Do the groups along this axis lie on one machine each?"""
+        axes = set(axis.split("x")) & layout.sizes.keys() or set(layout.sizes)
+        stride, span, block = layout.num_ranks, 0, 1
+        for name, size in layout.sizes.items():
+            stride //= size
+            if name in axes:
+                span += (size - 1) * stride
+                block = max(block, size * stride)
+        return span < self.machine_ranks and (self.machine_ranks % block == 0 or layout.num_ranks <= self.machine_ranks)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an update takes at least.
+
+    Attributes:
+        compute: seconds of computing.
+        by_axis: seconds of exchanges along each axis.
+        seconds: of the update, where all that can overlap does.
+        bottleneck: "compute" or the axis that takes longest.
+        tokens_per_second: of the whole run; 0: the tokens of an update are not known.
+        per_unit: rank-seconds for a token, or for one batch of a data shard: what layouts are compared by.
+    """
+
+    compute: float
+    by_axis: dict[str, float]
+    seconds: float
+    bottleneck: str
+    tokens_per_second: float
+    per_unit: float
+
+
+def cost(plan: Plan, cluster: Cluster) -> Cost | None:
+    """None where no step was planned."""
+    if plan.exchanges is None or plan.flops is None:
+        return None
+    compute = plan.flops / cluster.flops
+    by_axis: dict[str, float] = {}
+    links = {True: 0.0, False: 0.0}
+    waiting = compute
+    for exchange, volume in plan.exchanges.items():
+        seconds, is_within = _seconds(exchange, volume.num_bytes, plan.layout, cluster)
+        by_axis[exchange.axis] = by_axis.get(exchange.axis, 0.0) + seconds
+        if _IN_THE_WAY & set(exchange.axis.split("x")):
+            waiting += seconds
+        else:
+            links[is_within] += seconds
+    seconds = max(waiting, *links.values())
+    candidates = {"compute": compute, **by_axis}
+    bottleneck = max(candidates, key=lambda name: candidates[name])
+    units = plan.layout.num_data_shards * (plan.tokens or 1)
+    rate = units / seconds if seconds else 0.0
+    return Cost(
+        compute,
+        by_axis,
+        seconds,
+        bottleneck,
+        rate if plan.tokens else 0.0,
+        plan.num_ranks * seconds / units,
+    )
+
+
+def _seconds(exchange: Exchange, num_bytes: int, layout: Layout, cluster: Cluster) -> tuple[float, bool]:
+    is_within = cluster.is_within_machine(exchange.axis, layout)
+    return exchange.sent(num_bytes) / (cluster.intra if is_within else cluster.inter), is_within

@@ -1,0 +1,41 @@
+"""The optimizers that a plan knows by name."""
+
+from collections.abc import Callable, Iterable
+
+from torch import nn, optim
+
+from headway.config.values import did_you_mean
+from headway.errors import ConfigError
+from headway.planning.trial import MakeOptimizer
+
+Optimizer = str | MakeOptimizer
+
+# What they keep does not depend on rates.
+_MAKERS: dict[str, Callable[[Iterable[nn.Parameter]], optim.Optimizer]] = {
+    "adamw": lambda parameters: optim.AdamW(parameters),
+    "adam": lambda parameters: optim.Adam(parameters),
+    "sgd": lambda parameters: optim.SGD(parameters),
+    "momentum": lambda parameters: optim.SGD(parameters, momentum=0.9),
+    "adagrad": lambda parameters: optim.Adagrad(parameters),
+    "rmsprop": lambda parameters: optim.RMSprop(parameters),
+}
+
+
+def maker(optimizer: Optimizer) -> MakeOptimizer | None:
+    """What makes the optimizer from parameters; None for "none".
+
+    Raises:
+        ConfigError: a name that is not known.
+    """
+    if callable(optimizer):
+        return optimizer
+    if optimizer == "none":
+        return None
+    if optimizer not in _MAKERS:
+        known = [*_MAKERS, "none"]
+        hint = did_you_mean(str(optimizer), known)
+        raise ConfigError(
+            f"optimizer={optimizer!r} is unknown{hint or '; allowed: ' + ', '.join(known)}; from Python, give a function from "
+            "parameters to an optimizer"
+        )
+    return _MAKERS[optimizer]

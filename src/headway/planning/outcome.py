@@ -1,0 +1,208 @@
+"""A plan: what each rank of a layout holds, sends and writes, in numbers."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from headway.config.mesh import Layout
+from headway.planning.meter import Exchange, Volume
+from headway.planning.shares import Piece, Ranks
+from headway.planning.trial import StateOf, Trial
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds between two updates, in bytes of memory.
+
+    Attributes:
+        rank: which.
+        weights: parameters with their padding, and buffers.
+        gradients: with padding.
+        optimizer_state: of the elements that it holds.
+        padding: bytes of the weights that are padding.
+    """
+
+    rank: int
+    weights: int
+    gradients: int
+    optimizer_state: int
+    padding: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All together."""
+        return self.weights + self.gradients + self.optimizer_state
+
+
+class Shares:
+    """What every rank holds.
+
+    Args:
+        layout: of the run.
+        cut: the model's parameters.
+        states: what the optimizer keeps, for each of them; none: nothing.
+        buffers: bytes, alike on all ranks.
+
+    Attributes:
+        num_empty: ranks that hold no element of any parameter that is cut.
+        num_with_gaps: parameters of which some rank holds no element.
+        thinnest: the parameter that the fewest ranks hold a part of, and how many do; None: all ranks hold a part of all.
+    """
+
+    def __init__(self, layout: Layout, cut: Iterable[Piece], states: Iterable[StateOf], buffers: int) -> None:
+        self._ranks = Ranks(layout)
+        zero = torch.zeros(layout.num_ranks, dtype=torch.long)
+        self._weights, self._gradients, self._state, self._padding = zero + buffers, zero + 0, zero + 0, zero + 0
+        held_any = zero.bool()
+        gaps: list[tuple[int, str]] = []
+        cut = list(cut)
+        states = list(states) or [StateOf(0, 0)] * len(cut)
+        for piece, state in zip(cut, states):
+            held, stored = self._ranks.elements(piece)
+            self._weights += stored * piece.itemsize
+            self._padding += (stored - held) * piece.itemsize
+            if piece.learns:
+                self._gradients += stored * piece.itemsize
+            self._state += held * state.per_element + state.fixed
+            num_holders = int((held > 0).sum())
+            held_any |= held > 0
+            if num_holders < layout.num_ranks:
+                gaps.append((num_holders, piece.name))
+        self.num_empty = int((~held_any).sum())
+        self.num_with_gaps = len(gaps)
+        self.thinnest = min(gaps) if gaps else None
+
+    def of(self, rank: int) -> Share:
+        """What that rank holds."""
+        columns = self._weights, self._gradients, self._state, self._padding
+        return Share(rank, *(int(column[rank]) for column in columns))
+
+    def fullest(self) -> Share:
+        """Of the rank that holds most; the first of them."""
+        return self.of(int((self._weights + self._gradients + self._state).argmax()))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint of model and optimizer.
+
+    Attributes:
+        num_files: one for each rank that has something to write.
+        num_bytes: of all files.
+        per_rank: the most that one rank writes, where ranks that hold the same share the work.
+    """
+
+    num_files: int
+    num_bytes: int
+    per_rank: int
+
+
+def saved(layout: Layout, cut: Iterable[Piece], states: Iterable[StateOf]) -> Saved:
+    """What a checkpoint takes: each element once, whoever holds copies."""
+    ranks = Ranks(layout)
+    written = torch.zeros(layout.num_ranks, dtype=torch.float64)
+    cut = list(cut)
+    for piece, state in zip(cut, list(states) or [StateOf(0, 0)] * len(cut)):
+        held, _ = ranks.elements(piece)
+        copies = 1
+        for axis, size in layout.sizes.items():
+            copies *= 1 if axis in piece.axes else size
+        written += held * (piece.itemsize + state.per_element) / copies
+    num_files = int((written > 0).sum())
+    return Saved(num_files, round(float(written.sum())), round(float(written.max())))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One layout of a run.
+
+    Attributes:
+        strategy: as it was asked for.
+        layout: on so many ranks.
+        num_parameters: of the whole model.
+        shares: what every rank holds.
+        saved: what a checkpoint takes.
+        exchanges: what a rank sends in one update; None: no step was given.
+        flops: of one rank in one update; None: no step was given.
+        activations: bytes that autograd keeps from forward to backward, without temporaries; None: no step was given.
+        gathered: an estimate of the bytes that gathered parameters and gradients on their way take at most.
+        tokens: of one data shard in one update; 0: not known.
+    """
+
+    strategy: str
+    layout: Layout
+    num_parameters: int
+    shares: Shares
+    saved: Saved
+    exchanges: dict[Exchange, Volume] | None
+    flops: int | None
+    activations: int | None
+    gathered: int
+    tokens: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the run."""
+        return self.layout.num_ranks
+
+    @property
+    def rank0(self) -> Share:
+        """What rank 0 holds."""
+        return self.shares.of(0)
+
+    @property
+    def last_rank(self) -> Share:
+        """What the rank of the highest number holds: the emptiest one."""
+        return self.shares.of(self.num_ranks - 1)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the fullest rank with what comes and goes in an update, as far as it is counted."""
+        return self.shares.fullest().num_bytes + self.gathered + (self.activations or 0)
+
+    def sent(self) -> dict[tuple[str, str], int]:
+        """{(axis, collective): bytes of the whole tensors in one update}."""
+        found: Counter[tuple[str, str]] = Counter()
+        for exchange, volume in (self.exchanges or {}).items():
+            found[exchange.axis, exchange.kind] += volume.num_bytes
+        return dict(found)
+
+    def __str__(self) -> str:
+        from headway.planning.table import describe
+
+        return "\n".join(describe(self))
+
+
+def outcome(strategy: str, layout: Layout, trial: Trial, tokens: int) -> Plan:
+    """What follows for all ranks from what one of them did."""
+    return Plan(
+        strategy,
+        layout,
+        sum(_numel(piece) for piece in trial.pieces),
+        Shares(layout, trial.pieces, trial.states, trial.buffers),
+        saved(layout, trial.pieces, trial.states),
+        trial.volumes,
+        None if trial.flops is None else sum(trial.flops.values()),
+        trial.activations,
+        _gathered(trial.volumes or {}),
+        tokens,
+    )
+
+
+def _numel(piece: Piece) -> int:
+    return int(torch.Size(piece.shape).numel())
+
+
+def _gathered(volumes: dict[Exchange, Volume]) -> int:
+    """What lies gathered at once: the unit that computes, the one fetched ahead, and the root, which stays; gradients of one unit."""
+    gathers = [volume for exchange, volume in volumes.items() if exchange.kind == "all_gather" and "shard" in exchange.axis]
+    reductions = [
+        volume.largest for exchange, volume in volumes.items() if exchange.kind == "reduce_scatter" and "shard" in exchange.axis
+    ]
+    if not gathers:
+        return 0
+    root = max(volume.largest for volume in gathers)
+    blocks = min((volume.largest for volume in gathers), default=0)
+    return root + 2 * blocks + max(reductions, default=0)

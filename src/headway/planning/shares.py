@@ -1,0 +1,94 @@
+"""What each rank of a run holds of a model, from how one rank's tensors were cut: arithmetic on placements, for all ranks at once."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from headway.config.mesh import Layout
+from headway.planning.meter import local
+
+_SHARDED = "shard"
+"""The axis along which fully_shard pads: every rank of it keeps as many elements as the first."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the model, whole, and how it is cut.
+
+    Attributes:
+        name: in the bare model.
+        shape: of the whole tensor.
+        itemsize: bytes of an element.
+        learns: has it a gradient?
+        cuts: {dimension: the axes that cut it, the first cut first}.
+        whole_axes: axes along which all ranks hold the same.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    learns: bool
+    cuts: dict[int, tuple[str, ...]]
+
+    @property
+    def axes(self) -> set[str]:
+        """All axes that cut it."""
+        return {axis for axes in self.cuts.values() for axis in axes}
+
+
+def pieces(named: Iterable[tuple[str, torch.Tensor]]) -> list[Piece]:
+    """The cut of each tensor, sharded or not."""
+    return [
+        Piece(name, tuple(tensor.shape), tensor.element_size(), tensor.requires_grad, _cuts(tensor))
+        for name, tensor in named
+    ]
+
+
+def _cuts(tensor: torch.Tensor) -> dict[int, tuple[str, ...]]:
+    if not isinstance(tensor, DTensor):
+        return {}
+    names: Sequence[str] = tensor.device_mesh.mesh_dim_names or ()
+    found: dict[int, list[str]] = {}
+    is_strided = any(not isinstance(placement, Shard) and hasattr(placement, "split_factor") for placement in tensor.placements)
+    placed: list[tuple[str, Placement]] = list(zip(names, tensor.placements))
+    # fully_shard cuts what tensor parallelism has cut before it, and marks that by a stride.
+    for name, placement in reversed(placed) if is_strided else placed:
+        if placement.is_shard() or hasattr(placement, "split_factor"):
+            found.setdefault(placement.dim, []).append(name)  # type: ignore[attr-defined]
+    return {dim: tuple(axes) for dim, axes in found.items()}
+
+
+class Ranks:
+    """All ranks of a layout, by number."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.num_ranks = layout.num_ranks
+        self.sizes = layout.sizes
+        self.coordinates: dict[str, torch.Tensor] = {}
+        stride, ranks = self.num_ranks, torch.arange(self.num_ranks)
+        for axis, size in self.sizes.items():
+            stride //= size
+            self.coordinates[axis] = ranks // stride % size
+
+    def elements(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many elements of it each rank holds, and for how many it has memory: (num_ranks,) each."""
+        held = stored = torch.ones(self.num_ranks, dtype=torch.long)
+        for dim, size in enumerate(piece.shape):
+            length = room = torch.full((self.num_ranks,), size)
+            for axis in piece.cuts.get(dim, ()):
+                if axis not in self.sizes:
+                    continue
+                chunk = -(-length // self.sizes[axis])
+                length = (length - chunk * self.coordinates[axis]).clamp(min=0).minimum(chunk)
+                room = chunk if axis == _SHARDED else length
+            held, stored = held * length, stored * room
+        return held, stored
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of memory behind these tensors here, each storage once; padding counts."""
+    found = {storage._cdata: storage.nbytes() for storage in (local(tensor).untyped_storage() for tensor in tensors)}
+    return sum(found.values())

@@ -1,0 +1,189 @@
+"""The model of a plan: from a transformers config, the name of a model type, or a function of the user's."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.config.values import did_you_mean
+from headway.errors import ConfigError
+from headway.optional import require
+from headway.placement.estimate import config_of, skeleton_of
+from headway.planning.trial import Step
+
+_KINDS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel")
+_LEARNS_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+_SEQUENCE = 4096
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is to be planned.
+
+    Attributes:
+        title: for people.
+        make: makes the model.
+        step: one batch of one data shard; None: it is not known how to call the model.
+        tokens: of that batch; 0: not known.
+        batch: what it is, for people.
+        has_plan: the model says how tensor parallelism cuts it.
+    """
+
+    title: str
+    make: Callable[[], nn.Module]
+    step: Step | None
+    tokens: int
+    batch: str
+    has_plan: bool = False
+
+
+def find(text: str, batch: int = 1, sequence: int | None = None) -> Source:
+    """Find what a user names.
+
+    Args:
+        text: a folder with a transformers config.json, such a file, a model type ("llama"), or "module:function".
+        batch: samples of one data shard.
+        sequence: tokens of each; None: as many as the model allows, up to 4096.
+
+    Raises:
+        ConfigError: it is none of those, or cannot be read.
+        OptionalDependencyMissing: transformers is not installed.
+    """
+    path = Path(text)
+    if path.is_file() or (path / "config.json").is_file():
+        return of_config(config_of(path), str(text), batch, sequence)
+    module, colon, function = text.partition(":")
+    if colon:
+        return _of_function(module, function, text)
+    if path.is_dir():
+        raise ConfigError(f"{text}: there is no config.json in this folder; give one as save_pretrained() writes it")
+    transformers = require("transformers", f"planning the model type {text!r} needs", "transformers")
+    known = sorted(transformers.CONFIG_MAPPING.keys())
+    if text not in known:
+        hint = did_you_mean(text, known)
+        raise ConfigError(
+            f"{text!r} is neither a folder or file with a transformers config, nor a model type of transformers "
+            f"{transformers.__version__}{hint or ''}, nor module:function"
+        )
+    return of_config(transformers.CONFIG_MAPPING[text](), text, batch, sequence)
+
+
+def of_config(config: Any, where: str, batch: int = 1, sequence: int | None = None) -> Source:
+    """A transformers model by its config.
+
+    Raises:
+        ConfigError: transformers builds no model of it, or the sequence is longer than the model allows.
+    """
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # nothing is kept for a next token in training
+    model = skeleton_of(config, where, _KINDS)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    title = f"{type(model).__name__}: {num_parameters:,} parameters"
+    has_plan = bool(getattr(model, "_tp_plan", None) or getattr(config, "base_model_tp_plan", None))
+    step, tokens, shown = _step_of(model, where, batch, sequence)
+    return Source(title, lambda: skeleton_of(config, where, _KINDS), step, tokens, shown, has_plan)
+
+
+def _step_of(model: nn.Module, where: str, batch: int, sequence: int | None) -> tuple[Step | None, int, str]:
+    kind: str = getattr(model, "main_input_name", "")
+    config: Any = model.config
+    if kind == "pixel_values":
+        size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
+        if not isinstance(size, int):
+            return None, 0, "no batch: the config does not say how large an image is"
+        return _Images((batch, channels, size, size)), 0, f"{batch} image(s) of {size} x {size}"
+    if kind != "input_ids":
+        return None, 0, f"no batch: {type(model).__name__} takes {kind or 'unknown inputs'}"
+    limit = getattr(config, "max_position_embeddings", None)
+    limit = limit if isinstance(limit, int) and limit > 0 else None
+    length = sequence or min(_SEQUENCE, limit or _SEQUENCE)
+    if limit is not None and length > limit:
+        raise ConfigError(
+            f"{where}: a sequence of {length} tokens, but the model has positions for {limit} (max_position_embeddings); give "
+            f"{limit} or less"
+        )
+    return _Tokens(batch, length, _learns(model)), batch * length, f"{batch} x {length:,} tokens"
+
+
+def _learns(model: nn.Module) -> bool:
+    is_of_tokens = type(model).__name__.endswith(_LEARNS_TOKENS)
+    return is_of_tokens and "labels" in inspect.signature(model.forward).parameters
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    batch: int
+    length: int
+    has_labels: bool
+
+    def __call__(self, model: nn.Module) -> torch.Tensor:
+        tokens = torch.zeros(self.batch, self.length, dtype=torch.long)
+        if self.has_labels:
+            return _loss(model(input_ids=tokens, labels=tokens))
+        if getattr(model.config, "is_encoder_decoder", False):
+            return _loss(model(input_ids=tokens, decoder_input_ids=tokens))
+        return _loss(model(input_ids=tokens))
+
+
+@dataclass(frozen=True)
+class _Images:
+    shape: tuple[int, ...]
+
+    def __call__(self, model: nn.Module) -> torch.Tensor:
+        return _loss(model(pixel_values=torch.zeros(self.shape)))
+
+
+def _loss(outputs: Any) -> torch.Tensor:
+    found = getattr(outputs, "loss", None)
+    first: torch.Tensor = outputs[0]
+    return first.float().mean() if found is None else found
+
+
+def _of_function(module: str, name: str, text: str) -> Source:
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does: the user's module lies where the command is run
+    try:
+        loaded = importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{text}: the module {module!r} cannot be imported: {error}") from error
+    function = getattr(loaded, name, None)
+    if not callable(function):
+        names = [key for key, value in vars(loaded).items() if callable(value) and not key.startswith("_")]
+        hint = did_you_mean(name, names)
+        raise ConfigError(f"{text}: {module!r} has no function {name!r}{hint or ''}")
+    return of_function(function, text)
+
+
+def of_function(function: Callable[[], Any], text: str) -> Source:
+    """A model that a function makes: it returns the model, or the model and a step (model -> loss).
+
+    Raises:
+        ConfigError: it returns something else.
+    """
+
+    def make() -> nn.Module:
+        return _parts(function(), text)[0]
+
+    with torch.device("meta"):
+        model, step = _parts(function(), text)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    shown = "the batch of the function's step" if step else "no batch: the function returns no step"
+    title = f"{type(model).__name__}: {num_parameters:,} parameters"
+    return Source(title, make, step, 0, shown, bool(getattr(model, "_tp_plan", None)))
+
+
+def _parts(made: Any, text: str) -> tuple[nn.Module, Step | None]:
+    if isinstance(made, nn.Module):
+        return made, None
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
+        return made[0], made[1]
+    raise ConfigError(
+        f"{text} returned {type(made).__name__}; it must return a torch.nn.Module, or (module, step) where step(module) gives the "
+        "loss of one batch"
+    )

@@ -1,0 +1,212 @@
+"""One update of one rank: a model without memory prepared, called, and stepped on fake tensors; what it held and sent."""
+
+import gc
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.config.mesh import Layout
+from headway.config.strategies import EngineOptions
+from headway.errors import HeadwayError, UnsupportedError
+from headway.placement.skeleton import init_empty_weights
+from headway.planning.meter import Exchange, Meter, Saved, Volume, local
+from headway.planning.preparation import spread
+from headway.planning.pretence import pretend
+from headway.planning.shares import Piece, pieces, storage_bytes
+
+Step = Callable[[nn.Module], torch.Tensor]
+"""One forward: the model in, the loss out."""
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class StateOf:
+    """What an optimizer keeps for one parameter.
+
+    Attributes:
+        per_element: bytes for each element that a rank holds.
+        fixed: bytes beside that, such as a count of steps.
+    """
+
+    per_element: int
+    fixed: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one rank held and sent.
+
+    Attributes:
+        pieces: the model's parameters.
+        buffers: bytes.
+        weights: bytes of memory behind the parameters.
+        gradients: bytes of memory behind the gradients; None: no step was given.
+        optimizer_state: bytes of the optimizer's state; None: no step, or no optimizer.
+        states: by parameter.
+        volumes: what was sent.
+        flops: by phase.
+        activations: bytes that autograd kept between forward and backward.
+    """
+
+    pieces: tuple[Piece, ...]
+    buffers: int
+    weights: int
+    gradients: int | None = None
+    optimizer_state: int | None = None
+    states: tuple[StateOf, ...] = ()
+    volumes: dict[Exchange, Volume] | None = None
+    flops: dict[str, int] | None = None
+    activations: int | None = None
+
+
+def rehearse(
+    make: Callable[[], nn.Module],
+    layout: Layout,
+    rank: int,
+    step: Step | None,
+    make_optimizer: MakeOptimizer | None,
+    precision: str = "no",
+    options: EngineOptions | None = None,
+    machine_ranks: int = 8,
+) -> Trial:
+    """Prepare a model without memory as one rank of the layout, and run one update of it in which nothing is computed.
+
+    Args:
+        make: makes the model; called where parameters take no memory.
+        layout: of the whole run.
+        rank: which of its ranks.
+        step: None: the model is prepared only.
+        make_optimizer: None: no update, gradients only.
+        precision: "no", "bf16" or "fp16".
+        options: of the engines.
+        machine_ranks: ranks on one machine.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with pretend(layout.num_ranks, rank):
+        with init_empty_weights():
+            model = make()
+        # Outside of the fake mode, in which each tensor costs a hundred times as much.
+        release = spread(model, layout, machine_ranks, precision, options or EngineOptions())
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake:
+            _fill(model)
+        found = run(model, layout, step, make_optimizer, precision, within=fake)
+        release()
+        del model
+        gc.collect()  # engines hold their models in circles, and a second layout would come on top
+    return found
+
+
+def _fill(model: nn.Module) -> None:
+    """Memory for the model, which is fake in a fake mode. torch's to_empty gives each name of a tied parameter its own."""
+    held: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                held.setdefault(id(parameter), []).append((module, name))
+    model.to_empty(device="cpu")
+    for (first, its_name), *others in held.values():
+        for module, name in others:
+            module._parameters[name] = first._parameters[its_name]
+
+
+def run(
+    model: nn.Module,
+    layout: Layout,
+    step: Step | None,
+    make_optimizer: MakeOptimizer | None,
+    precision: str = "no",
+    within: AbstractContextManager[Any] | None = None,
+) -> Trial:
+    """One update of a model that is prepared, and what it held and sent; real tensors give what fake ones do.
+
+    Args:
+        within: a mode in which to run.
+    """
+    named = list(model.named_parameters())
+    buffers = storage_bytes(model.buffers())
+    own = [*model.parameters(), *model.buffers()]
+    cut, weights = tuple(pieces(named)), storage_bytes(model.parameters())
+    if step is None:
+        return Trial(cut, buffers, weights)
+    meter = Meter(layout)
+    saved = Saved(meter, own)
+    optimizer = None
+    with within or nullcontext():
+        if make_optimizer is not None:
+            optimizer = make_optimizer([parameter for _, parameter in named if parameter.requires_grad])
+        with meter:
+            with saved.watching(), _autocast(precision):
+                loss = _called(step, model)
+            activations = saved.num_bytes()
+            meter.phase = "backward"
+            loss.backward()  # type: ignore[no-untyped-call]
+            meter.phase = "update"
+            _replicas(model, layout, meter)
+            if optimizer is not None:
+                optimizer.step()
+    gradients = storage_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    states = tuple(_state_of(parameter, optimizer) for _, parameter in named)
+    return Trial(
+        cut,
+        buffers,
+        weights,
+        gradients,
+        sum(map(_state_bytes, model.parameters(), states)),
+        states,
+        meter.volumes,
+        dict(meter.flops),
+        activations,
+    )
+
+
+def _called(step: Step, model: nn.Module) -> torch.Tensor:
+    try:
+        loss = step(model)
+    except HeadwayError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"the step could not be run on {type(model).__name__} without values: {type(error).__name__}: {error}. Where it reads a "
+            "value (.item(), if tensor:), leave that out; a plan without a step counts no exchanges"
+        ) from error
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise UnsupportedError(
+            f"the step returned {type(loss).__name__}; it must return the loss, a tensor of one element with a gradient"
+        )
+    return loss
+
+
+def _autocast(precision: str) -> AbstractContextManager[Any]:
+    if precision == "no":
+        return nullcontext()
+    return torch.autocast("cpu", dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
+
+
+def _replicas(model: nn.Module, layout: Layout, meter: Meter) -> None:
+    """DDP's engine is C++ and runs on no fake tensors: what it sends is all gradients, once."""
+    if not layout.is_replicas_only or layout.replicate == 1:
+        return
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    size = sum(gradient.nbytes for gradient in gradients)
+    meter.volumes[Exchange("backward", "all_reduce", "replicate", layout.replicate)] = Volume(1, size, size)
+
+
+def _state_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> StateOf:
+    held = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+    tensors = [local(value) for value in held.values() if isinstance(value, torch.Tensor)]
+    shape = local(parameter).shape
+    alike = [tensor for tensor in tensors if tensor.shape == shape]
+    return StateOf(
+        sum(tensor.element_size() for tensor in alike),
+        sum(tensor.nbytes for tensor in tensors if tensor.shape != shape),
+    )
+
+
+def _state_bytes(parameter: nn.Parameter, state: StateOf) -> int:
+    return local(parameter).numel() * state.per_element + state.fixed

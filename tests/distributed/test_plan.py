@@ -1,0 +1,105 @@
+"""`headway plan` against real ranks: what a plan says of each rank is what that rank holds and sends on gloo."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from headway import Accelerator
+from headway.config.mesh import parse
+from headway.planning.compare import plan
+from headway.planning.meter import Meter
+from headway.planning.trial import rehearse, run
+from tests.distributed.ranks import run_ranks
+
+LENGTH = 24
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(hidden_size=42, intermediate_size=50, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1)
+    # 31, 42, 50 and 14 rows: cut among four ranks, the last one has fewer, and is padded.
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=31, use_cache=False))
+
+
+def tied():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=12, n_layer=2, n_head=2, vocab_size=31, n_positions=LENGTH, use_cache=False)
+    return GPT2LMHeadModel(config)
+
+
+def loss(model):
+    tokens = torch.zeros(2, LENGTH, dtype=torch.long)
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, momentum=0.9)
+
+
+def on_a_rank(make, strategy, precision, make_optimizer):
+    """One real update; what is counted by the plan's own meter, and what is measured without it."""
+    accelerator = Accelerator(cpu=True, strategy=strategy, mixed_precision=precision)
+    layout = parse(strategy).resolve(accelerator.num_processes)
+    model = accelerator.prepare(make())
+    made = []
+
+    def keep(parameters):
+        made.append(make_optimizer(parameters))
+        return made[0]
+
+    trial = run(model, layout, loss, keep, precision)
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    state = [value for held in made[0].state.values() for value in held.values() if isinstance(value, torch.Tensor)]
+    state = [value.to_local() if isinstance(value, DTensor) else value for value in state]
+    return trial, [sum(t.nbytes for t in tensors) for tensors in (local, grads, state)]
+
+
+CASES = [
+    (llama, "fsdp", 2, "no", adamw),
+    (llama, "fsdp", 4, "bf16", adamw),
+    (llama, "hsdp=2", 4, "no", sgd),
+    (tied, "fsdp", 4, "no", adamw),
+    (tied, "hsdp=2", 4, "bf16", adamw),
+]
+
+
+@pytest.mark.parametrize(("make", "strategy", "num_ranks", "precision", "make_optimizer"), CASES)
+def test_a_rank_holds_and_sends_what_the_plan_says(make, strategy, num_ranks, precision, make_optimizer):
+    real = run_ranks(on_a_rank, num_ranks, make, strategy, precision, make_optimizer)
+    planned = plan(make, strategy, num_ranks, step=loss, optimizer=make_optimizer, precision=precision)
+    layout = parse(strategy).resolve(num_ranks)
+    for rank, (trial, (weights, gradients, state)) in enumerate(real):
+        share = planned.shares.of(rank)
+        # Measured by torch alone, padding and buffers left out.
+        assert share.weights - share.padding - trial.buffers == weights
+        assert share.gradients - share.padding == gradients
+        assert share.optimizer_state == state
+        # Padding included, and everything that was sent.
+        assert (share.weights - trial.buffers, share.gradients) == (trial.weights, trial.gradients)
+        assert planned.exchanges == trial.volumes
+        # The same rank, rehearsed.
+        assert rehearse(make, layout, rank, loss, make_optimizer, precision) == trial
+
+
+def replicas():
+    Accelerator(cpu=True)
+    wrapped = torch.nn.parallel.DistributedDataParallel(llama())
+    with Meter(parse("ddp").resolve(2)) as meter:
+        loss_ = loss(wrapped)
+        meter.phase = "backward"
+        loss_.backward()
+    return meter.volumes
+
+
+def test_replicas_send_their_gradients_once():
+    planned = plan(llama, "ddp", 2, step=loss)
+    for volumes in run_ranks(replicas, 2):
+        reduced = [volume.num_bytes for exchange, volume in volumes.items() if exchange.kind == "all_reduce"]
+        assert [sum(reduced)] == [volume.num_bytes for volume in planned.exchanges.values()]
