@@ -149,33 +149,6 @@ def meeting(chunk: Chunk, offsets: Sequence[int], shape: Sequence[int]) -> tuple
     return begins, tuple(max(0, end - begin) for begin, end in zip(begins, ends))
 
 
-def rows_of(values: Sequence[int]) -> list[tuple[int, int]]:
-    """Equal values in a row, as (value, how many)."""
-    made: list[tuple[int, int]] = []
-    for value in values:
-        if made and made[-1][0] == value:
-            made[-1] = (value, made[-1][1] + 1)
-        else:
-            made.append((value, 1))
-    return made
-
-
-def steps_of(values: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Values with equal steps between them in a row, as (first, step, how many); steps are 1 or more."""
-    made: list[tuple[int, int, int]] = []
-    for value in values:
-        if made:
-            first, step, count = made[-1]
-            if count == 1 and value > first:
-                made[-1] = (first, value - first, 2)
-                continue
-            if count > 1 and value == first + step * count:
-                made[-1] = (first, step, count + 1)
-                continue
-        made.append((value, 1, 1))
-    return made
-
-
 class GridReader:
     """Reads the grids of one manifest, whoever wrote it: what it takes is bounded by the manifest's length and its files."""
 

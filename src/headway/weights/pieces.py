@@ -6,7 +6,8 @@ A strategy yields DTensors, or, where its engine has none, a `Piece` of its own 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import cached_property
+from itertools import accumulate, product
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -49,6 +50,30 @@ class Split:
     sizes: tuple[tuple[int, ...], ...]
     writers: tuple[int, ...]
 
+    @cached_property
+    def starts(self) -> list[dict[int, int]]:
+        """Along each dim, where each run begins: its number."""
+        found = []
+        for sizes in self.sizes:
+            begins = accumulate(sizes, initial=0)
+            found.append({begin: number for number, (begin, _) in enumerate(zip(begins, sizes))})
+        return found
+
+    @cached_property
+    def numbers(self) -> dict[int, int]:
+        """The number of the (last) box that each rank writes."""
+        return {rank: number for number, rank in enumerate(self.writers)}
+
+    @cached_property
+    def rows(self) -> list[list[tuple[int, int]]]:
+        """The sizes, equal ones in a row together."""
+        return [_rows(sizes) for sizes in self.sizes]
+
+    @cached_property
+    def steps(self) -> list[tuple[int, int, int]]:
+        """The writers, as (first, step, how many)."""
+        return _steps(self.writers)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -88,10 +113,12 @@ def is_spread(value: Any) -> bool:
 def held(value: Any) -> torch.Tensor:
     """What this rank holds of a tensor, as a plain one."""
     if is_dtensor(value):
-        return value.detach().to_local()
+        local: torch.Tensor = value.detach().to_local()  # type: ignore[attr-defined]
+        return local
     if isinstance(value, Piece):
-        local = next((box.values for box in value.boxes), None) if value.local is None else value.local
-        return torch.empty(0, dtype=value.dtype) if local is None else local
+        if value.local is not None:
+            return value.local
+        return next((box.values for box in value.boxes), torch.empty(0, dtype=value.dtype))
     plain: torch.Tensor = value
     return plain
 
@@ -101,6 +128,8 @@ def memory_of(value: Any) -> tuple[Any, ...]:
 
     An empty shard has no address, but its storage is one object.
     """
+    if isinstance(value, Piece) and value.local is None and not value.boxes:
+        return (id(value),)
     if is_spread(value):
         local, storage = held(value), held(value).untyped_storage()
         where = (storage._cdata, local.storage_offset(), tuple(local.shape), tuple(local.stride()))
@@ -166,7 +195,7 @@ def _cuts(tensor: "DTensor") -> list[list[tuple[int, int | None]]]:
     found: list[list[tuple[int, int | None]]] = [[] for _ in tensor.shape]
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, _StridedShard):
-            found[placement.dim % tensor.ndim].append((axis, placement.split_factor))
+            found[placement.dim % tensor.ndim].append((axis, int(placement.split_factor)))
         elif isinstance(placement, Shard):
             found[placement.dim % tensor.ndim].append((axis, None))
         elif not isinstance(placement, Replicate):
@@ -234,11 +263,11 @@ class Cutter:
             rest = ordered.shape[len(copies) + 1 :]
             self._splits[key] = _split(tensor, cuts, ordered.reshape(num_copies, *rest)[copy])
         split, local = self._splits[key], held(tensor)
-        rank, starts = tensor.device_mesh.get_rank(), [_starts(sizes) for sizes in split.sizes]
+        rank = tensor.device_mesh.get_rank()
         boxes = []
         for offsets, where in places(tensor):
             index = 0
-            for start, known in zip(offsets, starts):
+            for start, known in zip(offsets, split.starts):
                 index = index * len(known) + known[start]
             boxes.append(Box(offsets, local[where], split.writers[index] == rank))
         return Piece(tuple(tensor.shape), tensor.dtype, tuple(boxes), local, split)
@@ -268,12 +297,30 @@ class Cutter:
         return found[1]
 
 
-def _starts(sizes: Sequence[int]) -> dict[int, int]:
-    """Where each run begins: its number."""
-    made, place = {}, 0
-    for index, size in enumerate(sizes):
-        made[place] = index
-        place += size
+def _rows(values: Sequence[int]) -> list[tuple[int, int]]:
+    """Equal values in a row, as (value, how many)."""
+    made: list[tuple[int, int]] = []
+    for value in values:
+        if made and made[-1][0] == value:
+            made[-1] = (value, made[-1][1] + 1)
+        else:
+            made.append((value, 1))
+    return made
+
+
+def _steps(values: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Values with equal steps between them in a row, as (first, step, how many); steps are 1 or more."""
+    made: list[tuple[int, int, int]] = []
+    for value in values:
+        if made:
+            first, step, count = made[-1]
+            if count == 1 and value > first:
+                made[-1] = (first, value - first, 2)
+                continue
+            if count > 1 and value == first + step * count:
+                made[-1] = (first, step, count + 1)
+                continue
+        made.append((value, 1, 1))
     return made
 
 
