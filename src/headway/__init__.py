@@ -57,6 +57,7 @@ _PLACES = {
     "check_device_map": "headway.placement.device_map",
     "clean_device_map": "headway.placement.device_map",
     "clear_device_cache": "headway.memory.oom",
+    "compile_regions": "headway.compiling.regions",
     "compute_module_sizes": "headway.placement.sizes",
     "cpu_offload": "headway.offload.dispatch",
     "cpu_offload_with_hook": "headway.compat.accelerate.hooks",
@@ -152,8 +153,9 @@ if TYPE_CHECKING:
     from headway.compat.accelerate.state import GradientState as GradientState
     from headway.compat.accelerate.state import PartialState as PartialState
     from headway.compat.accelerate.state import wait_for_everyone as wait_for_everyone
+    from headway.compiling.regions import compile_regions as compile_regions
+    from headway.config.compiling import TorchDynamoPlugin as TorchDynamoPlugin
     from headway.config.layouts import ParallelismConfig as ParallelismConfig
-    from headway.config.layouts import TorchDynamoPlugin as TorchDynamoPlugin
     from headway.config.preemption import Preemption as Preemption
     from headway.config.run import DataLoaderConfiguration as DataLoaderConfiguration
     from headway.config.run import GradientAccumulationPlugin as GradientAccumulationPlugin

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Final, Literal, TypeAlias, TypeVar
 
 from headway import env
+from headway.config.layouts import DynamoBackend
 
 
 class Unset(Enum):
@@ -43,6 +44,11 @@ class LaunchConfig:
     enable_cpu_affinity: Maybe[bool] = UNSET
 
     mixed_precision: Maybe[str] = UNSET
+    dynamo_backend: Maybe[str] = UNSET
+    dynamo_mode: Maybe[str] = UNSET
+    dynamo_use_fullgraph: Maybe[bool] = UNSET
+    dynamo_use_dynamic: Maybe[bool] = UNSET
+    dynamo_use_regional_compilation: Maybe[bool] = UNSET
     gradient_accumulation_steps: Maybe[int] = UNSET
 
     num_machines: Maybe[int] = UNSET
@@ -121,6 +127,8 @@ DEFAULT_GRACE = 300.0
 """Seconds that ranks get to save in after a signal to the launcher, where nobody says."""
 
 PRECISIONS = ("no", "bf16", "fp16")
+BACKENDS = tuple(name.lower() for name in DynamoBackend.list())
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _HARDWARE, _TRAINING, _MACHINES, _CARE, _SCRIPT = "Hardware", "Training", "Several machines", "Failures, logs", "Script"
 
 _TABLE = (
@@ -152,6 +160,46 @@ _TABLE = (
         "Precision of the forward pass.",
         choices=PRECISIONS,
         default="no",
+        is_for_workers=True,
+    ),
+    Setting(
+        "dynamo_backend",
+        "choice",
+        _TRAINING,
+        "Compile models by torch.compile with this backend.",
+        choices=BACKENDS,
+        default="no",
+        is_for_workers=True,
+    ),
+    Setting(
+        "dynamo_mode",
+        "choice",
+        _TRAINING,
+        "What inductor optimises for.",
+        choices=MODES,
+        default="default",
+        is_for_workers=True,
+    ),
+    Setting(
+        "dynamo_use_fullgraph",
+        "switch",
+        _TRAINING,
+        "Insist on one graph: what the compiler cannot take in is an error.",
+        is_for_workers=True,
+    ),
+    Setting(
+        "dynamo_use_dynamic",
+        "switch",
+        _TRAINING,
+        "Compile for all sizes from the start.",
+        default="for the sizes that come",
+        is_for_workers=True,
+    ),
+    Setting(
+        "dynamo_use_regional_compilation",
+        "switch",
+        _TRAINING,
+        "Compile a model's repeated blocks, once for all of them.",
         is_for_workers=True,
     ),
     Setting(

@@ -14,10 +14,6 @@ _ADVICE = {
     "DeepSpeed": f"DeepSpeed (ZeRO) is not there yet. {_REPLICAS}{_MEMORY}",
     "Megatron-LM": f"Megatron-LM (tensor and pipeline parallelism) is not there yet. {_REPLICAS}",
     "tensor parallelism": f"tensor parallelism is not there yet. {_REPLICAS}, or its sizes at 1",
-    "torch.compile by the Accelerator": (
-        f"compilation at prepare() is not there yet. {_PLANNED}compile the model yourself before you prepare it: "
-        "`model = torch.compile(model)`"
-    ),
 }
 
 
@@ -57,44 +53,6 @@ class DynamoBackend(Spelled):
     TVM = "TVM"
     HPU_BACKEND = "HPU_BACKEND"
     NEURON = "NEURON"
-
-
-@dataclass
-class TorchDynamoPlugin:
-    """Settings of torch.compile by Accelerate's names; the Accelerator takes only the backend NO.
-
-    Attributes:
-        backend: a `DynamoBackend` or its name.
-        mode, fullgraph, dynamic, options, disable: as for torch.compile.
-        use_regional_compilation: compile repeated blocks only.
-    """
-
-    backend: DynamoBackend | str | None = None
-    mode: str | None = None
-    fullgraph: bool | None = None
-    dynamic: bool | None = None
-    options: Any = None
-    disable: bool = False
-    use_regional_compilation: bool | None = None
-
-    def __post_init__(self) -> None:
-        self.backend = dynamo_backend(self.backend)
-        self.mode = self.mode or "default"
-        self.fullgraph = bool(self.fullgraph)
-
-
-def dynamo_backend(name: DynamoBackend | str | None) -> DynamoBackend:
-    """The backend called `name`, in any case; None: NO.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
-    text = "NO" if name is None else str(name).upper()
-    try:
-        return DynamoBackend(text)
-    except ValueError:
-        allowed = ", ".join(sorted(DynamoBackend.list()))
-        raise ConfigError(f"dynamo_backend={name!r} is unknown; allowed: {allowed}, in any case") from None
 
 
 @dataclass
@@ -212,38 +170,25 @@ def check_layouts(
     fsdp: Any,
     tensor_parallel: Any,
     megatron: Any,
-    backend: DynamoBackend | str | None,
-    plugin: TorchDynamoPlugin | None,
     parallelism: ParallelismConfig | None,
-) -> TorchDynamoPlugin:
+) -> None:
     """Refuse the Accelerator's arguments that ask for what is not there yet.
 
     Args:
         deepspeed, fsdp, tensor_parallel, megatron: the plugins; None: not asked for.
-        backend: the compiler by name; or a
-        plugin: with its settings.
         parallelism: sizes by kind.
-
-    Returns:
-        The compiler's settings, which compile nothing.
 
     Raises:
         UnsupportedError: a layout that is not there yet; the message names it and says what to do today.
-        ConfigError: settings that contradict each other.
+        ConfigError: sizes of another type.
     """
     given = {"DeepSpeed": deepspeed, "FSDP": fsdp, "tensor parallelism": tensor_parallel, "Megatron-LM": megatron}
     for layout, asked in given.items():
         if asked is not None:
             raise refusal(layout)
-    if backend is not None and plugin is not None:
-        raise ConfigError("give dynamo_backend or dynamo_plugin, not both")
-    chosen = plugin if plugin is not None else TorchDynamoPlugin(backend=backend)
-    if dynamo_backend(chosen.backend) is not DynamoBackend.NO and not chosen.disable:
-        raise refusal("torch.compile by the Accelerator")
     if parallelism is not None and not isinstance(parallelism, ParallelismConfig):
         raise ConfigError(
             f"parallelism_config is a {type(parallelism).__name__}; give a headway.ParallelismConfig, or leave it out"
         )
     if parallelism is not None:
         parallelism.check()
-    return chosen

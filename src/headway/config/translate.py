@@ -24,7 +24,8 @@ _SAME = (
     "debug",
     "gradient_accumulation_steps",
 )
-# Sections whose every line would mean something that this version does not do.
+_COMPILER = tuple(name for name in SETTINGS if name.startswith("dynamo_"))
+# Sections most lines of which would mean something that this version does not do.
 _SECTIONS = (
     "fsdp_config",
     "deepspeed_config",
@@ -137,6 +138,8 @@ def _translate_section(made: Translation, key: str, value: Any, origin: str) -> 
         path = f"{key}.{inner}"
         if inner == "gradient_accumulation_steps" and entry != "auto":
             made.take(path, inner, entry, f"{origin}.{inner}")
+        elif inner in _COMPILER and entry is not None:
+            made.take(path, inner, entry.lower() if isinstance(entry, str) else entry, f"{origin}.{inner}")
         elif entry in _NOTHING:
             made.drop(path, "off")
         else:

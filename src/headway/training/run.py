@@ -4,7 +4,8 @@ import weakref
 from typing import ClassVar
 
 from headway.collectives.door import Collectives
-from headway.config.layouts import ParallelismConfig, TorchDynamoPlugin
+from headway.config.compiling import TorchDynamoPlugin
+from headway.config.layouts import ParallelismConfig
 from headway.training.windows import Windows
 
 
