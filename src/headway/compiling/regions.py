@@ -1,11 +1,16 @@
 """Compiles a model in place, whole or block by block: the object, its class and its names stay what they were.
 
-`Module.compile()` compiles the module's call and keeps the result beside the module's parts, where state dicts, pickles and copies
-do not see it. Blocks of one class share one compilation, because torch keeps compilations by the code that was compiled: a model
-of 32 blocks compiles as fast as one of two.
+The compiled call is where `Module.compile()` keeps it, beside the module's parts: state dicts, pickles and copies do not see it.
+Blocks of one class share one compilation, because torch keeps compilations by the code that was compiled: a model of 32 blocks
+compiles as fast as one of two.
+
+Modules whose forward is torch's own (Sequential, TransformerEncoderLayer) are called through a function of ours, because torch passes
+over its own code: `Module.compile()` would leave them uncompiled and not say so.
 """
 
 import inspect
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -50,7 +55,7 @@ def compile_model(model: torch.nn.Module, plugin: TorchDynamoPlugin, device: tor
             f"regional compilation: {name} holds no repeated blocks (no two modules of one class, with parts of their own, in a "
             "ModuleList, Sequential or ModuleDict), so it is compiled whole"
         )
-    model.compile(**plugin.to_kwargs())
+    _compile([model], plugin.to_kwargs())
     log.info("%s will be compiled whole by %s", name, plugin.name)
     return model
 
@@ -67,16 +72,34 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
     """
     blocks = find_blocks(module)
     if not blocks:
-        module.compile(**compile_kwargs)
+        _compile([module], compile_kwargs)
         return module
     kinds = len({_kind(block) for block in blocks})
     if kinds > 1 and "recompile_limit" in inspect.signature(torch.compile).parameters:
         # Blocks of different shapes share the code of their class, and would use its compilations up.
         compile_kwargs.setdefault("recompile_limit", _PER_KIND * kinds)
-    for block in blocks:
-        block.compile(**compile_kwargs)
+    _compile(blocks, compile_kwargs)
     log.info("%d blocks of %s will be compiled, %d kinds", len(blocks), type(module).__name__, kinds)
     return module
+
+
+def _compile(modules: list[torch.nn.Module], settings: dict[str, Any]) -> None:
+    """Compile each by itself; those of one class share what is compiled."""
+    code = _caller(modules[0]).__code__.replace()
+    for module in modules:
+        if not torch._dynamo.trace_rules.check(module.forward):
+            module.compile(**settings)
+            continue
+        call = _caller(module)
+        function = FunctionType(code, call.__globals__, type(module).__name__, None, call.__closure__)
+        module._compiled_call_impl = torch.compile(function, **settings)
+
+
+def _caller(module: torch.nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    return call
 
 
 def _kind(block: torch.nn.Module) -> tuple[Any, ...]:
