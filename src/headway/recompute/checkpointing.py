@@ -7,7 +7,7 @@ once. Models with a switch of their own (transformers) are switched by it, becau
 Source of the idea: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from types import FunctionType
 from typing import Any
@@ -19,16 +19,14 @@ from headway.config.strategies import ActivationCheckpointing
 from headway.errors import ConfigError, StateError
 from headway.log import get_logger
 from headway.recompute.offload import offloading
+from headway.strategies.blocks import BARE_CLASS, find_blocks, outermost
 from headway.training.model import reduce_to_bare
 
 log = get_logger(__name__)
 
 _KEY = "_headway_checkpoint"
-_BARE = "_headway_bare_class"
 _FLAG = "gradient_checkpointing"  # what transformers' modules call their part of the switch
 _FUNCTION = "_gradient_checkpointing_func"
-_CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
-_NOT_CALLED = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
 
 _ATTENTION = (
     "_scaled_dot_product_flash_attention",
@@ -55,7 +53,7 @@ class CheckpointedBlock:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deepcopy give the bare class, without checkpointing."""
-        return reduce_to_bare(self, super().__reduce_ex__(protocol), self.__dict__[_BARE], (_KEY, _BARE))
+        return reduce_to_bare(self, super().__reduce_ex__(protocol), self.__dict__[BARE_CLASS], (_KEY, BARE_CLASS))
 
 
 def checkpoint_activations(model: torch.nn.Module, plan: ActivationCheckpointing, device: torch.device) -> int:
@@ -81,7 +79,7 @@ def checkpoint_activations(model: torch.nn.Module, plan: ActivationCheckpointing
     function = _function(plan, offload)
     if function is None:
         return 0
-    switches = [] if plan.blocks or plan.policy == "keep_all" else list(_outermost([model], _has_switch))
+    switches = [] if plan.blocks or plan.policy == "keep_all" else list(outermost([model], _has_switch))
     count = sum(_switch(part, plan, function) for part in switches)
     inside = {id(module) for part in switches for module in part.modules()}
     blocks = [block for block in find_blocks(model, plan.blocks) if id(block) not in inside]
@@ -98,7 +96,7 @@ def checkpoint_activations(model: torch.nn.Module, plan: ActivationCheckpointing
 
 def keep_activations(model: torch.nn.Module) -> None:
     """Undo `checkpoint_activations`; a model without checkpointing is left alone."""
-    for part in _outermost([model], _has_switch):
+    for part in outermost([model], _has_switch):
         if any(getattr(module, _FLAG, False) is True for module in part.modules()):
             disable = getattr(part, "activation_checkpointing_disable", None) or part.gradient_checkpointing_disable
             disable()  # type: ignore[operator]
@@ -110,64 +108,8 @@ def keep_activations(model: torch.nn.Module) -> None:
                 f"a block of class {type(module).__name__} was prepared by itself after its activations were checkpointed; "
                 "call accelerator.free_memory() first"
             )
-        module.__class__ = module.__dict__.pop(_BARE)
+        module.__class__ = module.__dict__.pop(BARE_CLASS)
         del module.__dict__[_KEY]
-
-
-def find_blocks(model: torch.nn.Module, wanted: tuple[Any, ...] = ()) -> list[torch.nn.Module]:
-    """The blocks of a model, in the order of its tree, each once; blocks inside of blocks are left out.
-
-    Args:
-        model: any module.
-        wanted: classes, class names, or names of modules; none: modules with parts of their own that lie in a ModuleList,
-            Sequential or ModuleDict and whose class does so at least twice.
-
-    Raises:
-        ConfigError: nothing in the model is what was named.
-    """
-    if wanted:
-        for one in wanted:
-            if not any(_is_wanted(name, module, (one,)) for name, module in model.named_modules()):
-                raise ConfigError(
-                    f"blocks names {one!r}, which {type(model).__name__} does not hold; give classes, class names or module names"
-                )
-        matching = {id(module) for name, module in model.named_modules() if _is_wanted(name, module, wanted)}
-    else:
-        repeated: dict[type, list[int]] = {}
-        for container in model.modules():
-            if isinstance(container, _CONTAINERS):
-                for child in container.children() if not isinstance(container, torch.nn.ModuleList) else container:
-                    if any(True for _ in child.children()) and not isinstance(child, _NOT_CALLED):
-                        repeated.setdefault(_bare(child), []).append(id(child))
-        matching = {known for members in repeated.values() if len(members) > 1 for known in members}
-    return list(_outermost(model.children(), lambda module: id(module) in matching))
-
-
-def _is_wanted(name: str, module: torch.nn.Module, wanted: tuple[Any, ...]) -> bool:
-    return any(
-        isinstance(module, one) if isinstance(one, type) else one in (name, _bare(module).__name__) for one in wanted
-    )
-
-
-def _bare(module: torch.nn.Module) -> type:
-    bare: type = module.__dict__.get(_BARE, type(module))
-    return bare
-
-
-def _outermost(
-    roots: Iterable[torch.nn.Module], is_one: Callable[[torch.nn.Module], bool]
-) -> Iterator[torch.nn.Module]:
-    """The modules among and below `roots` for which `is_one` holds and that lie in no other such module, each once."""
-    waiting, seen = list(roots)[::-1], set()
-    while waiting:
-        module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        if is_one(module):
-            yield module
-        else:
-            waiting += reversed(list(module.children()))
 
 
 # ---------------------------------------------------------------- what a block runs through
@@ -247,7 +189,7 @@ def _attach(block: torch.nn.Module, function: Callable[..., Any]) -> None:
     except TypeError as error:
         raise ConfigError(f"the class {bare.__qualname__} cannot be extended: {error}; name other blocks") from error
     block.__dict__[_KEY] = function
-    block.__dict__[_BARE] = bare
+    block.__dict__[BARE_CLASS] = bare
 
 
 # ---------------------------------------------------------------- models with a switch of their own

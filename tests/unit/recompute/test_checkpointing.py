@@ -10,7 +10,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from headway import Accelerator, ActivationCheckpointing
 from headway.errors import ConfigError, HeadwayError, StateError
-from headway.recompute.checkpointing import CheckpointedBlock, find_blocks
+from headway.recompute.checkpointing import CheckpointedBlock
+from headway.strategies.blocks import find_blocks
 
 
 class Block(torch.nn.Module):
