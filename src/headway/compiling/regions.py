@@ -18,7 +18,7 @@ import torch
 from headway.compiling.toolchain import check_toolchain
 from headway.config.compiling import TorchDynamoPlugin
 from headway.log import get_logger
-from headway.recompute.checkpointing import find_blocks
+from headway.strategies.blocks import find_blocks
 
 log = get_logger(__name__)
 

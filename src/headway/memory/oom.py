@@ -71,8 +71,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     True for torch's own out-of-memory type, MemoryError, an OSError of ENOMEM, and a RuntimeError with the text of an allocator
     (CUDA, HIP, XPU, MPS, the CPU's), of cuBLAS, cuDNN, NCCL, Triton and their like, or of std::bad_alloc. Texts that have
     other reasons too (no engine found, a library not initialised) count where a device is short of memory at this
-    moment: ask before memory is given back. Causes and contexts count (`raise ... from None` cuts them off), and what
-    torch.compile's error says that a backend raised; a group counts where every error in it does. An interrupt or exit never does, whatever it interrupted.
+    moment: ask before memory is given back. Causes and contexts count (`raise ... from None` cuts them off), and what a backend of
+    torch.compile raised; a group counts where every error in it does. An interrupt or exit never does, whatever it
+    interrupted.
     """
     return _is_out_of_memory(error, set())
 

@@ -59,9 +59,7 @@ def bare_class(module: torch.nn.Module) -> type:
     return bare
 
 
-def outermost(
-    roots: Iterable[torch.nn.Module], is_one: Callable[[torch.nn.Module], bool]
-) -> Iterator[torch.nn.Module]:
+def outermost(roots: Iterable[torch.nn.Module], is_one: Callable[[torch.nn.Module], bool]) -> Iterator[torch.nn.Module]:
     """The modules among and below `roots` for which `is_one` holds and that lie in no other such module, each once."""
     waiting, seen = list(roots)[::-1], set()
     while waiting:
