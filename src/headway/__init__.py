@@ -59,6 +59,7 @@ _PLACES = {
     "check_device_map": "headway.placement.device_map",
     "clean_device_map": "headway.placement.device_map",
     "clear_device_cache": "headway.memory.oom",
+    "compile_regions": "headway.compiling.regions",
     "compute_module_sizes": "headway.placement.sizes",
     "cpu_offload": "headway.offload.dispatch",
     "cpu_offload_with_hook": "headway.compat.accelerate.hooks",
@@ -154,8 +155,9 @@ if TYPE_CHECKING:
     from headway.compat.accelerate.state import GradientState as GradientState
     from headway.compat.accelerate.state import PartialState as PartialState
     from headway.compat.accelerate.state import wait_for_everyone as wait_for_everyone
+    from headway.compiling.regions import compile_regions as compile_regions
+    from headway.config.compiling import TorchDynamoPlugin as TorchDynamoPlugin
     from headway.config.layouts import ParallelismConfig as ParallelismConfig
-    from headway.config.layouts import TorchDynamoPlugin as TorchDynamoPlugin
     from headway.config.plugins import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
     from headway.config.plugins import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from headway.config.plugins import TorchContextParallelConfig as TorchContextParallelConfig
@@ -166,7 +168,6 @@ if TYPE_CHECKING:
     from headway.config.run import GradientAccumulationPlugin as GradientAccumulationPlugin
     from headway.config.run import ProjectConfiguration as ProjectConfiguration
     from headway.config.sharding import ShardingOptions as ShardingOptions
-    from headway.config.tensor import TensorParallelOptions as TensorParallelOptions
     from headway.config.strategies import ActivationCheckpointing as ActivationCheckpointing
     from headway.config.strategies import AutocastKwargs as AutocastKwargs
     from headway.config.strategies import DDPCommunicationHookType as DDPCommunicationHookType
@@ -174,6 +175,7 @@ if TYPE_CHECKING:
     from headway.config.strategies import GradScalerKwargs as GradScalerKwargs
     from headway.config.strategies import InitProcessGroupKwargs as InitProcessGroupKwargs
     from headway.config.strategies import ProfileKwargs as ProfileKwargs
+    from headway.config.tensor import TensorParallelOptions as TensorParallelOptions
     from headway.data.skip import skip_first_batches as skip_first_batches
     from headway.launch.notebook import debug_launcher as debug_launcher
     from headway.launch.notebook import notebook_launcher as notebook_launcher

@@ -17,7 +17,8 @@ from headway.collectives.streams import stream_names
 from headway.collectives.tree import Tree
 from headway.config.arguments import caller, is_automatic, loading_settings, project_settings, windows
 from headway.config.choice import Wish
-from headway.config.layouts import ParallelismConfig, TorchDynamoPlugin, check_layouts
+from headway.config.compiling import Backend, TorchDynamoPlugin, compiler
+from headway.config.layouts import ParallelismConfig, check_layouts
 from headway.config.load import UNSET, run_setting
 from headway.config.plugins import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 from headway.config.preemption import Preemption, preemption_settings
@@ -55,12 +56,14 @@ from headway.weights.export import save_object, save_pickled, save_weights
 
 # What only some runs use is loaded by its first use: a script that does without starts the sooner.
 if TYPE_CHECKING:
+    from headway.compiling import regions
     from headway.memory import report as memory_report
     from headway.recompute import checkpointing as recompute
     from headway.replay import step as replay
     from headway.throughput import meter
     from headway.training import finite
 else:
+    regions = Later("headway.compiling.regions")
     memory_report = Later("headway.memory.report")
     recompute = Later("headway.recompute.checkpointing")
     replay = Later("headway.replay.step")
@@ -93,7 +96,8 @@ class Accelerator(RankAware):
         rng_types: streams to make equal over ranks when a loader begins: "generator" (default), "torch", "python",
             "numpy", "device" (or its kind, "cuda" say).
         kwargs_handlers: options of the engines underneath, one each of `headway.config.strategies`.
-        dynamo_backend, dynamo_plugin: None or "no": compile a model yourself, before prepare().
+        dynamo_backend: compile models at prepare() by torch.compile with this backend, "inductor" say; None or "no": do not.
+        dynamo_plugin: the same with its settings, a `TorchDynamoPlugin`.
         project_dir: where the run keeps files; or a `project_config`.
         loss_policy: how losses are divided; default: the exact mean over the window and all ranks.
         microbatching: "auto": where memory runs out, the batch is run again in smaller pieces, on all ranks and with the
@@ -133,7 +137,7 @@ class Accelerator(RankAware):
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: list[Any] | None = None,
-        dynamo_backend: str | None = None,
+        dynamo_backend: Backend | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: None = None,
         parallelism_config: ParallelismConfig | None = None,
@@ -149,9 +153,8 @@ class Accelerator(RankAware):
     ) -> None:
         traces.install(lambda: not is_debugging())
         origin = caller()
-        compiling = check_layouts(
-            deepspeed_plugin or deepspeed_plugins, megatron_lm_plugin, dynamo_backend, dynamo_plugin
-        )
+        check_layouts(deepspeed_plugin or deepspeed_plugins, megatron_lm_plugin)
+        compiling = compiler(dynamo_backend, dynamo_plugin)
         options = collect_options(kwargs_handlers)
         wish = Wish(strategy, fsdp_plugin, torch_tp_plugin, parallelism_config, origin)
         on_cpu, _ = run_setting("cpu", UNSET if cpu is None else cpu, False, code_origin=origin)
@@ -191,7 +194,8 @@ class Accelerator(RankAware):
             step_scheduler_with_optimizer,
             tuple(stream_names(rng_types or ())),
             global_batch_size,
-            self._transforms(options.checkpointing),
+            self._transforms(options.checkpointing, compiling),
+            self._transforms(None, compiling),
         )
         self._start_records(log_with, project_settings(project_dir, project_config), preemption)
         self._run = Run(
@@ -242,8 +246,16 @@ class Accelerator(RankAware):
         parts = windows, prepared, self.strategy, self.precision, policy, guard, moments
         return replay.PieceStep(*parts, self.clock, runtime) if cuts_batches else WholeStep(*parts)
 
-    def _transforms(self, plan: ActivationCheckpointing | None) -> tuple[Callable[[torch.nn.Module], Any], ...]:
-        return () if plan is None else (partial(recompute.checkpoint_activations, plan=plan, device=self.device),)
+    def _transforms(
+        self, plan: ActivationCheckpointing | None, compiling: TorchDynamoPlugin
+    ) -> tuple[Callable[[torch.nn.Module], Any], ...]:
+        """What is done to a model before it is wrapped: what is checkpointed is compiled, not the other way round."""
+        made: list[Callable[[torch.nn.Module], Any]] = []
+        if plan is not None:
+            made.append(partial(recompute.checkpoint_activations, plan=plan, device=self.device))
+        if compiling.compiles:
+            made.append(partial(regions.compile_model, plugin=compiling, device=self.device))
+        return tuple(made)
 
     def _start_records(
         self, log_with: Any, project: ProjectConfiguration, preemption: Preemption | bool | None
@@ -337,7 +349,8 @@ class Accelerator(RankAware):
         Args:
             model: prepared or not; a DistributedDataParallel instance of the user's own is opened too.
             keep_fp32_wrapper: accepted for the name's sake: outputs are never converted.
-            keep_torch_compile: False: also take off torch.compile's wrapper.
+            keep_torch_compile: False: also take off the wrapper that torch.compile(model) made. A model that was compiled in place,
+                as prepare() does it, has none and comes back as it is.
         """
         if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
             model = model.module

@@ -17,7 +17,9 @@ LENGTH = 24
 def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = dict(hidden_size=42, intermediate_size=50, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1)
+    sizes = dict(
+        hidden_size=42, intermediate_size=50, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1
+    )
     # 31, 42, 50 and 14 rows: cut among four ranks, the last one has fewer, and is padded.
     return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=31, use_cache=False))
 

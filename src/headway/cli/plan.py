@@ -38,9 +38,7 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], json_: bool, **give
     from headway.planning.table import describe, tabulate
 
     source = find(model, given["batch"], given["sequence"])
-    cluster = Cluster(
-        given["machine_ranks"], given["intra"] * 1e9, given["inter"] * 1e9, given["flops"] * 1e12, memory
-    )
+    cluster = Cluster(given["machine_ranks"], given["intra"] * 1e9, given["inter"] * 1e9, given["flops"] * 1e12, memory)
     found = compare(
         source.make,
         strategy or candidates(ranks, cluster.machine_ranks, source.has_plan),
@@ -91,7 +89,12 @@ command = GroupedCommand(
     params=[
         click.Argument(["model"], metavar="MODEL"),
         GroupedOption(
-            ["--ranks"], metavar="N", group="Run", type=click.IntRange(min=1), required=True, help="Processes of the run."
+            ["--ranks"],
+            metavar="N",
+            group="Run",
+            type=click.IntRange(min=1),
+            required=True,
+            help="Processes of the run.",
         ),
         GroupedOption(
             ["--strategy"],
@@ -141,7 +144,9 @@ command = GroupedCommand(
         _number("--inter", "GB/S", 40.0, "What a rank sends to other machines.", _ABOVE_0),
         _number("--flops", "TFLOPS", 400.0, "What a rank computes a second, as reached, not as advertised.", _ABOVE_0),
         _number("--memory", "SIZE", None, "Memory of a device, such as 80GB; what needs more does not fit.", str),
-        GroupedOption(["--json", "json_"], group="Output", is_flag=True, help="Print JSON, every number in bytes or seconds."),
+        GroupedOption(
+            ["--json", "json_"], group="Output", is_flag=True, help="Print JSON, every number in bytes or seconds."
+        ),
     ],
     help=_ABOUT,
     epilog=_EPILOG,

@@ -11,6 +11,7 @@ from typing import Final, Literal, TypeAlias, TypeVar
 
 from headway import env
 from headway.config import outside
+from headway.config.spelled import DynamoBackend
 
 
 class Unset(Enum):
@@ -44,6 +45,11 @@ class LaunchConfig:
     enable_cpu_affinity: Maybe[bool] = UNSET
 
     mixed_precision: Maybe[str] = UNSET
+    dynamo_backend: Maybe[str] = UNSET
+    dynamo_mode: Maybe[str] = UNSET
+    dynamo_use_fullgraph: Maybe[bool] = UNSET
+    dynamo_use_dynamic: Maybe[bool] = UNSET
+    dynamo_use_regional_compilation: Maybe[bool] = UNSET
     gradient_accumulation_steps: Maybe[int] = UNSET
 
     strategy: Maybe[str] = UNSET
@@ -142,6 +148,8 @@ OF_SHARDS = (
 )
 """Settings that have no meaning in a layout without shards."""
 WRAPPING = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
+BACKENDS = tuple(name.lower() for name in DynamoBackend.list())
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _HARDWARE, _TRAINING, _MACHINES, _CARE, _SCRIPT = "Hardware", "Training", "Several machines", "Failures, logs", "Script"
 _LAYOUT = "Layout"
 
@@ -175,6 +183,46 @@ _TABLE = (
         "Precision of the forward pass.",
         choices=PRECISIONS,
         default="no",
+        is_for_workers=True,
+    ),
+    Setting(
+        "dynamo_backend",
+        "choice",
+        _TRAINING,
+        "Compile models by torch.compile with this backend.",
+        choices=BACKENDS,
+        default="no",
+        is_for_workers=True,
+    ),
+    Setting(
+        "dynamo_mode",
+        "choice",
+        _TRAINING,
+        "What inductor optimises for.",
+        choices=MODES,
+        default="default",
+        is_for_workers=True,
+    ),
+    Setting(
+        "dynamo_use_fullgraph",
+        "switch",
+        _TRAINING,
+        "Insist on one graph: what the compiler cannot take in is an error.",
+        is_for_workers=True,
+    ),
+    Setting(
+        "dynamo_use_dynamic",
+        "switch",
+        _TRAINING,
+        "Compile for all sizes from the start.",
+        default="for the sizes that come",
+        is_for_workers=True,
+    ),
+    Setting(
+        "dynamo_use_regional_compilation",
+        "switch",
+        _TRAINING,
+        "Compile a model's repeated blocks, once for all of them.",
         is_for_workers=True,
     ),
     Setting(

@@ -1,7 +1,6 @@
-"""Layouts by Accelerate's names: sizes of parallelism and compilers, and one error for what is not there yet."""
+"""Layouts by Accelerate's names: sizes of parallelism, and one error for what is not there yet."""
 
 from dataclasses import dataclass
-from enum import Enum
 from math import prod
 from typing import Any
 
@@ -21,87 +20,12 @@ _MEMORY = ", and where memory is short use microbatching='auto' or accelerator.c
 _ADVICE = {
     "DeepSpeed": f"DeepSpeed (ZeRO) is not there yet. {_REPLICAS}{_MEMORY}",
     "Megatron-LM": f"Megatron-LM (tensor and pipeline parallelism) is not there yet. {_REPLICAS}",
-    "torch.compile by the Accelerator": (
-        f"compilation at prepare() is not there yet. {_PLANNED}compile the model yourself before you prepare it: "
-        "`model = torch.compile(model)`"
-    ),
 }
 
 
 def refusal(layout: str) -> UnsupportedError:
     """The error for a layout that is not there yet."""
     return UnsupportedError(_ADVICE[layout])
-
-
-class Spelled(str, Enum):
-    """Members are their text: `DistributedType.NO == "NO"`, and printing one gives that text."""
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-    @classmethod
-    def list(cls) -> list[str]:
-        """All values."""
-        return [str(member.value) for member in cls]
-
-
-class DynamoBackend(Spelled):
-    """torch.compile's backends, by Accelerate's names."""
-
-    NO = "NO"
-    EAGER = "EAGER"
-    AOT_EAGER = "AOT_EAGER"
-    INDUCTOR = "INDUCTOR"
-    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
-    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
-    CUDAGRAPHS = "CUDAGRAPHS"
-    OFI = "OFI"
-    FX2TRT = "FX2TRT"
-    ONNXRT = "ONNXRT"
-    TENSORRT = "TENSORRT"
-    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
-    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
-    TVM = "TVM"
-    HPU_BACKEND = "HPU_BACKEND"
-    NEURON = "NEURON"
-
-
-@dataclass
-class TorchDynamoPlugin:
-    """Settings of torch.compile by Accelerate's names; the Accelerator takes only the backend NO.
-
-    Attributes:
-        backend: a `DynamoBackend` or its name.
-        mode, fullgraph, dynamic, options, disable: as for torch.compile.
-        use_regional_compilation: compile repeated blocks only.
-    """
-
-    backend: DynamoBackend | str | None = None
-    mode: str | None = None
-    fullgraph: bool | None = None
-    dynamic: bool | None = None
-    options: Any = None
-    disable: bool = False
-    use_regional_compilation: bool | None = None
-
-    def __post_init__(self) -> None:
-        self.backend = dynamo_backend(self.backend)
-        self.mode = self.mode or "default"
-        self.fullgraph = bool(self.fullgraph)
-
-
-def dynamo_backend(name: DynamoBackend | str | None) -> DynamoBackend:
-    """The backend called `name`, in any case; None: NO.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
-    text = "NO" if name is None else str(name).upper()
-    try:
-        return DynamoBackend(text)
-    except ValueError:
-        allowed = ", ".join(sorted(DynamoBackend.list()))
-        raise ConfigError(f"dynamo_backend={name!r} is unknown; allowed: {allowed}, in any case") from None
 
 
 @dataclass
@@ -281,33 +205,16 @@ class ParallelismConfig:
         return self._mesh
 
 
-def check_layouts(
-    deepspeed: Any,
-    megatron: Any,
-    backend: DynamoBackend | str | None,
-    plugin: TorchDynamoPlugin | None,
-) -> TorchDynamoPlugin:
+def check_layouts(deepspeed: Any, megatron: Any) -> None:
     """Refuse the Accelerator's arguments that ask for what is not there yet.
 
     Args:
         deepspeed, megatron: the plugins; None: not asked for.
-        backend: the compiler by name; or a
-        plugin: with its settings.
-
-    Returns:
-        The compiler's settings, which compile nothing.
 
     Raises:
         UnsupportedError: a layout that is not there yet; the message names it and says what to do today.
-        ConfigError: settings that contradict each other.
     """
     given = {"DeepSpeed": deepspeed, "Megatron-LM": megatron}
     for layout, asked in given.items():
         if asked is not None:
             raise refusal(layout)
-    if backend is not None and plugin is not None:
-        raise ConfigError("give dynamo_backend or dynamo_plugin, not both")
-    chosen = plugin if plugin is not None else TorchDynamoPlugin(backend=backend)
-    if dynamo_backend(chosen.backend) is not DynamoBackend.NO and not chosen.disable:
-        raise refusal("torch.compile by the Accelerator")
-    return chosen

@@ -7,7 +7,6 @@ _DEEPSPEED = "DeepSpeed is not part of this version"
 _MESH = "sizes are part of the layout: --strategy fsdp+tp=2"
 _MEGATRON = "Headway does not drive Megatron-LM"
 _FP8 = "float8 is not part of this version; --mixed_precision takes no, bf16 and fp16"
-_COMPILE = "call model = torch.compile(model) in the script, before or after prepare()"
 _TPU = "TPUs need torch_xla, which Headway does not drive"
 _SAGEMAKER = "Headway does not talk to SageMaker; run `headway launch` inside the job's container"
 _MPI = "start the launcher through MPI itself: mpirun -n MACHINES headway launch SCRIPT"
@@ -66,7 +65,6 @@ _ONE = {
 _FAMILIES = {
     "deepspeed_": _DEEPSPEED,
     "megatron_lm_": _MEGATRON,
-    "dynamo_": _COMPILE,
     "fp8_": _FP8,
     "sagemaker_": _SAGEMAKER,
     "tpu_": _TPU,

@@ -25,7 +25,8 @@ _SAME = (
     "debug",
     "gradient_accumulation_steps",
 )
-# Sections whose every line would mean something that this version does not do.
+_COMPILER = tuple(name for name in SETTINGS if name.startswith("dynamo_"))
+# Sections most lines of which would mean something that this version does not do.
 _SECTIONS = (
     "deepspeed_config",
     "megatron_lm_config",
@@ -189,6 +190,8 @@ def _translate_section(made: Translation, key: str, value: Any, origin: str) -> 
         path = f"{key}.{inner}"
         if inner == "gradient_accumulation_steps" and entry != "auto":
             made.take(path, inner, entry, f"{origin}.{inner}")
+        elif inner in _COMPILER and entry is not None:
+            made.take(path, inner, entry.lower() if isinstance(entry, str) else entry, f"{origin}.{inner}")
         elif entry in _NOTHING:
             made.drop(path, "off")
         else:

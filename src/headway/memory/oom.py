@@ -71,8 +71,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     True for torch's own out-of-memory type, MemoryError, an OSError of ENOMEM, and a RuntimeError with the text of an allocator
     (CUDA, HIP, XPU, MPS, the CPU's), of cuBLAS, cuDNN, NCCL, Triton and their like, or of std::bad_alloc. Texts that have
     other reasons too (no engine found, a library not initialised) count where a device is short of memory at this
-    moment: ask before memory is given back. Causes and contexts count (`raise ... from None` cuts them off); a group
-    counts where every error in it does. An interrupt or exit never does, whatever it interrupted.
+    moment: ask before memory is given back. Causes and contexts count (`raise ... from None` cuts them off), and what a backend of
+    torch.compile raised; a group counts where every error in it does. An interrupt or exit never does, whatever it
+    interrupted.
     """
     return _is_out_of_memory(error, set())
 
@@ -87,6 +88,9 @@ def _is_out_of_memory(error: BaseException, seen: set[int]) -> bool:
     if not isinstance(error, Exception):
         return False
     if _says_so(error):
+        return True
+    inner = _inner(error)
+    if inner is not None and _is_out_of_memory(inner, seen):
         return True
     origin = error.__cause__ if error.__cause__ is not None or error.__suppress_context__ else error.__context__
     return origin is not None and _is_out_of_memory(origin, seen)
@@ -107,6 +111,12 @@ def _members(error: BaseException) -> tuple[BaseException, ...]:
     """What an exception group holds (Python 3.10 knows the groups of a backport only)."""
     held = getattr(error, "exceptions", ())
     return held if isinstance(held, tuple) and all(isinstance(member, BaseException) for member in held) else ()
+
+
+def _inner(error: BaseException) -> BaseException | None:
+    """What a compiler of torch.compile raised, where torch names it in an error of its own, `from None`."""
+    inner = getattr(error, "inner_exception", None)
+    return inner if isinstance(inner, BaseException) else None
 
 
 def free_after(error: BaseException) -> None:
@@ -135,7 +145,8 @@ def _related(error: BaseException) -> Iterator[BaseException]:
             continue
         seen.add(id(each))
         yield each
-        waiting += [other for other in (each.__cause__, each.__context__, *_members(each)) if other is not None]
+        others = (each.__cause__, each.__context__, _inner(each), *_members(each))
+        waiting += [other for other in others if other is not None]
 
 
 def release_memory(*objects: Any) -> list[None]:

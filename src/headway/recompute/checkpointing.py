@@ -9,6 +9,7 @@ Source of the idea: Chen et al., Training Deep Nets with Sublinear Memory Cost, 
 
 from collections.abc import Callable
 from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -166,17 +167,25 @@ def _block_of(run: Any) -> torch.nn.Module | None:
     return owner if isinstance(owner, torch.nn.Module) else None
 
 
+@cache
+def _checkpointed(bare: Any) -> type:
+    """The subclass of a block's class; one for all its blocks, so that they are compiled once, and not each by itself."""
+    run: Any = CheckpointedBlock.forward
+    # torch keeps compilations by code, of which blocks of other classes use up none.
+    forward = FunctionType(run.__code__.replace(), run.__globals__, run.__name__, run.__defaults__, run.__closure__)
+    added = {"__module__": bare.__module__, "__doc__": bare.__doc__, "forward": forward}
+    return type(bare.__name__, (CheckpointedBlock, bare), added)
+
+
 def _attach(block: torch.nn.Module, function: Callable[..., Any]) -> None:
-    bare = type(block)
+    bare: Any = type(block)
     if "forward" in block.__dict__:
         raise ConfigError(
             f"a block of class {bare.__name__} has a forward of its own on the object (compiled or patched), which would "
             "run past the checkpoint; checkpoint activations before that, or take it off"
         )
     try:
-        block.__class__ = type(
-            bare.__name__, (CheckpointedBlock, bare), {"__module__": bare.__module__, "__doc__": bare.__doc__}
-        )
+        block.__class__ = _checkpointed(bare)
     except TypeError as error:
         raise ConfigError(f"the class {bare.__qualname__} cannot be extended: {error}; name other blocks") from error
     block.__dict__[_KEY] = function

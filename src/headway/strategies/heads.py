@@ -73,7 +73,9 @@ def _check_names(model: torch.nn.Module, size: int, options: TensorParallelOptio
     for pattern in (*options.divide, *options.keep):
         found = list(_named(model, (pattern,)))
         if not found:
-            raise ConfigError(f"divide or keep names {pattern!r}, but {type(model).__name__} has no such integer attribute")
+            raise ConfigError(
+                f"divide or keep names {pattern!r}, but {type(model).__name__} has no such integer attribute"
+            )
         for name, module, key in found:
             if pattern in options.divide and getattr(module, key) % size:
                 raise ConfigError(

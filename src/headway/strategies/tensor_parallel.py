@@ -97,7 +97,9 @@ class TensorParallel:
         for module in model.modules():
             if module in blocks:
                 name = blocks[module]
-                self._register(module, Block(self.axis, self._streams, name == stack.blocks[0], name == stack.blocks[-1]))
+                self._register(
+                    module, Block(self.axis, self._streams, name == stack.blocks[0], name == stack.blocks[-1])
+                )
             if module in gathered:
                 self._register(module, Gathered(self.axis))
             if module in sites:
@@ -145,7 +147,9 @@ def _refuse_within_attention(model: torch.nn.Module, cuts: Cuts) -> None:
 
 
 def _find_head(model: torch.nn.Module, cuts: Cuts) -> Site:
-    gathered = [site for site in cuts.sites.values() if isinstance(site.style, styles.Colwise) and site.style.is_gathered]
+    gathered = [
+        site for site in cuts.sites.values() if isinstance(site.style, styles.Colwise) and site.style.is_gathered
+    ]
     own = model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None
     found = [site for site in gathered if own is None or site.module is own]
     if len(found) != 1:
@@ -178,14 +182,18 @@ def _dimensions(model: torch.nn.Module, cuts: Cuts, axis: Axis) -> Where:
     for parameter, owners in _owners(model).values():
         asked = {f"{name}.{key}" if name else key: _asked(cuts, name, key, parameter) for name, key in owners}
         wanted = {ask for ask in asked.values() if ask is not None}
-        foreign = [name for name, _ in owners if any(around in cuts.foreign for around in (name, *plans.ancestors(name)))]
+        foreign = [
+            name for name, _ in owners if any(around in cuts.foreign for around in (name, *plans.ancestors(name)))
+        ]
         if len(owners) > 1 and foreign:
             raise PrepareError(
                 f"{' and '.join(asked)} are one parameter, which a ParallelStyle object would untie; give {foreign[0]!r} a style "
                 "by name, such as 'colwise_gather_output'"
             )
         if len(wanted) > 1:
-            raise ConfigError(f"{' and '.join(asked)} are one parameter, but the tensor-parallel plan cuts it in two ways")
+            raise ConfigError(
+                f"{' and '.join(asked)} are one parameter, but the tensor-parallel plan cuts it in two ways"
+            )
         if not wanted:
             continue
         (dim, factor) = where[id(parameter)] = wanted.pop()

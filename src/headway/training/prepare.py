@@ -57,6 +57,7 @@ class Preparation:
         rng_types: random streams to make equal over ranks when a loader begins.
         global_batch_size: samples per update, which the accumulation is derived from; None: it is given.
         transforms: what is done to a model before it is wrapped, in order.
+        evaluation_transforms: the same for a model that does not learn.
 
     Attributes:
         loading: as above; `set_evenness` changes it.
@@ -78,6 +79,7 @@ class Preparation:
         rng_types: tuple[str, ...],
         global_batch_size: int | None,
         transforms: tuple[Callable[[torch.nn.Module], Any], ...] = (),
+        evaluation_transforms: tuple[Callable[[torch.nn.Module], Any], ...] = (),
     ) -> None:
         self.loading = loading
         self.events = events
@@ -87,6 +89,7 @@ class Preparation:
         self._strategy = step.strategy
         self._neighbours = neighbours
         self._transforms = transforms
+        self._evaluation_transforms = evaluation_transforms
         self._evaluated: set[int] = set()
         self.loader_stream = LoaderStream(is_private=self._is_spread)
         self._clock = clock
@@ -184,7 +187,12 @@ class Preparation:
             self._check_device(model)
         if self.models:
             self._strategy.capabilities.require("several_models", self._strategy.name, "prepare one model")
-        engine = None if is_evaluation else self._strategy.setup(model, self._transforms)
+        engine = None
+        if is_evaluation:
+            for transform in self._evaluation_transforms:
+                transform(model)
+        else:
+            engine = self._strategy.setup(model, self._transforms)
         prepared_model.attach(
             model,
             engine,

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from headway.collectives.door import Collectives
 from headway.config.choice import Chosen
-from headway.config.layouts import TorchDynamoPlugin
+from headway.config.compiling import TorchDynamoPlugin
 from headway.training.windows import Windows
 
 

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar
 
-from headway.config.layouts import Spelled, refusal
+from headway.config.layouts import refusal
 from headway.config.mesh import Layout
+from headway.config.spelled import Spelled
 from headway.runtime.process import ProcessRuntime
 
 

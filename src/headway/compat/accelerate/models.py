@@ -25,7 +25,7 @@ def extract_model_from_parallel(
         keep_torch_compile: False: also take off torch.compile's wrapper.
         recursive: also unwrap its submodules, in place.
     """
-    compiled = model if is_compiled_module(model) else None
+    compiled = model if "_orig_mod" in getattr(model, "_modules", ()) else None  # what torch.compile(model) returned
     inner = model._orig_mod if compiled is not None else model
     while _wraps(inner):
         inner = inner.module
@@ -44,16 +44,6 @@ def _wraps(model: Any) -> bool:
     if fsdp is not None:
         kinds += (fsdp.FullyShardedDataParallel,)
     return isinstance(model, kinds)
-
-
-def is_compiled_module(module: Any) -> bool:
-    """Is it what torch.compile returned?"""
-    return isinstance(module, torch.nn.Module) and "_orig_mod" in module._modules
-
-
-def has_compiled_regions(module: torch.nn.Module) -> bool:
-    """Is a submodule (or the module) what torch.compile returned?"""
-    return any(is_compiled_module(each) for each in module.modules())
 
 
 def is_peft_model(model: Any) -> bool:

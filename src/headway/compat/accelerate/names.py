@@ -18,7 +18,10 @@ from typing import Any
 from headway.errors import ImportNotServed
 
 _BY_PLACE = {
-    "headway.config.layouts": "DynamoBackend ParallelismConfig TorchDynamoPlugin",
+    "headway.compiling.regions": "has_compiled_regions is_compiled_module",
+    "headway.config.compiling": "TorchDynamoPlugin",
+    "headway.config.layouts": "ParallelismConfig",
+    "headway.config.spelled": "DynamoBackend",
     "headway.compat.accelerate.state": "AcceleratorState GradientState PartialState is_initialized wait_for_everyone",
     "headway.compat.accelerate.layouts": """
         DeepSpeedPlugin DistributedType DummyOptim DummyScheduler MegatronLMPlugin PrecisionType RNGType
@@ -56,9 +59,8 @@ _BY_PLACE = {
         is_xpu_available
     """,
     "headway.compat.accelerate.models": """
-        extract_model_from_parallel get_module_class_from_name get_module_children_bottom_up has_compiled_regions
-        is_compiled_module is_peft_model load load_state_dict model_has_dtensor SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME save
-        set_module_tensor_to_device WEIGHTS_NAME
+        extract_model_from_parallel get_module_class_from_name get_module_children_bottom_up is_peft_model load
+        load_state_dict model_has_dtensor SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME save set_module_tensor_to_device WEIGHTS_NAME
     """,
 }
 SERVED: dict[str, str] = {name: place for place, names in _BY_PLACE.items() for name in names.split()}

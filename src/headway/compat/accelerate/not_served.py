@@ -29,7 +29,7 @@ _INSIDE = "this is internal to Accelerate and has no counterpart; leave the call
 _LAUNCH = "`headway launch` builds its own commands (`--dry-run` shows them); use it, or notebook_launcher"
 _TRACKER = "this tracker is not built in; subclass `headway.Tracker` and give an instance to log_with"
 _BUILT_IN = "give its name to log_with ('tensorboard', 'wandb', 'mlflow'); accelerator.get_tracker(name) returns it"
-_COMPILE = "compile the model yourself before prepare(): `model = torch.compile(model)`"
+_COMPILE = "compile_regions and TorchDynamoPlugin(use_regional_compilation=True) find repeated blocks by themselves"
 _NUMA = "start with `headway launch --enable_cpu_affinity`"
 _CONSTANT = "this version bound or table concerns Accelerate itself; leave the check out"
 
@@ -107,7 +107,7 @@ _BY_SENTENCE = {
     _BUILT_IN: """
         LOGGER_TYPE_TO_CLASS MLflowTracker TensorBoardTracker WandBTracker filter_trackers get_available_trackers
     """,
-    _COMPILE: "compile_regions has_repeated_blocks is_repeated_blocks",
+    _COMPILE: "has_repeated_blocks is_repeated_blocks",
     _NUMA: "override_numa_affinity set_numa_affinity",
     "Accelerate's commands have counterparts: `headway launch`, `config`, `env`, `estimate`, `merge`, `test`": "commands",
     "Accelerate's test helpers are its own; keep importing them from accelerate.test_utils": "test_utils",

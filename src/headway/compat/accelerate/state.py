@@ -14,7 +14,8 @@ import torch.distributed as dist
 from headway.collectives.door import Collectives
 from headway.collectives.ranks import RankAware
 from headway.compat.accelerate.layouts import DistributedType, distributed_type
-from headway.config.layouts import ParallelismConfig, TorchDynamoPlugin
+from headway.config.compiling import TorchDynamoPlugin
+from headway.config.layouts import ParallelismConfig
 from headway.config.load import UNSET, run_setting
 from headway.config.plugins import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 from headway.data.loader import PreparedLoader
