@@ -115,6 +115,13 @@ def part_of(tensor, wanted):
     return local
 
 
+def numbered(model):
+    """A model's tensors, each with a number; tied names have one."""
+    named = model.state_dict()
+    order = {name: number for number, name in enumerate(named)} | {"head.weight": list(named).index("embedding.weight")}
+    return [(order[name], tensor) for name, tensor in named.items()]
+
+
 def made(layout, world_size, salt):
     """A model and its optimizer with a state, spread in that way; salt 0: another state, to be replaced."""
     model = Net()
@@ -122,8 +129,8 @@ def made(layout, world_size, salt):
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learning, foreach=False)
     if salt:
-        for number, (name, tensor) in enumerate(model.state_dict().items()):
-            put(tensor, values(tensor.shape, salt + number * (name != "head.weight")))
+        for number, tensor in numbered(model):
+            put(tensor, values(tensor.shape, number + salt))
         for number, parameter in enumerate(learning):
             state = {"step": torch.tensor(3.0), "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
             put(state["exp_avg"], values(parameter.shape, number + salt + 100))
@@ -134,9 +141,9 @@ def made(layout, world_size, salt):
 
 def check(model, optimizer, salt):
     """Does this rank hold its part of what was saved, placed as its parameters are?"""
-    for number, (name, tensor) in enumerate(model.state_dict().items()):
-        wanted = part_of(tensor, values(tensor.shape, salt + number * (name != "head.weight")))
-        assert torch.equal(tensor.to_local() if is_cut(tensor) else tensor, wanted), name
+    for number, tensor in numbered(model):
+        wanted = part_of(tensor, values(tensor.shape, number + salt))
+        assert torch.equal(tensor.to_local() if is_cut(tensor) else tensor, wanted), number
     for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
         state = optimizer.state[parameter]
         assert state["step"].item() == 3
