@@ -18,7 +18,12 @@ from headway.checkpoint.writer import Policy
 from headway.errors import CheckpointError
 from tests.distributed.ranks import run_ranks
 
-LAYOUTS = {4: ("fsdp", "hsdp", "tp", "fsdp+tp", "packed", "whole"), 3: ("fsdp", "whole"), 2: ("fsdp", "tp", "whole"), 1: ("whole",)}
+LAYOUTS = {
+    4: ("fsdp", "hsdp", "tp", "fsdp+tp", "packed", "whole"),
+    3: ("fsdp", "whole"),
+    2: ("fsdp", "tp", "whole"),
+    1: ("whole",),
+}
 BLOCKING = Policy()
 
 
@@ -76,7 +81,9 @@ def spread(model, layout, world_size):
         whole, rank = model.first.weight.data, mesh.get_rank()
         halves = [half.chunk(world_size) for half in whole.chunk(2)]
         local = torch.cat([half[rank] if rank < len(half) else half[0][:0] for half in halves])
-        packed = DTensor.from_local(local, mesh, [_StridedShard(0, split_factor=2)], shape=whole.shape, stride=whole.stride())
+        packed = DTensor.from_local(
+            local, mesh, [_StridedShard(0, split_factor=2)], shape=whole.shape, stride=whole.stride()
+        )
         model.first.weight = torch.nn.Parameter(packed)
 
 
@@ -132,7 +139,11 @@ def made(layout, world_size, salt):
         for number, tensor in numbered(model):
             put(tensor, values(tensor.shape, number + salt))
         for number, parameter in enumerate(learning):
-            state = {"step": torch.tensor(3.0), "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+            state = {
+                "step": torch.tensor(3.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
             put(state["exp_avg"], values(parameter.shape, number + salt + 100))
             put(state["exp_avg_sq"], values(parameter.shape, number + salt + 200))
             optimizer.state[parameter] = {key: value.detach() for key, value in state.items()}
@@ -251,7 +262,9 @@ def peaks(folder, layouts):
         model = torch.nn.Module()
         whole = values((ROWS, ROWS), 0)
         for name in "ab":
-            model.register_parameter(name, torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)))
+            model.register_parameter(
+                name, torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None))
+            )
         del whole
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
         for parameter in model.parameters():
@@ -302,7 +315,9 @@ def misuse(folder, what):
         saver.save(Path(folder, "a"), collect(parts), {}, BLOCKING)
     if what == "differing" and saver._runtime.rank == 1:
         other = init_device_mesh("cpu", (world_size,))
-        model.one.bias = torch.nn.Parameter(DTensor.from_local(torch.ones(2), other, [Shard(0)], shape=(4,), stride=(1,)))
+        model.one.bias = torch.nn.Parameter(
+            DTensor.from_local(torch.ones(2), other, [Shard(0)], shape=(4,), stride=(1,))
+        )
     if what == "differing":
         saver.save(Path(folder, "a"), collect(parts), {}, BLOCKING)
     if what == "own disks":

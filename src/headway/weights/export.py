@@ -173,6 +173,7 @@ def _write(path: Path, tensors: Mapping[str, Any], tied: Mapping[str, str]) -> d
                 tensor = tensor.whole()
                 hashes[name] = _hash(tensor)
             yield name, tensor
+            del tensor  # before the next one is put together
 
     write_file(path, specs, values(), tied)
     return hashes

@@ -32,7 +32,9 @@ def listed(sizes, writers):
     """The boxes one by one."""
     along = [list(zip(itertools.accumulate([0, *dim]), dim)) for dim in sizes]
     for place, rank in zip(itertools.product(*along), writers):
-        yield Chunk(tuple(s for s, _ in place), tuple(n for _, n in place), f"model-{rank:05d}.safetensors", "model/0/a")
+        yield Chunk(
+            tuple(s for s, _ in place), tuple(n for _, n in place), f"model-{rank:05d}.safetensors", "model/0/a"
+        )
 
 
 def split_of(sizes, draw, spare=3):
@@ -72,7 +74,10 @@ def test_a_manifest_brings_a_grid_back(sizes, draw):
 
 def manifest_of(split, num_files):
     grid = grid_of(split)
-    files = {f"model-{n:05d}.safetensors": Written(f"model-{n:05d}.safetensors", 10**6, ("0" * 32,)) for n in range(num_files)}
+    files = {
+        f"model-{n:05d}.safetensors": Written(f"model-{n:05d}.safetensors", 10**6, ("0" * 32,))
+        for n in range(num_files)
+    }
     return Manifest({"model/0/a": Entry(grid.shape, "float32", grid)}, files, version=3)
 
 
@@ -119,7 +124,9 @@ def test_a_grid_that_cannot_be_is_refused(key, value, told):
 
 
 def sealed(content, version=3):
-    return json.dumps({"format": "headway checkpoint", "version": version, "sha256": _digest(content), "content": content}).encode()
+    return json.dumps(
+        {"format": "headway checkpoint", "version": version, "sha256": _digest(content), "content": content}
+    ).encode()
 
 
 def test_a_grid_needs_room_a_key_and_its_version():
@@ -186,7 +193,10 @@ def test_three_ranks_write_their_boxes_and_one_reads_them(written):
     assert verify(folder) == manifest
     assert manifest.version == 3
     assert isinstance(manifest.tensors["model/0/a"].chunks, Grid)
-    assert [chunk.key for chunk in manifest.tensors["model/0/b"].chunks] == ["model/0/b@0@", *(f"model/0/b@{n}" for n in (1, 2, 3))]
+    assert [chunk.key for chunk in manifest.tensors["model/0/b"].chunks] == [
+        "model/0/b@0@",
+        *(f"model/0/b@{n}" for n in (1, 2, 3)),
+    ]
     for is_verified in (True, False):
         found, owned = read_state(folder, manifest, is_verified)
         assert found.keys() == WANTED.keys()

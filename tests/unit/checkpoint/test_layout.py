@@ -205,7 +205,9 @@ def test_a_manifest_that_contradicts_itself_is_refused(change):
 def test_another_version_or_file_is_said():
     whole = json.loads(SMALL.encode())
     for version in (4, None, True, [2]):
-        with pytest.raises(CheckpointError, match=r"of version .* of the format; this Headway reads versions 1 and 2 and 3"):
+        with pytest.raises(
+            CheckpointError, match=r"of version .* of the format; this Headway reads versions 1 and 2 and 3"
+        ):
             Manifest.decode(json.dumps({**whole, "version": version}).encode())
     with pytest.raises(CheckpointError, match="not a manifest"):
         Manifest.decode(b"{}")

@@ -16,9 +16,13 @@ from tests.unit.checkpoint.amount import EXAMPLES
 def test_a_dim_is_cut_as_torch_cuts_it(length, cuts):
     found = runs_of(length, cuts)
     placements = [Shard(0) if factor is None else _StridedShard(0, split_factor=factor) for factor, _ in cuts]
-    assert sorted(place for runs in found.values() for start, stop in runs for place in range(start, stop)) == list(range(length))
+    assert sorted(place for runs in found.values() for start, stop in runs for place in range(start, stop)) == list(
+        range(length)
+    )
     for coordinate, runs in found.items():
-        size, offset = _compute_local_shape_and_global_offset((length,), [num for _, num in cuts], list(coordinate), placements)
+        size, offset = _compute_local_shape_and_global_offset(
+            (length,), [num for _, num in cuts], list(coordinate), placements
+        )
         assert size == (sum(stop - start for start, stop in runs),)
         assert not runs or offset == (runs[0][0],)
 
