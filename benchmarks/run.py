@@ -25,6 +25,7 @@ QUESTIONS = {
     "skeleton": "How long does building a model without memory take?",
     "big_model_load": "How long does a checkpoint of 1.6 GB take to load and place?",
     "checkpoint": "What does a checkpoint of 400 MB cost, and a resume late in an epoch?",
+    "sharded_checkpoint": "What do saving and loading a sharded model cost, beside torch.distributed.checkpoint?",
     "preemption_cost": "What does it cost a rank to be ready to stop?",
     "offload": "How fast is a forward pass with 23 of 24 blocks on disk?",
 }

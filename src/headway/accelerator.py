@@ -53,6 +53,8 @@ from headway.training.step import Guard, MicroBatch, Moments, NoGuard, Step, Who
 from headway.training.unprepared import build_lookout
 from headway.training.windows import Clock, LossPolicy, WeightedMean, Windows
 from headway.weights.export import save_object, save_pickled, save_weights
+from headway.weights.gathered import save_gathered, whole_state
+from headway.weights.pieces import is_spread
 
 # What only some runs use is loaded by its first use: a script that does without starts the sooner.
 if TYPE_CHECKING:
@@ -921,8 +923,13 @@ class Accelerator(RankAware):
     # ---------------------------------------------------------------- weights, memory, profile, end
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """The model's tensors by the bare module's names (`unwrap=False`: as the object given names them)."""
-        return dict(self.strategy.export_state(self.unwrap_model(model, keep_torch_compile=False) if unwrap else model))
+        """The model's tensors by the bare module's names (`unwrap=False`: as the object given names them).
+
+        Of a sharded model every rank must call it: rank 0 gets the whole tensors, on the host, the others an empty dict.
+        """
+        bare = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
+        self.strategy.at_rest(bare)
+        return whole_state(self.strategy.export_state(bare), self.strategy.everyone)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Write an object with torch.save (or a dict of tensors with safetensors) from the main process only."""
@@ -936,19 +943,28 @@ class Accelerator(RankAware):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the weights as `model.safetensors`, or as shards with an index, from the main process; all wait for it.
+        """Write the weights as `model.safetensors`, or as shards with an index, from the main process; every rank calls it.
+
+        Of a sharded model one whole tensor at a time is brought to the main process.
 
         Args:
             model: prepared or not.
             save_directory: a folder, made where missing.
             max_shard_size: bytes or text such as "10GB".
-            safe_serialization: False writes one `pytorch_model.bin` with torch.save instead, whatever its size.
+            safe_serialization: False writes one `pytorch_model.bin` with torch.save instead, whatever its size, for which all of a
+                sharded model is brought there.
         """
-        if self.is_main_process:
-            if safe_serialization:
-                save_weights(self.get_state_dict(model).items(), save_directory, max_shard_size)
-            else:
-                save_pickled(self.get_state_dict(model), save_directory)
+        bare = self.unwrap_model(model, keep_torch_compile=False)
+        self.strategy.at_rest(bare)
+        tensors = dict(self.strategy.export_state(bare))
+        if not safe_serialization:
+            tensors = whole_state(tensors.items(), self.strategy.everyone)
+        if safe_serialization and any(map(is_spread, tensors.values())):
+            save_gathered(tensors.items(), save_directory, max_shard_size, self.strategy.everyone)
+        elif self.is_main_process:
+            save_weights(tensors.items(), save_directory, max_shard_size) if safe_serialization else save_pickled(
+                tensors, save_directory
+            )
         self.wait_for_everyone()
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:

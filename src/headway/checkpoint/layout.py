@@ -73,8 +73,8 @@ def read_state(
     return {name: read[name] for name in manifest.tensors}, {name for name in read if not name.startswith(MODEL)}
 
 
-def read_tensors(folder: Path, manifest: Manifest, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors whose names begin with `prefix`, in the manifest's order; those of one chunk as views of the file.
+def open_tensors(folder: Path, manifest: Manifest, prefix: str = "") -> Iterator[tuple[str, torch.Tensor | Mosaic]]:
+    """The tensors whose names begin with `prefix`, in the manifest's order: of one chunk as views of the file, others as mosaics.
 
     Raises:
         CheckpointError: a file lacks what the manifest places there.
@@ -83,7 +83,14 @@ def read_tensors(folder: Path, manifest: Manifest, prefix: str = "") -> Iterator
     for name, entry in manifest.tensors.items():
         if name.startswith(prefix):
             is_one = len(entry.chunks) == 1
-            yield (
-                name,
-                files.view(entry.chunks[0], dtype_named(entry.dtype)) if is_one else Mosaic(entry, files).whole(),
-            )
+            yield name, files.view(entry.chunks[0], dtype_named(entry.dtype)) if is_one else Mosaic(entry, files)
+
+
+def read_tensors(folder: Path, manifest: Manifest, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """As `open_tensors`, with those of several chunks put together in memory.
+
+    Raises:
+        CheckpointError: a file lacks what the manifest places there.
+    """
+    for name, tensor in open_tensors(folder, manifest, prefix):
+        yield name, tensor.whole() if isinstance(tensor, Mosaic) else tensor

@@ -45,11 +45,11 @@ def command(checkpoint: Path, output: Path, model: int, max_shard_size: str, ove
         numbers = {name.split("/")[1] for name in manifest.tensors if name.startswith("model/")}
         present = sorted(numbers, key=lambda number: (len(number), number))
         raise ConfigError(f"--model {model}: {checkpoint} holds the models {printable(', '.join(present)) or 'none'}")
-    from headway.checkpoint.layout import read_tensors, verify
+    from headway.checkpoint.layout import open_tensors, verify
     from headway.weights.export import save_weights
 
     verify(checkpoint, manifest)
-    named = ((name[len(prefix) :], tensor) for name, tensor in read_tensors(checkpoint, manifest, prefix))
+    named = ((name[len(prefix) :], tensor) for name, tensor in open_tensors(checkpoint, manifest, prefix))
     try:
         paths = save_weights(named, output, max_shard_size)
     except (OSError, UnicodeError) as error:

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headway.checkpoint.told import Told
+from headway.config.mesh import Layout
+
 
 @dataclass
 class Restored:
@@ -23,3 +26,25 @@ class Restored:
     def __str__(self) -> str:
         head = f"resumed from {self.folder} after {self.about['num_updates']} updates, epoch {self.about['epoch']}"
         return "\n  ".join([head, *self.differences])
+
+
+def layout_of(strategy: object) -> dict[str, int]:
+    """The sizes of the axes along which a strategy cuts models; none where each rank holds whole ones."""
+    layout = getattr(strategy, "layout", None)
+    return dict(layout.sizes) if isinstance(layout, Layout) and not layout.is_replicas_only else {}
+
+
+def layout_lines(about: Mapping[str, Any], strategy: object) -> list[str]:
+    """What differs between the layout that a checkpoint was saved under and this run's.
+
+    Raises:
+        CheckpointError: the manifest has something else there.
+    """
+    told = [each.table() for each in Told(about, "about").given("layout")]
+    before = {axis: size.whole(1) for table in told for axis, size in table.items()}
+    now = layout_of(strategy)
+    return [] if before == now else [f"layout {_words(before)} -> {_words(now)}; every rank has read its part"]
+
+
+def _words(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or "whole models"

@@ -26,7 +26,7 @@ from headway.resume.checks import unfit
 from headway.resume.evaluation import Beginning, Evaluations
 from headway.resume.marks import Changed, Mark, has_changing_state
 from headway.resume.passes import Passes
-from headway.resume.restored import Restored
+from headway.resume.restored import Restored, layout_lines, layout_of
 from headway.resume.saved import SavedRun, read_run
 from headway.runtime.events import notify
 from headway.runtime.process import ProcessRuntime
@@ -339,6 +339,7 @@ class RunState:
             "num_updates": self._clock.num_updates,
             "epoch": self.next_epoch(),
             "world_size": self._runtime.world_size,
+            **({"layout": axes} if (axes := layout_of(self._strategy)) else {}),
             "accumulation": self._accumulation.num_steps,
             "global_batch": self._batch.size(),
             "was_in_mid_window": is_unfinished,
@@ -399,7 +400,8 @@ class RunState:
             raise CheckpointError(
                 f"{restored.folder} does not fit what is prepared; nothing was changed:\n  " + "\n  ".join(problems)
             )
-        restored.differences = self._compare(saved) + cast_lines(parts, found)
+        lines = layout_lines(restored.about, self._strategy)
+        restored.differences = lines + self._compare(saved) + cast_lines(parts, found)
         if is_strict and restored.differences:
             raise CheckpointError(
                 f"{restored.folder} differs from this run; nothing was changed:\n  " + "\n  ".join(restored.differences)

@@ -11,7 +11,8 @@ import torch
 
 from headway.checkpoint.folders import committed
 from headway.checkpoint.foreign import number_of
-from headway.checkpoint.layout import read_tensors, verify
+from headway.checkpoint.layout import open_tensors, verify
+from headway.checkpoint.mosaic import pairs
 from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerState
@@ -146,7 +147,7 @@ def note_best(state: TrainerState, args: TrainingArguments, metrics: Metrics) ->
 
 
 def load_weights(folder: str | Path, model: torch.nn.Module) -> None:
-    """Take the model's weights from a checkpoint, every byte verified; every rank calls it.
+    """Take the model's weights from a checkpoint, every byte verified; every rank calls it, and takes its part of what is sharded.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged.
@@ -154,5 +155,6 @@ def load_weights(folder: str | Path, model: torch.nn.Module) -> None:
     manifest = verify(Path(folder))
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     with torch.no_grad():
-        for name, tensor in read_tensors(Path(folder), manifest, _MODEL):
-            own[name.removeprefix(_MODEL)].copy_(tensor)
+        for name, tensor in open_tensors(Path(folder), manifest, _MODEL):
+            for part, values in pairs(own[name.removeprefix(_MODEL)].detach(), tensor):
+                part.copy_(values)

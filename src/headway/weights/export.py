@@ -1,32 +1,48 @@
 """Weights as plain safetensors files: one, or shards with an index; written beside the old ones, then renamed."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import xxhash
 
 from headway.atomic import replacing, write_text
 from headway.errors import CheckpointError, ConfigError
 from headway.units import parse_bytes
 from headway.weights.files import map_safetensors
 from headway.weights.pieces import memory_of
-from headway.weights.shards import Spec, is_same, widest_first, write_file
+from headway.weights.shards import Spec, is_same, raw_bytes, widest_first, write_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
 
 
-def untied(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+class Whole(Protocol):
+    """A tensor that is not in memory as a whole.
+
+    Attributes:
+        shape: of the whole.
+        dtype: of its values.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def whole(self) -> torch.Tensor:
+        """All of it."""
+
+
+def untied(tensors: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], dict[str, str]]:
     """Split tensors into those to write and {tied name: the name that is written}.
 
     Names that hold the very same memory in the same layout are tied; views that merely share a buffer are not.
     """
-    kept: dict[str, torch.Tensor] = {}
+    kept: dict[str, Any] = {}
     tied: dict[str, str] = {}
     owners: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors:
@@ -61,12 +77,12 @@ def plan_shards(sizes: dict[str, int], max_shard_size: int) -> list[list[str]]:
 
 
 def save_weights(
-    tensors: Iterable[tuple[str, torch.Tensor]], folder: str | Path, max_shard_size: int | str
+    tensors: Iterable[tuple[str, "torch.Tensor | Whole"]], folder: str | Path, max_shard_size: int | str
 ) -> list[Path]:
     """Write the tensors under their names and return the files.
 
     Args:
-        tensors: (name, tensor) pairs.
+        tensors: (name, tensor) pairs; what is not in memory yet is put together when its turn comes.
         folder: made where missing.
         max_shard_size: bytes, or text such as "10GB".
 
@@ -76,7 +92,7 @@ def save_weights(
     """
     folder = _folder(folder)
     kept, tied = untied(tensors)
-    shards = plan_shards({name: t.numel() * t.element_size() for name, t in kept.items()}, parse_bytes(max_shard_size))
+    shards = _shards_of(kept, max_shard_size)
     names = (
         [SINGLE]
         if len(shards) == 1
@@ -85,11 +101,11 @@ def save_weights(
     with ExitStack() as stack:  # no file is replaced before all are written
         for file, shard in zip(names, shards):
             staged = stack.enter_context(replacing(folder / file))
-            _write(staged, {name: kept[name] for name in shard}, tied)
-            _verify(staged, {name: kept[name] for name in shard})
+            part = {name: kept[name] for name in shard}
+            _verify(staged, part, _write(staged, part, tied))
     files = [folder / file for file in names]
     if len(shards) > 1:
-        total = sum(t.numel() * t.element_size() for t in kept.values())
+        total = sum(_spec(tensor).num_bytes for tensor in kept.values())
         weight_map = {name: file for file, shard in zip(names, shards) for name in shard}
         index = {"metadata": {"total_size": total, **tied}, "weight_map": weight_map}
         write_text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -131,15 +147,53 @@ def save_object(obj: Any, path: str | Path, safe_serialization: bool = False) ->
         _write(staged, kept, tied)
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> None:
-    specs = widest_first({name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()})
-    write_file(path, specs, ((name, tensors[name]) for name in specs), tied)
+def _shards_of(tensors: Mapping[str, Any], max_shard_size: int | str) -> list[list[str]]:
+    return plan_shards({name: _spec(each).num_bytes for name, each in tensors.items()}, parse_bytes(max_shard_size))
 
 
-def _verify(path: Path, wanted: Mapping[str, torch.Tensor]) -> None:
+def order_of(tensors: Mapping[str, Any], max_shard_size: int | str) -> list[str]:
+    """The names in the order in which `save_weights` writes them; none of them is tied to another."""
+    shards = _shards_of(tensors, max_shard_size)
+    return [name for shard in shards for name in widest_first({each: _spec(tensors[each]) for each in shard})]
+
+
+def _spec(tensor: Any) -> Spec:
+    return Spec(tuple(tensor.shape), tensor.dtype)
+
+
+def _write(path: Path, tensors: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, str]:
+    """Write a file; returns the hashes of the values that were put together for it."""
+    specs = widest_first({name: _spec(tensor) for name, tensor in tensors.items()})
+    hashes: dict[str, str] = {}
+
+    def values() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in specs:
+            tensor = tensors[name]
+            if not isinstance(tensor, torch.Tensor):
+                tensor = tensor.whole()
+                hashes[name] = _hash(tensor)
+            yield name, tensor
+            del tensor  # before the next one is put together
+
+    write_file(path, specs, values(), tied)
+    return hashes
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    return xxhash.xxh3_128(memoryview(raw_bytes(tensor).numpy())).hexdigest()  # type: ignore[arg-type]
+
+
+def _verify(path: Path, wanted: Mapping[str, Any], hashes: Mapping[str, str]) -> None:
     """Does the file hold these tensors, bit by bit?"""
     stored, _ = map_safetensors(path)
-    differing = [name for name in wanted if name not in stored or not is_same(stored[name].tensor(), wanted[name])]
+
+    def is_held(name: str) -> bool:
+        if name not in stored:
+            return False
+        tensor = stored[name].tensor()
+        return _hash(tensor) == hashes[name] if name in hashes else is_same(tensor, wanted[name])
+
+    differing = [name for name in wanted if not is_held(name)]
     if differing or len(stored) != len(wanted):
         raise CheckpointError(
             f"{path} was written and does not hold what the model has ({', '.join(differing[:3])}); nothing was replaced. "

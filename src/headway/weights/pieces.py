@@ -128,14 +128,14 @@ def memory_of(value: Any) -> tuple[Any, ...]:
 
     An empty shard has no address, but its storage is one object.
     """
-    if isinstance(value, Piece) and value.local is None and not value.boxes:
-        return (id(value),)
-    if is_spread(value):
+    if is_spread(value) and not (isinstance(value, Piece) and value.local is None and not value.boxes):
         local, storage = held(value), held(value).untyped_storage()
         where = (storage._cdata, local.storage_offset(), tuple(local.shape), tuple(local.stride()))
         placed = str(value.placements) if is_dtensor(value) else tuple(box.offsets for box in value.boxes)
         return (*where, tuple(value.shape), value.dtype, placed)
-    return (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+    if isinstance(value, torch.Tensor):
+        return (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+    return (id(value),)  # nothing of it is here, or not in memory
 
 
 # -------------------------------------------------------------------- where a DTensor's boxes lie

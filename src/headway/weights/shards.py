@@ -225,9 +225,9 @@ def write_file(
                 )
             if file.tell() != starts[name]:
                 file.seek(starts[name])
-            for view in _blocks(tensor):
-                _put(file, view, passing)
+            _put_blocks(file, tensor, passing)
             left.discard(name)
+            del tensor  # before the next one comes
         if left:
             raise CheckpointError(f"{path}: no values came for {', '.join(sorted(left)[:5])}")
         if is_forced:
@@ -260,6 +260,11 @@ def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
     data = memoryview(raw_bytes(tensor).numpy())  # type: ignore[arg-type]
     for start in range(0, len(data), _BLOCK):
         yield data[start : start + _BLOCK]
+
+
+def _put_blocks(file: BinaryIO, tensor: torch.Tensor, passing: Callable[[memoryview], None] | None) -> None:
+    for view in _blocks(tensor):
+        _put(file, view, passing)
 
 
 def _put(file: BinaryIO, view: memoryview, passing: Callable[[memoryview], None] | None) -> None:

@@ -1,0 +1,154 @@
+"""Sharded tensors as whole ones on rank 0, one at a time: for files of plain weights and whole state dicts."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.collectives.door import Collectives
+from headway.errors import CheckpointError
+from headway.weights.export import order_of, save_weights, untied
+from headway.weights.pieces import Cutter, Piece, is_dtensor, is_spread
+from headway.weights.shards import bits, raw_bytes
+
+_BLOCK = 16 * 2**20
+"""Bytes that travel at once."""
+
+
+class Gathered:
+    """A tensor whose boxes come to rank 0 when all ranks ask for it, in the same order.
+
+    Args:
+        piece: this rank's.
+        collectives: all ranks.
+    """
+
+    def __init__(self, piece: Piece, collectives: Collectives) -> None:
+        self.shape = torch.Size(piece.shape)
+        self.dtype = piece.dtype
+        self.is_done = False
+        self._piece = piece
+        self._door = collectives
+
+    def whole(self) -> torch.Tensor:
+        """All of it on rank 0's host, which takes its memory and at most one box's; elsewhere nothing (on the meta device)."""
+        is_here = self._door.rank == 0
+        out = torch.empty(self.shape, dtype=self.dtype, device="cpu" if is_here else "meta")
+        self._travel(out if is_here else None)
+        return out
+
+    def pass_by(self) -> None:
+        """Let it travel for the other ranks' sake, where rank 0 has no use for it any more."""
+        self._travel(None)
+
+    def _travel(self, out: torch.Tensor | None) -> None:
+        self.is_done = True
+        rank = self._door.rank
+        own = {box.offsets: box.values for box in self._piece.boxes if box.is_written}
+        for source, offsets, shape in self._boxes():
+            if rank == source == 0 and out is not None:
+                bits(out[_within(offsets, shape)]).copy_(bits(own[offsets]))
+            elif rank == source != 0:
+                self._send(raw_bytes(own[offsets]))
+            elif rank == 0 and source != 0:
+                self._receive(out, offsets, shape, source)
+
+    def _boxes(self) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        """(the rank that brings it, where it begins, its shape) of every box."""
+        split = self._piece.split
+        if split is None:
+            own = [(box.offsets, tuple(box.values.shape)) for box in self._piece.boxes if box.is_written]
+            for rank, boxes in enumerate(self._door.gather_objects(own)):
+                yield from ((rank, *box) for box in boxes)
+            return
+        along = [list(zip(starts, sizes)) for starts, sizes in zip(split.starts, split.sizes)]
+        for place, writer in zip(product(*along), split.writers):
+            yield writer, tuple(start for start, _ in place), tuple(size for _, size in place)
+
+    def _send(self, flat: torch.Tensor) -> None:
+        for start in range(0, len(flat), _BLOCK):
+            self._door.send(flat[start : start + _BLOCK], 0)
+
+    def _receive(self, out: torch.Tensor | None, offsets: tuple[int, ...], shape: tuple[int, ...], source: int) -> None:
+        num_bytes = torch.Size(shape).numel() * self.dtype.itemsize
+        if out is None:
+            scratch = torch.empty(min(_BLOCK, num_bytes), dtype=torch.uint8)
+            for start in range(0, num_bytes, _BLOCK):
+                self._door.receive(scratch[: min(_BLOCK, num_bytes - start)], source)
+            return
+        target = out[_within(offsets, shape)]
+        box = target if target.is_contiguous() else torch.empty(shape, dtype=self.dtype)
+        flat = raw_bytes(box)  # the same memory: it is contiguous, and on the host
+        for start in range(0, num_bytes, _BLOCK):
+            self._door.receive(flat[start : start + _BLOCK], source)
+        if box is not target:
+            bits(target).copy_(bits(box))
+
+
+def _within(offsets: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offsets, shape))
+
+
+def gathered(tensors: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
+    """The tensors, those that are spread to be asked for as whole ones; every rank calls it with the same.
+
+    Raises:
+        CheckpointError: ranks hold other tensors, or cut otherwise; or values that were not reduced.
+    """
+    cutter = Cutter()
+    pieces = {name: cutter.piece(each) if is_dtensor(each) else each for name, each in tensors.items()}
+    told = [(name, tuple(each.shape), str(each.dtype), _cut(each)) for name, each in pieces.items() if is_spread(each)]
+    hashes = collectives.gather_objects(hashlib.sha256(repr(told).encode()).hexdigest())
+    if len(set(hashes)) > 1:
+        raise CheckpointError("the ranks hold different sharded tensors; give the same model on every rank")
+    return {name: Gathered(each, collectives) if isinstance(each, Piece) else each for name, each in pieces.items()}
+
+
+def _cut(piece: Piece) -> Any:
+    return None if piece.split is None else (piece.split.rows, piece.split.steps)
+
+
+def whole_state(tensors: Iterable[tuple[str, Any]], collectives: Collectives) -> dict[str, torch.Tensor]:
+    """A state dict of whole tensors: where any is spread, on rank 0's host, and empty elsewhere; every rank calls it."""
+    named = dict(tensors)
+    if not any(map(is_spread, named.values())):
+        return named
+    kept, tied = untied(named.items())
+    found = {
+        name: each.whole() if isinstance(each, Gathered) else each for name, each in gathered(kept, collectives).items()
+    }
+    return {name: found[tied.get(name, name)] for name in named} if collectives.rank == 0 else {}
+
+
+def save_gathered(
+    tensors: Iterable[tuple[str, Any]], folder: str | Path, max_shard_size: int | str, collectives: Collectives
+) -> None:
+    """As `save_weights` on rank 0, where some tensors are spread; every rank calls it.
+
+    Memory: one whole tensor at a time on rank 0, nothing more than its part on the others.
+
+    Raises:
+        CheckpointError: on every rank, where rank 0 could not write.
+    """
+    named = list(tensors)
+    kept, tied = untied(named)
+    whole = gathered(kept, collectives)
+    every = [(name, whole[tied.get(name, name)]) for name, _ in named]
+    failure: Exception | None = None
+    try:
+        if collectives.rank == 0:
+            save_weights(every, folder, max_shard_size)
+    except Exception as error:
+        failure = error
+    for name in order_of(whole, max_shard_size):  # what rank 0 writes, and where that failed, the rest of it
+        each = whole[name]
+        if isinstance(each, Gathered) and not each.is_done:
+            each.pass_by()
+    told = collectives.broadcast_object(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise CheckpointError(f"rank 0 could not write the weights: {told}")

@@ -1,0 +1,386 @@
+"""Sharded checkpoints by torch's own DTensors, without a strategy: every layout read into every other, memory, refusals."""
+
+import math
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from headway.checkpoint.manifest import read_manifest
+from headway.checkpoint.placing import Placing
+from headway.checkpoint.restoring import misfits, restore
+from headway.checkpoint.saver import Saver
+from headway.checkpoint.state import Parts, collect
+from headway.checkpoint.writer import Policy
+from headway.errors import CheckpointError
+from tests.distributed.ranks import run_ranks
+
+LAYOUTS = {
+    4: ("fsdp", "hsdp", "tp", "fsdp+tp", "packed", "whole"),
+    3: ("fsdp", "whole"),
+    2: ("fsdp", "tp", "whole"),
+    1: ("whole",),
+}
+BLOCKING = Policy()
+
+
+class Net(torch.nn.Module):
+    """Uneven sizes, dims smaller than the number of ranks, a tied weight, a buffer, a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 6)
+        self.first = torch.nn.Linear(6, 10)
+        self.second = torch.nn.Linear(10, 6, bias=False)
+        self.norm = torch.nn.LayerNorm(6)
+        self.one = torch.nn.Linear(6, 1)
+        self.head = torch.nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = torch.nn.Parameter(torch.zeros(5, 2), requires_grad=False)
+        self.register_buffer("count", torch.zeros(3))
+
+
+def values(shape, salt):
+    """Each place of a tensor has a value of its own."""
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape) + 1000.0 * salt
+
+
+def spread(model, layout, world_size):
+    """torch's own ways to cut a model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    def cut(module, name, mesh, placement):
+        cut_to = distribute_tensor(getattr(module, name).data, mesh, [placement])
+        setattr(module, name, torch.nn.Parameter(cut_to, getattr(module, name).requires_grad))
+
+    def parallel(mesh):
+        cut(model.first, "weight", mesh, Shard(0))
+        cut(model.first, "bias", mesh, Shard(0))
+        cut(model.second, "weight", mesh, Shard(1))
+        cut(model.norm, "weight", mesh, Replicate())
+
+    if layout == "fsdp":
+        fully_shard(model)
+    elif layout == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard")))
+    elif layout == "tp":
+        parallel(init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",)))
+    elif layout == "fsdp+tp":
+        mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("shard", "tp"))
+        parallel(mesh["tp"])
+        fully_shard(model, mesh=mesh["shard"])
+        assert isinstance(model.first.weight.placements[0], _StridedShard)
+    elif layout == "packed":  # as plans for a gate and an up projection in one matrix cut it: two boxes a rank
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+        whole, rank = model.first.weight.data, mesh.get_rank()
+        halves = [half.chunk(world_size) for half in whole.chunk(2)]
+        local = torch.cat([half[rank] if rank < len(half) else half[0][:0] for half in halves])
+        packed = DTensor.from_local(
+            local, mesh, [_StridedShard(0, split_factor=2)], shape=whole.shape, stride=whole.stride()
+        )
+        model.first.weight = torch.nn.Parameter(packed)
+
+
+def is_cut(tensor):
+    return hasattr(tensor, "full_tensor")
+
+
+def put(tensor, wanted):
+    """Let a tensor, cut or not, hold this rank's part of the values; by torch's own arithmetic of placements."""
+    from headway.checkpoint.mosaic import own_boxes
+
+    for offsets, memory in own_boxes(tensor.detach()):
+        memory.copy_(wanted[tuple(slice(start, start + size) for start, size in zip(offsets, memory.shape))])
+
+
+def part_of(tensor, wanted):
+    """The values that belong on this rank."""
+    if not is_cut(tensor):
+        return wanted
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placement = tensor.placements[0]
+    if tensor.device_mesh.ndim == 1 and isinstance(placement, _StridedShard):
+        world, rank = tensor.device_mesh.size(), tensor.device_mesh.get_rank()
+        parts = [half.chunk(world) for half in wanted.chunk(placement.split_factor)]
+        return torch.cat([part[rank] if rank < len(part) else part[0][:0] for part in parts])
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    placements = [Replicate() if isinstance(each, _StridedShard) else each for each in tensor.placements]
+    local = distribute_tensor(wanted, tensor.device_mesh, placements, src_data_rank=None).to_local()
+    for axis, each in enumerate(tensor.placements):
+        if isinstance(each, _StridedShard):  # cut along the other axis already: FSDP cuts what a rank has
+            parts = local.chunk(tensor.device_mesh.size(axis), each.dim)
+            coordinate = tensor.device_mesh.get_coordinate()[axis]
+            local = parts[coordinate] if coordinate < len(parts) else parts[0][:0]
+    return local
+
+
+def numbered(model):
+    """A model's tensors, each with a number; tied names have one."""
+    named = model.state_dict()
+    order = {name: number for number, name in enumerate(named)} | {"head.weight": list(named).index("embedding.weight")}
+    return [(order[name], tensor) for name, tensor in named.items()]
+
+
+def made(layout, world_size, salt):
+    """A model and its optimizer with a state, spread in that way; salt 0: another state, to be replaced."""
+    model = Net()
+    spread(model, layout, world_size)
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learning, foreach=False)
+    if salt:
+        for number, tensor in numbered(model):
+            put(tensor, values(tensor.shape, number + salt))
+        for number, parameter in enumerate(learning):
+            state = {
+                "step": torch.tensor(3.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+            put(state["exp_avg"], values(parameter.shape, number + salt + 100))
+            put(state["exp_avg_sq"], values(parameter.shape, number + salt + 200))
+            optimizer.state[parameter] = {key: value.detach() for key, value in state.items()}
+    return model, optimizer, Parts([model], [optimizer], {}, lambda each: each.state_dict().items())
+
+
+def check(model, optimizer, salt):
+    """Does this rank hold its part of what was saved, placed as its parameters are?"""
+    for number, tensor in numbered(model):
+        wanted = part_of(tensor, values(tensor.shape, number + salt))
+        assert torch.equal(tensor.to_local() if is_cut(tensor) else tensor, wanted), number
+    for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+        state = optimizer.state[parameter]
+        assert state["step"].item() == 3
+        for key, more in (("exp_avg", 100), ("exp_avg_sq", 200)):
+            assert is_cut(state[key]) == is_cut(parameter)
+            wanted = part_of(parameter, values(parameter.shape, number + salt + more))
+            assert torch.equal(state[key].to_local() if is_cut(parameter) else state[key], wanted), (number, key)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # torch's own arithmetic takes the state
+
+
+def door():
+    from headway import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    return Saver(accelerator.runtime, accelerator.strategy.everyone), accelerator.runtime.world_size
+
+
+def save_all(folder):
+    saver, world_size = door()
+    for layout in LAYOUTS[world_size]:
+        model, _, parts = made(layout, world_size, 1)
+        saver.save(Path(folder, f"{layout}-blocking"), collect(parts), {}, BLOCKING)
+        saver.save(Path(folder, layout), collect(parts), {}, Policy(is_blocking=False))
+        with torch.no_grad():
+            for parameter in model.parameters():  # the loop goes on while that is written
+                parameter.zero_()
+        saver.wait()
+
+
+def load_all(folder):
+    saver, world_size = door()
+    count = 0
+    for source in sorted(path for path in Path(folder).iterdir() if path.is_dir()):
+        for layout in LAYOUTS[world_size]:
+            model, optimizer, parts = made(layout, world_size, 0)
+            _, found = saver.read(source, Placing(parts))
+            assert misfits(parts, found) == []
+            restore(parts, found, None, lambda failure: [failure] if failure else [])
+            check(model, optimizer, 1)
+            count += 1
+    return count
+
+
+def test_every_layout_is_read_into_every_other(tmp_path):
+    run_ranks(save_all, 4, str(tmp_path))
+    for layout in LAYOUTS[4]:
+        blocking, behind = (read_manifest(tmp_path / name) for name in (f"{layout}-blocking", layout))
+        assert blocking.tensors == behind.tensors
+        assert blocking.files == behind.files  # the same bytes, by their hashes
+        assert behind.version == (2 if layout in ("whole", "packed") else 3), layout
+        assert behind.aliases == {"model/0/head.weight": "model/0/embedding.weight"}
+    written = [0] * 4
+    for entry in read_manifest(tmp_path / "hsdp").tensors.values():
+        for chunk in entry.chunks:
+            written[int(chunk.file[-17:-12])] += 4 * math.prod(chunk.shape)
+    assert max(written) < 1.3 * min(written), written  # copies share the work
+    for world_size in (4, 3, 2, 1):
+        found = run_ranks(load_all, world_size, str(tmp_path))
+        assert set(found) == {12 * len(LAYOUTS[world_size])}
+
+
+# -------------------------------------------------------------------- memory
+
+
+class Anonymous:
+    """The most anonymous memory of this process in a block, as a thread sees it; mapped files are none of it."""
+
+    def __enter__(self):
+        self._is_on, self.most, self._first = True, 0, self._now()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _now(self):
+        _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+        return (int(resident) - int(shared)) * 4096
+
+    def _watch(self):
+        while self._is_on:
+            self.most = max(self.most, self._now() - self._first)
+            time.sleep(0.0005)
+
+    def __exit__(self, *_):
+        self.most = max(self.most, self._now() - self._first)
+        self._is_on = False
+        self._thread.join()
+
+
+ROWS = 4096
+MB = 2**20
+
+
+def peaks(folder, layouts):
+    """What saving and loading two matrices of 64 MB and an optimizer's two states take of memory."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    saver, world_size = door()
+    found = []
+    for number, dim in enumerate(layouts):
+        mesh = init_device_mesh("cpu", (world_size,))
+        model = torch.nn.Module()
+        whole = values((ROWS, ROWS), 0)
+        for name in "ab":
+            model.register_parameter(
+                name, torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None))
+            )
+        del whole
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        for parameter in model.parameters():
+            optimizer.state[parameter] = {"momentum_buffer": torch.ones_like(parameter).detach()}
+        parts = Parts([model], [optimizer], {}, lambda each: each.state_dict().items())
+        with Anonymous() as saving:
+            saver.save(Path(folder, str(number)), collect(parts), {}, BLOCKING)
+        loading = Anonymous()
+        if number:
+            with loading:  # what was saved by rows is read by columns, and the other way round
+                _, read = saver.read(Path(folder, str(number - 1)), Placing(parts))
+                restore(parts, read, None, lambda failure: [failure] if failure else [])
+            local = model.a.to_local()
+            begin = mesh.get_rank() * ROWS // world_size
+            expected = begin if dim else begin * ROWS
+            assert local[0, 0].item() == expected
+            assert optimizer.state[model.b]["momentum_buffer"].to_local()[0, 0].item() == 1
+        found.append((saving.most, loading.most if number else 0))
+    return found
+
+
+def test_no_rank_holds_more_than_its_part_and_a_buffer(tmp_path):
+    part = 2 * ROWS * ROWS * 4 // 2  # of one kind of tensors, on one of two ranks
+    for rank, (first, second, third) in enumerate(run_ranks(peaks, 2, str(tmp_path), (0, 1, 0))):
+        for saved, loaded in (first, second, third):
+            assert saved < 24 * MB, (rank, saved)
+            # The optimizer's new state beside its old one; weights go where they are, without a copy of them.
+            assert loaded < part + 24 * MB, (rank, loaded)
+        assert second[1] > part / 2  # the meter works
+
+
+# -------------------------------------------------------------------- refusals
+
+
+def misuse(folder, what):
+    saver, world_size = door()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    model, _, parts = made("fsdp", world_size, 1)
+    if what == "alone":
+        if saver._runtime.rank == 0:
+            saver.save(Path(folder, "a"), collect(parts), {}, Policy(is_alone=True))
+        return
+    if what == "partial":
+        mesh = init_device_mesh("cpu", (world_size,))
+        model.register_buffer("sums", DTensor.from_local(torch.ones(3), mesh, [Partial()]))
+        saver.save(Path(folder, "a"), collect(parts), {}, BLOCKING)
+    if what == "differing" and saver._runtime.rank == 1:
+        other = init_device_mesh("cpu", (world_size,))
+        model.one.bias = torch.nn.Parameter(
+            DTensor.from_local(torch.ones(2), other, [Shard(0)], shape=(4,), stride=(1,))
+        )
+    if what == "differing":
+        saver.save(Path(folder, "a"), collect(parts), {}, BLOCKING)
+    if what == "own disks":
+        saver._find_share = partial(own_disk, saver._runtime.rank)
+        saver.save(Path(folder, "a"), collect(parts), {}, BLOCKING)
+    return
+
+
+def own_disk(rank, *_):
+    from headway.checkpoint.writer import Share
+
+    return Share(0, 1, True, is_own_disk=True)
+
+
+def refused(folder, what):
+    try:
+        misuse(folder, what)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("alone", "call it on every rank"),
+        ("partial", "not reduced yet"),
+        ("differing", "has other sharded tensors, or other placements, than rank 0"),
+        ("own disks", "storage that all machines share"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused(tmp_path, what, told):
+    found = run_ranks(refused, 2, str(tmp_path), what)
+    assert told in found[0]
+    assert what == "alone" or told in found[1]
+    assert not any(path.name == "a" for path in tmp_path.iterdir())
+
+
+def damaged(folder):
+    """One byte of one rank's shard is another one: every rank refuses, and nothing has changed."""
+    saver, world_size = door()
+    _, _, parts = made("fsdp", world_size, 1)
+    path = Path(folder, "checkpoint_1")
+    saver.save(path, collect(parts), {}, BLOCKING)
+    shard = path / "optimizer-00001.safetensors"
+    saver._collectives.barrier()
+    if saver._runtime.rank == 0:
+        content = bytearray(shard.read_bytes())
+        content[-5] ^= 1
+        shard.write_bytes(content)
+    saver._collectives.barrier()
+    messages = []
+    try:
+        saver.read(path, Placing(parts))
+    except CheckpointError as error:
+        messages.append(str(error))
+    newest, reasons = saver.newest(Path(folder))
+    assert newest is None
+    return [*messages, *reasons]
+
+
+def test_a_damaged_shard_is_refused_by_all(tmp_path):
+    for messages in run_ranks(damaged, 2, str(tmp_path)):
+        assert len(messages) == 2
+        for message in messages:
+            assert "optimizer-00001.safetensors is damaged" in message
