@@ -14,7 +14,7 @@ from headway.config.strategies import EngineOptions
 from headway.errors import HeadwayError, UnsupportedError
 from headway.placement.skeleton import init_empty_weights
 from headway.planning.meter import Exchange, Meter, Saved, Volume, local
-from headway.planning.preparation import spread
+from headway.planning.preparation import chosen, spread
 from headway.planning.pretence import pretend
 from headway.planning.shares import Piece, pieces, storage_bytes
 
@@ -88,16 +88,18 @@ def rehearse(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with pretend(layout.num_ranks, rank):
-        with init_empty_weights():
+        with init_empty_weights(include_buffers=True):
             model = make()
-        # Outside of the fake mode, in which each tensor costs a hundred times as much.
-        release = spread(model, layout, machine_ranks, precision, options or EngineOptions())
+        options = options or EngineOptions()
+        strategy = chosen(layout, machine_ranks, precision, options)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake:
             _fill(model)
+            spread(model, strategy, options)
         found = run(model, layout, step, make_optimizer, precision, within=fake)
-        release()
-        del model
+        if strategy is not None:
+            strategy.release()
+        del model, strategy
         gc.collect()  # engines hold their models in circles, and a second layout would come on top
     return found
 
