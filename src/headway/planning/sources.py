@@ -86,7 +86,7 @@ def of_config(config: Any, where: str, batch: int = 1, sequence: int | None = No
         config.use_cache = False  # nothing is kept for a next token in training
 
     def make() -> nn.Module:
-        return _unmasked(skeleton_of(config, where, _KINDS, include_buffers=True))
+        return unmasked(skeleton_of(config, where, _KINDS, include_buffers=True))
 
     model = make()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -96,7 +96,7 @@ def of_config(config: Any, where: str, batch: int = 1, sequence: int | None = No
     return Source(title, make, step, tokens, shown, has_plan)
 
 
-def _unmasked(model: nn.Module) -> nn.Module:
+def unmasked(model: nn.Module) -> nn.Module:
     """Attention as in a run whose samples have no padding, in which transformers leaves the causal mask to the kernel.
 
     Of tensors without values it cannot see that no token is masked, and would build the mask and repeat keys and values for it. For
