@@ -56,6 +56,17 @@ class Layout:
         return self.replicate * self.shard
 
     @property
+    def data_groups(self) -> list[list[int]]:
+        """Ranks that read data of their own and otherwise hold the same, in the order of their data."""
+        outer, inner = self.pp, self.cp * self.tp
+        shards = self.num_data_shards
+        return [
+            [(stage * shards + index) * inner + place for index in range(shards)]
+            for stage in range(outer)
+            for place in range(inner)
+        ]
+
+    @property
     def is_replicas_only(self) -> bool:
         """Does every rank hold the whole model, and nothing else is spread?"""
         return not self.sizes.keys() - {"replicate"}

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from headway.config.sharding import ShardingOptions
+from headway.config.tensor import TensorParallelOptions
 from headway.errors import ConfigError
 
 
@@ -151,6 +152,7 @@ class EngineOptions:
     profile: ProfileKwargs = ProfileKwargs()
     checkpointing: ActivationCheckpointing | None = None
     sharding: ShardingOptions | None = None
+    tensor: TensorParallelOptions | None = None
 
 
 def collect_options(handlers: list[Any] | None) -> EngineOptions:
@@ -167,6 +169,7 @@ def collect_options(handlers: list[Any] | None) -> EngineOptions:
         "profile": ProfileKwargs,
         "checkpointing": ActivationCheckpointing,
         "sharding": ShardingOptions,
+        "tensor": TensorParallelOptions,
     }
     chosen: dict[str, Any] = {}
     for handler in handlers or []:

@@ -80,13 +80,13 @@ def build_strategy(
         UnsupportedError: a layout that is not there yet.
     """
     if not layout.is_replicas_only:
-        if layout.sizes.keys() - {"replicate", "shard"}:
+        if layout.sizes.keys() - {"replicate", "shard", "tp"}:
             raise UnsupportedError(f"the layout {layout} is not there yet")
         if is_deferred:
             raise UnsupportedError(
                 "microbatching='auto' needs whole models so far; leave it out, or use strategy='ddp'"
             )
-        return MeshStrategy(collectives, layout, options.sharding or ShardingOptions(), number_format)
+        return MeshStrategy(collectives, layout, options.sharding or ShardingOptions(), number_format, options.tensor)
     if collectives.world_size > 1 and is_deferred:
         return ReplicaStrategy(collectives, options.ddp)
     if collectives.world_size > 1:

@@ -15,6 +15,7 @@ import torch
 from headway.collectives.door import Collectives
 from headway.config.mesh import DATA_AXES, Layout
 from headway.config.sharding import ShardingOptions
+from headway.config.tensor import TensorParallelOptions
 from headway.data.shard import Shard
 from headway.errors import PrepareError, UnsupportedError
 from headway.log import get_logger
@@ -25,6 +26,7 @@ from headway.strategies import gathered, gradients, values
 from headway.strategies.base import Capabilities, Engine, Transform
 from headway.strategies.formats import check_formats, choose_formats, norms_within
 from headway.strategies.single import SingleStrategy
+from headway.strategies.tensor_parallel import TensorParallel
 from headway.strategies.units import Units, find_units
 from headway.strategies.usage import Usage
 from headway.units import format_bytes
@@ -43,6 +45,7 @@ class MeshStrategy(SingleStrategy):
         layout: how many ranks each axis takes.
         options: of sharding.
         number_format: the run's mixed_precision: "no", "bf16" or "fp16".
+        tensor: options of tensor parallelism; None: models' own plans.
 
     Attributes:
         mesh: torch's device mesh, its axes named as in the layout.
@@ -52,7 +55,12 @@ class MeshStrategy(SingleStrategy):
     capabilities = Capabilities(rollback=False, lone_forward=False, whole_gradients=False, copies=False)
 
     def __init__(
-        self, collectives: Collectives, layout: Layout, options: ShardingOptions, number_format: str = "no"
+        self,
+        collectives: Collectives,
+        layout: Layout,
+        options: ShardingOptions,
+        number_format: str = "no",
+        tensor: TensorParallelOptions | None = None,
     ) -> None:
         super().__init__(collectives)
         options.check(layout.shard)
@@ -60,6 +68,10 @@ class MeshStrategy(SingleStrategy):
         self._options = options
         self._number_format = number_format
         self.mesh = _build_mesh(collectives.runtime.device.type, layout)
+        self._tensor = tensor or TensorParallelOptions()
+        self._cuts: list[tuple[torch.nn.Module, TensorParallel]] = []
+        if layout.num_data_shards < layout.num_ranks:
+            self.data_group = collectives.split(layout.data_groups)
         self.data_shard = Shard(self._data_index(), layout.num_data_shards)
         self.gradient_divisor = layout.num_data_shards
         self._models: list[torch.nn.Module] = []
@@ -95,7 +107,7 @@ class MeshStrategy(SingleStrategy):
             PrepareError: what cannot be sharded, by name.
         """
         known = self.everyone.runtime.scope.own(Sharded)
-        how = (self.layout, self._options, self._number_format)
+        how = (self.layout, self._options, self._number_format, self._tensor)
         if not known.is_sharded(model, how):
             before = list(model.named_parameters(remove_duplicate=False))
             self._set_up(model, transforms)
@@ -115,7 +127,9 @@ class MeshStrategy(SingleStrategy):
         return None
 
     def _set_up(self, model: torch.nn.Module, transforms: Iterable[Transform]) -> None:
-        find_units(model, self._options)  # what is refused is refused before anything is changed
+        is_sharded = self.layout.num_data_shards > 1
+        if is_sharded:
+            find_units(model, self._options)  # what is refused is refused before anything is changed
         lacks_values = values.is_without_memory(model)
         lacking = [row[0] for row in self.everyone.gather_numbers([float(lacks_values)])]
         if len(set(lacking)) > 1:
@@ -123,10 +137,19 @@ class MeshStrategy(SingleStrategy):
             raise PrepareError(
                 f"{type(model).__name__} was built without memory (meta device) on ranks {ranks} alone; build it alike on all ranks"
             )
+        if lacks_values and self.layout.tp > 1:
+            raise PrepareError(
+                f"{type(model).__name__} was built without memory (meta device), which tensor parallelism cannot give values to yet; "
+                "build it with its values on each rank"
+            )
         if not lacks_values:
             # Where they lie: parts of models that were made from different seeds would make a patchwork.
             self.everyone.broadcast_into([*model.parameters(), *model.buffers()])
+        if self.layout.tp > 1:
+            self._cuts.append((model, TensorParallel(model, self.mesh["tp"], self._tensor)))
         super().setup(model, transforms)
+        if not is_sharded:
+            return
         units = find_units(model, self._options)
         if units.split:
             log.info(
@@ -225,9 +248,9 @@ class MeshStrategy(SingleStrategy):
 
     @contextmanager
     def silence(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-        """By hooks on the whole parameters, which autograd sees; on parts they never fire."""
+        """By hooks on the whole parameters, which autograd sees; on FSDP's parts they never fire."""
         with ExitStack() as stack:
-            stack.enter_context(super().silence([p for p in parameters if not gradients.is_distributed(p)]))
+            stack.enter_context(super().silence(parameters))
             for model in self._models:
                 for record in gathered.records(model):
                     whole = gathered.whole_parameter(record)
@@ -245,6 +268,8 @@ class MeshStrategy(SingleStrategy):
         """Gradients have travelled in backward; what nobody used has none, and buffers follow rank 0."""
         for usage in self._usage.values():
             usage.settle()
+        for _, cut in self._cuts:
+            cut.check_gradients()
         if not self._options.broadcast_buffers:
             return
         for model in self._models:
@@ -281,6 +306,10 @@ class MeshStrategy(SingleStrategy):
     def release(self, model: torch.nn.Module | None = None) -> None:
         """Forget a model, or all. They stay sharded, because a whole one need not fit here; they can be prepared again."""
         super().release()
+        for known, cut in self._cuts:
+            if model is None or known is model:
+                cut.release()
+        self._cuts = [pair for pair in self._cuts if model is not None and pair[0] is not model]
         for each in [known for known in self._models if model is None or known is model]:
             gathered.reshard(each)
             self._usage.pop(id(each)).release()

@@ -1,0 +1,53 @@
+"""Gradients of whole parameters must be alike on all ranks of tensor parallelism: looked at once, at the first update.
+
+A parameter that the plan leaves whole, but that acts on cut activations (a scale within an attention, a trained activation
+function between two matrices), gets another gradient on each rank. The ranks would drift apart, and nothing would fail.
+"""
+
+import torch
+import torch.distributed as dist
+
+from headway.errors import PrepareError
+from headway.strategies import gradients
+from headway.strategies.crossings import Axis
+
+_RELATIVE = 1e-3
+_OF_LARGEST = 1e-6
+"""Kernels that add in any order make small differences: of this gradient's norm, and of the largest one's."""
+
+
+def check(model: torch.nn.Module, axis: Axis) -> bool:
+    """Compare the gradients that there are; returns whether there were any.
+
+    Raises:
+        PrepareError: ranks differ, on all of them.
+    """
+    named = [
+        (name, gradients.local(parameter.grad).detach())
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and parameter.placements[-1].is_replicate()  # type: ignore[attr-defined]
+    ]
+    if not named:
+        return any(parameter.grad is not None for parameter in model.parameters())
+    rows = torch.stack([_digest(grad) for _, grad in named])
+    found = [torch.empty_like(rows) for _ in range(axis.size)]
+    dist.all_gather(found, rows, group=axis.group)
+    every = torch.stack(found)
+    spread = (every - every[0]).abs().amax(dim=(0, 2))
+    norms = every[..., 0].abs().amax(0)
+    odd = spread > _RELATIVE * norms + _OF_LARGEST * norms.max()
+    if bool(odd.any()):
+        names = [name for (name, _), is_odd in zip(named, odd.tolist()) if is_odd]
+        raise PrepareError(
+            f"the gradients of {len(names)} parameters that the tensor-parallel plan leaves whole differ between its ranks: "
+            f"{', '.join(names[:4])}{' and others' if len(names) > 4 else ''}. They act on activations that are cut. Give their modules the "
+            'style "replicated_with_grad_allreduce", which sums their gradients; if their inputs are whole, something before them '
+            "draws other random numbers on each rank, or the ranks of one group read different batches"
+        )
+    return True
+
+
+def _digest(grad: torch.Tensor) -> torch.Tensor:
+    flat = grad.reshape(-1).double() if grad.device.type != "mps" else grad.reshape(-1).float()
+    waves = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype).cos()
+    return torch.stack([flat.norm(), flat @ waves])

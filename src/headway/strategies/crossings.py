@@ -1,0 +1,177 @@
+"""Where activations cross from whole to cut and back: each exchange together with that of its gradient.
+
+`whole` is what all ranks of the axis hold alike, `part` a rank's own slice, `term` one summand of it on each rank.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headway.errors import DataError
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks among which a model is cut.
+
+    Attributes:
+        mesh: of one dimension.
+        group: their process group.
+        rank: this one's number among them.
+        size: how many they are.
+    """
+
+    mesh: Any
+    group: Any
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, mesh: Any) -> "Axis":
+        """The one axis of this DeviceMesh."""
+        return cls(mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size())
+
+
+def spread(whole: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Whole on, for computations that are cut: gradients that come back are terms."""
+    return whole if axis.size == 1 else _Spread.apply(whole, axis)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def total(term: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum of the ranks' terms, whole."""
+    return term if axis.size == 1 else _Total.apply(term, axis)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def join(part: torch.Tensor, axis: Axis, dim: int, size: int | None = None) -> torch.Tensor:
+    """The whole of the ranks' parts, for computations that all ranks do alike.
+
+    Args:
+        part: as `torch.chunk` cuts.
+        axis: the ranks.
+        dim: along which.
+        size: of the whole; None: all parts are alike.
+    """
+    if axis.size == 1:
+        return part
+    return _Join.apply(part, axis, dim, size, False)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def join_for_terms(part: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """The whole of the ranks' parts, for computations that are cut: gradients that come back are terms."""
+    return part if axis.size == 1 else _Join.apply(part, axis, dim, None, True)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def part_of(whole: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """This rank's part of what all hold alike."""
+    return whole if axis.size == 1 else _Part.apply(whole, axis, dim)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def part_of_total(term: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """This rank's part of the sum of the ranks' terms."""
+    if axis.size == 1:
+        return term
+    check_divides(term, axis, dim)
+    return _PartOfTotal.apply(term, axis, dim)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def check_divides(whole: torch.Tensor, axis: Axis, dim: int) -> None:
+    """Raise where a sequence cannot be cut.
+
+    Raises:
+        DataError: its length is no multiple of the number of ranks.
+    """
+    if whole.shape[dim] % axis.size:
+        raise DataError(
+            f"sequence parallel cuts sequences among {axis.size} ranks, but one has the length {whole.shape[dim]} (dimension "
+            f"{dim} of {tuple(whole.shape)}); pad batches to a multiple of {axis.size}"
+        )
+
+
+def cut(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """This rank's chunk, as `torch.chunk` cuts; empty where there are fewer."""
+    length = tensor.shape[dim]
+    step = -(-length // axis.size)
+    start = min(step * axis.rank, length)
+    return tensor.narrow(dim, start, min(step, length - start))
+
+
+def _sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+    collectives = torch.ops._c10d_functional
+    return collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), "sum", axis.group.group_name))  # type: ignore[no-any-return]
+
+
+def _gather(part: torch.Tensor, axis: Axis, dim: int, size: int | None) -> torch.Tensor:
+    dim = dim % part.dim()
+    step = part.shape[dim] if size is None else -(-size // axis.size)
+    if part.shape[dim] < step:
+        padding = part.new_zeros(*part.shape[:dim], step - part.shape[dim], *part.shape[dim + 1 :])
+        part = torch.cat([part, padding], dim)
+    collectives = torch.ops._c10d_functional
+    found = collectives.all_gather_into_tensor(part.contiguous(), axis.size, axis.group.group_name)
+    found = collectives.wait_tensor(found)
+    whole = found if dim == 0 else torch.cat(found.chunk(axis.size, 0), dim)
+    return whole if size is None or whole.shape[dim] == size else whole.narrow(dim, 0, size)
+
+
+def _sum_part(term: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    dim = dim % term.dim()
+    stacked = term if dim == 0 else torch.cat(term.chunk(axis.size, dim), 0)
+    collectives = torch.ops._c10d_functional
+    found = collectives.reduce_scatter_tensor(stacked.contiguous(), "sum", axis.size, axis.group.group_name)
+    return collectives.wait_tensor(found)  # type: ignore[no-any-return]
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return _sum(grad, ctx.axis), None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, term: torch.Tensor, axis: Axis) -> torch.Tensor:
+        return _sum(term, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, axis: Axis, dim: int, size: int | None, is_for_terms: bool) -> torch.Tensor:
+        ctx.axis, ctx.dim, ctx.is_for_terms = axis, dim, is_for_terms
+        return _gather(part, axis, dim, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        found = _sum_part(grad, ctx.axis, ctx.dim) if ctx.is_for_terms else cut(grad, ctx.axis, ctx.dim).contiguous()
+        return found, None, None, None, None
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim, ctx.size = axis, dim, whole.shape[dim]
+        return cut(whole, axis, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return _gather(grad, ctx.axis, ctx.dim, ctx.size), None, None
+
+
+class _PartOfTotal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, term: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _sum_part(term, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return _gather(grad, ctx.axis, ctx.dim, None), None, None

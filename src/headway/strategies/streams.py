@@ -1,0 +1,48 @@
+"""Random numbers on cut activations: a stream of each rank's own, and back to the common one afterwards.
+
+Ranks of one tensor-parallel group hold the same state, so that dropout on whole activations is alike on all of them. On
+activations that are cut, the same state would give each rank's heads the same mask. There a rank goes on with a stream
+that follows from the common state and its number. It needs no memory: whoever computes again from the same common state
+(activation checkpointing, a resumed run) draws the same numbers.
+"""
+
+import zlib
+
+import torch
+
+from headway.strategies.crossings import Axis
+
+
+class Streams:
+    """Of one model on one rank.
+
+    Args:
+        axis: the ranks among which it is cut.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._common: torch.Tensor | None = None
+        self._start: torch.Tensor | None = None
+        self._random = torch.random if axis.mesh.device_type == "cpu" else torch.get_device_module(axis.mesh.device_type)
+
+    @torch.compiler.disable
+    def part(self) -> None:
+        """From here on activations are cut."""
+        if self._common is None:
+            self._common = self._random.get_rng_state()
+            seed = zlib.crc32(self._common.numpy().tobytes())
+            self._random.manual_seed(seed * 65_537 + self._axis.rank)
+            self._start = self._random.get_rng_state()
+
+    @torch.compiler.disable
+    def join(self) -> None:
+        """From here on they are whole; the common stream goes on where it was, one number further if any was drawn."""
+        if self._common is None:
+            return
+        assert self._start is not None
+        is_drawn = not torch.equal(self._random.get_rng_state(), self._start)
+        self._random.set_rng_state(self._common)
+        self._common = self._start = None
+        if is_drawn:
+            torch.rand((), device=self._axis.mesh.device_type)

@@ -1,0 +1,85 @@
+"""Small models for the tests of tensor parallelism, and the plans that cut them."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+GPT_PLAN = {
+    "blocks.*.attention.q": "colwise",
+    "blocks.*.attention.k": "colwise",
+    "blocks.*.attention.v": "colwise",
+    "blocks.*.attention.out": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.head_dim, self.dropout = width // num_heads, dropout
+        self.q, self.k, self.v, self.out = (
+            # The gradient of k's bias is zero but for rounding, which AdamW would make steps of.
+            nn.Linear(width, width, bias=name != "k") for name in ("q", "k", "v", "out")
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        dropout = self.dropout if self.training else 0.0
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        return self.out(mixed.transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.before_attention, self.before_up = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, num_heads, dropout)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.drop(self.attention(self.before_attention(x)))
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.before_up(x)))))
+
+
+class GPT(nn.Module):
+    """The head is the embedding, as a module or as a function; 37 tokens divide by no number of ranks."""
+
+    def __init__(
+        self, vocabulary: int = 37, width: int = 16, num_heads: int = 4, num_blocks: int = 2, dropout: float = 0.0,
+        tied: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Parameter(0.1 * torch.randn(24, width))
+        self.blocks = nn.ModuleList(Block(width, num_heads, dropout) for _ in range(num_blocks))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        nn.init.normal_(self.tokens.weight, std=0.2)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.places[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def llama(**changes: Any) -> nn.Module:
+    """A transformers Llama of random weights: four heads, two of keys."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    chosen = {
+        "vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 32, "tie_word_embeddings": True,
+    }  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**{**chosen, **changes}))
+
+
+def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Of either kind of model."""
+    found = model(tokens)
+    return getattr(found, "logits", found)
