@@ -22,6 +22,10 @@ from headway.strategies.build import build_strategy
 class Echoes(Collectives):
     """Exchanges of a rank whose peers are not there: each of them would say what this one says, and values are nowhere."""
 
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        """This rank alone: nobody asks its part anything in a preparation."""
+        return Echoes(self.runtime, is_alone=True)
+
     def gather_numbers(self, values: Sequence[float], operation: str = "numbers") -> list[list[float]]:
         """These, for every rank."""
         return [list(values)] * self.world_size

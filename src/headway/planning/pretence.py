@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from headway.errors import StateError
 
@@ -48,6 +50,24 @@ class OneOfEach(TorchFunctionMode):
         if func is torch.chunk and _has_no_values(args):
             return _chunks(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+class RealStaysReal(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within a fake mode: what is made of real tensors alone is real.
+
+    A fake mode alone takes the values of all tensors, also of those that are no part of the model and whose values are read, such as
+    the state of random streams.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not tensors or any(map(is_fake, tensors)):
+            return func(*args, **kwargs)
+        with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+            return func(*args, **kwargs)
 
 
 def _has_no_values(args: tuple[Any, ...]) -> bool:
