@@ -62,7 +62,16 @@ def on_a_rank(make, strategy, precision, make_optimizer):
     return trial, [sum(t.nbytes for t in tensors) for tensors in (local, grads, state)]
 
 
+def even():
+    """Matrices of which tensor parallelism cuts each dimension evenly, and FSDP does not."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(hidden_size=36, intermediate_size=50, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2)
+    return unmasked(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=30, use_cache=False)))
+
+
 CASES = [
+    (even, "fsdp+tp=2", 4, "bf16", adamw),
     (llama, "fsdp", 2, "no", adamw),
     (llama, "fsdp", 4, "bf16", adamw),
     (llama, "hsdp=2", 4, "no", sgd),
