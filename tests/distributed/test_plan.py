@@ -8,6 +8,7 @@ from headway import Accelerator
 from headway.config.mesh import parse
 from headway.planning.compare import plan
 from headway.planning.meter import Meter
+from headway.planning.sources import unmasked
 from headway.planning.trial import rehearse, run
 from tests.distributed.ranks import run_ranks
 
@@ -21,14 +22,14 @@ def llama():
         hidden_size=42, intermediate_size=50, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1
     )
     # 31, 42, 50 and 14 rows: cut among four ranks, the last one has fewer, and is padded.
-    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=31, use_cache=False))
+    return unmasked(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=31, use_cache=False)))
 
 
 def tied():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_embd=12, n_layer=2, n_head=2, vocab_size=31, n_positions=LENGTH, use_cache=False)
-    return GPT2LMHeadModel(config)
+    return unmasked(GPT2LMHeadModel(config))
 
 
 def loss(model):
@@ -63,11 +64,19 @@ def on_a_rank(make, strategy, precision, make_optimizer):
     return trial, [sum(t.nbytes for t in tensors) for tensors in (local, grads, state)]
 
 
+def even():
+    """Matrices of which tensor parallelism cuts each dimension evenly, and FSDP does not."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(hidden_size=36, intermediate_size=50, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2)
+    return unmasked(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=30, use_cache=False)))
+
+
 CASES = [
+    (even, "fsdp+tp=2", 4, "bf16", adamw),
     (llama, "fsdp", 2, "no", adamw),
     (llama, "fsdp", 4, "bf16", adamw),
     (llama, "hsdp=2", 4, "no", sgd),
-    (tied, "fsdp", 4, "no", adamw),
     (tied, "hsdp=2", 4, "bf16", adamw),
 ]
 

@@ -132,12 +132,15 @@ def config_of(folder: str | Path) -> Any:
         raise ConfigError(f"{folder}: transformers builds no model of its config.json: {error}") from error
 
 
-def skeleton_of(config: Any, where: str, kinds: Sequence[str] = ("AutoModel",)) -> nn.Module:
+def skeleton_of(
+    config: Any, where: str, kinds: Sequence[str] = ("AutoModel",), include_buffers: bool = False
+) -> nn.Module:
     """The model of a transformers config, without memory.
 
     Args:
         where: the config comes from, for messages.
         kinds: of transformers' Auto classes, those to try in turn where the config does not name its class.
+        include_buffers: as for `init_empty_weights`.
 
     Raises:
         ConfigError: transformers builds none.
@@ -145,7 +148,7 @@ def skeleton_of(config: Any, where: str, kinds: Sequence[str] = ("AutoModel",)) 
     transformers = require("transformers", "building a model from its config.json needs", "transformers")
     named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
     try:
-        with init_empty_weights():
+        with init_empty_weights(include_buffers=include_buffers):
             if named and named[0] is not None:
                 model = named[0](config)
             else:

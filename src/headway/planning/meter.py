@@ -178,7 +178,8 @@ class Saved:
 
     def __init__(self, meter: Meter, own: list[torch.Tensor]) -> None:
         self._meter = meter
-        self._own = {local(tensor).untyped_storage()._cdata for tensor in own}
+        # Held, not only noted: where one is freed, another may come to lie at its address.
+        self._own = {storage._cdata: storage for storage in (local(tensor).untyped_storage() for tensor in own)}
         self._kept: dict[int, torch.UntypedStorage] = {}
 
     @contextmanager
@@ -194,7 +195,7 @@ class Saved:
 
     def num_bytes(self) -> int:
         """Call it between forward and backward."""
-        others = self._own | self._meter.gathered.keys()
+        others = self._own.keys() | self._meter.gathered.keys()
         found = sum(storage.nbytes() for address, storage in self._kept.items() if address not in others)
         self._kept.clear()
         return found

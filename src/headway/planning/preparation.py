@@ -12,15 +12,19 @@ from headway.collectives.door import Collectives
 from headway.config.mesh import Layout
 from headway.config.strategies import EngineOptions
 from headway.planning.pretence import OneOfEach
-from headway.precision.mixed import build_precision
 from headway.recompute.checkpointing import checkpoint_activations
 from headway.runtime.device import CPU
 from headway.runtime.process import ProcessRuntime
+from headway.strategies.base import Strategy
 from headway.strategies.build import build_strategy
 
 
 class Echoes(Collectives):
     """Exchanges of a rank whose peers are not there: each of them would say what this one says, and values are nowhere."""
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        """This rank alone: nobody asks its part anything in a preparation."""
+        return Echoes(self.runtime, is_alone=True)
 
     def gather_numbers(self, values: Sequence[float], operation: str = "numbers") -> list[list[float]]:
         """These, for every rank."""
@@ -47,34 +51,20 @@ class Echoes(Collectives):
         return obj
 
 
-def spread(
-    model: nn.Module, layout: Layout, machine_ranks: int, precision: str, options: EngineOptions
-) -> Callable[[], None]:
-    """Shard the model in place, on the process group that there is, as `prepare` does.
-
-    Replicas are left as they are: DDP's engine reads values.
+def chosen(layout: Layout, machine_ranks: int, precision: str, options: EngineOptions) -> Strategy | None:
+    """The layout's strategy on the process group that there is; None for replicas: DDP's engine reads values.
 
     Args:
-        model: on the meta device.
         layout: of all ranks of the group.
         machine_ranks: ranks on one machine.
         precision: "no", "bf16" or "fp16".
         options: of the engines.
 
-    Returns:
-        Forgets the model.
-
     Raises:
         UnsupportedError: a layout that is not there yet.
-        PrepareError: a model that cannot be sharded.
     """
-    transforms: list[Callable[[nn.Module], Any]] = []
-    if options.checkpointing is not None:
-        transforms.append(partial(checkpoint_activations, plan=options.checkpointing, device=torch.device("cpu")))
     if layout.is_replicas_only:
-        for transform in transforms:
-            transform(model)
-        return lambda: None
+        return None
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     here = ProcessRuntime(
         rank,
@@ -85,7 +75,26 @@ def spread(
         torch.device("cpu"),
         owns_group=False,
     )
-    strategy = build_strategy(Echoes(here), options, layout, build_precision(precision, CPU, options))
+    return build_strategy(Echoes(here), options, layout, precision)
+
+
+def spread(model: nn.Module, strategy: Strategy | None, options: EngineOptions) -> None:
+    """Shard the model in place, as `prepare` does.
+
+    Args:
+        model: of fake tensors.
+        strategy: None leaves it whole.
+        options: of the engines.
+
+    Raises:
+        PrepareError: a model that cannot be sharded.
+    """
+    transforms: list[Callable[[nn.Module], Any]] = []
+    if options.checkpointing is not None:
+        transforms.append(partial(checkpoint_activations, plan=options.checkpointing, device=torch.device("cpu")))
+    if strategy is None:
+        for transform in transforms:
+            transform(model)
+        return
     with OneOfEach():
         strategy.setup(model, transforms)
-    return strategy.release

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from headway.errors import StateError
 
@@ -38,19 +41,37 @@ class OneOfEach(TorchFunctionMode):
 
     `fully_shard` cuts each parameter into one chunk for each rank, twice, and takes the chunk of this rank: with 16,384 ranks that
     is nine tenths of a preparation. Chunks of one shape have nothing else to tell them apart on the meta device, so one tensor
-    stands for all of them. The list is as long as there are ranks, as `fully_shard` makes it by adding empty ones.
+    stands for all of them (nor do fake ones). The list is as long as there are ranks, as `fully_shard` makes it by adding empty ones.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.chunk and _is_on_meta(args, kwargs):
+        if func is torch.chunk and _has_no_values(args):
             return _chunks(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _is_on_meta(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    return bool(args) and type(args[0]) in (torch.Tensor, torch.nn.Parameter) and args[0].is_meta and args[0].dim() > 0
+class RealStaysReal(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within a fake mode: what is made of real tensors alone is real.
+
+    A fake mode alone takes the values of all tensors, also of those that are no part of the model and whose values are read, such as
+    the state of random streams.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not tensors or any(map(is_fake, tensors)):
+            return func(*args, **kwargs)
+        with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+            return func(*args, **kwargs)
+
+
+def _has_no_values(args: tuple[Any, ...]) -> bool:
+    return bool(args) and isinstance(args[0], torch.Tensor) and (is_fake(args[0]) or args[0].is_meta) and args[0].dim() > 0
 
 
 def _chunks(tensor: torch.Tensor, chunks: int, dim: int = 0) -> list[torch.Tensor]:

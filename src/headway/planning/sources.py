@@ -15,11 +15,13 @@ from headway.config.values import did_you_mean
 from headway.errors import ConfigError
 from headway.optional import require
 from headway.placement.estimate import config_of, skeleton_of
+from headway.placement.skeleton import init_empty_weights
 from headway.planning.trial import Step
 
 _KINDS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel")
 _LEARNS_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 _SEQUENCE = 4096
+_UNMASKED = "headway_unmasked"
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,31 @@ def of_config(config: Any, where: str, batch: int = 1, sequence: int | None = No
     """
     if hasattr(config, "use_cache"):
         config.use_cache = False  # nothing is kept for a next token in training
-    model = skeleton_of(config, where, _KINDS)
+
+    def make() -> nn.Module:
+        return unmasked(skeleton_of(config, where, _KINDS, include_buffers=True))
+
+    model = make()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     title = f"{type(model).__name__}: {num_parameters:,} parameters"
     has_plan = bool(getattr(model, "_tp_plan", None) or getattr(config, "base_model_tp_plan", None))
     step, tokens, shown = _step_of(model, where, batch, sequence)
-    return Source(title, lambda: skeleton_of(config, where, _KINDS), step, tokens, shown, has_plan)
+    return Source(title, make, step, tokens, shown, has_plan)
+
+
+def unmasked(model: nn.Module) -> nn.Module:
+    """Attention as in a run whose samples have no padding, in which transformers leaves the causal mask to the kernel.
+
+    Of tensors without values it cannot see that no token is masked, and would build the mask and repeat keys and values for it. For
+    an implementation with no mask function of its own it builds none.
+    """
+    if getattr(model.config, "_attn_implementation", None) == "sdpa":
+        from transformers import AttentionInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
+        model.set_attn_implementation(_UNMASKED)  # type: ignore[operator]
+    return model
 
 
 def _step_of(model: nn.Module, where: str, batch: int, sequence: int | None) -> tuple[Step | None, int, str]:
@@ -170,7 +191,7 @@ def of_function(function: Callable[[], Any], text: str) -> Source:
     def make() -> nn.Module:
         return _parts(function(), text)[0]
 
-    with torch.device("meta"):
+    with init_empty_weights(include_buffers=True):
         model, step = _parts(function(), text)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     shown = "the batch of the function's step" if step else "no batch: the function returns no step"

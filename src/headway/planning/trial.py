@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ from headway.config.strategies import EngineOptions
 from headway.errors import HeadwayError, UnsupportedError
 from headway.placement.skeleton import init_empty_weights
 from headway.planning.meter import Exchange, Meter, Saved, Volume, local
-from headway.planning.preparation import spread
-from headway.planning.pretence import pretend
+from headway.planning.preparation import chosen, spread
+from headway.planning.pretence import RealStaysReal, pretend
 from headway.planning.shares import Piece, pieces, storage_bytes
 
 Step = Callable[[nn.Module], torch.Tensor]
@@ -88,16 +88,19 @@ def rehearse(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with pretend(layout.num_ranks, rank):
-        with init_empty_weights():
+        with init_empty_weights(include_buffers=True):
             model = make()
-        # Outside of the fake mode, in which each tensor costs a hundred times as much.
-        release = spread(model, layout, machine_ranks, precision, options or EngineOptions())
+        options = options or EngineOptions()
+        strategy = chosen(layout, machine_ranks, precision, options)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake:
             _fill(model)
-        found = run(model, layout, step, make_optimizer, precision, within=fake)
-        release()
-        del model
+        # Outside of the mode, in which the numbers of a mesh would have no values either.
+        spread(model, strategy, options)
+        found = run(model, layout, step, make_optimizer, precision, within=[fake, RealStaysReal()])
+        if strategy is not None:
+            strategy.release()
+        del model, strategy
         gc.collect()  # engines hold their models in circles, and a second layout would come on top
     return found
 
@@ -121,12 +124,12 @@ def run(
     step: Step | None,
     make_optimizer: MakeOptimizer | None,
     precision: str = "no",
-    within: AbstractContextManager[Any] | None = None,
+    within: Iterable[AbstractContextManager[Any]] = (),
 ) -> Trial:
     """One update of a model that is prepared, and what it held and sent; real tensors give what fake ones do.
 
     Args:
-        within: a mode in which to run.
+        within: modes in which to run.
     """
     named = list(model.named_parameters())
     buffers = storage_bytes(model.buffers())
@@ -137,7 +140,9 @@ def run(
     meter = Meter(layout)
     saved = Saved(meter, own)
     optimizer = None
-    with within or nullcontext():
+    with ExitStack() as stack:
+        for mode in within:
+            stack.enter_context(mode)
         if make_optimizer is not None:
             optimizer = make_optimizer([parameter for _, parameter in named if parameter.requires_grad])
         with meter:

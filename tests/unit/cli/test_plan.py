@@ -1,0 +1,92 @@
+"""`headway plan`: what it prints for real configs, and one clear error for each wrong use."""
+
+import json
+
+import pytest
+
+from headway.cli import main
+from tests.unit.planning.models import config
+
+
+@pytest.fixture
+def run(capsys):
+    def go(*args, code=0):
+        with pytest.raises(SystemExit) as ended:
+            main.main(["plan", *map(str, args)])
+        said = capsys.readouterr()
+        assert ended.value.code == code, said
+        return said.out if code == 0 else said.err
+
+    return go
+
+
+@pytest.fixture
+def folder(tmp_path):
+    config(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_layouts_beside_each_other(run, folder):
+    said = run(folder, "--ranks", 16, "--memory", "80GB")
+    rows = [line.split()[0] for line in said.splitlines()[4:] if line]
+    assert sorted(rows) == ["ddp", "fsdp", "fsdp+tp=8:", "hsdp=8"]  # four heads do not divide among 8
+    assert "LlamaForCausalLM" in said
+    assert "1 x 64 tokens" in said
+
+
+def test_one_layout_in_full(run, folder):
+    said = run(folder / "config.json", "--ranks", 4, "--strategy", "fsdp+tp=2", "--sequence", 32, "--batch", 2)
+    for word in ("2 shard x 2 tp", "all_gather", "reduce_scatter", "all_reduce", "2 x 32 tokens", "at least"):
+        assert word in said
+
+
+def test_json(run, folder):
+    told = json.loads(run(folder, "--ranks", 8, "--strategy", "fsdp", "--strategy", "hsdp=3", "--json"))
+    good, bad = told["layouts"]
+    assert (good["strategy"], good["fits"], good["axes"]) == ("fsdp", True, {"shard": 8})
+    assert bad["fits"] is False
+    assert "hsdp=3" in bad["reason"]
+    assert sum(row["num_bytes"] for row in good["exchanges"]) > 0
+
+
+def test_a_model_type(run):
+    assert "BertForMaskedLM" in run("bert", "--ranks", 4, "--strategy", "fsdp", "--sequence", 8)
+
+
+def test_images(run):
+    assert "1 image(s) of 224 x 224" in run("vit", "--ranks", 4, "--strategy", "fsdp")
+
+
+def test_a_function_with_a_step(run):
+    said = run("tests.unit.planning.models:chain_and_step", "--ranks", 4, "--strategy", "fsdp", "--precision", "no")
+    assert "Chain: 1,728 parameters" in said
+    assert "reduce_scatter" in said
+
+
+def test_a_function_without_a_step(run):
+    assert "not counted" in run("tests.unit.planning.models:chain", "--ranks", 4, "--strategy", "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["lama", "--ranks", 4], "did you mean llama"),
+        (["no_such_module:f", "--ranks", 4], "cannot be imported"),
+        (["tests.unit.planning.models:chian", "--ranks", 4], "did you mean chain"),
+        (["tests.unit.planning.models:LENGTH", "--ranks", 4], "no function 'LENGTH'"),
+        (["tests.unit.planning.models:config", "--ranks", 4], "must return a torch.nn.Module"),
+        (["/", "--ranks", 4], "no config.json"),
+        (["gpt2", "--ranks", 4, "--sequence", 5000], "positions for 1024"),
+        (["gpt2", "--ranks", 4, "--strategy", "fdsp"], "'fdsp' is unknown"),
+        (["gpt2", "--ranks", 4, "--strategy", "hsdp=3"], "takes 3 ranks"),
+        (["gpt2", "--ranks", 0], "--ranks"),
+        (["gpt2"], "--ranks"),
+        (["gpt2", "--ranks", 4, "--memory", "80 cows"], "is not a size"),
+        (["gpt2", "--ranks", 4, "--optimizer", "adamv"], "did you mean adam"),
+        (["gpt2", "--ranks", 4, "--intra", 0], "--intra"),
+    ],
+)
+def test_wrong_use(run, args, said):
+    error = run(*args, code=2)
+    assert said in error
+    assert "Traceback" not in error

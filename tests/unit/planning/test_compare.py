@@ -1,0 +1,137 @@
+"""Layouts beside each other: what they hold, what they cost, which comes first, and what is wrong use."""
+
+import pytest
+import torch
+
+from headway.config.mesh import Layout, parse
+from headway.errors import ConfigError
+from headway.planning.compare import candidates, compare, plan
+from headway.planning.costs import Cluster, cost
+from headway.planning.meter import Exchange, axes_of
+from tests.unit.planning.models import chain, chain_loss, llama, loss, num_parameters
+
+
+def test_axes_of_ranks():
+    layout = Layout(replicate=2, shard=3, tp=4)
+    assert axes_of([0, 1, 2, 3], layout) == "tp"
+    assert axes_of([1, 5, 9], layout) == "shard"
+    assert axes_of([2, 14], layout) == "replicate"
+    assert axes_of(list(range(24)), layout) == "replicatexshardxtp"
+
+
+def test_what_a_ring_sends():
+    assert Exchange("forward", "all_gather", "shard", 4).sent(400) == 300
+    assert Exchange("backward", "all_reduce", "replicate", 4).sent(400) == 600
+
+
+def test_short_parameters_leave_ranks_empty():
+    found = plan(chain, "fsdp", 100, step=chain_loss)
+    # 24 rows: one for each of 24 ranks, and none for the others, which have memory for one all the same.
+    assert found.shares.num_empty == 76
+    assert found.shares.num_with_gaps == 3
+    assert found.shares.thinnest[0] == 24
+    assert (found.rank0.weights, found.rank0.padding) == (3 * 24 * 4, 0)
+    assert (found.last_rank.weights, found.last_rank.padding) == (3 * 24 * 4, 3 * 24 * 4)
+    assert (found.last_rank.optimizer_state, found.rank0.optimizer_state) == (3 * 4, 3 * 24 * 8 + 3 * 4)
+    assert found.saved.num_files == 24
+    # 24 rows are gathered as 100.
+    assert found.sent()["shard", "all_gather"] >= 3 * 100 * 24 * 4
+    assert "76 ranks hold no part of anything" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "factor"), [("sgd", 0), ("momentum", 1), ("adamw", 2), ("none", 0), (torch.optim.Adadelta, 2)]
+)
+def test_optimizers(optimizer, factor):
+    found = plan(chain, "fsdp", 4, step=chain_loss, optimizer=optimizer)
+    assert found.rank0.optimizer_state // (3 * 24 * 24) == factor
+
+
+def test_a_checkpoint_holds_each_element_once():
+    whole = num_parameters(llama)
+    for strategy in ("ddp", "fsdp", "hsdp=2", "fsdp+tp=2"):
+        found = plan(llama, strategy, 4, step=loss)
+        assert found.saved.num_bytes == pytest.approx(whole * 4 * 3, rel=1e-3)
+        assert found.num_parameters == whole
+
+
+def test_where_groups_lie():
+    cluster = Cluster(machine_ranks=8)
+    assert cluster.is_within_machine("shard", parse("hsdp=8").resolve(64))
+    assert not cluster.is_within_machine("replicate", parse("hsdp=8").resolve(64))
+    assert not cluster.is_within_machine("shard", parse("fsdp").resolve(64))
+    assert cluster.is_within_machine("shard", parse("fsdp").resolve(6))
+    assert not cluster.is_within_machine("tp", parse("fsdp+tp=6").resolve(24))  # ranks 6 to 11 lie on two machines
+
+
+def test_costs_by_hand():
+    found = plan(chain, "hsdp=2", 4, step=chain_loss, tokens=5)
+    cluster = Cluster(machine_ranks=2, intra=1000.0, inter=10.0, flops=1000.0)
+    spent = cost(found, cluster)
+    whole = 3 * 24 * 24 * 4
+    assert spent.compute == found.flops / 1000
+    assert spent.by_axis["replicate"] == pytest.approx(2 * 0.5 * whole / 2 / 10)
+    assert spent.bottleneck == "replicate"
+    assert spent.seconds == pytest.approx(spent.by_axis["replicate"])
+    assert spent.tokens_per_second == pytest.approx(4 * 5 / spent.seconds)
+
+
+def test_computing_waits_for_tensor_parallelism():
+    found = plan(llama, "fsdp+tp=2", 4, step=loss)
+    spent = cost(found, Cluster(machine_ranks=2, intra=1e3, inter=1e9, flops=1e6))
+    assert spent.seconds == pytest.approx(spent.compute + spent.by_axis["tp"])
+
+
+def test_the_cheapest_that_fits_comes_first():
+    cluster = Cluster(machine_ranks=2, intra=1e6, inter=1e3, flops=1e6, memory=300_000)
+    found = compare(llama, ["ddp", "hsdp=3", "fsdp", "hsdp=2", "hsdp=5"], 12, cluster, step=loss, tokens=16)
+    order = [row.strategy for row in found.rows]
+    fitting = [row for row in found.rows if not row.reason]
+    assert [row.cost.per_unit for row in fitting] == sorted(row.cost.per_unit for row in fitting)
+    assert order[-1] == "hsdp=5"  # does not divide
+    assert "12" in found.rows[-1].reason
+    assert order[-2] == "ddp"
+    assert "more than there is" in found.rows[-2].reason
+    assert found.best is found.rows[0]
+    said = str(found)
+    assert "does not fit" in said
+    assert "ddp: needs" in said
+
+
+def test_heads_that_do_not_divide_are_a_reason():
+    row = compare(llama, ["tp=8"], 8, step=loss).rows[0]
+    assert row.plan is None
+    assert "heads" in row.reason or "divide" in row.reason
+
+
+def test_without_a_step_only_weights_are_known():
+    found = plan(llama, "fsdp", 4)
+    assert (found.exchanges, found.flops, found.activations) == (None, None, None)
+    assert "not counted" in str(found)
+    assert str(compare(llama, ["fsdp"], 4))
+
+
+def test_candidates_divide():
+    assert candidates(64, 8, has_plan=True) == ["ddp", "fsdp", "hsdp=8", "hsdp=16", "fsdp+tp=8"]
+    assert candidates(6, 8) == ["ddp", "fsdp"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"strategy": "hsdp=3"}, "takes 3 ranks at a time"),
+        ({"strategy": "fdsp"}, "is unknown"),
+        ({"num_ranks": 0}, "1 or more"),
+        ({"optimizer": "adamv"}, "did you mean adam"),
+        ({"precision": "fp8"}, "allowed: no, bf16, fp16"),
+    ],
+)
+def test_wrong_use(wrong, said):
+    given = {"strategy": "fsdp", "num_ranks": 4, "optimizer": "adamw", "precision": "no"} | wrong
+    with pytest.raises(ConfigError, match=said):
+        plan(chain, given.pop("strategy"), given.pop("num_ranks"), **given)
+
+
+def test_a_wrong_cluster():
+    with pytest.raises(ConfigError, match="above 0"):
+        Cluster(intra=0)
