@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator, DataLoaderConfiguration
 from headway.strategies.gradients import is_distributed
 
-VOCABULARY, LENGTH, ROWS, ROWS_PER_WINDOW = 50, 12, 37, 8
+VOCABULARY, LENGTH, ROWS = 50, 12, 37
 PADDING = -100
 
 
@@ -100,12 +100,23 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @dataclass(frozen=True)
 class Task:
-    """One training run, alike by hand and prepared."""
+    """One training run, alike by hand and prepared.
+
+    Attributes:
+        model: of `MODELS`.
+        optimizer: "adamw" in two groups, "fused" (the same), or "sgd".
+        steps: micro-batches per update.
+        window: rows per update.
+        seed_by_rank: each rank builds the model from a seed of its own.
+        handlers: for the Accelerator.
+        options: of the Accelerator.
+    """
 
     model: str = "gpt"
     optimizer: str = "adamw"
     updates: int = 8
     steps: int = 2
+    window: int = 8
     clip: float = 0.5
     precision: str = "no"
     seed_by_rank: bool = False
@@ -147,11 +158,11 @@ def sum_of_losses(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) ->
     )
 
 
-def windows() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def windows(size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     ids, targets = rows()
     while True:
-        for start in range(0, ROWS, ROWS_PER_WINDOW):
-            yield ids[start : start + ROWS_PER_WINDOW], targets[start : start + ROWS_PER_WINDOW]
+        for start in range(0, ROWS, size):
+            yield ids[start : start + size], targets[start : start + size]
 
 
 Curve = dict[str, Any]
@@ -162,7 +173,7 @@ def by_hand(task: Task) -> Curve:
     model = build(task)
     optimizer = optimizer_of(task, model)
     losses, norms = [], []
-    for (ids, targets), _ in zip(windows(), range(task.updates)):
+    for (ids, targets), _ in zip(windows(task.window), range(task.updates)):
         loss = sum_of_losses(model, ids, targets) / (targets != PADDING).sum()
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), task.clip).item())
@@ -180,7 +191,7 @@ def prepared(task: Task, layout: str) -> Curve:
     )  # fmt: skip
     model = build(task, accelerator.process_index)
     optimizer = optimizer_of(task, model)
-    per_step = ROWS_PER_WINDOW // (task.steps * accelerator.strategy.data_shard.count)
+    per_step = task.window // (task.steps * accelerator.strategy.data_shard.count)
     loader = DataLoader(TensorDataset(*rows()), batch_size=per_step)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     curve = run(accelerator, task, model, optimizer, loader)
