@@ -1,10 +1,10 @@
 """The example strategy, as if it were installed: its entry point beside it on the path."""
 
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
+import tomllib
 import torch
 
 from headway import Accelerator

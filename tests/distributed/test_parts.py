@@ -180,8 +180,8 @@ def test_an_optimizer_made_before_prepare_learns_the_same_in_any_order() -> None
         optimizer.zero_grad()
     for found in run_ranks(early, 2):
         for name in PREPARATIONS:
-            torch.testing.assert_close(found[name][0], torch.tensor(norms), msg=lambda t: f"{name}: {t}")  # noqa: B023
-            torch.testing.assert_close(found[name][1], whole(model), msg=lambda t: f"{name}: {t}")  # noqa: B023
+            torch.testing.assert_close(found[name][0], torch.tensor(norms), msg=lambda t: f"{name}: {t}")
+            torch.testing.assert_close(found[name][1], whole(model), msg=lambda t: f"{name}: {t}")
 
 
 def strays() -> list[str]:
@@ -200,8 +200,8 @@ def strays() -> list[str]:
         accelerator.backward(mse_loss(prepared(x), y), weight=len(x))
     stray.step()
     foreign = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    accelerator.prepare(foreign)
     with pytest.raises(PrepareError, match="2 parameters that belong to no prepared model"):
-        accelerator.prepare(foreign)
         accelerator.prepare(nn.Linear(1, 1))
     return told
 
@@ -225,7 +225,7 @@ def test_optimizers_that_hold_the_former_parameters_are_noticed() -> None:
 
 def copies() -> None:
     accelerator = Accelerator(cpu=True, strategy="fsdp")
-    model, x, y = make()
+    model, x, _ = make()
     model = accelerator.prepare(model)
     for attempt in (copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel):
         with pytest.raises(UnsupportedError, match="cannot be copied or pickled: under the fsdp strategy"):
@@ -239,6 +239,32 @@ def copies() -> None:
 
 def test_a_model_in_parts_is_not_copied_and_keeps_its_names_after_an_evaluation() -> None:
     run_ranks(copies, 2)
+
+
+def alone() -> None:
+    accelerator = Accelerator(cpu=True, strategy="fsdp")
+    model, x, _ = make()
+    model = accelerator.prepare(model)
+    if accelerator.is_main_process:
+        with pytest.raises(UnsupportedError, match=r"on rank 0 only, under `if accelerator.is_main_process:`"):
+            model(x)
+
+    @accelerator.on_main_process
+    def show() -> None:
+        with pytest.raises(UnsupportedError, match=r"on rank 0 only, @accelerator.on_main_process"):
+            model(x)
+
+    show()
+    for _ in range(2):  # each rank its own way, but all of them
+        if accelerator.is_main_process:
+            out = model(x)
+        else:
+            out = model(x + 1)
+    assert out.shape == (8, 2)
+
+
+def test_a_model_in_parts_is_not_called_on_one_rank_alone() -> None:
+    run_ranks(alone, 2)
 
 
 def unborn() -> None:
