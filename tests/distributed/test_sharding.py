@@ -121,7 +121,7 @@ def trap_failed_window() -> None:
 def trap_after_evaluation() -> None:
     """6: after an evaluation forward, names and parameters are those of before."""
     accelerator = start()
-    model, optimizer = accelerator.prepare(model := seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
+    model, _optimizer = accelerator.prepare(model := seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
     parts = [id(p) for p in model.parameters()]
     model.eval()
     with torch.no_grad():
@@ -161,7 +161,9 @@ def trap_ties() -> None:
     x, plain = torch.randn(3, 4, generator=torch.Generator().manual_seed(2)), seeded(1, Shared)
     model = accelerator.prepare(seeded(1, Shared))
     assert model.blocks[0][0].weight is model.blocks[2][0].weight
-    assert len(list(gathered.shards(model))) == 4  # the root, blocks.1, and in each opened block what it shares with nobody
+    assert (
+        len(list(gathered.shards(model))) == 4
+    )  # the root, blocks.1, and in each opened block what it shares with nobody
     accelerator.backward(model(x).square().sum())
     plain(x).square().sum().backward()
     grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}  # type: ignore[union-attr]
@@ -218,10 +220,13 @@ def trap_unused_parameters() -> None:
         model = accelerator.prepare(nn.Sequential(first := nn.Linear(4, 4), second := nn.Linear(4, 4)))
         accelerator.backward(model(x).sum())
         accelerator.strategy.drop_gradients(list(model.parameters()))
-        hidden = model.register_forward_hook(lambda m, args, out: out * 0 + first.bias.sum() if False else out.detach() + m[0].bias.sum())
+        hidden = model.register_forward_hook(
+            lambda m, args, out: out * 0 + first.bias.sum() if False else out.detach() + m[0].bias.sum()
+        )
         if asks:
             accelerator.backward(model(x).sum())
-            assert second.weight.grad is None and first.bias.grad is not None
+            assert second.weight.grad is None
+            assert first.bias.grad is not None
         else:
             with pytest.raises(StateError, match=r"3 parameters .*find_unused_parameters"):
                 accelerator.backward(model(x).sum())
@@ -381,6 +386,79 @@ def local_sgd() -> None:
     accelerator.free_memory()
 
 
+def optimizers() -> None:
+    """What works on parts: one step as on one process."""
+    kinds: dict[str, Any] = {
+        "foreach": lambda ps: torch.optim.AdamW(ps, lr=0.1, foreach=True),
+        "fused": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
+        "nesterov": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+        "muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.1),
+    }
+    accelerator = start()
+    for kind, make in kinds.items():
+        plain = seeded(0, GPT)
+        by_hand = make(list(plain.parameters()))
+        model, optimizer = accelerator.prepare(model := seeded(0, GPT), make(list(model.parameters())))
+        for seed in (1, 2):
+            with accelerator.accumulate(model):
+                accelerator.backward(squares(model, text(seed)))
+                optimizer.step()
+                optimizer.zero_grad()
+            squares(plain, text(seed)).backward()
+            by_hand.step()
+            by_hand.zero_grad()
+        found, expected = squares(model, text()), squares(plain, text())
+        assert found.item() == pytest.approx(expected.item(), rel=1e-2 if kind == "muon" else 1e-5), kind
+        accelerator.free_memory()
+    with pytest.raises(UnsupportedError, match="Adafactor cannot train a sharded model.*AdamW"):
+        accelerator.prepare(model := GPT(), torch.optim.Adafactor(model.parameters()))
+
+
+def overflow_on_one_rank() -> None:
+    """fp16: an overflow in one rank's part skips the update on all, and the scale shrinks alike."""
+    accelerator = start(mixed_precision="fp16")
+    model, optimizer = accelerator.prepare(model := seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
+    skipped = []
+    for step in range(3):
+        accelerator.backward(squares(model, text()))
+        if step == 1 and accelerator.process_index == 1:
+            local(dict(model.named_parameters())["norm.weight"].grad).fill_(float("inf"))  # type: ignore[arg-type]
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+    assert skipped == [False, True, False]
+    accelerator.precision.adjust()
+    assert accelerator.precision.gradient_scale() == 32768.0
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in whole_weights(model).values())
+    accelerator.free_memory()
+
+
+def formats() -> None:
+    """Gathered in bf16, kept in float32; what has converted a part is told before the first update."""
+    accelerator = start(mixed_precision="bf16")
+    model, optimizer = accelerator.prepare(model := seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
+    gathered_in: dict[str, torch.dtype] = {}
+    model.blocks[0].up.register_forward_pre_hook(lambda linear, args: gathered_in.update(linear=linear.weight.dtype))
+    model.blocks[0].first.register_forward_pre_hook(
+        lambda norm, args: gathered_in.update(norm=norm.weight.dtype, stream=args[0].dtype)
+    )
+    accelerator.backward(squares(model, text()))
+    assert gathered_in == {"linear": torch.bfloat16, "norm": torch.float32, "stream": torch.float32}
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}  # type: ignore[union-attr]
+    record = next(r for r in gathered.records(model) if r._param_fqn == "blocks.0.up.weight")
+    record.mp_policy = type(record.mp_policy)(param_dtype=torch.float16)
+    with pytest.raises(
+        StateError, match=r"blocks.0.up.weight of FSDPGPT: the gathered parameter is bfloat16 instead of float16"
+    ):
+        optimizer.step()
+    accelerator.free_memory()
+    accelerator = start(kwargs_handlers=[ShardingOptions(param_dtype="bf16", output_dtype="float32")])
+    model = accelerator.prepare(seeded(0, GPT))
+    assert model(text()).dtype == torch.float32
+    assert model.tokens.weight.dtype == torch.float32 or not is_distributed(model.tokens.weight)
+    accelerator.free_memory()
+
+
 # ---------------------------------------------------------------- models without memory
 
 
@@ -454,6 +532,7 @@ GROUPS = {
     "traps": (trap_old_optimizer, trap_not_finite_on_one_rank, trap_weightless_nan, trap_failed_window, trap_after_evaluation,
               trap_ties, trap_seeds, trap_unused_parameters),
     "loops": (second_loss_and_retained_graph, gradients_of_each_batch, several_models, buffers_follow_rank_0),
+    "formats": (optimizers, overflow_on_one_rank, formats),
     "models": (prepared_again, copies, other_methods, local_sgd, without_memory, without_memory_refused),
 }  # fmt: skip
 

@@ -245,6 +245,7 @@ class Preparation:
         for known in map(_as_made, self.optimizers):
             if optimizer is known or optimizer is known.optimizer:
                 return known
+        self._strategy.accept(optimizer)
         repoint(optimizer, self._strategy)
         made = PreparedOptimizer(optimizer, self._step, self._clock, self._neighbours)
         self.optimizers.append(made)

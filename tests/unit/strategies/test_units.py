@@ -27,7 +27,8 @@ def test_repeated_blocks_are_units_and_ties_stay_with_the_root():
         model = Net(tied)
         units = find_units(model, ShardingOptions())
         assert names(model, units) == ["blocks.0", "blocks.1", "blocks.2"]
-        assert units.split == () and not units.ignored
+        assert units.split == ()
+        assert not units.ignored
 
 
 def test_a_model_without_blocks_is_one_unit():
@@ -126,5 +127,7 @@ def test_options_are_checked():
     assert ShardingOptions(param_dtype=torch.bfloat16).param_dtype == "bfloat16"
     assert ShardingOptions(reduce_dtype="fp32").reduce_dtype == "float32"
     ShardingOptions(reshard_after_forward=2).check(4)
-    with pytest.raises(ConfigError, match=r"reshard_after_forward=3\) does not divide 8 shards; give one of 2, 4, True"):
+    with pytest.raises(
+        ConfigError, match=r"reshard_after_forward=3\) does not divide 8 shards; give one of 2, 4, True"
+    ):
         ShardingOptions(reshard_after_forward=3).check(8)
