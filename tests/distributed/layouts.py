@@ -1,6 +1,7 @@
 """Models, the hand-written loop and the prepared one, which tests of layouts compare."""
 
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,3 +239,35 @@ def difference(one: Curve, other: Curve) -> dict[str, float]:
     found = {kind: max(abs(a - b) for a, b in zip(one[kind], other[kind], strict=True)) for kind in ("losses", "norms")}
     found["weights"] = max(float((one["weights"][n] - w).abs().max()) for n, w in other["weights"].items())
     return found
+
+
+def start(**options: Any) -> Accelerator:
+    return Accelerator(cpu=True, strategy="fsdp", **options)
+
+
+def text(seed: int = 1, rows: int = 2) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def seeded(seed: int, make: Callable[[], Any]) -> Any:
+    torch.manual_seed(seed)
+    return make()
+
+
+def squares(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids).float().square().mean()  # type: ignore[no-any-return]
+
+
+def norm(accelerator: Accelerator, model: nn.Module) -> float:
+    return float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
+
+
+def each(functions: Sequence[Callable[[], None]], only: str = "") -> list[str]:
+    """Call one after the other in one group of processes; what failed is told by name."""
+    for function in functions:
+        if only in function.__name__:
+            try:
+                function()
+            except Exception as error:  # ranks may have parted: nothing comes after
+                return [f"{function.__name__}: {error!r}\n{traceback.format_exc(limit=-3)}"]
+    return []
