@@ -167,9 +167,7 @@ class Accelerator(RankAware):
         plugin = windows(gradient_accumulation_steps, gradient_accumulation_plugin, global_batch_size, origin)
         cuts_batches = is_automatic(microbatching, plugin)
         wanted, _ = run_setting("strategy", UNSET if strategy is None else strategy, "ddp", code_origin=origin)
-        self.strategy = choose_strategy(
-            wanted, self.collectives, options, self.mixed_precision, is_deferred=cuts_batches
-        )
+        self.strategy = choose_strategy(wanted, self.collectives, options, self.mixed_precision, cuts_batches)
         self.precision = build_precision(self.mixed_precision, runtime.hardware, options, self.strategy)
         self.global_batch_size = global_batch_size
         self.clock = Clock()

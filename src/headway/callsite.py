@@ -66,6 +66,12 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def way(depth: int) -> tuple[tuple[int, int], ...]:
+    """The places that lead to the caller's caller, innermost first: alike where a call comes the same way."""
+    frames = islice(_outward(sys._getframe(2)), depth)
+    return tuple((id(frame.f_code), frame.f_lineno) for frame in frames)
+
+
 def users_frame(frame: FrameType | None = None) -> FrameType | None:
     """The user's innermost frame from `frame` (None: here) on; None where there is none."""
     return next((each for each in stack(frame or sys._getframe(1)) if is_users(each.f_code.co_filename)), None)
