@@ -7,6 +7,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from types import FrameType, TracebackType
 
 _GENERATED = ("<frozen ", "<string>", "<__array_function__", "<eval_with_key>", "<attrs generated", "<decorator-gen")
