@@ -51,7 +51,7 @@ def test_the_hand_written_loop_is_reproduced(row):
         expected = by_hand(task)
         for rank, curves in enumerate(per_rank):
             found = difference(expected, curves[number])
-            assert found["losses"] < TOLERANCE and found["norms"] < TOLERANCE, (name, rank, found)
+            assert max(found["losses"], found["norms"]) < TOLERANCE, (name, rank, found)
             # AdamW makes steps of one size from gradients that are zero but for rounding.
             assert found["weights"] < (1e-5 if task.optimizer == "sgd" else 2e-3), (name, rank, found)
 

@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from headway import Accelerator, GradientAccumulationPlugin, ShardingOptions, init_empty_weights
+from headway import ShardingOptions, init_empty_weights
 from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
 from headway.strategies import gathered, values
 from headway.strategies.gradients import is_distributed, local
 from headway.strategies.units import find_units
-from tests.distributed.layouts import GPT, LENGTH, each, norm, seeded, squares, start, text, whole_weights
+from tests.distributed.layouts import GPT, each, norm, seeded, squares, start, text, whole_weights
 from tests.distributed.ranks import run_ranks
-
 
 # ---------------------------------------------------------------- prepare again, copies, methods
 
@@ -109,7 +108,7 @@ def optimizers() -> None:
         found, expected = squares(model, text()), squares(plain, text())
         assert found.item() == pytest.approx(expected.item(), rel=1e-2 if kind == "muon" else 1e-5), kind
         accelerator.free_memory()
-    with pytest.raises(UnsupportedError, match="Adafactor cannot train a sharded model.*AdamW"):
+    with pytest.raises(UnsupportedError, match=r"Adafactor cannot train a sharded model.*AdamW"):
         accelerator.prepare(model := GPT(), torch.optim.Adafactor(model.parameters()))
 
 

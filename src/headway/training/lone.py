@@ -1,9 +1,8 @@
 """Models whose forward is an exchange of all ranks: a call that only some ranks make is refused before it waits for ever."""
 
-import sys
-
 import torch
 
+from headway.callsite import way
 from headway.errors import UnsupportedError
 from headway.runtime.callers import calling_ranks
 from headway.runtime.process import ProcessRuntime
@@ -31,13 +30,7 @@ class LoneCalls:
         Raises:
             UnsupportedError: other ranks do not come here.
         """
-        frame, way = sys._getframe(2), []
-        for _ in range(_DEPTH):
-            way.append((id(frame.f_code), frame.f_lineno))
-            if frame.f_back is None:
-                break
-            frame = frame.f_back
-        key = tuple(way)
+        key = way(_DEPTH)
         if key in self._seen:
             return
         self._seen.add(key)
@@ -46,6 +39,6 @@ class LoneCalls:
             who = f"rank{'s' if len(callers.ranks) > 1 else ''} {', '.join(map(str, callers.ranks))}"
             raise UnsupportedError(
                 f"{type(model).__name__} is called at {callers.call_site} on {who} only, {callers.reason}: under the "
-                f"{self._strategy} strategy each rank holds a part of it, and a forward needs all of them. Call it on every rank, and leave only what "
-                "is done with the result under the condition"
+                f"{self._strategy} strategy each rank holds a part of it, and a forward needs all of them. Call it on every rank, "
+                "and leave only what is done with the result under the condition"
             )

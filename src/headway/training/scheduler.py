@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from headway.errors import ConfigError
 from headway.log import get_logger
 from headway.training.prepared import Optimizing
 from headway.training.step import Step
