@@ -44,11 +44,11 @@ from headway.tracking.record import Record, TrackerKwargs
 from headway.training.metrics import gather_for_metrics
 from headway.training.neighbours import Neighbours
 from headway.training.optimizer import PreparedOptimizer
-from headway.training.prepare import Preparation, choose_rule
+from headway.training.prepare import Preparation
 from headway.training.prepared import Prepared
 from headway.training.profile import profiling
 from headway.training.run import Run
-from headway.training.scheduler import PreparedScheduler, TickRule
+from headway.training.scheduler import PreparedScheduler, TickRule, choose_rule
 from headway.training.step import Guard, MicroBatch, Moments, NoGuard, Step, WholeStep
 from headway.training.unprepared import build_lookout
 from headway.training.windows import Clock, LossPolicy, WeightedMean, Windows

@@ -1,41 +1,18 @@
-"""Sharded models beside the loops that use them: silent traps, wrong use, and what one model does to another."""
+"""Sharded models in loops: the traps that are silent in bare torch, several models, losses and micro-batches."""
 
+import contextlib
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from headway import Accelerator, GradientAccumulationPlugin, ShardingOptions, init_empty_weights
-from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
-from headway.strategies import gathered, values
+from headway import GradientAccumulationPlugin, ShardingOptions
+from headway.errors import StateError
+from headway.strategies import gathered
 from headway.strategies.gradients import is_distributed, local
-from headway.strategies.units import find_units
-from tests.distributed.layouts import GPT, LENGTH, VOCABULARY, whole_weights
+from tests.distributed.layouts import GPT, LENGTH, each, norm, seeded, squares, start, text, whole_weights
 from tests.distributed.ranks import run_ranks
-
-
-def start(**options: Any) -> Accelerator:
-    return Accelerator(cpu=True, strategy="fsdp", **options)
-
-
-def text(seed: int = 1, rows: int = 2) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
-
-
-def seeded(seed: int, make: Any) -> Any:
-    torch.manual_seed(seed)
-    return make()
-
-
-def squares(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    return model(ids).float().square().mean()
-
-
-def norm(accelerator: Accelerator, model: nn.Module) -> float:
-    return float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
-
 
 # ---------------------------------------------------------------- the traps
 
@@ -107,9 +84,9 @@ def trap_failed_window() -> None:
             with accelerator.accumulate(model):
                 accelerator.backward(squares(model, text(5)))
             assert any(gathered.whole_parameter(r).grad is not None for r in gathered.records(model))  # type: ignore[union-attr]
-            with pytest.raises(ValueError, match="mine"), accelerator.accumulate(model):
+            with contextlib.suppress(KeyError), accelerator.accumulate(model):
                 squares(model, text(6))  # a forward without its backward
-                raise ValueError("mine")
+                raise KeyError
         for seed in (1, 2):
             with accelerator.accumulate(model):
                 accelerator.backward(squares(model, text(seed)))
@@ -121,7 +98,7 @@ def trap_failed_window() -> None:
 def trap_after_evaluation() -> None:
     """6: after an evaluation forward, names and parameters are those of before."""
     accelerator = start()
-    model, optimizer = accelerator.prepare(model := seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
+    model, _optimizer = accelerator.prepare(model := seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
     parts = [id(p) for p in model.parameters()]
     model.eval()
     with torch.no_grad():
@@ -161,7 +138,9 @@ def trap_ties() -> None:
     x, plain = torch.randn(3, 4, generator=torch.Generator().manual_seed(2)), seeded(1, Shared)
     model = accelerator.prepare(seeded(1, Shared))
     assert model.blocks[0][0].weight is model.blocks[2][0].weight
-    assert len(list(gathered.shards(model))) == 4  # the root, blocks.1, and in each opened block what it shares with nobody
+    assert (
+        len(list(gathered.shards(model))) == 4
+    )  # the root, blocks.1, and in each opened block what it shares with nobody
     accelerator.backward(model(x).square().sum())
     plain(x).square().sum().backward()
     grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}  # type: ignore[union-attr]
@@ -218,10 +197,13 @@ def trap_unused_parameters() -> None:
         model = accelerator.prepare(nn.Sequential(first := nn.Linear(4, 4), second := nn.Linear(4, 4)))
         accelerator.backward(model(x).sum())
         accelerator.strategy.drop_gradients(list(model.parameters()))
-        hidden = model.register_forward_hook(lambda m, args, out: out * 0 + first.bias.sum() if False else out.detach() + m[0].bias.sum())
+        hidden = model.register_forward_hook(
+            lambda m, args, out: out * 0 + first.bias.sum() if False else out.detach() + m[0].bias.sum()
+        )
         if asks:
             accelerator.backward(model(x).sum())
-            assert second.weight.grad is None and first.bias.grad is not None
+            assert second.weight.grad is None
+            assert first.bias.grad is not None
         else:
             with pytest.raises(StateError, match=r"3 parameters .*find_unused_parameters"):
                 accelerator.backward(model(x).sum())
@@ -247,15 +229,15 @@ def second_loss_and_retained_graph() -> None:
 def gradients_of_each_batch() -> None:
     """Reduced once a window, or in each micro-batch: the same; by hand with no_sync too, and through forward_backward."""
     norms = []
-    for each in (False, True):
-        plugin = GradientAccumulationPlugin(num_steps=3, sync_each_batch=each)
+    for is_each in (False, True):
+        plugin = GradientAccumulationPlugin(num_steps=3, sync_each_batch=is_each)
         accelerator = start(gradient_accumulation_plugin=plugin)
         model = accelerator.prepare(seeded(0, GPT))
         for seed in range(3):
             with accelerator.accumulate(model):
                 accelerator.backward(squares(model, text(seed + 7 * accelerator.process_index)))
             is_last = seed == 2
-            assert (model.tokens.weight.grad is None) == (not each and not is_last)
+            assert (model.tokens.weight.grad is None) == (not is_each and not is_last)
         norms.append(norm(accelerator, model))
         accelerator.free_memory()
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
@@ -312,168 +294,18 @@ def buffers_follow_rank_0() -> None:
     accelerator.free_memory()
 
 
-# ---------------------------------------------------------------- prepare again, copies, methods
-
-
-def prepared_again() -> None:
-    accelerator = start()
-    model, optimizer = accelerator.prepare(model := seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
-    accelerator.backward(squares(model, text()))
-    optimizer.step()
-    before = whole_weights(model)
-    accelerator.free_memory()
-    assert type(model).__name__ == "FSDPGPT"
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert all(torch.equal(value, before[name]) for name, value in whole_weights(model).items())
-    optimizer.zero_grad()
-    accelerator.backward(squares(model, text()))
-    assert norm(accelerator, model) > 0
-    accelerator.free_memory()
-    with pytest.raises(PrepareError, match="sharded already, in another way"):
-        start(kwargs_handlers=[ShardingOptions(reshard_after_forward=False)]).prepare(model)
-
-
-def copies() -> None:
-    accelerator = start()
-    model = accelerator.prepare(seeded(0, GPT))
-    for copier in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
-        with pytest.raises(UnsupportedError, match="cannot be copied"):
-            copier(model)
-    # An average of the parts needs no copy of the model.
-    average = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        average[name].lerp_(parameter.detach(), 0.5)
-    accelerator.free_memory()
-
-
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
-        self.head = nn.Linear(4, 2)
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x) * self.head.bias.sum()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.encode(x)
-
-
-def other_methods() -> None:
-    accelerator = start(kwargs_handlers=[ShardingOptions(forward_methods=("encode",))])
-    model, plain, x = accelerator.prepare(seeded(0, Encoder)), seeded(0, Encoder), torch.ones(2, 4)
-    torch.testing.assert_close(model.encode(x), plain.encode(x))
-    accelerator.backward(model.encode(x).sum())
-    plain.encode(x).sum().backward()
-    torch.testing.assert_close(model.head.bias.grad.full_tensor(), plain.head.bias.grad)
-    accelerator.free_memory()
-    with pytest.raises(PrepareError, match="forward_methods"):
-        start(kwargs_handlers=[ShardingOptions(forward_methods=("encodes",))]).prepare(seeded(0, Encoder))
-
-
-def local_sgd() -> None:
-    accelerator = start()
-    model = accelerator.prepare(seeded(0, GPT))
-    with pytest.raises(HeadwayError, match="local SGD"), accelerator.strategy.keep_local(model):
-        pass
-    accelerator.free_memory()
-
-
-# ---------------------------------------------------------------- models without memory
-
-
-class Measured(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def without_memory() -> None:
-    accelerator = start()
-    with torch.device("meta"):
-        model = GPT()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(accelerator.process_index)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    assert model.tokens.weight is model.head.weight
-    found = whole_weights(model)
-    assert float(found["tokens.weight"].std()) == pytest.approx(1.0, abs=0.1)
-    assert torch.equal(found["norm.weight"], torch.ones(16))
-    everywhere = accelerator.strategy.everyone.gather_objects({n: t.double().sum().item() for n, t in found.items()})
-    assert everywhere[0] == everywhere[1]
-    accelerator.backward(squares(model, text()))
-    optimizer.step()
-    accelerator.free_memory()
-    # In the order of its modules, each unit begins as it would by itself.
-    with init_empty_weights():
-        model = Measured()
-    torch.manual_seed(3)
-    model = accelerator.prepare(model)
-    torch.manual_seed(3)
-    for index, block in enumerate(model.blocks):
-        expected = nn.Linear(64, 64)
-        torch.testing.assert_close(block[0].weight.full_tensor(), expected.weight.detach(), msg=str(index))
-    accelerator.free_memory()
-    # Beside its parts, a rank holds one unit at a time.
-    with torch.device("meta"):
-        model = Measured()
-    units = find_units(model, ShardingOptions())
-    inner = accelerator.strategy._shard(model, units)  # type: ignore[attr-defined]
-    largest = values.fill(model, inner, torch.device("cpu"), accelerator.collectives)
-    assert largest == 64 * 67 * 4
-    assert largest * 6 == sum(p.numel() * p.element_size() for p in model.parameters())
-    accelerator.free_memory()
-
-
-class Nameless(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-
-
-def without_memory_refused() -> None:
-    accelerator = start()
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 3), Nameless())
-    with pytest.raises(PrepareError, match=r"cannot make their values: 1\. .*reset_parameters"):
-        accelerator.prepare(model)
-    with torch.device("meta" if accelerator.process_index else "cpu"):
-        model = nn.Linear(3, 3)
-    with pytest.raises(PrepareError, match="on ranks 1 alone"):
-        accelerator.prepare(model)
-
-
 GROUPS = {
     "traps": (trap_old_optimizer, trap_not_finite_on_one_rank, trap_weightless_nan, trap_failed_window, trap_after_evaluation,
               trap_ties, trap_seeds, trap_unused_parameters),
     "loops": (second_loss_and_retained_graph, gradients_of_each_batch, several_models, buffers_follow_rank_0),
-    "models": (prepared_again, copies, other_methods, local_sgd, without_memory, without_memory_refused),
 }  # fmt: skip
 
 
 def go(group: str, only: str = "") -> list[str]:
-    """One after the other in one group of processes; what failed is told by name."""
-    failed = []
-    for function in GROUPS[group]:
-        if only in function.__name__:
-            try:
-                function()
-            except Exception as error:
-                import traceback
-
-                failed.append(f"{function.__name__}: {error!r}\n{traceback.format_exc(limit=-3)}")
-                break  # ranks may have parted
-    return failed
+    return each(GROUPS[group], only)
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_sharded_models(group: str) -> None:
+def test_sharded_models_in_loops(group):
     for failed in run_ranks(go, 2, group):
-        assert not failed, "\n".join(failed)
+        assert not failed, failed[0]
