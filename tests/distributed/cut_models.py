@@ -23,7 +23,8 @@ class Attention(nn.Module):
         self.head_dim, self.dropout = width // num_heads, dropout
         self.q, self.k, self.v, self.out = (
             # The gradient of k's bias is zero but for rounding, which AdamW would make steps of.
-            nn.Linear(width, width, bias=name != "k") for name in ("q", "k", "v", "out")
+            nn.Linear(width, width, bias=name != "k")
+            for name in ("q", "k", "v", "out")
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

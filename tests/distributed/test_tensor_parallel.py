@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headway import Accelerator, ActivationCheckpointing, TensorParallelOptions
 from headway.errors import DataError, PrepareError
+from headway.strategies import gradients
 from headway.strategies.gradients import is_distributed, local
 from headway.strategies.tensor_parallel import TensorParallel
 from tests.distributed import cut_models, layouts
@@ -22,7 +23,8 @@ from tests.distributed.ranks import RankFailed, run_ranks
 
 OWN = TensorParallelOptions()
 GIVEN = TensorParallelOptions(GPT_PLAN)
-MODELS = {
+MODELS: dict[str, Any] = {
+    "mixtral": lambda: mixtral(),
     "gpt, cut": lambda: GPT(VOCABULARY),
     "llama, cut": lambda: cut_models.llama(vocab_size=VOCABULARY, use_cache=False),
     "llama, four heads": lambda: cut_models.llama(vocab_size=VOCABULARY, use_cache=False, num_key_value_heads=4),
@@ -40,6 +42,7 @@ TABLE = {
     "llama, sharded and cut, sequences": (
         "fsdp+tp=2", 4, Task("llama, cut", handlers=(replace(OWN, sequence_parallel=True), ActivationCheckpointing())),
     ),
+    "mixtral, sharded and cut": ("fsdp+tp=2", 4, Task("mixtral", updates=3, handlers=(OWN,))),
     "gpt, copied and cut, loss": ("ddp=2+tp=2", 4, Task("gpt, cut", handlers=(replace(GIVEN, loss_parallel=True),))),
 }  # fmt: skip
 
@@ -72,9 +75,10 @@ def test_a_cut_model_learns_as_a_whole_one(name: str, monkeypatch: pytest.Monkey
     found = run_ranks(trained, num_ranks, task, layout, timeout=240)
     for rank in found:
         off = difference(expected, rank)
-        assert off["losses"] < 2e-6 and off["norms"] < 2e-6 and off["weights"] < 2e-5, off
+        assert max(off["losses"], off["norms"], off["weights"] / 10) < 2e-6, off
     # Neighbours along tp, the innermost axis, hold the same bits of what is whole.
-    assert found[0]["whole"] and all(found[i]["whole"] == found[i + 1]["whole"] for i in range(0, num_ranks, 2))
+    assert found[0]["whole"]
+    assert all(found[i]["whole"] == found[i + 1]["whole"] for i in range(0, num_ranks, 2))
 
 
 # ---------------------------------------------------------------- without the Accelerator: what one cut model does
@@ -92,11 +96,21 @@ def ids(rows: int = 3, length: int = 12) -> torch.Tensor:
     return torch.randint(0, 37, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-def gradients_of(model: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def run_of(model: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     out = cut_models.logits(model, tokens)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
     (out * weights).mean().backward()
     return out.detach(), {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def mixtral(**changes: Any) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    few: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": None, "use_cache": False,
+    }  # fmt: skip
+    return MixtralForCausalLM(MixtralConfig(**few, num_local_experts=4, **changes))
 
 
 def moe_models() -> dict[str, Any]:
@@ -108,7 +122,13 @@ def moe_models() -> dict[str, Any]:
         "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": None, "use_cache": False,
     }  # fmt: skip
     latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
-    experts = {"moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    experts = {
+        "moe_intermediate_size": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    }
     t = transformers
     return {
         "mixtral": t.MixtralForCausalLM(t.MixtralConfig(**few, num_local_experts=4)),
@@ -134,13 +154,15 @@ def other_styles() -> dict[str, float]:
             for each in parameter:
                 each.data.copy_(values)
         TensorParallel(cut, mesh(), OWN)
-        (out, wanted), (cut_out, grads) = gradients_of(whole, ids()), gradients_of(cut, ids())
+        (out, wanted), (cut_out, grads) = run_of(whole, ids()), run_of(cut, ids())
         assert wanted.keys() == grads.keys()
         largest = max(float(g.abs().max()) for g in wanted.values())
         off = max(float((wanted[n] - grads[n]).abs().max()) for n in wanted) / largest
         found[name] = max(off, float((out - cut_out).abs().max() / out.abs().max()))
         states = {n: full(p.detach()) for n, p in cut.named_parameters()}
         assert all(torch.equal(states[n], p) for n, p in whole.named_parameters()), name  # packed ones too
+        parts = {n: gradients.cut_like(states[n], p.detach()) for n, p in cut.named_parameters()}
+        assert all(torch.equal(local(parts[n]), local(p)) for n, p in cut.named_parameters()), name
     return found
 
 
@@ -178,14 +200,16 @@ def functional_tie() -> tuple[float, bool, float]:
     torch.manual_seed(0)
     cut = GPT()
     TensorParallel(cut, mesh(), GIVEN)
-    (_, wanted), (_, grads) = gradients_of(whole, ids()), gradients_of(cut, ids())
+    (_, wanted), (_, grads) = run_of(whole, ids()), run_of(cut, ids())
     off = max(float((wanted[n] - grads[n]).abs().max()) for n in wanted)
     return off, cut.head.weight is cut.tokens.weight, len(grads) - len(wanted)
 
 
 def test_ties_stay_ties() -> None:
     off, is_tied, more = run_ranks(functional_tie, 2)[0]
-    assert off < 1e-6 and is_tied and more == 0
+    assert off < 1e-6
+    assert is_tied
+    assert more == 0
 
 
 def torch_styles() -> float:
@@ -213,7 +237,7 @@ def torch_styles() -> float:
     off = 0.0
     for _ in range(3):
         for _ in range(2):
-            (_, wanted), (_, grads) = gradients_of(whole, ids()), gradients_of(cut, ids())
+            (_, wanted), (_, grads) = run_of(whole, ids()), run_of(cut, ids())
         off = max(off, max(float((wanted[n] - grads[n]).abs().max()) for n in wanted))
         for optimizer in optimizers:
             optimizer.step()
@@ -239,21 +263,21 @@ def dropped(sequence_parallel: bool) -> dict[str, Any]:
     drop.register_forward_hook(lambda m, a, out: masks.setdefault("residual", (out == 0).flatten().tolist()))
     model.blocks[0].attention.out.register_forward_pre_hook(lambda m, a: masks.setdefault("cut", a[0].detach()))
     torch.manual_seed(5)
-    out, grads = gradients_of(model, ids())
+    out, grads = run_of(model, ids())
     follows = torch.rand(2).tolist()
     model.zero_grad()
     # The same with every block computed again in backward.
     for block in model.blocks:
         block.forward = lambda x, run=block.forward: checkpoint(run, x, use_reentrant=False)  # type: ignore[method-assign]
     torch.manual_seed(5)
-    again, recomputed = gradients_of(model, ids())
+    again, recomputed = run_of(model, ids())
     is_alike = torch.equal(out, again) and all(torch.equal(recomputed[n], g) for n, g in grads.items())
     # A model without dropout leaves the stream where it was.
     torch.manual_seed(0)
     quiet = GPT()
     TensorParallel(quiet, mesh(), options)
     torch.manual_seed(5)
-    gradients_of(quiet, ids())
+    run_of(quiet, ids())
     untouched = torch.rand(2).tolist()
     torch.manual_seed(5)
     zeros = (masks["cut"] == 0).flatten().tolist()
@@ -264,10 +288,16 @@ def dropped(sequence_parallel: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_dropout_is_alike_where_activations_are_whole_and_a_ranks_own_where_they_are_cut(sequence_parallel: bool) -> None:
+def test_dropout_is_alike_where_activations_are_whole_and_a_ranks_own_where_they_are_cut(
+    sequence_parallel: bool,
+) -> None:
     one, other = run_ranks(dropped, 2, sequence_parallel)
-    assert one["out"] == other["out"] and one["follows"] == other["follows"]
-    assert one["is_alike"] and other["is_alike"] and one["is_untouched"] and other["is_untouched"]
+    assert one["out"] == other["out"]
+    assert one["follows"] == other["follows"]
+    assert one["is_alike"]
+    assert other["is_alike"]
+    assert one["is_untouched"]
+    assert other["is_untouched"]
     # The residual stream is cut along the sequence under sequence parallel, and whole otherwise.
     assert (one["residual"] == other["residual"]) is not sequence_parallel
 
@@ -316,7 +346,8 @@ def odd_sequence() -> None:
     TensorParallel(model, mesh(), replace(GIVEN, sequence_parallel=True))
     with pytest.raises(DataError, match="length 11"):
         model(ids(length=11))
-    assert is_distributed(model.norm.weight) and is_distributed(model.blocks[0].attention.out.bias)  # all is given back
+    assert is_distributed(model.norm.weight)
+    assert is_distributed(model.blocks[0].attention.out.bias)
     model(ids())
 
 
@@ -355,4 +386,5 @@ def silenced() -> tuple[bool, float]:
 
 def test_a_weightless_loss_that_is_nan_leaves_no_trace() -> None:
     for is_fine, norm in run_ranks(silenced, 2):
-        assert is_fine and 0 < norm < 1e3
+        assert is_fine
+        assert 0 < norm < 1e3

@@ -79,7 +79,9 @@ class CutCall:
         keeps_cut: makes the output of what the head gives while training: logits that stay cut.
     """
 
-    def __init__(self, site: Site, streams: Streams | None, keeps_cut: Callable[[torch.nn.Module, Any], Any] | None = None) -> None:
+    def __init__(
+        self, site: Site, streams: Streams | None, keeps_cut: Callable[[torch.nn.Module, Any], Any] | None = None
+    ) -> None:
         self._site, self._streams, self._keeps_cut = site, streams, keeps_cut
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -150,4 +152,3 @@ class Block:
         if isinstance(output, tuple):
             return (crossings.join(output[0], self._axis, SEQUENCE_DIM), *output[1:])
         return crossings.join(output, self._axis, SEQUENCE_DIM)
-

@@ -145,7 +145,9 @@ class _Total(torch.autograd.Function):
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, axis: Axis, dim: int, size: int | None, is_for_terms: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, part: torch.Tensor, axis: Axis, dim: int, size: int | None, is_for_terms: bool
+    ) -> torch.Tensor:
         ctx.axis, ctx.dim, ctx.is_for_terms = axis, dim, is_for_terms
         return _gather(part, axis, dim, size)
 

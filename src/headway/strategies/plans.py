@@ -151,7 +151,9 @@ def _check_nesting(cuts: Cuts) -> None:
     for name in (*cuts.sites, *cuts.foreign):
         for around in ancestors(name):
             if around in cuts.foreign and any(True for _ in _own_parameters_of(cuts, around)):
-                raise ConfigError(f"the tensor-parallel plan cuts {name!r} twice: a ParallelStyle cuts {around!r} around it")
+                raise ConfigError(
+                    f"the tensor-parallel plan cuts {name!r} twice: a ParallelStyle cuts {around!r} around it"
+                )
 
 
 def _own_parameters_of(cuts: Cuts, name: str) -> Iterator[str]:

@@ -90,7 +90,9 @@ def _arrange_child(name: str, child: torch.nn.Module, cuts: Cuts, stack: Stack) 
                 "gradient would be counted once for each rank; cut it, or leave the option out"
             )
     if not any(isinstance(site.style, Rowwise) for site in cutting.values()):
-        raise PrepareError(f"sequence_parallel=True: {name!r} has colwise matrices but no rowwise one that would end them")
+        raise PrepareError(
+            f"sequence_parallel=True: {name!r} has colwise matrices but no rowwise one that would end them"
+        )
     stack.gathered.append(name)
     for site in cutting.values():
         site.crossing = Crossing.SEQUENCE if isinstance(site.style, Rowwise) else Crossing.GATHERED

@@ -24,7 +24,9 @@ class Streams:
         self._axis = axis
         self._common: torch.Tensor | None = None
         self._start: torch.Tensor | None = None
-        self._random = torch.random if axis.mesh.device_type == "cpu" else torch.get_device_module(axis.mesh.device_type)
+        self._random = (
+            torch.random if axis.mesh.device_type == "cpu" else torch.get_device_module(axis.mesh.device_type)
+        )
 
     @torch.compiler.disable
     def part(self) -> None:

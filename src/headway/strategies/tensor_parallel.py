@@ -33,13 +33,16 @@ class TensorParallel:
         model: it must hold the same values on all ranks of the axis, or none (meta tensors).
         mesh: a DeviceMesh of one dimension: the ranks.
         options: how.
+        is_sharded: what is left is sharded along the first dimension afterwards.
 
     Raises:
         ConfigError: a plan that does not fit the model.
         PrepareError: a module that cannot be cut as it says.
     """
 
-    def __init__(self, model: torch.nn.Module, mesh: Any, options: TensorParallelOptions) -> None:
+    def __init__(
+        self, model: torch.nn.Module, mesh: Any, options: TensorParallelOptions, is_sharded: bool = False
+    ) -> None:
         self.axis = Axis.of(mesh)
         self._streams, self._ends = Streams(self.axis), ExitStack()
         self._model, self._is_checked = model, False
@@ -49,6 +52,8 @@ class TensorParallel:
         stack = sequence.arrange(model, cuts) if options.sequence_parallel else Stack([])
         head = _find_head(model, cuts) if options.loss_parallel else None
         where = _dimensions(model, cuts, self.axis)
+        if is_sharded:
+            _refuse_packed_rows(model, where)
         # From here on the model changes; nothing is refused any more.
         heads.divide(model, self.axis.size, options)
         foreign = self._apply_foreign(model, cuts)
@@ -97,7 +102,9 @@ class TensorParallel:
         for module in model.modules():
             if module in blocks:
                 name = blocks[module]
-                self._register(module, Block(self.axis, self._streams, name == stack.blocks[0], name == stack.blocks[-1]))
+                self._register(
+                    module, Block(self.axis, self._streams, name == stack.blocks[0], name == stack.blocks[-1])
+                )
             if module in gathered:
                 self._register(module, Gathered(self.axis))
             if module in sites:
@@ -144,8 +151,19 @@ def _refuse_within_attention(model: torch.nn.Module, cuts: Cuts) -> None:
                 )
 
 
+def _refuse_packed_rows(model: torch.nn.Module, where: "Where") -> None:
+    for name, parameter in model.named_parameters():
+        if where.get(id(parameter), (1, 1))[0] == 0 and where[id(parameter)][1] > 1:
+            raise PrepareError(
+                f"{name!r} packs several matrices along its first dimension, along which the layout shards it too; use tensor "
+                "parallelism alone or with ddp, or give it 'colwise_gather_output' and the next matrix 'rowwise_split_input'"
+            )
+
+
 def _find_head(model: torch.nn.Module, cuts: Cuts) -> Site:
-    gathered = [site for site in cuts.sites.values() if isinstance(site.style, styles.Colwise) and site.style.is_gathered]
+    gathered = [
+        site for site in cuts.sites.values() if isinstance(site.style, styles.Colwise) and site.style.is_gathered
+    ]
     own = model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None
     found = [site for site in gathered if own is None or site.module is own]
     if len(found) != 1:
@@ -178,14 +196,18 @@ def _dimensions(model: torch.nn.Module, cuts: Cuts, axis: Axis) -> Where:
     for parameter, owners in _owners(model).values():
         asked = {f"{name}.{key}" if name else key: _asked(cuts, name, key, parameter) for name, key in owners}
         wanted = {ask for ask in asked.values() if ask is not None}
-        foreign = [name for name, _ in owners if any(around in cuts.foreign for around in (name, *plans.ancestors(name)))]
+        foreign = [
+            name for name, _ in owners if any(around in cuts.foreign for around in (name, *plans.ancestors(name)))
+        ]
         if len(owners) > 1 and foreign:
             raise PrepareError(
                 f"{' and '.join(asked)} are one parameter, which a ParallelStyle object would untie; give {foreign[0]!r} a style "
                 "by name, such as 'colwise_gather_output'"
             )
         if len(wanted) > 1:
-            raise ConfigError(f"{' and '.join(asked)} are one parameter, but the tensor-parallel plan cuts it in two ways")
+            raise ConfigError(
+                f"{' and '.join(asked)} are one parameter, but the tensor-parallel plan cuts it in two ways"
+            )
         if not wanted:
             continue
         (dim, factor) = where[id(parameter)] = wanted.pop()
