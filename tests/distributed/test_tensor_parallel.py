@@ -259,9 +259,15 @@ def dropped(sequence_parallel: bool) -> dict[str, Any]:
     model = GPT(dropout=0.5)
     TensorParallel(model, mesh(), options)
     masks: dict[str, Any] = {}
-    drop = model.blocks[0].drop
-    drop.register_forward_hook(lambda m, a, out: masks.setdefault("residual", (out == 0).flatten().tolist()))
-    model.blocks[0].attention.out.register_forward_pre_hook(lambda m, a: masks.setdefault("cut", a[0].detach()))
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+            masks.setdefault(name, (out == 0).flatten().tolist())
+
+        return hook
+
+    model.blocks[0].drop.register_forward_hook(note("residual"))
+    model.blocks[0].drop_within.register_forward_hook(note("within"))
     torch.manual_seed(5)
     out, grads = run_of(model, ids())
     follows = torch.rand(2).tolist()
@@ -280,9 +286,8 @@ def dropped(sequence_parallel: bool) -> dict[str, Any]:
     run_of(quiet, ids())
     untouched = torch.rand(2).tolist()
     torch.manual_seed(5)
-    zeros = (masks["cut"] == 0).flatten().tolist()
     return {
-        "residual": masks["residual"], "cut": zeros, "follows": follows, "out": crc(out), "is_alike": is_alike,
+        "residual": masks["residual"], "within": masks["within"], "follows": follows, "out": crc(out), "is_alike": is_alike,
         "is_untouched": untouched == torch.rand(2).tolist(),
     }  # fmt: skip
 
@@ -298,6 +303,7 @@ def test_dropout_is_alike_where_activations_are_whole_and_a_ranks_own_where_they
     assert other["is_alike"]
     assert one["is_untouched"]
     assert other["is_untouched"]
+    assert one["within"] != other["within"]
     # The residual stream is cut along the sequence under sequence parallel, and whole otherwise.
     assert (one["residual"] == other["residual"]) is not sequence_parallel
 

@@ -133,11 +133,13 @@ def transformers_plans() -> Iterator[tuple[str, dict[str, str]]]:
 def test_the_plans_of_transformers_name_styles_that_are_served() -> None:
     found = dict(transformers_plans())
     refused = {
-        name: sorted(set(plan.values()) - set(STYLES))
+        name: [*sorted(set(plan.values()) - set(STYLES)), *plans.faults(plan)]
         for name, plan in found.items()
-        if set(plan.values()) - set(STYLES)
+        if set(plan.values()) - set(STYLES) or plans.faults(plan)
     }
     assert len(found) >= len(refused) + 140, refused
+    # Plans of transformers that would compute something else.
+    assert set(refused) <= {"inkling.InklingTextConfig", "inkling2.Inkling2TextConfig"}
 
 
 def test_no_style_of_transformers_is_missing() -> None:
