@@ -206,7 +206,7 @@ def functional_tie() -> tuple[float, bool, float]:
 
 
 def test_ties_stay_ties() -> None:
-    off, is_tied, more = run_ranks(functional_tie, 2)[0]
+    off, is_tied, more = run_ranks(functional_tie, 2, timeout=240)[0]
     assert off < 1e-6
     assert is_tied
     assert more == 0
@@ -247,7 +247,7 @@ def torch_styles() -> float:
 
 def test_torchs_own_styles_are_taken() -> None:
     """Sequence-parallel norms leave sums to be made, in windows of several backwards too."""
-    assert run_ranks(torch_styles, 2)[0] < 1e-6
+    assert run_ranks(torch_styles, 2, timeout=240)[0] < 1e-6
 
 
 # ---------------------------------------------------------------- random numbers
@@ -296,7 +296,7 @@ def dropped(sequence_parallel: bool) -> dict[str, Any]:
 def test_dropout_is_alike_where_activations_are_whole_and_a_ranks_own_where_they_are_cut(
     sequence_parallel: bool,
 ) -> None:
-    one, other = run_ranks(dropped, 2, sequence_parallel)
+    one, other = run_ranks(dropped, 2, sequence_parallel, timeout=240)
     assert one["out"] == other["out"]
     assert one["follows"] == other["follows"]
     assert one["is_alike"]
@@ -343,8 +343,8 @@ def scaled(is_named: bool) -> float:
 
 def test_a_whole_parameter_on_cut_activations_is_named_at_the_first_update() -> None:
     with pytest.raises(RankFailed, match=r"scale\.weight.*replicated_with_grad_allreduce"):
-        run_ranks(scaled, 2, False)
-    assert run_ranks(scaled, 2, True)[0] < 1e-7
+        run_ranks(scaled, 2, False, timeout=240)
+    assert run_ranks(scaled, 2, True, timeout=240)[0] < 1e-7
 
 
 def odd_sequence() -> None:
@@ -366,8 +366,8 @@ def wrong_heads() -> None:
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_changed() -> None:
-    run_ranks(odd_sequence, 2)
-    run_ranks(wrong_heads, 4)
+    run_ranks(odd_sequence, 2, timeout=240)
+    run_ranks(wrong_heads, 4, timeout=240)
 
 
 def silenced() -> tuple[bool, float]:
@@ -391,6 +391,6 @@ def silenced() -> tuple[bool, float]:
 
 
 def test_a_weightless_loss_that_is_nan_leaves_no_trace() -> None:
-    for is_fine, norm in run_ranks(silenced, 2):
+    for is_fine, norm in run_ranks(silenced, 2, timeout=240):
         assert is_fine
         assert 0 < norm < 1e3
