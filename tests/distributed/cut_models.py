@@ -40,11 +40,11 @@ class Block(nn.Module):
         self.before_attention, self.before_up = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(width, num_heads, dropout)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.drop = nn.Dropout(dropout)
+        self.drop, self.drop_within = nn.Dropout(dropout), nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.drop(self.attention(self.before_attention(x)))
-        return x + self.drop(self.down(nn.functional.gelu(self.up(self.before_up(x)))))
+        return x + self.drop(self.down(self.drop_within(nn.functional.gelu(self.up(self.before_up(x))))))
 
 
 class GPT(nn.Module):

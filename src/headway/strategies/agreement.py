@@ -40,9 +40,10 @@ def check(model: torch.nn.Module, axis: Axis) -> bool:
         names = [name for (name, _), is_odd in zip(named, odd.tolist()) if is_odd]
         raise PrepareError(
             f"the gradients of {len(names)} parameters that the tensor-parallel plan leaves whole differ between its ranks: "
-            f"{', '.join(names[:4])}{' and others' if len(names) > 4 else ''}. They act on activations that are cut. Give their modules the "
-            'style "replicated_with_grad_allreduce", which sums their gradients; if their inputs are whole, something before them '
-            "draws other random numbers on each rank, or the ranks of one group read different batches"
+            f"{', '.join(names[:4])}{' and others' if len(names) > 4 else ''}. They act on "
+            'activations that are cut. Give their modules the style "replicated_with_grad_allreduce", which sums their gradients; if '
+            "their inputs are whole, something before them draws other random numbers on each rank, or the ranks of one group read "
+            "different batches"
         )
     return True
 

@@ -37,10 +37,26 @@ def cut_like(tensor: torch.Tensor, like: Any) -> torch.Tensor:
     """A whole tensor as a DTensor that is cut as `like`; no rank asks another."""
     if is_distributed(tensor) or not is_distributed(like):
         return tensor
-    part = tensor[box(like)].to(local(like).device).clone(memory_format=torch.contiguous_format)
+    part = _part(tensor, like).to(local(like).device).clone(memory_format=torch.contiguous_format)
     given = {"run_check": False, "shape": like.shape, "stride": like.stride()}
     made: torch.Tensor = dtensor.DTensor.from_local(part, like.device_mesh, like.placements, **given)
     return made
+
+
+def _part(tensor: torch.Tensor, like: Any) -> torch.Tensor:
+    """This rank's part of a whole tensor."""
+    cut = [p.dim for p in like.placements if hasattr(p, "dim")]
+    for axis, placed in enumerate(like.placements):
+        factor = getattr(placed, "split_factor", 1)
+        if factor > 1 and cut.count(placed.dim) == 1:
+            # Several matrices packed along one dimension (tensor parallel): a part of each, which is no box.
+            rank, size = like.device_mesh.get_local_rank(axis), like.device_mesh.size(axis)
+            matrices = tensor.chunk(factor, placed.dim)
+            tensor = torch.cat([matrix.chunk(size, placed.dim)[rank] for matrix in matrices], placed.dim)
+            rest = [dtensor.Replicate() if p is placed else p for p in like.placements]
+            sizes, offsets = placement.compute_local_shape_and_global_offset(tensor.shape, like.device_mesh, rest)
+            return tensor[tuple(slice(begin, begin + length) for begin, length in zip(offsets, sizes))]
+    return tensor[box(like)]
 
 
 def complete(parameter: torch.Tensor) -> torch.Tensor | None:

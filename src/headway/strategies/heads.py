@@ -34,7 +34,7 @@ def check(model: torch.nn.Module, cuts: Cuts, size: int, options: TensorParallel
 
 def divide(model: torch.nn.Module, size: int, options: TensorParallelOptions) -> None:
     """Make the counts that `divide` names those of a rank."""
-    for name, module, key in _named(model, options.divide):
+    for _name, module, key in _named(model, options.divide):
         setattr(module, key, int(getattr(module, key)) // size)
 
 
@@ -63,8 +63,8 @@ def _check_counts(name: str, parent: torch.nn.Module, size: int, options: Tensor
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 1 and _COUNTS.fullmatch(key)
         if is_count and not any(plans.fits(pattern, path) for pattern in (*options.divide, *options.keep)):
             raise PrepareError(
-                f"{name or type(parent).__name__!r} counts {key}={value}, but each rank has {value}/{size} of them once its matrices are "
-                f"cut. If its forward uses the count (in view or reshape), have it divided: divide=({path!r},), with '*' for the "
+                f"{name or type(parent).__name__!r} counts {key}={value}, but each rank has {value}/{size} of them once its matrices "
+                f"are cut. If its forward uses the count (in view or reshape), have it divided: divide=({path!r},), with '*' for the "
                 f"parts that differ between blocks; if not (view(..., -1, head_dim)), say so: keep=({path!r},)"
             )
 
@@ -79,8 +79,8 @@ def _check_names(model: torch.nn.Module, size: int, options: TensorParallelOptio
         for name, module, key in found:
             if pattern in options.divide and getattr(module, key) % size:
                 raise ConfigError(
-                    f"{name!r} is {getattr(module, key)}, which does not divide among {size} ranks of tensor parallelism; use a number "
-                    "of ranks that divides it"
+                    f"{name!r} is {getattr(module, key)}, which does not divide among {size} ranks of tensor parallelism; use a "
+                    "number of ranks that divides it"
                 )
 
 

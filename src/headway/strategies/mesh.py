@@ -147,7 +147,8 @@ class MeshStrategy(SingleStrategy):
             # Where they lie: parts of models that were made from different seeds would make a patchwork.
             self.everyone.broadcast_into([*model.parameters(), *model.buffers()])
         if self.layout.tp > 1:
-            self._cuts.append((model, TensorParallel(model, self.mesh["tp"], self._tensor)))
+            cut = TensorParallel(model, self.mesh["tp"], self._tensor, is_sharded=self.layout.shard > 1)
+            self._cuts.append((model, cut))
         super().setup(model, transforms)
         if not is_sharded:
             return

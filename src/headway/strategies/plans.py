@@ -84,7 +84,18 @@ def _own_plan(model: torch.nn.Module) -> Mapping[str, Any]:
             f"{type(model).__name__} has no tensor-parallel plan of its own; give one by module names, as in "
             'TensorParallelOptions(plan={"blocks.*.attn.q": "colwise", "blocks.*.attn.out": "rowwise"})'
         )
+    if packed := faults(plan):
+        raise PrepareError(
+            f"the plan of {type(model).__name__} cuts {packed[0]!r} as one matrix ('colwise'), but it packs two, gate and up, and "
+            "each rank would compute with other halves; correct it: "
+            'TensorParallelOptions(plan={**model.tp_plan, name: "packed_colwise"})'
+        )
     return plan
+
+
+def faults(plan: Mapping[str, Any]) -> list[str]:
+    """Names in a model's own plan that would compute something else: transformers 5.23 has two such plans (Inkling)."""
+    return [name for name, style in plan.items() if style == "colwise" and name.endswith("experts.gate_up_proj")]
 
 
 def _refuse_pattern(pattern: str, names: list[str], model: torch.nn.Module) -> None:

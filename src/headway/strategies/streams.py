@@ -10,6 +10,7 @@ import zlib
 
 import torch
 
+from headway.runtime import torch_stream
 from headway.strategies.crossings import Axis
 
 
@@ -24,18 +25,16 @@ class Streams:
         self._axis = axis
         self._common: torch.Tensor | None = None
         self._start: torch.Tensor | None = None
-        self._random = (
-            torch.random if axis.mesh.device_type == "cpu" else torch.get_device_module(axis.mesh.device_type)
-        )
+        self._kind: str = axis.mesh.device_type
 
     @torch.compiler.disable
     def part(self) -> None:
         """From here on activations are cut."""
         if self._common is None:
-            self._common = self._random.get_rng_state()
+            self._common = self._read()
             seed = zlib.crc32(self._common.numpy().tobytes())
-            self._random.manual_seed(seed * 65_537 + self._axis.rank)
-            self._start = self._random.get_rng_state()
+            self._start = torch.Generator(self._kind).manual_seed(seed * 65_537 + self._axis.rank).get_state()
+            self._write(self._start)
 
     @torch.compiler.disable
     def join(self) -> None:
@@ -43,8 +42,20 @@ class Streams:
         if self._common is None:
             return
         assert self._start is not None
-        is_drawn = not torch.equal(self._random.get_rng_state(), self._start)
-        self._random.set_rng_state(self._common)
+        is_drawn = not torch.equal(self._read(), self._start)
+        self._write(self._common)
         self._common = self._start = None
         if is_drawn:
-            torch.rand((), device=self._axis.mesh.device_type)
+            torch.rand((), device=self._kind)
+
+    def _read(self) -> torch.Tensor:
+        if self._kind == "cpu":
+            return torch_stream.read()
+        state: torch.Tensor = torch.get_device_module(self._kind).get_rng_state()
+        return state
+
+    def _write(self, state: torch.Tensor) -> None:
+        if self._kind == "cpu":
+            torch_stream.write(state)
+        else:
+            torch.get_device_module(self._kind).set_rng_state(state)

@@ -267,18 +267,8 @@ class PartialGradients(Style):
     is_partial = True
 
 
-class AllReduce(Style):
-    """The outputs are terms."""
-
-    closes = True
-
-    def leave(self, site: Site, output: Any) -> Any:
-        """Their sum."""
-        return None if output is None else crossings.total(output, site.axis)
-
-
 class Experts(Style):
-    """Each rank has a part of every expert: inputs and routing weights are whole, outputs are terms."""
+    """Each rank has a part of what is computed: inputs (and routing weights) are whole, outputs are terms."""
 
     closes = True
 
@@ -347,7 +337,7 @@ def make(name: str) -> Style:
         "sequence_parallel": PartialGradients,
         "replicated_with_grad_allreduce": PartialGradients,
         "mla_kv_a_proj": LatentKeys,
-        "all_reduce": AllReduce,
+        "all_reduce": Experts,
         "moe_tp_experts": Experts,
         "moe_identity_expert": IdentityExpert,
         "local_params": Style,

@@ -33,13 +33,16 @@ class TensorParallel:
         model: it must hold the same values on all ranks of the axis, or none (meta tensors).
         mesh: a DeviceMesh of one dimension: the ranks.
         options: how.
+        is_sharded: what is left is sharded along the first dimension afterwards.
 
     Raises:
         ConfigError: a plan that does not fit the model.
         PrepareError: a module that cannot be cut as it says.
     """
 
-    def __init__(self, model: torch.nn.Module, mesh: Any, options: TensorParallelOptions) -> None:
+    def __init__(
+        self, model: torch.nn.Module, mesh: Any, options: TensorParallelOptions, is_sharded: bool = False
+    ) -> None:
         self.axis = Axis.of(mesh)
         self._streams, self._ends = Streams(self.axis), ExitStack()
         self._model, self._is_checked = model, False
@@ -49,6 +52,8 @@ class TensorParallel:
         stack = sequence.arrange(model, cuts) if options.sequence_parallel else Stack([])
         head = _find_head(model, cuts) if options.loss_parallel else None
         where = _dimensions(model, cuts, self.axis)
+        if is_sharded:
+            _refuse_packed_rows(model, where)
         # From here on the model changes; nothing is refused any more.
         heads.divide(model, self.axis.size, options)
         foreign = self._apply_foreign(model, cuts)
@@ -144,6 +149,15 @@ def _refuse_within_attention(model: torch.nn.Module, cuts: Cuts) -> None:
                     f"{name!r} is part of a torch.nn.MultiheadAttention, which computes with its parts' weights but does not call "
                     "them, so it cannot be cut; leave it out of the plan (it stays whole), or write attention with linear layers"
                 )
+
+
+def _refuse_packed_rows(model: torch.nn.Module, where: "Where") -> None:
+    for name, parameter in model.named_parameters():
+        if where.get(id(parameter), (1, 1))[0] == 0 and where[id(parameter)][1] > 1:
+            raise PrepareError(
+                f"{name!r} packs several matrices along its first dimension, along which the layout shards it too; use tensor "
+                "parallelism alone or with ddp, or give it 'colwise_gather_output' and the next matrix 'rowwise_split_input'"
+            )
 
 
 def _find_head(model: torch.nn.Module, cuts: Cuts) -> Site:

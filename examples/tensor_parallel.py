@@ -1,0 +1,104 @@
+"""A small GPT whose matrices are cut over the ranks: `headway launch -n 2 --cpu examples/tensor_parallel.py`.
+
+The loop is that of one process. On one process the model stays whole. `--layout fsdp+tp=2` also shards what is left over pairs
+of ranks, and `--sequence_parallel` cuts what lies between the matrices along the sequence.
+"""
+
+import argparse
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator, TensorParallelOptions, set_seed
+
+PLAN = {
+    "blocks.*.attention.q": "colwise",
+    "blocks.*.attention.k": "colwise",
+    "blocks.*.attention.v": "colwise",
+    "blocks.*.attention.out": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.head_dim = width // num_heads
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # -1, and not the number of heads: a rank has some of them.
+        q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), Attention(width, num_heads)
+        self.norm_2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.down(gelu(self.up(self.norm_2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int = 64, num_heads: int = 4, num_blocks: int = 2, length: int = 32) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(64, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_blocks))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 64, bias=False)
+        self.head.weight = self.tokens.weight  # stays one parameter
+        nn.init.normal_(self.tokens.weight, std=0.1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def counting(num_rows: int, length: int) -> TensorDataset:
+    """Rows that count up in steps of 1 to 4."""
+    first, step = torch.randint(0, 64, (num_rows, 1)), torch.randint(1, 5, (num_rows, 1))
+    return TensorDataset((first + step * torch.arange(length + 1)) % 64)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layout", default="tp")
+    parser.add_argument("--sequence_parallel", action="store_true")
+    parser.add_argument("--loss_parallel", action="store_true")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--cpu", action="store_true")
+    args = parser.parse_args(arguments)
+
+    options = TensorParallelOptions(PLAN, args.sequence_parallel, args.loss_parallel)
+    accelerator = Accelerator(cpu=args.cpu, strategy=args.layout, kwargs_handlers=[options])
+    set_seed(1)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    loader = DataLoader(counting(256, 32), batch_size=16, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    for epoch in range(args.epochs):
+        for (rows,) in loader:
+            with accelerator.accumulate(model):
+                loss = cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.print(f"epoch {epoch}: loss {loss.item():.3f}")
+    cut = model.blocks[0].up.weight
+    accelerator.print(f"each rank has {tuple(getattr(cut, '_local_tensor', cut).shape)} of {tuple(cut.shape)}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
