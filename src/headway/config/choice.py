@@ -51,8 +51,6 @@ class Chosen:
         """What was given, with the sizes that the run has; None where nothing was, and ranks are replicas."""
         if self.layout.is_replicas_only and self.given is None:
             return None
-        if self.given is not None and self.given.total_size > 1:
-            return self.given
         found, has = self.given or ParallelismConfig(), self.layout
         found.dp_replicate_size, found.dp_shard_size = has.replicate, has.shard
         found.tp_size, found.cp_size = has.tp, has.cp

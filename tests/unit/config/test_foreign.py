@@ -117,7 +117,8 @@ def test_policies_of_precision():
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [("version", 3, "fsdp_version=3; allowed: 1, 2"), ("sharding_strategy", "HALF", "allowed: FULL_SHARD, SHARD_GRAD_OP"),
-     ("sharding_strategy", 6, "'6'; allowed"), ("cpu_offload", "maybe", "give True or False"), ("min_num_params", "1e8", "whole number"),
+     ("sharding_strategy", 6, "'6'; allowed"), ("cpu_offload", "maybe", "give True or False"),
+     ("min_num_params", "1e8", "whole number"),
      ("auto_wrap_policy", "BY_SIZE", "allowed: TRANSFORMER_BASED_WRAP"), ("activation_checkpointing", 3, "give true or false"),
      ("state_dict_type", "SHARDED", "allowed: FULL_STATE_DICT"), ("backward_prefetch", "PRE", "allowed: BACKWARD_PRE"),
      ("sharding", "x", "fsdp_sharding is not an option of FSDP")],
