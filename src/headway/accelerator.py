@@ -36,6 +36,7 @@ from headway.resume.restored import Restored
 from headway.resume.run import RunState
 from headway.runtime import events, process, pulse
 from headway.runtime.control import note_progress
+from headway.runtime.seed import Reader
 from headway.strategies.build import choose_strategy
 from headway.tracking.base import Tracker
 from headway.tracking.record import Record, TrackerKwargs
@@ -211,6 +212,7 @@ class Accelerator(RankAware):
     def _take_part(self, runtime: process.ProcessRuntime) -> None:
         """Be known to this process: what ends with it is let go of then."""
         process.at_end(self._preparation.release)
+        runtime.scope.own(Reader).index = self.strategy.data_shard.index
         self._lookout = runtime.scope.own(build_lookout)
         self._membership = self._lookout.join(self._training_step)
         scope.own(Reserve).fill()

@@ -21,10 +21,13 @@ from headway.log import get_logger
 from headway.optional import Later
 from headway.precision.base import Precision
 from headway.runtime import process
-from headway.strategies import gathered, gradients
+from headway.strategies import gathered, gradients, values
 from headway.strategies.base import Capabilities, Engine, Transform
+from headway.strategies.formats import check_formats, choose_formats, norms_within
 from headway.strategies.single import SingleStrategy
 from headway.strategies.units import Units, find_units
+from headway.strategies.usage import Usage
+from headway.units import format_bytes
 
 fsdp = Later("torch.distributed.fsdp")
 device_mesh = Later("torch.distributed.device_mesh")
@@ -60,6 +63,9 @@ class MeshStrategy(SingleStrategy):
         self.data_shard = Shard(self._data_index(), layout.num_data_shards)
         self.gradient_divisor = layout.num_data_shards
         self._models: list[torch.nn.Module] = []
+        self._usage: dict[int, Usage] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+        self._is_checked = False
         self._replaced: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
     def _data_index(self) -> int:
@@ -71,49 +77,102 @@ class MeshStrategy(SingleStrategy):
 
     # ---------------------------------------------------------------- setting up
 
+    def materialise(self, model: torch.nn.Module) -> None:
+        """See that `setup`, which does it unit by unit, can: each module without memory must know its values.
+
+        Raises:
+            PrepareError: one does not.
+        """
+        values.check_initialisers(model)
+
+    def place(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Not yet: `setup` brings one unit after the other to the device, and keeps a part of each."""
+
     def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
         """Give all ranks rank 0's values, apply the transforms, shard; names of parameters stay what they were.
 
         Raises:
             PrepareError: what cannot be sharded, by name.
         """
-        find_units(model, self._options)  # what is refused is refused before anything is changed
-        before = list(model.named_parameters(remove_duplicate=False))
-        # Where they lie: parts of models that were made from different seeds would make a patchwork.
-        self.everyone.broadcast_into([*model.parameters(), *model.buffers()])
-        super().setup(model, transforms)
-        self._shard(model, find_units(model, self._options))
-        after = dict(model.named_parameters(remove_duplicate=False))
-        for name, parameter in before:
-            if after[name] is not parameter:
-                self._replaced[id(parameter)] = weakref.ref(parameter), after[name]
+        known = self.everyone.runtime.scope.own(Sharded)
+        how = (self.layout, self._options, self._number_format)
+        if not known.is_sharded(model, how):
+            before = list(model.named_parameters(remove_duplicate=False))
+            self._set_up(model, transforms)
+            known.note(model, how)
+            after = dict(model.named_parameters(remove_duplicate=False))
+            for name, parameter in before:
+                if after[name] is not parameter:
+                    self._replaced[id(parameter)] = weakref.ref(parameter), after[name]
         if not self._models:
             # A prepared model may outlive its Accelerator, and would keep the groups beyond their end.
             process.at_end(self.release, is_engine=True)
         self._models.append(model)
+        self._usage[id(model)] = Usage(model, self.everyone, self._options.find_unused_parameters)
+        self._dtypes.update(
+            (id(record.sharded_param), record.sharded_param.dtype) for record in gathered.records(model)
+        )
         return None
 
-    def _shard(self, model: torch.nn.Module, units: Units) -> None:
-        chosen = self._options
-        on_host = self.everyone.runtime.device.type == "cpu"
-        offload = fsdp.CPUOffloadPolicy(pin_memory=not on_host) if chosen.cpu_offload else fsdp.OffloadPolicy()
+    def _set_up(self, model: torch.nn.Module, transforms: Iterable[Transform]) -> None:
+        find_units(model, self._options)  # what is refused is refused before anything is changed
+        lacks_values = values.is_without_memory(model)
+        lacking = [row[0] for row in self.everyone.gather_numbers([float(lacks_values)])]
+        if len(set(lacking)) > 1:
+            ranks = ", ".join(str(rank) for rank, lacks in enumerate(lacking) if lacks)
+            raise PrepareError(
+                f"{type(model).__name__} was built without memory (meta device) on ranks {ranks} alone; build it alike on all ranks"
+            )
+        if not lacks_values:
+            # Where they lie: parts of models that were made from different seeds would make a patchwork.
+            self.everyone.broadcast_into([*model.parameters(), *model.buffers()])
+        super().setup(model, transforms)
+        units = find_units(model, self._options)
+        if units.split:
+            log.info(
+                "%s share parameters with modules outside of them; their parts that share none are gathered one by one, and what is "
+                "shared with the root",
+                ", ".join(units.split),
+            )
+        inner = self._shard(model, units)
+        if lacks_values:
+            largest = values.fill(model, inner, self.everyone.runtime.device, self.everyone)
+            log.info(
+                "%s got its values unit by unit; the largest takes %s", type(model).__name__, format_bytes(largest)
+            )
+
+    def _shard(self, model: torch.nn.Module, units: Units) -> list[torch.nn.Module]:
+        """Shard each unit and the root; returns the units, innermost first."""
+        chosen, device_type = self._options, self.everyone.runtime.device.type
+        formats = choose_formats(chosen, self._number_format, device_type)
+        if formats.told:
+            log.info_once("%s", formats.told)
+        offload = fsdp.CPUOffloadPolicy(pin_memory=device_type != "cpu")
         given: dict[str, Any] = {
             "mesh": self.mesh[tuple(axis for axis in DATA_AXES if axis in self.mesh.mesh_dim_names)],
-            "offload_policy": offload,
+            "offload_policy": offload if chosen.cpu_offload else fsdp.OffloadPolicy(),
             "ignored_params": set(units.ignored) or None,
         }
+        reshard = chosen.reshard_after_forward
+        norms = list(norms_within(units.modules, formats))
+        for norm in norms:
+            fsdp.fully_shard(norm, reshard_after_forward=reshard, mp_policy=formats.root, **given)
         for unit in units.modules:
-            fsdp.fully_shard(unit, reshard_after_forward=chosen.reshard_after_forward, **given)
-        is_bool = isinstance(chosen.reshard_after_forward, bool)
-        fsdp.fully_shard(model, reshard_after_forward=chosen.reshard_after_forward if is_bool else None, **given)
+            fsdp.fully_shard(unit, reshard_after_forward=reshard, mp_policy=formats.blocks, **given)
+        whole_root = reshard if isinstance(reshard, bool) else None
+        fsdp.fully_shard(model, reshard_after_forward=whole_root, mp_policy=formats.root, **given)
         for module in gathered.shards(model):
             # Whoever uses a parameter, and whoever does not: all ranks send the same.
             module.set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]
-        _prefetch([m for m in model.modules() if any(m is unit for unit in units.modules)], chosen)
+        wanted = set(map(id, units.modules))
+        _prefetch([module for module in model.modules() if id(module) in wanted], chosen)
         for name in chosen.forward_methods:
             if not callable(getattr(model, name, None)):
-                raise PrepareError(f"ShardingOptions(forward_methods=...) names {name!r}, no method of the model")
+                raise PrepareError(
+                    f"ShardingOptions(forward_methods=...) names {name!r}, but {type(model).__name__} has no such method"
+                )
             fsdp.register_fsdp_forward_method(model, name)
+        return [*norms, *units.modules]
 
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
         """The part that took its place; for a gathered parameter, which the tree shows while it is whole, its part."""
@@ -132,9 +191,6 @@ class MeshStrategy(SingleStrategy):
     def cut(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's part of it, as the parameter is cut."""
         return gradients.cut_like(tensor, parameter)
-
-    def place(self, model: torch.nn.Module, device: torch.device) -> None:
-        """Not yet: `setup` brings one unit after the other to the device, and keeps a part of each."""
 
     def at_rest(self, model: torch.nn.Module) -> None:
         """Free what is gathered: the root stays whole after a forward without backward."""
@@ -156,6 +212,17 @@ class MeshStrategy(SingleStrategy):
             "local SGD needs a whole model on each rank, and this one is sharded; use strategy='ddp', or drop local SGD"
         )
 
+    def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
+        """Run backward, and note which parameters take part in it."""
+        for usage in self._usage.values():
+            usage.watch()
+        super().backward(loss, factor, precision, **kwargs)
+
+    def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
+        """It adds to what the window has used."""
+        for usage in self._usage.values():
+            usage.go_on()
+
     @contextmanager
     def silence(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
         """By hooks on the whole parameters, which autograd sees; on parts they never fire."""
@@ -175,7 +242,9 @@ class MeshStrategy(SingleStrategy):
             gathered.forget_gradients(model)
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
-        """Gradients have travelled in backward; buffers follow rank 0."""
+        """Gradients have travelled in backward; what nobody used has none, and buffers follow rank 0."""
+        for usage in self._usage.values():
+            usage.settle()
         if not self._options.broadcast_buffers:
             return
         for model in self._models:
@@ -201,18 +270,25 @@ class MeshStrategy(SingleStrategy):
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> bool:
-        """Step on the parts."""
+        """Step on the parts; before the first one, everything has the number format that was promised."""
+        if not self._is_checked:
+            check_formats(self._models, self._dtypes)
+            self._is_checked = True
         return super().step(optimizer, precision, closure)
 
     # ---------------------------------------------------------------- the end
 
     def release(self, model: torch.nn.Module | None = None) -> None:
-        """Forget a model, or all. They stay sharded: their parts need not fit on one rank."""
+        """Forget a model, or all. They stay sharded, because a whole one need not fit here; they can be prepared again."""
         super().release()
-        gone = self._models if model is None else [known for known in self._models if known is model]
-        held = {id(p) for each in self._models if each not in gone for p in each.parameters()}
+        for each in [known for known in self._models if model is None or known is model]:
+            gathered.reshard(each)
+            self._usage.pop(id(each)).release()
+        self._models = [] if model is None else [known for known in self._models if known is not model]
+        held = {id(p) for each in self._models for p in each.parameters()}
         self._replaced = {key: pair for key, pair in self._replaced.items() if id(pair[1]) in held}
-        self._models = [each for each in self._models if each not in gone]
+        self._dtypes = {key: dtype for key, dtype in self._dtypes.items() if key in held}
+        self._is_checked = False
 
     # ---------------------------------------------------------------- state
 
@@ -225,6 +301,31 @@ class MeshStrategy(SingleStrategy):
         """Take whole tensors, of which each rank keeps its part, or DTensors that are cut alike."""
         self.at_rest(model)
         super().import_state(model, tensors)
+
+
+class Sharded:
+    """The models that were sharded in this process, and how."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+
+    def note(self, model: torch.nn.Module, how: Any) -> None:
+        """It has been sharded."""
+        self._known[model] = how
+
+    def is_sharded(self, model: torch.nn.Module, how: Any) -> bool:
+        """Has it been sharded before, in this very way?
+
+        Raises:
+            PrepareError: it was sharded in another way.
+        """
+        before = self._known.get(model)
+        if before is not None and before != how:
+            raise PrepareError(
+                f"{type(model).__name__} is sharded already, in another way ({before[0]}, {before[1]}, mixed_precision="
+                f"{before[2]!r}); build it anew, and load its values from a checkpoint"
+            )
+        return before is not None
 
 
 def _build_mesh(device_type: str, layout: Layout) -> Any:

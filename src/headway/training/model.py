@@ -160,7 +160,7 @@ def attach(
     model.__dict__[_KEY] = _Call(bare, engine, autocast, keep_local, shards)
 
 
-def refuse_copies(model: torch.nn.Module) -> None:
+def refuse_copies(model: Any) -> None:
     """Refuse to copy or pickle a model of which this process holds a part.
 
     Raises:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.batch_size import attempt
-from headway.collectives.streams import synchronize_rng_states
+from headway.collectives.streams import share_streams, synchronize_rng_states
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
 from headway.data.draws import LoaderStream
@@ -97,6 +97,7 @@ class Preparation:
         self._follows_optimizer = follows_optimizer
         self._rng_types = rng_types
         self._global_batch_size = global_batch_size
+        self._is_sharing = False
         attempt.register(self)
 
     @property
@@ -154,6 +155,12 @@ class Preparation:
             return self.optimizer(obj)
         return self.loader(obj, place) if kind == "loader" else self.scheduler(obj)
 
+    def _share_streams(self) -> None:
+        """Once, before anything is prepared: ranks of one part of the data draw alike."""
+        if not self._is_sharing and self._strategy.everyone.world_size > self._strategy.data_shard.count:
+            share_streams(self._strategy.everyone, self._strategy.data_shard.index)
+        self._is_sharing = True
+
     # ---------------------------------------------------------------- each kind
 
     def model(self, model: torch.nn.Module, place: bool | None = None, is_evaluation: bool = False) -> torch.nn.Module:
@@ -167,6 +174,7 @@ class Preparation:
             return model
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             raise PrepareError("prepare() got a DistributedDataParallel; give the bare model, Headway wraps it")
+        self._share_streams()
         is_moved = self._is_moved(model, place, is_evaluation)
         if any(parameter.is_meta for parameter in model.parameters()):
             self._strategy.materialise(model)
@@ -250,6 +258,7 @@ class Preparation:
         for known in self.loaders:
             if loader is known:
                 return known
+        self._share_streams()
         places = self._places if place is None else place
         made = prepare_loader(
             loader,
