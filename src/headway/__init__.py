@@ -165,7 +165,6 @@ if TYPE_CHECKING:
     from headway.config.run import GradientAccumulationPlugin as GradientAccumulationPlugin
     from headway.config.run import ProjectConfiguration as ProjectConfiguration
     from headway.config.sharding import ShardingOptions as ShardingOptions
-    from headway.config.sharding import ShardingOptions as ShardingOptions
     from headway.config.strategies import ActivationCheckpointing as ActivationCheckpointing
     from headway.config.strategies import AutocastKwargs as AutocastKwargs
     from headway.config.strategies import DDPCommunicationHookType as DDPCommunicationHookType
