@@ -45,6 +45,9 @@ def launch(monkeypatch, capsys, tmp_path):
             "-n 8 --use_parallelism_config --parallelism_config_dp_shard_size 4 --parallelism_config_tp_size 2",
             Layout(shard=4, tp=2),
         ),
+        ("-n 8 --use_deepspeed", Layout(shard=8)),
+        ("-n 8 --use_deepspeed --zero_stage 2 --strategy zero2 --offload_optimizer_device none", Layout(shard=8)),
+        ("-n 8 --use_deepspeed --strategy zero3 --deepspeed_config_file ds.json", Layout(shard=8)),
         ("-n 8", None),
     ],
 )
@@ -98,7 +101,7 @@ def test_settings_reach_the_workers(launch, tmp_path, monkeypatch):
     assert plan.layout == Layout(tp=4)
     assert plan.notes == (
         "without effect: fsdp_offload_params (file: c.yaml key fsdp_offload_params) belongs to a layout with shards, and this one is "
-        "4 parts of a matrix",
+        "tp: 4 parts of a matrix",
     )
 
 
@@ -117,7 +120,7 @@ def test_flags_that_change_nothing_are_told_in_one_line(launch):
 
 WRONG = [
     ("-n 8 --strategy fspd", "'fspd' is unknown; did you mean fsdp?"),
-    ("-n 8 --strategy zero", "'zero' is unknown; write fsdp, or deepspeed for DeepSpeed's own engine"),
+    ("-n 8 --strategy zero", "'zero' is unknown; write fsdp, or zero1, zero2 or zero3"),
     ("-n 8 --strategy pipeline=2", "'pipeline' is unknown; write pp"),
     ("-n 8 --strategy fsdp+tp", "leaves more than one size open; give all but one, as in hsdp=8 or fsdp+tp=2"),
     ("-n 8 --strategy fsdp+fsdp=2", "gives the axis of 'fsdp' twice"),
@@ -137,7 +140,7 @@ WRONG = [
     ("-n 8 --tp_size 2", "sizes are part of the layout: --strategy fsdp+tp=2"),
     (
         "-n 8 --strategy tp --fsdp_offload_params true",
-        "a layout with shards, and this one is 8 parts of a matrix: take it out",
+        "a layout with shards, and this one is tp: 8 parts of a matrix: take it out",
     ),
     ("-n 8 --strategy fsdp --fsdp_offload_params maybe", "--fsdp_offload_params='maybe'; give True or False"),
     ("-n 8 --use_fsdp --fsdp_sharding_strategy HYBRID", "allowed: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD"),
@@ -154,6 +157,21 @@ WRONG = [
         "takes 4 ranks, but the run has 8; the nearest that fit 8: tp=8, ddp=2+tp=4",
     ),
     ("-n 8 --parallelism_config_sp_size 2", "Ulysses) is not served"),
+    ("-n 8 --strategy zero3+tp=2", "and 'zero3' stands alone"),
+    (
+        "-n 8 --use_deepspeed --use_fsdp",
+        "--use_deepspeed ask for DeepSpeed, and --use_fsdp for torch's own engine; keep one",
+    ),
+    ("-n 8 --use_deepspeed --strategy fsdp", "--strategy fsdp against --use_deepspeed"),
+    ("-n 8 --use_deepspeed --zero_stage 0", "--zero_stage='0'; allowed: 1, 2, 3; stage 0 shards nothing"),
+    ("-n 8 --use_deepspeed --zero3_init_flag true", "--zero3_init_flag: a model is built whole on each process"),
+    ("-n 8 --use_deepspeed --offload_param_device disk", "--offload_param_device='disk'; allowed: CPU, NVME"),
+    ("-n 8 --use_deepspeed --gradient_clipping high", "--gradient_clipping='high'; give a number"),
+    ("-n 8 --strategy fsdp --gradient_clipping 1", "belongs to DeepSpeed, and this one is fsdp: 8 shards: take it out"),
+    (
+        "-n 8 --strategy zero2 --fsdp_offload_params true",
+        "a layout with shards, and this one is zero2: 8 shards: take it out",
+    ),
     ("-n 8 --fsdp_reshard_after_forward sometimes", "allowed: FULL_SHARD, SHARD_GRAD_OP"),
 ]
 

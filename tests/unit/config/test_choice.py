@@ -10,7 +10,7 @@ from headway import (
     ParallelismConfig,
     TorchTensorParallelPlugin,
 )
-from headway.config.choice import WHOLE_MODEL, Wish
+from headway.config.choice import WHOLE_MODEL, Wish, launched_deepspeed
 from headway.config.mesh import Layout
 from headway.config.sharding import ShardingOptions
 from headway.config.strategies import EngineOptions
@@ -240,7 +240,9 @@ def test_handlers_and_plugins_are_not_mixed():
 
 def test_options_that_were_typed_for_another_layout(launched):
     launched(fsdp_offload_params=True)
-    with pytest.raises(ConfigError, match="belongs to a layout with shards, and this one is 8 replicas"):
+    with pytest.raises(
+        ConfigError, match="belongs to a layout with shards, and this one is ddp: 8 replicas; take it out"
+    ):
         decide()
     decide(strategy="fsdp")
     decide(num_ranks=1)
@@ -270,3 +272,18 @@ def test_what_changes_nothing_is_said_once(caplog):
     assert [text.partition(" ")[0] for text in wish(fsdp=plugin).needless] == [
         "fsdp_plugin.fsdp_version", "fsdp_plugin.backward_prefetch", "fsdp_plugin.use_orig_params",
     ]  # fmt: skip
+
+
+def test_what_the_launcher_says_for_deepspeed(launched):
+    launched(strategy="zero3", deepspeed_config_file="ds.json", offload_param_device="cpu", gradient_clipping=1.0)
+    chosen = decide()
+    assert (chosen.text, chosen.is_deepspeed, chosen.parallelism) == ("zero3", True, None)
+    assert launched_deepspeed() == {"hf_ds_config": "ds.json", "offload_param_device": "cpu", "gradient_clipping": 1.0}
+    launched(gradient_clipping=1.0)
+    with pytest.raises(ConfigError, match="belongs to DeepSpeed, and this one is fsdp: 8 shards; take it out"):
+        decide(strategy="fsdp")
+    launched(strategy="zero3")
+    assert launched_deepspeed() == {}
+    launched(strategy="zero3", fsdp_offload_params=True)
+    with pytest.raises(ConfigError, match="belongs to a layout with shards, and this one is zero3"):
+        decide()
