@@ -9,10 +9,10 @@ from headway.checks import selfcheck
 from headway.runtime import process
 
 
-def test_two_processes_pass() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "headway", "test", "--cpu", "-n", "2"], capture_output=True, text=True, timeout=120
-    )
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_pass(strategy: str) -> None:
+    words = ["test", "--cpu", "-n", "2", "--strategy", strategy]
+    done = subprocess.run([sys.executable, "-m", "headway", *words], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "2 processes, cpu, precision no" in done.stdout
     assert "all checks passed" in done.stdout

@@ -100,6 +100,8 @@ def test_arguments_come_in_the_same_order():
 HANDLERS = """
     AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs GradientAccumulationPlugin
     InitProcessGroupKwargs ProfileKwargs ProjectConfiguration TorchDynamoPlugin ParallelismConfig
+    FullyShardedDataParallelPlugin TorchTensorParallelPlugin TorchTensorParallelConfig TorchContextParallelConfig
+    DeepSpeedSequenceParallelConfig
 """.split()  # noqa: SIM905
 
 

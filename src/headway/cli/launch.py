@@ -91,7 +91,7 @@ def start(
         click.echo(f"# {planned.banner}")
         if planned.layout is not None:
             for line in groups_in_words(planned.layout):
-                click.echo(f"# headway:   {line}")
+                click.echo(f"#   {line}")
         for note in planned.notes:
             click.echo(f"# headway: {note}")
         click.echo(planned.shell())

@@ -6,12 +6,13 @@ from typing import Any
 import click
 
 from headway.cli.options import GroupedOption
-from headway.config.foreign import FSDP_KEYS, SIZE_KEYS, Foreign
+from headway.config.foreign import DEEPSPEED_KEYS, FSDP_KEYS, SIZE_KEYS, Foreign
 from headway.config.launch import SETTINGS
 from headway.config.load import COMMAND_LINE, Value
+from headway.config.mesh import ENGINES
 from headway.errors import ConfigError
 
-_SWITCHES = ("use_fsdp", "use_parallelism_config")
+_SWITCHES = ("use_fsdp", "use_parallelism_config", "use_deepspeed")
 _ONLY_OF_PLUGINS = (
     "limit_all_gathers",
     "param_init_fn",
@@ -22,6 +23,7 @@ _ONLY_OF_PLUGINS = (
 _VALUES = (
     *(f"fsdp_{key}" for key in FSDP_KEYS if key not in _ONLY_OF_PLUGINS),
     *(f"parallelism_config_{key}" for key in SIZE_KEYS),
+    *DEEPSPEED_KEYS,
 )
 
 
@@ -53,6 +55,10 @@ def take_foreign(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Va
             continue
         if name == "use_fsdp":
             read.use_fsdp("--use_fsdp")
+        elif name == "use_deepspeed":
+            read.use_deepspeed("--use_deepspeed")
+        elif name in DEEPSPEED_KEYS:
+            read.deepspeed(name, value, f"--{name}")
         elif name.startswith("fsdp_"):
             read.fsdp(name.removeprefix("fsdp_"), value, f"--{name}")
         elif name != "use_parallelism_config":
@@ -74,6 +80,12 @@ def take_foreign(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Va
 def _check_one(typed: str | None, asked: tuple[str, str]) -> None:
     """`--use_fsdp --strategy fsdp+tp=2` is one wish; `--use_fsdp --strategy ddp` is two."""
     text, keys = asked
-    if typed is None or text == typed or (text == "fsdp" and ("fsdp" in typed.lower() or "hsdp" in typed.lower())):
+    by_deepspeed = text == "deepspeed" and typed is not None and typed.lower() in ENGINES
+    if (
+        typed is None
+        or text == typed
+        or by_deepspeed
+        or (text == "fsdp" and ("fsdp" in typed.lower() or "hsdp" in typed.lower()))
+    ):
         return
     raise ConfigError(f"--strategy {typed} against {keys}, which ask for {text}: take one of them out")

@@ -76,6 +76,7 @@ def _option(setting: Setting) -> click.Option:
         return GroupedOption([*flags, setting.name], is_flag=True, default=None, help=text, group=setting.group)
     words = {"integer": "N", "number": "SECONDS", "text": "TEXT", "choice": "|".join(setting.choices)}
     words["truth"] = "true|false"
+    words["number"] = "NUMBER" if setting.name == "gradient_clipping" else "SECONDS"
     return GroupedOption([*flags, setting.name], metavar=words[setting.kind], help=text, group=setting.group)
 
 

@@ -17,6 +17,7 @@ _EPILOG = examples(
     [
         "headway test                            as `headway launch` would run here",
         "headway test -n 2 --cpu                 two processes on the CPU",
+        "headway test --strategy fsdp            a sharded layout",
         "headway test --config_file my.yaml      the settings of a file",
     ]
 )

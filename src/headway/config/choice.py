@@ -10,7 +10,7 @@ from typing import Any
 
 from headway.config import mesh, outside
 from headway.config.foreign import Foreign
-from headway.config.launch import OF_SHARDS, UNSET, WRAPPING
+from headway.config.launch import OF_DEEPSPEED, OF_SHARDS, UNSET, WRAPPING
 from headway.config.layouts import ParallelismConfig
 from headway.config.load import COMMAND_LINE, ranks_per_machine, run_setting
 from headway.config.mesh import Layout
@@ -46,13 +46,16 @@ class Chosen:
     tensor_parallel: TorchTensorParallelPlugin | None = None
     given: ParallelismConfig | None = None
 
+    @property
+    def is_deepspeed(self) -> bool:
+        """Does DeepSpeed's engine run it?"""
+        return self.text in mesh.ENGINES
+
     @cached_property
     def parallelism(self) -> ParallelismConfig | None:
         """What was given, with the sizes that the run has; None where nothing was, and ranks are replicas."""
-        if self.layout.is_replicas_only and self.given is None:
+        if (self.layout.is_replicas_only or self.is_deepspeed) and self.given is None:
             return None
-        if self.given is not None and self.given.total_size > 1:
-            return self.given
         found, has = self.given or ParallelismConfig(), self.layout
         found.dp_replicate_size, found.dp_shard_size = has.replicate, has.shard
         found.tp_size, found.cp_size = has.tp, has.cp
@@ -134,7 +137,7 @@ class Wish:
             ConfigError: as `layout` and `options`.
         """
         text, layout = self.layout(num_ranks, ranks_on_machine)
-        _check_typed(layout)
+        _check_typed(text, layout)
         if self.needless:
             log.warning_once("%s: these change nothing here: %s", self.origin, "; ".join(self.needless))
         return Chosen(text, layout, self.options(given, layout), self._fsdp, self._tensor_parallel, self._parallelism)
@@ -270,21 +273,32 @@ class Wish:
         return ActivationCheckpointing(offload=bool(offload), blocks=names)
 
 
-def _check_typed(layout: Layout) -> None:
-    """Refuse options of shards that were typed on the command line, where the script's layout has none.
+def launched_deepspeed() -> dict[str, Any]:
+    """What the launcher says for a DeepSpeedPlugin, by its fields; empty where it says nothing."""
+    told = {name: run_setting(name, UNSET, None)[0] for name in OF_DEEPSPEED}
+    found = {name: value for name, value in told.items() if value is not None}
+    if "deepspeed_config_file" in found:
+        found["hf_ds_config"] = found.pop("deepspeed_config_file")
+    return found
+
+
+def _check_typed(text: str, layout: Layout) -> None:
+    """Refuse options that were typed on the command line, where the script's layout is not one of theirs.
 
     Raises:
         ConfigError: there is one.
     """
-    if layout.shard > 1 or layout.num_ranks == 1:
-        return
-    for name in OF_SHARDS:
-        value, origin = run_setting(name, UNSET, None)
-        if value is not None and origin.startswith(COMMAND_LINE):
-            raise ConfigError(
-                f"{name} ({origin}) belongs to a layout with shards, and this one is {layout.describe()}: take it out, or add "
-                "--strategy fsdp"
-            )
+    is_deepspeed = text in mesh.ENGINES
+    for names, fits, what in (
+        (OF_SHARDS, layout.shard > 1 and not is_deepspeed, "a layout with shards"),
+        (OF_DEEPSPEED, is_deepspeed, "DeepSpeed"),
+    ):
+        for name in names if layout.num_ranks > 1 and not fits else ():
+            value, origin = run_setting(name, UNSET, None)
+            if value is not None and origin.startswith(COMMAND_LINE):
+                raise ConfigError(
+                    f"{name} ({origin}) belongs to {what}, and this one is {text}: {layout.describe()}; take it out"
+                )
 
 
 def _add_tensor_parallel(

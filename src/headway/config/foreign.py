@@ -9,7 +9,7 @@ from typing import Any
 
 from headway import env
 from headway.config import mesh
-from headway.config.launch import WRAPPING
+from headway.config.launch import OF_DEEPSPEED, WRAPPING
 from headway.errors import ConfigError
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -42,6 +42,27 @@ _REFUSED = {
         "a model on the meta device gets its values from its modules' own reset_parameters(); give those classes one"
     ),
 }
+_NEEDLESS_OF_DEEPSPEED = {
+    "zero3_save_16bit_model": "save_model() writes whole weights",
+    **dict.fromkeys(
+        (
+            "deepspeed_hostfile",
+            "deepspeed_exclusion_filter",
+            "deepspeed_inclusion_filter",
+            "deepspeed_multinode_launcher",
+        ),
+        "`headway launch` starts the processes, one launcher a machine",
+    ),
+}
+_REFUSED_OF_DEEPSPEED = {
+    "zero3_init_flag": (
+        "a model is built whole on each process and parted at prepare(); leave it out, and where the model does not fit use "
+        "--strategy fsdp, which takes models from the meta device"
+    ),
+    "deepspeed_moe_layer_cls_names": "mixtures of experts are cut like other layers; leave it out",
+}
+DEEPSPEED_KEYS = ("zero_stage", *OF_DEEPSPEED, *_NEEDLESS_OF_DEEPSPEED, *_REFUSED_OF_DEEPSPEED)
+"""Options of DeepSpeed that this table knows."""
 
 
 @dataclass
@@ -62,6 +83,7 @@ class Foreign:
     _sizes: dict[str, int] = field(default_factory=dict)
     _sharding: dict[str, str] = field(default_factory=dict)
     _sized_by: list[str] = field(default_factory=list)
+    _stages: dict[str, str] = field(default_factory=dict)
 
     # ---------------------------------------------------------------- keys
 
@@ -118,6 +140,50 @@ class Foreign:
         else:
             raise ConfigError(f"{key} is not a key of a parallelism_config; take it out")
 
+    def use_deepspeed(self, key: str) -> None:
+        """DeepSpeed is to be the engine, whatever else is said."""
+        self._stages.setdefault(key, "deepspeed")
+
+    def deepspeed(self, name: str, value: Any, key: str | None = None) -> None:
+        """Read one option of DeepSpeed.
+
+        Raises:
+            ConfigError: a value that Accelerate does not have either.
+        """
+        key = key or name
+        if name in _NEEDLESS_OF_DEEPSPEED:
+            self._needless(key, _NEEDLESS_OF_DEEPSPEED[name])
+        elif name in _REFUSED_OF_DEEPSPEED:
+            refused = _truth(value) is not False and str(value).lower() != "none"
+            self.refuse(key, _REFUSED_OF_DEEPSPEED[name]) if refused else self._needless(key, "off")
+        elif str(value).lower() in ("none", "auto"):
+            self._needless(key, "undecided")
+        elif name == "zero_stage":
+            self._stage(value, key)
+        elif name == "gradient_clipping":
+            self._clipping(value, key)
+        elif name in ("offload_optimizer_device", "offload_param_device"):
+            self._take(name, _word(value, ("CPU", "NVME"), key).lower(), key)
+        elif name in OF_DEEPSPEED:
+            self._take(name, str(value), key)
+        else:
+            raise ConfigError(f"{key} is not an option of DeepSpeed; take it out")
+
+    def _stage(self, value: Any, key: str) -> None:
+        stage = _number(value, key, 0)
+        if stage not in (1, 2, 3):
+            raise ConfigError(
+                f"{key}={value!r}; allowed: 1, 2, 3{'; stage 0 shards nothing, leave it out' if stage == 0 else ''}"
+            )
+        self._stages[key] = f"zero{stage}"
+        self.lines.append((key, f"strategy: 'zero{stage}'"))
+
+    def _clipping(self, value: Any, key: str) -> None:
+        try:
+            self._take("gradient_clipping", float(value), key)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{key}={value!r}; give a number") from None
+
     # ---------------------------------------------------------------- the layout
 
     @property
@@ -136,6 +202,14 @@ class Foreign:
         Raises:
             ConfigError: the keys contradict each other.
         """
+        if self._stages and (self._sharding or self.has_sizes):
+            others = ", ".join([*self._sharding, *self._sized_by])
+            raise ConfigError(
+                f"{', '.join(self._stages)} ask for DeepSpeed, and {others} for torch's own engine; keep one"
+            )
+        if self._stages:
+            stages = sorted(set(self._stages.values()) - {"deepspeed"}) or ["deepspeed"]
+            return stages[0], ", ".join(self._stages)
         kinds = set(self._sharding.values()) - {"fsdp"}
         if len(kinds) > 1:
             raise ConfigError(f"{' and '.join(self._sharding)} ask for different layouts; keep one")
@@ -301,6 +375,10 @@ def in_a_file(key: str) -> str | None:
     name = key.removeprefix("fsdp_")
     if key in ("use_fsdp", "fsdp_version", "fsdp_sharding_strategy"):
         return "write strategy: fsdp, or hsdp=8"
+    if key in ("use_deepspeed", "zero_stage"):
+        return "write strategy: zero1, zero2 or zero3"
+    if key in _NEEDLESS_OF_DEEPSPEED or key in _REFUSED_OF_DEEPSPEED:
+        return _NEEDLESS_OF_DEEPSPEED.get(key) or _REFUSED_OF_DEEPSPEED[key]
     if key == "use_parallelism_config" or key.removeprefix("parallelism_config_") in SIZE_KEYS:
         return "write sizes into the strategy: fsdp=4+tp=2"
     if key == f"fsdp_{name}" and name in (*_NEEDLESS, *_CHECKED):

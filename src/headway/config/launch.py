@@ -60,6 +60,12 @@ class LaunchConfig:
     fsdp_min_num_params: Maybe[int] = UNSET
     fsdp_activation_checkpointing: Maybe[bool] = UNSET
     fsdp_activation_checkpointing_offload: Maybe[bool] = UNSET
+    deepspeed_config_file: Maybe[str] = UNSET
+    offload_optimizer_device: Maybe[str] = UNSET
+    offload_param_device: Maybe[str] = UNSET
+    offload_optimizer_nvme_path: Maybe[str] = UNSET
+    offload_param_nvme_path: Maybe[str] = UNSET
+    gradient_clipping: Maybe[float] = UNSET
 
     num_machines: Maybe[int] = UNSET
     min_machines: Maybe[int] = UNSET
@@ -147,6 +153,16 @@ OF_SHARDS = (
     "fsdp_min_num_params",
 )
 """Settings that have no meaning in a layout without shards."""
+OF_DEEPSPEED = (
+    "deepspeed_config_file",
+    "offload_optimizer_device",
+    "offload_param_device",
+    "offload_optimizer_nvme_path",
+    "offload_param_nvme_path",
+    "gradient_clipping",
+)
+"""Settings that only DeepSpeed's engine reads."""
+OFFLOADS = ("none", "cpu", "nvme")
 WRAPPING = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 BACKENDS = tuple(name.lower() for name in DynamoBackend.list())
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -239,7 +255,8 @@ _TABLE = (
         "text",
         _LAYOUT,
         "How the model is spread: ddp (a copy on each process), fsdp (sharded over all), hsdp[=RANKS] (shards within groups or "
-        "machines, copies of those), tp (matrices cut), or terms joined by +: fsdp+tp=2. One size may be left out.",
+        "machines, copies of those), tp (matrices cut), or terms joined by +: fsdp+tp=2. One size may be left out. zero1, zero2, "
+        "zero3, deepspeed: by DeepSpeed.",
         default="ddp",
         is_for_workers=True,
         read=outside.spelled,
@@ -299,6 +316,35 @@ _TABLE = (
         _LAYOUT,
         "And keep those blocks' inputs in host memory meanwhile.",
         default="false",
+        is_for_workers=True,
+    ),
+    Setting("deepspeed_config_file", "text", _LAYOUT, "DeepSpeed: its JSON.", is_for_workers=True),
+    Setting(
+        "offload_optimizer_device",
+        "choice",
+        _LAYOUT,
+        "DeepSpeed: where the optimizer's state lies.",
+        choices=OFFLOADS,
+        default="none: beside the weights",
+        is_for_workers=True,
+    ),
+    Setting(
+        "offload_param_device",
+        "choice",
+        _LAYOUT,
+        "DeepSpeed, zero3: where parameters lie.",
+        choices=OFFLOADS,
+        default="none: on the accelerator",
+        is_for_workers=True,
+    ),
+    Setting("offload_optimizer_nvme_path", "text", _LAYOUT, "DeepSpeed: a folder for nvme.", is_for_workers=True),
+    Setting("offload_param_nvme_path", "text", _LAYOUT, "DeepSpeed: a folder for nvme.", is_for_workers=True),
+    Setting(
+        "gradient_clipping",
+        "number",
+        _LAYOUT,
+        "DeepSpeed: the largest norm of the gradients. Elsewhere call clip_grad_norm_.",
+        minimum=0,
         is_for_workers=True,
     ),
     Setting("num_machines", "integer", _MACHINES, "Machines in this run.", minimum=1, default="1"),

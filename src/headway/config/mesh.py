@@ -9,6 +9,7 @@
     tp                matrices cut over all ranks                   (tp)
     fsdp+tp=2         pairs cut matrices, parameters are sharded over the pairs
     ddp=2+fsdp=4+tp=2 all sizes given: 16 ranks
+    zero3             DeepSpeed's engine; also zero1, zero2, deepspeed
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,8 @@ AXES = ("pp", "replicate", "shard", "cp", "tp")
 """From the outermost to the innermost: neighbours in rank are neighbours along the last axis."""
 DATA_AXES = ("replicate", "shard")
 """Ranks that differ along these read data of their own; those that differ along the others read the same."""
+ENGINES = ("deepspeed", "zero1", "zero2", "zero3")
+"""Words that stand alone: DeepSpeed's own engine, and its stages."""
 _TERMS = {"ddp": "replicate", "fsdp": "shard", "cp": "cp", "tp": "tp", "pp": "pp"}
 _WORDS = {
     "pp": "pipeline stages",
@@ -33,8 +36,7 @@ _WORDS = {
 # What people write for the same.
 _OTHER_WORDS = {
     "fsdp2": "fsdp",
-    "zero3": "fsdp, or deepspeed for DeepSpeed's own engine",
-    "zero": "fsdp, or deepspeed for DeepSpeed's own engine",
+    "zero": "fsdp, or zero1, zero2 or zero3 for DeepSpeed's engine",
     "hybrid": "hsdp=RANKS",
     "dp": "ddp",
     "replicate": "ddp",
@@ -127,11 +129,13 @@ class Asked:
         text: as it was written, for messages.
         sizes: by axis; None: what is left over.
         is_by_machine: shards span the ranks of one machine (a bare "hsdp").
+        is_deepspeed: by DeepSpeed's engine.
     """
 
     text: str
     sizes: Mapping[str, int | None]
     is_by_machine: bool = False
+    is_deepspeed: bool = False
 
     def resolve(self, num_ranks: int, ranks_per_machine: int | None = None) -> Layout:
         """The layout on so many ranks.
@@ -222,6 +226,8 @@ def parse(text: str) -> Asked:
     """
     sizes: dict[str, int | None] = {}
     is_by_machine = False
+    if normal(text) in ENGINES:
+        return Asked(text, {"shard": None}, is_deepspeed=True)
     for term in normal(text).split("+"):
         name, has_size, number = term.partition("=")
         if has_size and not (number.isascii() and number.isdigit() and int(number) > 0):
@@ -233,7 +239,8 @@ def parse(text: str) -> Asked:
         elif name in _TERMS:
             found = {_TERMS[name]: size}
         else:
-            raise ConfigError(f"strategy {text!r}: {name!r} is unknown{_meant(name)}")
+            alone = f", and {name!r} stands alone" if name in ENGINES else f": {name!r} is unknown{_meant(name)}"
+            raise ConfigError(f"strategy {text!r}{alone}")
         if found.keys() & sizes.keys():
             raise ConfigError(f"strategy {text!r} gives the axis of {name!r} twice")
         sizes |= found
@@ -256,7 +263,8 @@ def _meant(name: str) -> str:
         return f"; write {_OTHER_WORDS[name]}"
     close = get_close_matches(name, (*_TERMS, "hsdp"), n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    return f"{hint or ';'} allowed: {', '.join((*_TERMS, 'hsdp'))}, joined by '+', each with =RANKS or without, as in fsdp+tp=2"
+    words = f"{', '.join((*_TERMS, 'hsdp'))}, joined by '+', each with =RANKS or without, as in fsdp+tp=2"
+    return f"{hint or ';'} allowed: {words}; or {', '.join(ENGINES)}"
 
 
 def groups_in_words(layout: Layout, most: int = 4) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from headway.errors import ConfigError
 
 _SHARDING = "say how the model is spread with --strategy fsdp, and see `headway launch --help` for its options"
-_DEEPSPEED = "DeepSpeed is not part of this version"
+_DEEPSPEED = "DeepSpeed is a strategy: --strategy zero2, with --deepspeed_config_file where it has a JSON"
 _MESH = "sizes are part of the layout: --strategy fsdp+tp=2"
 _MEGATRON = "Headway does not drive Megatron-LM"
 _FP8 = "float8 is not part of this version; --mixed_precision takes no, bf16 and fp16"
@@ -13,7 +13,6 @@ _MPI = "start the launcher through MPI itself: mpirun -n MACHINES headway launch
 _TORCHRUN_RANKS = "use -n for the processes of all machines together"
 
 _ONE = {
-    "use_deepspeed": _DEEPSPEED,
     "use_megatron_lm": _MEGATRON,
     "tp_size": _MESH,
     "tensor_parallel_size": _MESH,
@@ -23,6 +22,8 @@ _ONE = {
     "pp_size": _MESH,
     "sp_size": _MESH,
     "fsdp": _SHARDING,
+    "deepspeed": _DEEPSPEED,
+    "deepspeed_config": _DEEPSPEED,
     "hsdp": _SHARDING,
     "tp": _MESH,
     "layout": "use --strategy",
@@ -49,21 +50,12 @@ _ONE = {
     "master_port": "use --main_process_port",
     "rdzv_endpoint": "use --main_process_ip and --main_process_port",
     "standalone": "take it out: on one machine the launcher binds a free port by itself",
-    "zero_stage": _DEEPSPEED,
-    "zero3_init_flag": _DEEPSPEED,
-    "zero3_save_16bit_model": _DEEPSPEED,
-    "offload_optimizer_device": _DEEPSPEED,
-    "offload_optimizer_nvme_path": _DEEPSPEED,
-    "offload_param_device": _DEEPSPEED,
-    "offload_param_nvme_path": _DEEPSPEED,
-    "gradient_clipping": "call accelerator.clip_grad_norm_(parameters, max_norm) in the script",
     "aws_access_key_id": _SAGEMAKER,
     "aws_secret_access_key": _SAGEMAKER,
     "num_gpus": "use -n",
 }
 
 _FAMILIES = {
-    "deepspeed_": _DEEPSPEED,
     "megatron_lm_": _MEGATRON,
     "fp8_": _FP8,
     "sagemaker_": _SAGEMAKER,

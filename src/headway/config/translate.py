@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.config.foreign import FSDP_KEYS, SIZE_KEYS, Foreign
+from headway.config.foreign import DEEPSPEED_KEYS, FSDP_KEYS, SIZE_KEYS, Foreign
 from headway.config.launch import SETTINGS, LaunchConfig
 from headway.config.load import Value, resolve
 from headway.config.retired import advice
@@ -28,14 +28,14 @@ _SAME = (
 _COMPILER = tuple(name for name in SETTINGS if name.startswith("dynamo_"))
 # Sections most lines of which would mean something that this version does not do.
 _SECTIONS = (
-    "deepspeed_config",
     "megatron_lm_config",
     "fp8_config",
     "dynamo_config",
     "mpirun_config",
     "ipex_config",
 )
-_LAYOUTS = ("fsdp_config", "parallelism_config")
+_LAYOUTS = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_", "deepspeed_config": ""}
+"""Sections that say how the model is spread, with what stands before each of their keys."""
 _RENAMED_OPTIONS = {"backward_prefetch_policy": "backward_prefetch"}
 """What older versions of Accelerate wrote."""
 _TYPES = {
@@ -148,27 +148,38 @@ def _translate_layout(made: Translation, section: str, value: Any, origin: str) 
         return
     if not isinstance(value, Mapping):
         raise ConfigError(f"{origin} must hold settings, one a line, not {value!r}")
-    known, read = (FSDP_KEYS, made.layout.fsdp) if section == "fsdp_config" else (SIZE_KEYS, made.layout.size)
+    layout = made.layout
+    known, read = {
+        "fsdp_config": (FSDP_KEYS, layout.fsdp),
+        "parallelism_config": (SIZE_KEYS, layout.size),
+        "deepspeed_config": (DEEPSPEED_KEYS, layout.deepspeed),
+    }[section]
     for inner, entry in value.items():
         path = f"{section}.{inner}"
-        name = str(inner).removeprefix("fsdp_" if section == "fsdp_config" else "parallelism_config_")
+        name = str(inner).removeprefix(_LAYOUTS[section])
         name = _RENAMED_OPTIONS.get(name, name)
-        if entry is None or (entry in _NOTHING and isinstance(entry, (str, list, dict))):
+        if inner == "gradient_accumulation_steps" and entry not in ("auto", None):
+            made.take(path, inner, entry, f"{origin}.{inner}")
+        elif entry in ("auto", None) or (entry in _NOTHING and isinstance(entry, (str, list, dict))):
             made.drop(path, "undecided")
         elif name not in known:
             made.lose(path, "Accelerate's files have no such key")
         else:
-            first = len(made.layout.lines)
+            first = len(layout.lines)
             read(name, entry, path)
-            made.lines += made.layout.lines[first:]
-            if path in made.layout.refused:
-                made.lose(path, made.layout.refused[path])
+            made.lines += layout.lines[first:]
+            if path in layout.refused:
+                made.lose(path, layout.refused[path])
 
 
 def _translate_type(made: Translation, kind: str, origin: str) -> None:
     if kind == "FSDP":
         made.layout.use_fsdp("distributed_type")
         made.lines.append(("distributed_type", "FSDP: the model is sharded"))
+        return
+    if kind == "DEEPSPEED":
+        made.layout.use_deepspeed("distributed_type")
+        made.lines.append(("distributed_type", "DEEPSPEED: its engine runs the model"))
         return
     said = _TYPES.get(kind, _PER_DEVICE if kind.startswith("MULTI_") else None)
     if said is None:
@@ -188,9 +199,7 @@ def _translate_section(made: Translation, key: str, value: Any, origin: str) -> 
         raise ConfigError(f"{origin} must hold settings, one a line, not {value!r}")
     for inner, entry in value.items():
         path = f"{key}.{inner}"
-        if inner == "gradient_accumulation_steps" and entry != "auto":
-            made.take(path, inner, entry, f"{origin}.{inner}")
-        elif inner in _COMPILER and entry is not None:
+        if inner in _COMPILER and entry is not None:
             made.take(path, inner, entry.lower() if isinstance(entry, str) else entry, f"{origin}.{inner}")
         elif entry in _NOTHING:
             made.drop(path, "off")

@@ -1,7 +1,7 @@
 """The layout of a launch, before any process starts: does it fit the processes, and do its options belong to it?"""
 
 from headway.config import mesh, outside
-from headway.config.launch import OF_SHARDS
+from headway.config.launch import OF_DEEPSPEED, OF_SHARDS
 from headway.config.load import COMMAND_LINE, Resolved
 from headway.config.mesh import Layout
 from headway.errors import ConfigError
@@ -39,7 +39,7 @@ def layout(resolved: Resolved, num_machines: int, num_local: int) -> Layout | No
 
 
 def check_options(resolved: Resolved, found: Layout | None) -> tuple[str, ...]:
-    """Refuse options of FSDP that were typed for a layout without shards.
+    """Refuse options that were typed for another layout.
 
     Returns:
         A note for each that a weaker layer (a file, a variable) holds, which has no effect.
@@ -47,17 +47,23 @@ def check_options(resolved: Resolved, found: Layout | None) -> tuple[str, ...]:
     Raises:
         ConfigError: the command line gives one.
     """
-    if found is None or found.shard > 1 or found.num_ranks == 1:
+    if found is None or found.num_ranks == 1:
         return ()
+    is_deepspeed = mesh.parse(resolved.get("strategy")).is_deepspeed
     notes = []
-    for name in OF_SHARDS:
-        if not resolved.config.is_set(name):
-            continue
-        origin = resolved.origin(name)
-        text = f"{name} ({origin}) belongs to a layout with shards, and this one is {found.describe()}"
-        if origin.startswith(COMMAND_LINE):
-            raise ConfigError(f"{text}: take it out, or add --strategy fsdp")
-        notes.append(f"without effect: {text}")
+    for names, fits, what, remedy in (
+        (OF_SHARDS, found.shard > 1 and not is_deepspeed, "a layout with shards", "--strategy fsdp"),
+        (OF_DEEPSPEED, is_deepspeed, "DeepSpeed", "--strategy zero2"),
+    ):
+        for name in names:
+            if fits or not resolved.config.is_set(name):
+                continue
+            origin = resolved.origin(name)
+            is_of = f"this one is {resolved.get('strategy')}: {found.describe()}"
+            text = f"{name} ({origin}) belongs to {what}, and {is_of}"
+            if origin.startswith(COMMAND_LINE):
+                raise ConfigError(f"{text}: take it out, or add {remedy}")
+            notes.append(f"without effect: {text}")
     return tuple(notes)
 
 

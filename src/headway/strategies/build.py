@@ -43,6 +43,8 @@ def choose_strategy(
     registered = outside.find(text)
     if registered is not None:
         return _load(registered, text, collectives, options)
+    if mesh.parse(text).is_deepspeed:
+        raise UnsupportedError(f"strategy {text!r}: DeepSpeed is not there yet; use strategy='fsdp'")
     layout = layout or mesh.parse(text).resolve(collectives.world_size)
     return build_strategy(collectives, options, layout, number_format, is_deferred)
 

@@ -8,7 +8,7 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from headway.config.foreign import FSDP_KEYS, SIZE_KEYS, Foreign
+from headway.config.foreign import DEEPSPEED_KEYS, FSDP_KEYS, SIZE_KEYS, Foreign
 from headway.config.launch import SETTINGS
 from headway.config.values import from_file
 from headway.errors import ConfigError
@@ -31,6 +31,9 @@ def test_no_flag_of_the_peers_launcher_is_forgotten():
     sizes = {flag.removeprefix("parallelism_config_") for flag in flags if flag.startswith("parallelism_config_")}
     assert len(fsdp) >= 14
     assert len(sizes) >= 11
+    deepspeed = {flag for flag in flags if flag.startswith(("deepspeed_", "zero", "offload_", "gradient_clipping"))}
+    assert len(deepspeed) >= 14
+    assert deepspeed - set(DEEPSPEED_KEYS) == set()
     assert fsdp - set(FSDP_KEYS) == set()
     assert sizes - set(SIZE_KEYS) == set()
 
@@ -117,7 +120,8 @@ def test_policies_of_precision():
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [("version", 3, "fsdp_version=3; allowed: 1, 2"), ("sharding_strategy", "HALF", "allowed: FULL_SHARD, SHARD_GRAD_OP"),
-     ("sharding_strategy", 6, "'6'; allowed"), ("cpu_offload", "maybe", "give True or False"), ("min_num_params", "1e8", "whole number"),
+     ("sharding_strategy", 6, "'6'; allowed"), ("cpu_offload", "maybe", "give True or False"),
+     ("min_num_params", "1e8", "whole number"),
      ("auto_wrap_policy", "BY_SIZE", "allowed: TRANSFORMER_BASED_WRAP"), ("activation_checkpointing", 3, "give true or false"),
      ("state_dict_type", "SHARDED", "allowed: FULL_STATE_DICT"), ("backward_prefetch", "PRE", "allowed: BACKWARD_PRE"),
      ("sharding", "x", "fsdp_sharding is not an option of FSDP")],

@@ -1,5 +1,6 @@
 """Layouts that are not there yet: one clear error, and what is fine today."""
 
+import accelerate
 import pytest
 import torch
 
@@ -9,11 +10,7 @@ from headway.config.layouts import ParallelismConfig, TorchDynamoPlugin
 from headway.errors import ConfigError, UnsupportedError
 
 
-@pytest.mark.parametrize(
-    ("plugin", "layout"),
-    [("FullyShardedDataParallelPlugin", "FSDP"), ("DeepSpeedPlugin", "DeepSpeed"), ("MegatronLMPlugin", "Megatron-LM"),
-     ("TorchTensorParallelPlugin", "tensor parallelism")],
-)  # fmt: skip
+@pytest.mark.parametrize(("plugin", "layout"), [("DeepSpeedPlugin", "DeepSpeed"), ("MegatronLMPlugin", "Megatron-LM")])
 def test_a_plugin_names_its_layout(plugin, layout):
     with pytest.raises(UnsupportedError, match=f"^{layout} .*is not there yet. It is planned; until then"):
         getattr(headway, plugin)(zero_stage=2)
@@ -22,11 +19,9 @@ def test_a_plugin_names_its_layout(plugin, layout):
 
 @pytest.mark.parametrize(
     ("name", "value", "layout"),
-    [("fsdp_plugin", object(), "FSDP"), ("deepspeed_plugin", object(), "DeepSpeed"),
-     ("deepspeed_plugins", {"a": object()}, "DeepSpeed"), ("megatron_lm_plugin", object(), "Megatron-LM"),
-     ("torch_tp_plugin", object(), "tensor parallelism"), ("dynamo_backend", "inductor", "compilation"),
-     ("dynamo_plugin", TorchDynamoPlugin(backend="inductor"), "compilation"),
-     ("parallelism_config", ParallelismConfig(tp_size=2), "tensor parallelism")],
+    [("deepspeed_plugin", object(), "DeepSpeed"), ("deepspeed_plugins", {"a": object()}, "DeepSpeed"),
+     ("megatron_lm_plugin", object(), "Megatron-LM"), ("dynamo_backend", "inductor", "compilation"),
+     ("dynamo_plugin", TorchDynamoPlugin(backend="inductor"), "compilation")],
 )  # fmt: skip
 def test_an_argument_names_the_layout_that_it_asks_for(name, value, layout):
     with pytest.raises(UnsupportedError, match=f"{layout} .*is not there yet. It is planned; until then"):
@@ -49,12 +44,23 @@ def test_settings_that_contradict_each_other():
         Accelerator(cpu=True, dynamo_backend="no", dynamo_plugin=TorchDynamoPlugin())
     with pytest.raises(ConfigError, match="dynamo_backend='fast' is unknown; allowed: AOT_EAGER"):
         Accelerator(cpu=True, dynamo_backend="fast")
-    with pytest.raises(ConfigError, match="parallelism_config is a dict"):
+    with pytest.raises(ConfigError, match="parallelism_config is of type dict"):
         Accelerator(cpu=True, parallelism_config={"tp_size": 2})
-    with pytest.raises(ConfigError, match="dp_replicate_size=2, but the run has 1 processes"):
+    with pytest.raises(ConfigError, match="strategy 'ddp=2' takes 2 ranks, but the run has 1"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2))
-    with pytest.raises(ConfigError, match="tp_size=0"):
-        ParallelismConfig(tp_size=0)
+    for wrong, told in {"tp_size": "tp_size=0", "dp_shard_size": "dp_shard_size=0"}.items():
+        with pytest.raises(ConfigError, match=told):
+            ParallelismConfig(**{wrong: 0})
+    with pytest.raises(ConfigError, match="cp_size=2 and sp_size=2 both cut sequences"):
+        ParallelismConfig(cp_size=2, sp_size=2)
+    with pytest.raises(ConfigError, match="cp_backend='ring'; allowed: 'torch'"):
+        ParallelismConfig(cp_backend="ring")
+    with pytest.raises(ConfigError, match=r"cp_handler is a TorchTensorParallelConfig; give a headway.TorchContext"):
+        ParallelismConfig(cp_size=2, cp_handler=headway.TorchTensorParallelConfig())
+    with pytest.raises(ConfigError, match="cp_comm_strategy='ring'; allowed: allgather, alltoall"):
+        headway.TorchContextParallelConfig(cp_comm_strategy="ring")
+    with pytest.raises(ConfigError, match="sp_seq_length_is_variable=False needs sp_seq_length"):
+        headway.DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False)
 
 
 def test_sizes_of_parallelism():
@@ -62,6 +68,78 @@ def test_sizes_of_parallelism():
     assert (sizes.total_size, sizes.data_parallel_size, sizes.non_data_parallel_size) == (12, 6, 2)
     assert (sizes.dp_replicate_enabled, sizes.dp_shard_enabled, sizes.tp_enabled) == (True, True, True)
     assert (sizes.cp_enabled, sizes.sp_enabled, sizes.cp_backend) == (False, False, "torch")
+    assert isinstance(sizes.tp_handler, headway.TorchTensorParallelConfig)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"dp_replicate_size": 2, "dp_shard_size": 4},
+        {"dp_shard_size": 2, "tp_size": 2},
+        {"cp_size": 2, "dp_shard_size": 2},
+    ],
+)
+def test_names_of_axes_are_the_peers(given):
+    theirs, ours = accelerate.ParallelismConfig(**given), ParallelismConfig(**given)
+    names = [
+        "dp_dim_names",
+        "non_dp_dim_names",
+        "dp_shard_cp_dim_names",
+        "dp_cp_dim_names",
+        "fsdp_dim_names",
+        "active_mesh_dims",
+        "total_size",
+        "non_data_parallel_size",
+        "data_parallel_size",
+        "cp_backend",
+        "sp_backend",
+    ]
+    for name in names:
+        assert getattr(ours, name) == getattr(theirs, name), name
+
+
+def test_a_mesh_has_to_be_asked_for():
+    assert ParallelismConfig().build_device_mesh("cpu") is None
+    assert ParallelismConfig(tp_size=2).device_mesh is None
+    with pytest.raises(ConfigError, match="say for which devices"):
+        ParallelismConfig(tp_size=2).get_device_mesh()
+
+
+def test_one_process_is_not_sharded():
+    plugin = headway.FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    assert (accelerator.is_fsdp2, accelerator.distributed_type, accelerator.state.fsdp_plugin) == (False, "NO", None)
+    assert accelerator.options.sharding.reshard_after_forward is False
+    ranks = ("tensor_parallel_rank", "context_parallel_rank", "data_parallel_rank", "data_parallel_shard_rank")
+    assert [getattr(accelerator, name) for name in (*ranks, "pipeline_parallel_rank")] == [0] * 5
+
+
+def test_the_plugins_fields_after_it_was_made():
+    plugin = headway.FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP", fsdp_version=1)
+    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.cpu_offload) == (2, False, False)
+    assert (plugin.state_dict_type, plugin.activation_checkpointing) == ("SHARDED_STATE_DICT", False)
+    plugin.set_state_dict_type("FULL_STATE_DICT")  # before the last save, in many scripts
+    plugin.set_auto_wrap_policy(torch.nn.Linear(1, 1))
+    assert plugin.state_dict_type == "FULL_STATE_DICT"
+    plugin.set_mixed_precision("bf16")
+    plugin.set_mixed_precision("fp16")
+    assert plugin.mixed_precision_policy == "bf16"
+    plugin.set_mixed_precision("fp16", override=True)
+    assert plugin.read("p").dtypes["param_dtype"] == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [({"fsdp_version": 3}, "fsdp_version=3; allowed: 1, 2"),
+     ({"sharding_strategy": "HALF"}, "FullyShardedDataParallelPlugin.sharding_strategy='HALF'; allowed: FULL_SHARD"),
+     ({"fsdp_version": 2, "reshard_after_forward": "FULL_SHARD"}, "a word of version 1; with fsdp_version=2 give True or False"),
+     ({"activation_checkpointing_offload": True}, "needs activation_checkpointing=True"),
+     ({"min_num_params": -1}, "whole number, 0 or more"), ({"auto_wrap_policy": "x"}, "allowed: TRANSFORMER_BASED_WRAP")],
+)  # fmt: skip
+def test_the_plugin_checks_its_fields(given, told):
+    with pytest.raises(ConfigError, match=told):
+        headway.FullyShardedDataParallelPlugin(**given)
 
 
 def test_stand_ins_keep_what_they_were_given():

@@ -1,7 +1,10 @@
 """The interview asks only what a machine leaves open."""
 
+import pytest
+
 from headway.config.launch import LaunchConfig
-from headway.config.questions import NONE, SOME, Question, interview
+from headway.config.mesh import parse
+from headway.config.questions import NONE, SOME, SPREADS, Question, interview
 
 
 def answer_with(**given):
@@ -19,7 +22,7 @@ def answer_with(**given):
 def test_a_cpu_machine():
     ask, asked = answer_with(num_processes="2")
     assert interview(ask, None, 0) == LaunchConfig(num_processes=2, mixed_precision="no")
-    assert asked == ["num_machines", "num_processes", "mixed_precision", "gradient_accumulation_steps"]
+    assert asked == ["num_machines", "num_processes", "spread", "mixed_precision", "gradient_accumulation_steps"]
 
 
 def test_every_accelerator_leaves_the_number_open():
@@ -51,3 +54,35 @@ def test_answers_are_checked():
     assert "whole number" in Question("num_processes", "?", "1").problem("two")
     assert Question("mixed_precision", "?", "no", ("no", "bf16")).problem("fp8") == "one of no, bf16"
     assert Question("num_processes", "?", "1").problem("2") is None
+
+
+@pytest.mark.parametrize(
+    ("spread", "group", "strategy"),
+    [("fsdp", None, "fsdp"), ("tp", None, "tp"), ("hsdp", None, "hsdp=4"), ("hsdp", "2", "hsdp=2"), ("fsdp+tp", None, "fsdp+tp=2"),
+     ("fsdp+tp", " 4", "fsdp+tp=4")],
+)  # fmt: skip
+def test_how_the_model_is_spread(spread, group, strategy):
+    given = {"spread": SPREADS[spread], "num_machines": "2"} | ({"group": group} if group else {})
+    ask, asked = answer_with(**given)
+    assert interview(ask, "cuda", 4, ("0", "1", "2", "3")).strategy == strategy
+    assert ("group" in asked) is ("=" in strategy)
+
+
+def test_one_process_is_not_asked_how_it_is_spread():
+    ask, asked = answer_with(num_processes="1")
+    assert not interview(ask, None, 0).is_set("strategy")
+    assert "spread" not in asked
+
+
+def test_a_group_must_fit():
+    question = Question("group", "?", "2", written="fsdp+tp={}", num_processes=8)
+    assert "the nearest that fit 8: fsdp+tp=2, fsdp+tp=4" in question.problem("3")
+    assert "needs a number of ranks" in question.problem("two")
+    assert question.problem("4") is None
+
+
+def test_each_layout_is_explained_in_a_line():
+    for name, text in SPREADS.items():
+        parse(f"{name}=2" if name == "hsdp" else name.replace("+tp", "+tp=2"))
+        assert text.startswith(f"{name}: ")
+        assert len(text) < 100

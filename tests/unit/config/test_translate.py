@@ -43,11 +43,40 @@ def test_an_ordinary_file_is_kept_whole():
     )  # fmt: skip
 
 
-def test_accumulation_hides_in_deepspeeds_section():
-    made = of("deepspeed_config:\n  gradient_accumulation_steps: 4\n  zero_stage: 2\n  gradient_clipping: 1.0\n")
-    assert made.config.gradient_accumulation_steps == 4
-    assert made.num_lost == 2
-    assert "clip_grad_norm_" in dict(made.lines)["deepspeed_config.gradient_clipping"]
+DEEPSPEED = """
+distributed_type: DEEPSPEED
+deepspeed_config:
+  deepspeed_multinode_launcher: standard
+  gradient_accumulation_steps: 4
+  gradient_clipping: 1.0
+  offload_optimizer_device: cpu
+  offload_param_device: none
+  zero3_init_flag: false
+  zero3_save_16bit_model: true
+  zero_stage: 3
+"""
+
+
+def test_every_key_of_deepspeed_is_told():
+    made = of(DEEPSPEED)
+    assert made.num_lost == 0
+    assert set(dict(made.lines)) == {f"deepspeed_config.{key}" for key in yaml.safe_load(DEEPSPEED)["deepspeed_config"]} | {
+        "distributed_type", "together",
+    }  # fmt: skip
+    assert made.config == LaunchConfig(
+        strategy="zero3", gradient_accumulation_steps=4, gradient_clipping=1.0, offload_optimizer_device="cpu"
+    )
+
+
+def test_deepspeed_by_its_own_file():
+    made = of("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json, zero3_init_flag: true}")
+    assert made.num_lost == 1
+    assert "takes models from the meta device" in dict(made.lines)["deepspeed_config.zero3_init_flag"]
+    assert made.config == LaunchConfig(strategy="deepspeed", deepspeed_config_file="ds.json")
+
+
+def test_accumulation_that_deepspeed_leaves_to_the_script():
+    assert of("deepspeed_config: {gradient_accumulation_steps: auto}").config == LaunchConfig()
 
 
 def test_processes_on_the_cpu():

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar
 
+from headway.config.choice import Chosen
 from headway.config.layouts import refusal
-from headway.config.mesh import Layout
 from headway.config.spelled import Spelled
 from headway.runtime.process import ProcessRuntime
 
@@ -55,12 +55,12 @@ class RNGType(Spelled):
     GENERATOR = "generator"
 
 
-def distributed_type(runtime: ProcessRuntime, layout: Layout | None = None) -> DistributedType:
-    """What Accelerate calls this process's surroundings; with a layout of shards, FSDP."""
+def distributed_type(runtime: ProcessRuntime, chosen: Chosen | None = None) -> DistributedType:
+    """What Accelerate calls this process's surroundings; with a layout of shards, FSDP or DEEPSPEED."""
     if runtime.world_size == 1:
         return DistributedType.NO
-    if layout is not None and layout.shard > 1:
-        return DistributedType.FSDP
+    if chosen is not None and chosen.layout.shard > 1:
+        return DistributedType.DEEPSPEED if chosen.is_deepspeed else DistributedType.FSDP
     kind = runtime.hardware.kind
     return getattr(DistributedType, f"MULTI_{kind.upper()}", DistributedType.MULTI_GPU)
 

@@ -215,7 +215,7 @@ class AcceleratorState(PartialState):
     @property
     def distributed_type(self) -> DistributedType:
         """How processes share the work."""
-        return distributed_type(self.runtime, None if self._run is None else self._run.chosen.layout)
+        return distributed_type(self.runtime, None if self._run is None else self._run.chosen)
 
     @property
     def is_fsdp2(self) -> bool:
