@@ -127,7 +127,10 @@ def test_the_environment_and_the_file_are_read(run, monkeypatch, tmp_path):
         (["--main_process_port", "99999", "train.py"], "must be a whole number, 0 to 65535"),
         ([], "Missing argument 'SCRIPT'"),
         (["--use-fsdp", "train.py"], "--use_fsdp is not a flag of `headway launch`: sharded training"),
-        (["--dynamo_backend", "inductor", "train.py"], "torch.compile(model)"),
+        (
+            ["--dynamo_backend", "fast", "train.py"],
+            "dynamo_backend='fast' (command line) must be one of no, eager, aot_eager",
+        ),
         (["--nproc_per_node", "2", "train.py"], "use -n"),
     ],
 )

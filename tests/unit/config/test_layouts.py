@@ -5,7 +5,8 @@ import torch
 
 import headway
 from headway import Accelerator
-from headway.config.layouts import ParallelismConfig, TorchDynamoPlugin
+from headway.config.compiling import TorchDynamoPlugin
+from headway.config.layouts import ParallelismConfig
 from headway.errors import ConfigError, UnsupportedError
 
 
@@ -24,8 +25,7 @@ def test_a_plugin_names_its_layout(plugin, layout):
     ("name", "value", "layout"),
     [("fsdp_plugin", object(), "FSDP"), ("deepspeed_plugin", object(), "DeepSpeed"),
      ("deepspeed_plugins", {"a": object()}, "DeepSpeed"), ("megatron_lm_plugin", object(), "Megatron-LM"),
-     ("torch_tp_plugin", object(), "tensor parallelism"), ("dynamo_backend", "inductor", "compilation"),
-     ("dynamo_plugin", TorchDynamoPlugin(backend="inductor"), "compilation"),
+     ("torch_tp_plugin", object(), "tensor parallelism"),
      ("parallelism_config", ParallelismConfig(tp_size=2), "tensor parallelism")],
 )  # fmt: skip
 def test_an_argument_names_the_layout_that_it_asks_for(name, value, layout):
@@ -45,10 +45,6 @@ def test_what_asks_for_nothing_is_fine():
 
 
 def test_settings_that_contradict_each_other():
-    with pytest.raises(ConfigError, match="not both"):
-        Accelerator(cpu=True, dynamo_backend="no", dynamo_plugin=TorchDynamoPlugin())
-    with pytest.raises(ConfigError, match="dynamo_backend='fast' is unknown; allowed: AOT_EAGER"):
-        Accelerator(cpu=True, dynamo_backend="fast")
     with pytest.raises(ConfigError, match="parallelism_config is a dict"):
         Accelerator(cpu=True, parallelism_config={"tp_size": 2})
     with pytest.raises(ConfigError, match="dp_replicate_size=2, but the run has 1 processes"):
@@ -69,12 +65,3 @@ def test_stand_ins_keep_what_they_were_given():
     schedule = headway.DummyScheduler(optimizer, total_num_steps=10, warmup_num_steps=2)
     assert (optimizer.lr, optimizer.weight_decay, optimizer.kwargs) == (0.1, 0, {"eps": 1e-8})
     assert (schedule.optimizer, schedule.total_num_steps, schedule.warmup_num_steps) == (optimizer, 10, 2)
-
-
-def test_a_model_that_is_compiled_before_is_prepared_as_the_advice_says():
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(2, 1)
-    compiled = accelerator.prepare(torch.compile(model, backend="eager"))
-    accelerator.backward(compiled(torch.ones(1, 2)).sum())
-    assert model.weight.grad.tolist() == [[1.0, 1.0]]
-    assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
