@@ -129,7 +129,7 @@ def test_the_environment_and_the_file_are_read(run, monkeypatch, tmp_path):
         (["--use-fsdp", "train.py"], "--use_fsdp is not a flag of `headway launch`: sharded training"),
         (
             ["--dynamo_backend", "fast", "train.py"],
-            "dynamo_backend='fast' (command line) must be one of no, eager, aot_eager",
+            "dynamo_backend='fast' (command line: --dynamo_backend) must be one of no, eager",
         ),
         (["--nproc_per_node", "2", "train.py"], "use -n"),
     ],
@@ -163,7 +163,7 @@ def test_help_names_every_setting_once(capsys):
     shown = capsys.readouterr().out
     for parameter in launch.command.params:
         if parameter.name not in ("script", "script_args"):
-            assert shown.count(f"--{parameter.name} ") >= 1, parameter.name
+            assert f"--{parameter.name}" in shown.split(), parameter.name  # a long flag has a line of its own
     assert "Examples:\n  headway launch train.py" in shown
 
 
