@@ -39,6 +39,7 @@ _PLACES = {
     "ProgressCallback": "headway.trainer.display",
     "ProjectConfiguration": "headway.config.run",
     "SequentialHook": "headway.compat.accelerate.hooks",
+    "ShardingOptions": "headway.config.sharding",
     "Tracker": "headway.tracking.base",
     "Trainer": "headway.trainer.trainer",
     "TrainerCallback": "headway.trainer.callbacks",
@@ -160,6 +161,7 @@ if TYPE_CHECKING:
     from headway.config.run import DataLoaderConfiguration as DataLoaderConfiguration
     from headway.config.run import GradientAccumulationPlugin as GradientAccumulationPlugin
     from headway.config.run import ProjectConfiguration as ProjectConfiguration
+    from headway.config.sharding import ShardingOptions as ShardingOptions
     from headway.config.strategies import ActivationCheckpointing as ActivationCheckpointing
     from headway.config.strategies import AutocastKwargs as AutocastKwargs
     from headway.config.strategies import DDPCommunicationHookType as DDPCommunicationHookType

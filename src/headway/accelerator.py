@@ -15,7 +15,6 @@ from headway.collectives.door import Collectives
 from headway.collectives.ranks import RankAware
 from headway.collectives.streams import stream_names
 from headway.collectives.tree import Tree
-from headway.config import mesh
 from headway.config.arguments import caller, is_automatic, loading_settings, project_settings, windows
 from headway.config.compiling import Backend, TorchDynamoPlugin, compiler
 from headway.config.layouts import ParallelismConfig, check_layouts
@@ -36,7 +35,8 @@ from headway.resume.restored import Restored
 from headway.resume.run import RunState
 from headway.runtime import events, process, pulse
 from headway.runtime.control import note_progress
-from headway.strategies.build import build_strategy
+from headway.runtime.seed import Reader
+from headway.strategies.build import choose_strategy
 from headway.tracking.base import Tracker
 from headway.tracking.record import Record, TrackerKwargs
 from headway.training.metrics import gather_for_metrics
@@ -167,12 +167,13 @@ class Accelerator(RankAware):
         self.options = options
         asked = str(mixed_precision) if mixed_precision else UNSET
         self.mixed_precision, _ = run_setting("mixed_precision", asked, "no", code_origin=origin)
-        self.precision = build_precision(self.mixed_precision, runtime.hardware, options)
         plugin = windows(gradient_accumulation_steps, gradient_accumulation_plugin, global_batch_size, origin)
         cuts_batches = is_automatic(microbatching, plugin)
         wanted, _ = run_setting("strategy", UNSET if strategy is None else strategy, "ddp", code_origin=origin)
-        layout = mesh.parse(wanted).resolve(runtime.world_size)
-        self.strategy = build_strategy(self.collectives, options, layout, is_deferred=cuts_batches)
+        self.strategy = choose_strategy(
+            wanted, self.collectives, options, self.mixed_precision, is_deferred=cuts_batches
+        )
+        self.precision = build_precision(self.mixed_precision, runtime.hardware, options, self.strategy)
         self.global_batch_size = global_batch_size
         self.clock = Clock()
         self._events = LoaderEvents()
@@ -208,9 +209,14 @@ class Accelerator(RankAware):
         )
         self._take_part(runtime)
 
+    @property
+    def _readers(self) -> Collectives:
+        return self.strategy.data_group
+
     def _take_part(self, runtime: process.ProcessRuntime) -> None:
         """Be known to this process: what ends with it is let go of then."""
         process.at_end(self._preparation.release)
+        runtime.scope.own(Reader).index = self.strategy.data_shard.index
         self._lookout = runtime.scope.own(build_lookout)
         self._membership = self._lookout.join(self._training_step)
         scope.own(Reserve).fill()
@@ -224,7 +230,7 @@ class Accelerator(RankAware):
         cuts_batches: bool,
         neighbours: Neighbours,
     ) -> Step:
-        prepared, runtime = Prepared(), self.runtime
+        prepared, runtime = Prepared(self.strategy.at_rest), self.runtime
         windows = Windows(
             plugin.num_steps,
             self._events,
@@ -234,9 +240,7 @@ class Accelerator(RankAware):
         )
         guard: Guard = NoGuard()
         if on_non_finite is not None:
-            guard = finite.build_guard(
-                on_non_finite, windows, prepared, self.clock, self.precision, self.strategy.data_group
-            )
+            guard = finite.build_guard(on_non_finite, windows, prepared, self.clock, self.precision, self.strategy)
         is_watched = pulse.is_watched() or runtime.world_size > 1
         moments = Moments(begun=[note_progress] if is_watched else [], phases=scope.own(events.Listeners).to_phases)
         parts = windows, prepared, self.strategy, self.precision, policy, guard, moments
@@ -570,7 +574,7 @@ class Accelerator(RankAware):
         chosen = loader if loader is not None else self._training_step.windows.loader
         if chosen is None:
             self._lookout.look_for_loader(self._training_step)
-        return gather_for_metrics(input_data, chosen, self.collectives, use_gather_object)
+        return gather_for_metrics(input_data, chosen, self._readers, use_gather_object)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The loader without its first `num_batches` batches, in its next epoch only; nothing is read to skip."""

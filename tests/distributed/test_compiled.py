@@ -99,10 +99,12 @@ def trained(plugin: TorchDynamoPlugin, num_rows: int, has_unused: bool = False, 
     with torch.no_grad():
         model(torch.zeros(SIZE, 4))
     assert list(accelerator.get_state_dict(model)) == names
-    assert type(copy.deepcopy(model)) is Net
+    is_sharded = "strategy" in options
+    if not is_sharded:
+        assert type(copy.deepcopy(model)) is Net
     found = (
         norms,
-        [p.detach().clone() for p in model.parameters()],
+        [] if is_sharded else [p.detach().clone() for p in model.parameters()],
         torch._dynamo.utils.counters["stats"]["unique_graphs"],
     )
     accelerator.free_memory()
@@ -180,3 +182,30 @@ def test_a_compiled_run_resumes_bit_for_bit_and_an_uncompiled_one_goes_on_from_i
         assert whole == pytest.approx(uncompiled, abs=2e-6)
         assert resumed == regional[2:]
         assert resumed_uncompiled == pytest.approx(regional[2:], abs=2e-6)
+
+
+def sharded() -> dict[str, Any]:
+    """What each way of compiling a model gives under FSDP2, and how many graphs it takes."""
+    regional = TorchDynamoPlugin("aot_eager", use_regional_compilation=True)
+    whole = TorchDynamoPlugin("aot_eager", use_regional_compilation=True, fullgraph=True)
+    checkpointing: dict[str, Any] = {"kwargs_handlers": [ActivationCheckpointing()]}
+    return {
+        "by regions": trained(regional, 32, strategy="fsdp"),
+        "one graph each": trained(whole, 32, strategy="fsdp"),
+        "checkpointed": trained(whole, 32, strategy="fsdp", **checkpointing),
+        "whole": trained(TorchDynamoPlugin("aot_eager"), 32, strategy="fsdp"),
+        "bf16": trained(regional, 32, strategy="fsdp", mixed_precision="bf16"),
+        "bf16, not compiled": trained(TorchDynamoPlugin(), 32, strategy="fsdp", mixed_precision="bf16"),
+    }
+
+
+def test_sharded_models_compile_block_by_block() -> None:
+    for found in run_ranks(sharded, 2, timeout=300):
+        wanted, _ = plain(32)
+        for name in ("by regions", "one graph each", "checkpointed", "whole"):
+            norms, _, num_graphs = found[name]
+            assert norms == pytest.approx(wanted, abs=2e-6), name
+            assert num_graphs == 2, name  # training, evaluation
+        assert found["bf16"][0] == pytest.approx(found["bf16, not compiled"][0], abs=2e-2)
+        assert found["bf16"][2] > 0
+        assert found["bf16, not compiled"][2] == 0

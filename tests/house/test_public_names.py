@@ -15,7 +15,7 @@ NAMES = [
     "DistributedDataParallelKwargs", "EarlyStoppingCallback", "EvalPrediction", "GeneralTracker",
     "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LocalSGD", "LoggerType", "MemoryMonitor",
     "ModelHook", "NonFinitePolicy", "OffloadedWeightsLoader", "Preemption", "PrefixedDataset", "PrinterCallback",
-    "ProfileKwargs", "ProgressCallback", "ProjectConfiguration", "SequentialHook", "Tracker", "Trainer",
+    "ProfileKwargs", "ProgressCallback", "ProjectConfiguration", "SequentialHook", "ShardingOptions", "Tracker", "Trainer",
     "TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments", "UserCpuOffloadHook", "Workload",
     "add_hook_to_module", "align_module_device", "all_memory_use", "attach_align_device_hook",
     "attach_align_device_hook_on_blocks", "attach_execution_device_hook", "calculate_maximum_sizes",

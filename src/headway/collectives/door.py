@@ -19,6 +19,7 @@ from headway.collectives.coalesced import start_all
 from headway.collectives.tree import Tree, map_tensors, structure, tensors
 from headway.errors import CollectiveError, ConfigError
 from headway.runtime.callers import SAVE, missed_save
+from headway.runtime.group import MARGIN, carries_cpu, part
 from headway.runtime.ledger import Entry, Ledger
 from headway.runtime.process import ProcessRuntime
 
@@ -63,18 +64,52 @@ class Collectives:
 
     Args:
         runtime: this process.
-        group: torch's process group; None: all processes.
+        group: torch's process group, which carries CPU tensors too; None: all processes.
+        is_alone: this process and no other, whatever groups there are; then it has no `group`.
+
+    Attributes:
+        rank: this process's number in the group; the process's own is `runtime.rank`.
+        world_size: the processes of the group.
+
+    Raises:
+        CollectiveError: CPU tensors, which handshakes are, cannot travel in the group.
     """
 
-    def __init__(self, runtime: ProcessRuntime, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, runtime: ProcessRuntime, group: dist.ProcessGroup | None = None, *, is_alone: bool = False
+    ) -> None:
         self.runtime = runtime
         self.group = group
         self._cpu_group = runtime.cpu_group if group is None else group
-        is_joined = dist.is_initialized()
+        is_joined = dist.is_initialized() and not is_alone
         self.rank = dist.get_rank(group) if is_joined else 0
         self.world_size = dist.get_world_size(group) if is_joined else 1
+        if group is not None and self.world_size > 1 and not carries_cpu(group):
+            raise CollectiveError(
+                f"a group of {self.world_size} processes has no engine for CPU tensors, in which ranks agree before each exchange; "
+                "make it by Collectives.split, or with backend='cpu:gloo,cuda:nccl'"
+            )
         self.ledger = Ledger()
         self._last: tuple[torch.Tensor, ...] = ()
+
+    def split(self, groups: Sequence[Sequence[int]]) -> "Collectives":
+        """The part of all processes that this one is in; every process calls it, with the same groups.
+
+        Args:
+            groups: ranks, each of them in one group.
+
+        Raises:
+            CollectiveError: a rank is in no group or in two, or does not exist; or this is a part already.
+        """
+        world = range(self.runtime.world_size)
+        if sorted(rank for ranks in groups for rank in ranks) != list(world) or self.world_size != len(world):
+            raise CollectiveError(f"groups {[list(g) for g in groups]} do not hold each of {len(world)} ranks once")
+        own: dist.ProcessGroup | None = None
+        for ranks in groups:
+            if len(ranks) > 1 and len(ranks) < len(world):  # all ranks make all groups, in this order
+                own = part(ranks, self.runtime.patience + MARGIN) or own
+        is_alone = any(list(ranks) == [self.runtime.rank] for ranks in groups)
+        return Collectives(self.runtime, own, is_alone=is_alone)
 
     # ---------------------------------------------------------------- small numbers
 

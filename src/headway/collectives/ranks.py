@@ -30,6 +30,11 @@ class RankAware:
         self.collectives = collectives
         self._is_triggered = False
 
+    @property
+    def _readers(self) -> Collectives:
+        """One rank of each part of the data: what they hold counts once."""
+        return self.collectives
+
     # ---------------------------------------------------------------- who am I
 
     @property
@@ -184,5 +189,5 @@ class RankAware:
             total: this rank's sum (of losses, of correct answers).
             weight: over how many items. NaN where all ranks' weights are zero.
         """
-        sums = self.collectives.reduce_numbers([float(total), float(weight)])
+        sums = self._readers.reduce_numbers([float(total), float(weight)])
         return torch.tensor(sums[0] / sums[1] if sums[1] else float("nan"), dtype=torch.float64)

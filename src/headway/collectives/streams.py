@@ -6,9 +6,12 @@ import torch
 
 from headway.collectives.door import Collectives
 from headway.errors import ConfigError
+from headway.log import get_logger
 from headway.runtime.device import is_kind
 from headway.runtime.process import current
-from headway.runtime.seed import read_states, write_states
+from headway.runtime.seed import digests, mix, read_states, reseed, write_states
+
+log = get_logger(__name__)
 
 _KNOWN = ("python", "numpy", "torch", "device", "generator")
 _VENDORS = frozenset({"npu", "mlu", "musa", "sdaa", "neuron"})
@@ -50,3 +53,30 @@ def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator 
     if runtime.world_size > 1:
         own = read_states(rng_types, generator) if runtime.is_main_process else None
         write_states(Collectives(runtime).broadcast_object(own), generator)
+
+
+def share_streams(everyone: Collectives, index: int) -> list[str]:
+    """Let ranks that read the same part of the data draw the same random numbers: dropout, noise, what a dataset draws.
+
+    Streams that are alike on them already stay as they are; the others begin anew, at a seed of rank 0's and the part's number.
+
+    Args:
+        everyone: all ranks; each of them calls this.
+        index: the number of the part that this rank reads.
+
+    Returns:
+        The streams that began anew.
+    """
+    rows = everyone.gather_numbers([float(index), float(torch.initial_seed() % (1 << 52)), *digests()])
+    begun = []
+    for place, name in enumerate(("python", "numpy", "torch")):
+        first: dict[float, float] = {}
+        if any(first.setdefault(row[0], row[2 + place]) != row[2 + place] for row in rows):
+            reseed(name, mix(int(rows[0][1]), place, index))
+            begun.append(name)
+    if "torch" in begun:
+        log.warning_once(
+            "ranks that read the same part of the data had different random streams: torch's begin anew, alike on these ranks. If you "
+            "seed ranks apart, do it by set_seed(seed, device_specific=True) after the Accelerator is made"
+        )
+    return begun

@@ -9,6 +9,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
+from headway.config.sharding import ShardingOptions
 from headway.errors import ConfigError
 
 
@@ -149,6 +150,7 @@ class EngineOptions:
     process_group: InitProcessGroupKwargs = InitProcessGroupKwargs()
     profile: ProfileKwargs = ProfileKwargs()
     checkpointing: ActivationCheckpointing | None = None
+    sharding: ShardingOptions | None = None
 
 
 def collect_options(handlers: list[Any] | None) -> EngineOptions:
@@ -164,6 +166,7 @@ def collect_options(handlers: list[Any] | None) -> EngineOptions:
         "process_group": InitProcessGroupKwargs,
         "profile": ProfileKwargs,
         "checkpointing": ActivationCheckpointing,
+        "sharding": ShardingOptions,
     }
     chosen: dict[str, Any] = {}
     for handler in handlers or []:

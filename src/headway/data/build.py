@@ -34,6 +34,7 @@ def prepare_loader(
     seed: int,
     rng_types: Sequence[str] | None = ("generator",),
     stream: LoaderStream | None = None,
+    everyone: Collectives | None = None,
 ) -> PreparedLoader:
     """Share a loader's data out over the ranks.
 
@@ -47,6 +48,7 @@ def prepare_loader(
         seed: of the order, the same on all ranks.
         rng_types: with "generator", samplers' own generators get rank 0's state at the start of each epoch.
         stream: what the run's loaders draw from; None: torch's global stream.
+        everyone: all ranks, where several of them read the same part of the data; None: those of `collectives`.
 
     Raises:
         DataError: the loader's settings and the configuration do not fit together.
@@ -64,6 +66,7 @@ def prepare_loader(
         seed,
         "generator" in (rng_types or ()),
         stream or LoaderStream(),
+        everyone,
     )
     feed = recipe.feed()
     if transfer is not None and transfer.wants_pinned and loader.num_workers:
@@ -83,27 +86,31 @@ class _Recipe:
         seed: int,
         is_synchronised: bool,
         stream: LoaderStream,
+        everyone: Collectives | None,
     ) -> None:
         self.loader = loader
         self.shard = shard
         self.config = config
         self.collectives = collectives
+        self.everyone = collectives if everyone is None or everyone.world_size == 1 else everyone
         self.seed = seed
         self.is_synchronised = is_synchronised
         self.stream = stream
         self.base_seed = BaseSeed(loader, config.is_seedable, stream)
         self.is_batched = loader.batch_sampler is not None
         self.is_even = config.even_batches and shard.count > 1
-        self.is_dispatched = bool(config.dispatch_batches) and shard.count > 1
+        self.is_dispatched = bool(config.dispatch_batches) and self.everyone is not None
+        # Where several ranks read the same, workers' streams are functions of the seed that all have agreed on.
+        self.is_shared = self.everyone is not self.collectives and not self.is_dispatched
         self.ranks: Sequence[int] = range(shard.count) if self.is_dispatched else (shard.index,)
 
     def feed(self) -> Feed:
         """Where the batches come from."""
         kind = _loader_class(self.loader, self.config)
-        if self.is_dispatched and self.collectives is not None:
+        if self.is_dispatched and self.everyone is not None:
             inner = self._stream(kind) if _is_stream(self.loader) else self._mapped()
-            length = self.collectives.broadcast_object(_length(inner))
-            return DispatchFeed(inner, self.collectives, self.is_batched, length)
+            length = self.everyone.broadcast_object(_length(inner))
+            return DispatchFeed(inner, self.everyone, self.shard, self.is_batched, length)
         if not _is_stream(self.loader):
             feed = self._mapped()
             self._check_lengths(feed)
@@ -127,7 +134,15 @@ class _Recipe:
             order = self._order(batch_sampler)
             split = BatchSplit(self.shard.count, self.config.split_batches, drops_last, self.is_even, full)
         return MappedFeed(
-            self.loader, order, split, self.ranks, self.seed, self.collectives, self.base_seed, self.config.is_seedable
+            self.loader,
+            order,
+            split,
+            self.ranks,
+            self.seed,
+            self.collectives,
+            self.base_seed,
+            self.config.is_seedable,
+            self.is_shared,
         )
 
     def _order(self, sampler: Any) -> Order:
@@ -142,13 +157,13 @@ class _Recipe:
     @property
     def _agree(self) -> Agree | None:
         # Where one process draws for all, nothing has to be agreed.
-        return None if self.is_dispatched or self.collectives is None else self.collectives.broadcast_object
+        return None if self.is_dispatched or self.everyone is None else self.everyone.broadcast_object
 
     def _check_lengths(self, feed: MappedFeed) -> None:
         """Every rank must hold the same data: then no rank can run out before another."""
-        if self.collectives is None:
+        if self.everyone is None:
             return
-        lengths = [int(row[0]) for row in self.collectives.gather_numbers([_length(feed.order) or 0])]
+        lengths = [int(row[0]) for row in self.everyone.gather_numbers([_length(feed.order) or 0])]
         if len(set(lengths)) > 1:
             raise DataError(
                 f"the ranks' DataLoaders have different lengths (samples or batches: {lengths}); give every rank the "
@@ -158,7 +173,9 @@ class _Recipe:
     def _stream(self, kind: type[DataLoader[Any]]) -> StreamFeed:
         split = SampleSplit(self._size(self.loader.batch_size), self.shard.count, self.loader.drop_last, self.is_even)
         agree = self._agree if self.is_synchronised else None
-        return StreamFeed(self.loader, split, self.ranks, self.seed, self.base_seed, kind, agree=agree)
+        return StreamFeed(
+            self.loader, split, self.ranks, self.seed, self.base_seed, kind, agree=agree, is_shared=self.is_shared
+        )
 
     def _own_stream(self, kind: type[DataLoader[Any]], collectives: Collectives) -> StreamFeed:
         index, count = self.shard.index, self.shard.count

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from headway.collectives.door import Collectives
 from headway.data.feed import UNCOUNTABLE, Delivery, Feed, State
+from headway.data.shard import Shard
 from headway.data.sharded import compact
 from headway.errors import DataError
 
@@ -22,14 +23,18 @@ class DispatchFeed:
 
     Args:
         feed: reads the batches of all ranks in turn; used on the main process only, but known on all for its lengths.
-        collectives: the ranks.
+        collectives: all ranks.
+        shard: this rank's part of the data; several ranks may have the same.
         is_batched: rows are known from the indices; False: items are batches, counted where they are read.
         length: batches of an epoch, as the main process knows it; None: unknown.
     """
 
-    def __init__(self, feed: Feed, collectives: Collectives, is_batched: bool, length: int | None) -> None:
+    def __init__(
+        self, feed: Feed, collectives: Collectives, shard: Shard, is_batched: bool, length: int | None
+    ) -> None:
         self._feed = feed
         self._collectives = collectives
+        self._shard = shard
         self._is_batched = is_batched
         self._length = length
 
@@ -97,18 +102,18 @@ class DispatchFeed:
     def _lead(self, deliveries: Iterator[Delivery]) -> Iterator[Delivery]:
         while True:
             try:
-                parts = self._complete(list(islice(deliveries, self._collectives.world_size)))
+                parts = self._complete(list(islice(deliveries, self._shard.count)))
             except Exception as error:
                 self._report(error)
                 raise
             self._receive([(compact(batch), share) for batch, share in parts])
             if not parts:
                 return
-            yield parts[0]
+            yield parts[self._shard.index]
 
     def _follow(self) -> Iterator[Delivery]:
         while parts := self._receive(None):
-            yield parts[self._collectives.rank]
+            yield parts[self._shard.index]
 
     def _complete(self, parts: list[Delivery]) -> list[Delivery]:
         """The parts without their indices, and with counts of rows where items were counted."""

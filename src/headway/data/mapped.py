@@ -67,6 +67,7 @@ class MappedFeed:
         collectives: the ranks that have to agree on the rows of unbatched items; None: this process reads alone.
         base_seed: draws that of the workers.
         is_seedable: order and workers' streams are functions of (seed, epoch); False: on one process, they are torch's own.
+        is_shared: other ranks read the same, and their workers need the same streams.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class MappedFeed:
         collectives: Collectives | None,
         base_seed: BaseSeed,
         is_seedable: bool,
+        is_shared: bool = False,
     ) -> None:
         self.order = order
         self.split: SampleSplit | BatchSplit | WindowSplit = split
@@ -87,7 +89,8 @@ class MappedFeed:
         self._seed = seed
         self.is_batched = loader.batch_sampler is not None
         self._base_seed = base_seed
-        has_workers, is_alone = loader.num_workers > 0, split.count == 1 and not is_seedable
+        self._is_alone = split.count == 1 and not is_shared
+        has_workers, is_alone = loader.num_workers > 0, self._is_alone and not is_seedable
         self._is_seeded = has_workers and not is_alone
         self._draws_at_once = has_workers or len(ranks) > 1
         self._is_one_by_one = is_read_one_by_one(loader.dataset)
@@ -169,7 +172,7 @@ class MappedFeed:
         begun = self.split.start(self.order.draw(epoch), 0 if num_repeated else consumed, num_skipped)
         handed_out = self._sampler.begin(self._shares(begun, seed))
         seed_generator(self.inner, mix(seed, 1))
-        self._base_seed.begin(self.inner, is_given=self.split.count == 1)
+        self._base_seed.begin(self.inner, is_given=self._is_alone)
         deliveries = self._deliveries(iter(self.inner), handed_out)
         for _ in islice(deliveries, num_repeated):
             pass

@@ -155,6 +155,7 @@ class StreamFeed:
         own: this rank's shards, where the dataset is sharded itself; None: the whole stream.
         agree: begin each epoch with rank 0's states of the generators that the dataset holds; None: do not.
         base_seed: draws that of the workers, as torch would; on one process they get it.
+        is_shared: other ranks read the same, and their workers need the same streams.
     """
 
     def __init__(
@@ -167,7 +168,9 @@ class StreamFeed:
         kind: type[DataLoader[Any]] = DataLoader,
         own: OwnShards | None = None,
         agree: Agree | None = None,
+        is_shared: bool = False,
     ) -> None:
+        self._is_shared = is_shared
         self.source = loader
         self._base_seed = base_seed
         self.seed = seed
@@ -244,7 +247,8 @@ class StreamFeed:
         """Begin a pass; what lies before it is read, not collated - unless the inner loader can resume by its state."""
         # Who reads the same stream needs the same randomness in its workers; who reads other shards, another.
         seed_generator(self.inner, mix(self.seed, epoch, 0 if self._own is None else 1 + self._own.index))
-        self._base_seed.begin(self.inner, is_given=self._own is None and self._own_split.count == 1)
+        is_alone = self._own is None and self._own_split.count == 1 and not self._is_shared
+        self._base_seed.begin(self.inner, is_given=is_alone)
         self._generators.begin()
         if self._lines is not None:
             self._lines.begin()

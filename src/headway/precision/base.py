@@ -1,10 +1,37 @@
 """The precision protocol, and full precision, which does nothing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
+
+
+class Wholeness(Protocol):
+    """Does each rank hold all of the gradients?"""
+
+    @property
+    def whole_gradients(self) -> bool: ...
+
+
+class Door(Protocol):
+    """What an overflow is agreed on through."""
+
+    def reduce_numbers(self, values: Sequence[float], op: str = "sum") -> list[float]:
+        """Sums over the ranks."""
+
+
+class Parts(Protocol):
+    """Where gradients lie, as the strategy knows."""
+
+    @property
+    def capabilities(self) -> Wholeness: ...
+
+    @property
+    def everyone(self) -> Door: ...
+
+    def local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """What this rank holds of each gradient that there is, as plain tensors that may be changed in place."""
 
 
 class Precision(Protocol):

@@ -15,7 +15,7 @@ import torch
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
-from headway.precision.base import FullPrecision, Precision
+from headway.precision.base import FullPrecision, Parts, Precision
 from headway.runtime.device import Hardware
 
 log = get_logger(__name__)
@@ -42,19 +42,35 @@ class _Probe:
     """Stands for an optimizer towards torch's scaler, and notes whether its step was called.
 
     It hides that fused optimizers skip by themselves, so that a skip is always seen here.
+
+    Args:
+        optimizer: torch's.
+        parts: shows the part of each gradient that lies here; None: all of them do.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, parts: Parts | None) -> None:
         self.optimizer = optimizer
         self.did_step = False
+        self._parts = parts
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
+        groups = self.optimizer.param_groups
+        if self._parts is None:
+            return groups
+        every = [p for group in groups for p in group["params"]]
+        return [{"params": [_holder(grad) for grad in self._parts.local_gradients(every)]}]
 
     def step(self) -> None:
         self.did_step = True
         self.optimizer.step()
+
+
+def _holder(grad: torch.Tensor) -> torch.Tensor:
+    """What has this tensor as its gradient."""
+    held = grad.detach()
+    held.grad = grad
+    return held
 
 
 class Fp16Precision(Bf16Precision):
@@ -63,8 +79,9 @@ class Fp16Precision(Bf16Precision):
     name = "fp16"
     dtype = torch.float16
 
-    def __init__(self, hardware: Hardware, options: EngineOptions) -> None:
+    def __init__(self, hardware: Hardware, options: EngineOptions, parts: Parts | None = None) -> None:
         super().__init__(hardware, options)
+        self._parts = None if parts is None or parts.capabilities.whole_gradients else parts
         chosen = options.scaler
         self.scaler: torch.amp.GradScaler = torch.amp.GradScaler(
             hardware.kind,
@@ -109,7 +126,17 @@ class Fp16Precision(Bf16Precision):
         """Divide the optimizer's gradients by the scale, once per window."""
         if id(optimizer) not in self._unscaled and self.scaler.is_enabled():
             self.scaler.unscale_(self._probe(optimizer))  # type: ignore[arg-type]
+            if self._parts is not None:
+                self._agree(self._probe(optimizer), self._parts)
             self._unscaled.add(id(optimizer))
+
+    def _agree(self, probe: _Probe, parts: Parts) -> None:
+        """An overflow in one rank's part is known to all of them."""
+        found = self.scaler._per_optimizer_states[id(probe)]["found_inf_per_device"]
+        total = sum((each.item() for each in found.values()), 0.0)
+        (total,) = parts.everyone.reduce_numbers([total])
+        device = next(iter(found), torch.device(self._kind))
+        found[device] = torch.full((), total, dtype=torch.float32, device=device)
 
     def discard(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget that gradients were unscaled, where they are dropped without a step."""
@@ -137,7 +164,7 @@ class Fp16Precision(Bf16Precision):
         return probe.did_step
 
     def _probe(self, optimizer: torch.optim.Optimizer) -> _Probe:
-        return self._probes.setdefault(id(optimizer), _Probe(optimizer))
+        return self._probes.setdefault(id(optimizer), _Probe(optimizer, self._parts))
 
     def snapshot(self) -> Any:
         """The scale, its growth, and which optimizers wait for what. No value is read from the device."""
@@ -189,8 +216,14 @@ def _name_of(hardware: Hardware) -> str:
     return f"this {hardware.kind} device" if name is None else str(name())
 
 
-def build_precision(name: str, hardware: Hardware, options: EngineOptions) -> Precision:
+def build_precision(name: str, hardware: Hardware, options: EngineOptions, parts: Parts | None = None) -> Precision:
     """The precision called `name`.
+
+    Args:
+        name: "no", "bf16" or "fp16".
+        hardware: what computes.
+        options: of autocast and the scaler.
+        parts: knows which part of the gradients lies here (the strategy); None: all of them do.
 
     Raises:
         ConfigError: an unknown name.
@@ -213,7 +246,7 @@ def build_precision(name: str, hardware: Hardware, options: EngineOptions) -> Pr
         return Bf16Precision(hardware, options)
     if name == "fp16":
         _check_autocast(hardware, name, torch.float16)
-        return Fp16Precision(hardware, options)
+        return Fp16Precision(hardware, options, parts)
     raise ConfigError(f"mixed_precision={name!r} is unknown; allowed: 'no', 'bf16', 'fp16'")
 
 

@@ -72,7 +72,7 @@ class Transaction:
         self.tree: Tree = None
         self.num_rows = 1
         self._strategy = strategy
-        self._group: Collectives = strategy.data_group
+        self._group: Collectives = strategy.everyone
         self._snapshot = snapshot
         self._headroom = headroom
         self._prepared = prepared
@@ -193,7 +193,7 @@ class Transaction:
         is_waiting = self.size.limit is not None and self.size.num_clean + 1 >= self.size.patience
         spare = float(not is_waiting or self._headroom.has_room(factor))
         below = float(self.size.below(self.num_rows)) if phase == _FAILED else -1.0
-        filled = [*numbers, 0.0, 0.0][:2]
+        filled = [*numbers, 0.0, 0.0, 0.0][:3]
         thrashing = float(phase != _FAILED and self._headroom.is_thrashing())
         rows = self._group.gather_numbers([float(phase), below, float(self.num_rows), spare, thrashing, *filled])
         failed = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
@@ -263,8 +263,9 @@ class Transaction:
         """
         self._snapshot.merge()
         num_gaps = self._strategy.ready(parameters)
-        rows = self._agree(_GRADIENTS, weight, float(num_gaps))
-        return sum(row[0] for row in rows), any(row[1] for row in rows)
+        rows = self._agree(_GRADIENTS, weight, float(num_gaps), float(self._strategy.data_shard.index))
+        weights = {row[2]: row[0] for row in rows}  # several ranks may read one part of the data
+        return sum(weights.values()), any(row[1] for row in rows)
 
     def put_aside(self, parameters: Sequence[torch.nn.Parameter]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Take out gradients that have travelled, before another loss of the same piece."""

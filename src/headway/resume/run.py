@@ -182,6 +182,8 @@ class RunState:
     # ---------------------------------------------------------------- out
 
     def _bare_models(self) -> list[torch.nn.Module]:
+        for model in self._preparation.models:
+            self._strategy.at_rest(model)
         return [getattr(model, "_orig_mod", model) for model in map(self._strategy.unwrap, self._preparation.models)]
 
     def _parts(self) -> Parts:
@@ -294,6 +296,7 @@ class RunState:
             "precision": self._precision.name,
             "seeds": [each.seed for each in preparation.loaders],
             "seed": torch.initial_seed() & ((1 << 63) - 1),
+            "data_shards": self._strategy.data_shard.count,
             "epoch": self.next_epoch(),
             "counts_epochs": self._began is not None,
             "trained_on": [self._number(each) for each in self._accumulation.trained_on],
@@ -361,7 +364,7 @@ class RunState:
             CheckpointError: on every rank: missing, damaged, or it does not fit; or `is_strict`, and something differs.
         """
         manifest, found = self.saver.read(path)
-        saved = read_run(manifest.about, found, self._runtime, self._precision)
+        saved = read_run(manifest.about, found, self._runtime, self._precision, self._strategy.data_shard.count)
         parts = self._parts()
         restored = Restored(path, manifest.about)
         if hooks:  # they may load models themselves, so all that does not hang on them is checked before
@@ -417,6 +420,11 @@ class RunState:
                 f"saved on rank {', '.join(map(str, saved.ranks))} alone, without the others' random streams: these are derived "
                 "from (seed, update, rank)"
             )
+        parts = self._strategy.data_shard.count
+        if before == now and saved.num_shards != parts:
+            lines.append(
+                f"data in {saved.num_shards} -> {parts} parts; random streams are derived from (seed, update, part)"
+            )
         lines += self._plan(saved).lines
         if saved.precision != self._precision.name:
             lines.append(f"mixed_precision {saved.precision} -> {self._precision.name}")
@@ -429,7 +437,7 @@ class RunState:
 
     def _plan(self, saved: SavedRun) -> Plan:
         """How the global batch is kept."""
-        return self._batch.plan(saved.batch, saved.accumulation, saved.world_size == self._runtime.world_size)
+        return self._batch.plan(saved.batch, saved.accumulation, saved.num_shards == self._strategy.data_shard.count)
 
     def _restore_position(self, saved: SavedRun, plan: Plan, undo: Undo) -> None:
         """What may still fail, as the state is read by others: the scaler, the loaders' positions, the streams."""
@@ -451,7 +459,7 @@ class RunState:
         if saved.is_own:
             self._write_streams(saved.streams, saved.loader_stream)
         else:
-            derive_streams(saved.seed, saved.num_updates, self._runtime.rank)
+            derive_streams(saved.seed, saved.num_updates, self._strategy.data_shard.index)
             self._preparation.loader_stream.load_state(saved.loader_stream)
 
     def _write_streams(self, streams: dict[str, Any], loader_stream: torch.Tensor | None) -> None:

@@ -31,6 +31,7 @@ class SavedRun:
         run_id: of the run; "" where it was saved before runs had one.
         world_size: ranks of the run.
         ranks: those whose own state the checkpoint holds.
+        num_shards: parts that the data was in: several ranks may have read one.
         accumulation: micro-batches per update.
         versions: of packages, by their names.
         num_updates, optimizer_updates, epoch, counts_epochs, seed, precision, ticks: as they were.
@@ -49,6 +50,7 @@ class SavedRun:
     run_id: str
     world_size: int
     ranks: list[int]
+    num_shards: int
     accumulation: int
     versions: dict[str, str]
     num_updates: int
@@ -71,7 +73,11 @@ class SavedRun:
 
 
 def read_run(
-    manifest_about: Mapping[str, Any], found: Collected, runtime: ProcessRuntime, precision: Precision
+    manifest_about: Mapping[str, Any],
+    found: Collected,
+    runtime: ProcessRuntime,
+    precision: Precision,
+    num_shards: int | None = None,
 ) -> SavedRun:
     """Read all that a load takes from a manifest, for this process; what objects take up is checked and left where it is.
 
@@ -80,6 +86,7 @@ def read_run(
         found: its state, and the tensors that it names.
         runtime: this process.
         precision: of this run.
+        num_shards: parts that this run's data is in; None: one for each rank.
 
     Raises:
         CheckpointError: naming the first value that is not as it must be.
@@ -92,7 +99,9 @@ def read_run(
     seeds = [seed.whole(-_WORD, _WORD) for seed in run["seeds"].items()]
     num_models, num_optimizers = len(state["extra"].items()), len(state["optimizer"].items())
     check_objects(state, found)
-    is_own = world_size == runtime.world_size and runtime.rank in ranks
+    former_shards = next((each.whole(1, world_size) for each in run.given("data_shards")), world_size)
+    is_same = world_size == runtime.world_size and former_shards == (num_shards or runtime.world_size)
+    is_own = is_same and runtime.rank in ranks
     place = ranks.index(runtime.rank) if is_own else 0
     loaders, streams = _read_own(state, found, runtime, len(ranks), len(seeds))[place]
     loader_stream = streams.pop("loaders", None)
@@ -103,6 +112,7 @@ def read_run(
         run_id="".join(each.text() for each in about.given("run")),
         world_size=world_size,
         ranks=ranks,
+        num_shards=former_shards,
         accumulation=about["accumulation"].whole(1, _MOST_STEPS),
         versions={name: each.text() for name, each in about["versions"].table().items()},
         num_updates=run["num_updates"].whole(),

@@ -5,6 +5,7 @@ group is an exchange of its own, and a rank that is gone leaves the others insid
 """
 
 import contextlib
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -17,6 +18,9 @@ from headway.runtime.store import wait_for
 
 CPU_ENGINE = "gloo"
 """What carries CPU tensors, handshakes among them."""
+
+MARGIN = timedelta(seconds=30)
+"""How much longer than the patience an engine waits in a collective."""
 
 _YES, _NO = "yes", "no"
 
@@ -59,6 +63,14 @@ def engine_of(device: torch.device, group: dist.ProcessGroup | None = None) -> s
 def carries_cpu(group: dist.ProcessGroup | None = None) -> bool:
     """Can CPU tensors travel in it?"""
     return bool(engine_of(torch.device("cpu"), group))
+
+
+def part(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup | None:
+    """A group of some ranks, with the engines of all, and one for CPU tensors; None on the others, which call it too."""
+    found = {"cpu": CPU_ENGINE} | _by_device(dist.get_backend_config())
+    text = ",".join(f"{device}:{engine}" for device, engine in found.items())
+    made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, backend=text)
+    return made if dist.get_rank() in ranks else None
 
 
 def bound(device: torch.device, backend: str) -> torch.device | None:

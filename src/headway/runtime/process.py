@@ -188,9 +188,6 @@ class _Process:
         return group.have_all_come(self.group_store(), runtime.rank, runtime.world_size, _TOGETHER)
 
 
-_MARGIN = timedelta(seconds=30)
-"""How much longer than the patience an engine waits in a collective."""
-
 _TOGETHER = timedelta(seconds=10)
 """How long a process that ends waits for the other ranks to end too, before it leaves a group that only all can end."""
 
@@ -236,12 +233,12 @@ def start(
     cpu_group = None
     if owns_group:
         # With a margin, so that who watches over the run speaks before the engine does.
-        limit = timeout or patience + _MARGIN
+        limit = timeout or patience + group.MARGIN
         here.ask(group.engines(backend, hardware.kind) if backend else hardware.backend, limit, device)
         here.join(init_method, rank, world_size, patience)
     elif dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        cpu_group = group.beside(patience + _MARGIN) if world_size > 1 else None
+        cpu_group = group.beside(patience + group.MARGIN) if world_size > 1 else None
         if cpu_group is not None:
             atexit.register(_end_at_exit)
     elif hardware.is_indexed and hardware.num_devices() > 1:

@@ -1,7 +1,9 @@
 """The global random streams of this process: seeding them all, reading them and putting them back."""
 
+import pickle
 import random
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +22,17 @@ _MASK = (1 << 63) - 1
 _ALL = ["python", "numpy", "torch", "device"]
 
 
+class Reader:
+    """Which part of the data this process reads; ranks that read the same part draw the same numbers.
+
+    Attributes:
+        index: the part's number; None: the rank reads a part of its own, or no Accelerator has told.
+    """
+
+    def __init__(self) -> None:
+        self.index: int | None = None
+
+
 def mix(*parts: int) -> int:
     """One seed of 63 bits from several numbers, well spread (the finaliser of SplitMix64, Steele et al. 2014)."""
     state = 0
@@ -36,7 +49,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: 0 or more.
-        device_specific: give every rank a stream of its own (seed + rank). The data order stays common to all ranks.
+        device_specific: give every rank a stream of its own (seed + rank). The data order stays common to all ranks. Ranks
+            that share one part of the data (tensor parallel) need one stream: there the part's number counts, which is known
+            once the Accelerator is made.
         deterministic: ask torch for deterministic algorithms as well.
 
     Raises:
@@ -45,12 +60,30 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ConfigError(f"set_seed got {seed!r}; give a whole number, 0 or more")
     if device_specific:
-        seed += current().rank
+        runtime = current()
+        index = runtime.scope.own(Reader).index
+        seed += runtime.rank if index is None else index
     random.seed(seed)
     _seed_numpy(seed)
     torch.manual_seed(seed)  # every device's generator included
     if deterministic:
         torch.use_deterministic_algorithms(True)
+
+
+def digests() -> list[float]:
+    """A number for the state of each of the streams `reseed` knows, in their order; -1: not in use here."""
+    states = read_states(_ALL[:-1], None)
+    return [float(zlib.crc32(pickle.dumps(states[name]))) if name in states else -1.0 for name in _ALL[:-1]]
+
+
+def reseed(name: str, seed: int) -> None:
+    """Let one stream ("python", "numpy" or "torch", which is the device's too) begin anew."""
+    if name == "python":
+        random.seed(seed)
+    elif name == "numpy":
+        _seed_numpy(seed)
+    else:
+        torch.manual_seed(seed)
 
 
 def _seed_numpy(seed: int) -> None:
@@ -123,6 +156,6 @@ def untouched_streams() -> Iterator[None]:
         write_states(states, None)
 
 
-def derive_streams(seed: int, num_updates: int, rank: int) -> None:
-    """Begin new streams if there is no saved state for this rank: a function of (seed, update, rank)."""
-    set_seed(mix(seed, num_updates, rank) >> 1)
+def derive_streams(seed: int, num_updates: int, index: int) -> None:
+    """Begin new streams if there is no saved state for this rank: a function of (seed, update, part of the data)."""
+    set_seed(mix(seed, num_updates, index) >> 1)

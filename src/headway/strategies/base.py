@@ -29,6 +29,7 @@ class Capabilities:
         rollback: a step can be taken back.
         lone_forward: a model may be called on one rank alone; False: its forward is an exchange.
         whole_gradients: each rank's gradients are all of them, alike on all ranks; False: a rank holds a part.
+        copies: a prepared model can be copied and pickled; False: a rank holds a part, and a copy would lose its engine.
     """
 
     several_models: bool = True
@@ -37,6 +38,7 @@ class Capabilities:
     rollback: bool = True
     lone_forward: bool = True
     whole_gradients: bool = True
+    copies: bool = True
 
     def require(self, name: str, strategy: str, remedy: str) -> None:
         """Raise the one uniform error where the capability is missing.
@@ -71,16 +73,31 @@ class Strategy(Protocol):
         """Wrap or shard a model once; parameter names are those of the bare model, captured before."""
 
     def materialise(self, model: torch.nn.Module) -> None:
-        """Give a model that was built without memory (meta device) its values, alike on all ranks; called before `setup`."""
+        """Give a model that was built without memory (meta device) its values, alike on all ranks, here or in `setup`.
+
+        Called before `place`.
+
+        Raises:
+            PrepareError: whole models come with their values.
+        """
+
+    def place(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Bring a model to this process's device, before `setup`; what shards it may leave that to `setup`."""
 
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter that stands where this one stood before `setup`: a shard has taken its place; else itself."""
+
+    def cut(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """A whole tensor of the parameter's shape (an optimizer's state, say) as it is kept beside `parameter`."""
 
     def at_rest(self, model: torch.nn.Module) -> None:
         """From here to the next forward, the model's names and parameters may be read: nothing is gathered any more."""
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The user's own module."""
+
+    def forward_context(self, precision: Precision) -> Callable[[], AbstractContextManager[object]] | None:
+        """What makes the context of a prepared model's forward; None where it needs none."""
 
     def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[object]:
         """The context of a micro-batch: do gradients travel in its backward?"""

@@ -66,7 +66,7 @@ class DDPStrategy(SingleStrategy):
             find_unused_parameters=chosen.find_unused_parameters,
             gradient_as_bucket_view=chosen.gradient_as_bucket_view,
             static_graph=chosen.static_graph,
-            process_group=self.data_group.group,
+            process_group=self.everyone.group,
             **_NO_FORWARD_SYNC,
         )
         _register_hook(engine, chosen)
@@ -163,11 +163,16 @@ class DDPStrategy(SingleStrategy):
         return super().step(optimizer, precision, closure)
 
     def release(self, model: torch.nn.Module | None = None) -> None:
-        """Forget all engines."""
+        """Forget a model's engine, or all."""
         super().release()
-        self._engines.clear()
-        self._learned.clear()
-        self._reduced.clear()
+        if model is None:
+            self._engines.clear()
+            self._learned.clear()
+            self._reduced.clear()
+        elif self._engines.pop(id(model), None) is not None:
+            self._learned.discard(id(model))
+            kept = {id(parameter) for engine in self._engines.values() for parameter in engine.module.parameters()}
+            self._reduced = {key: name for key, name in self._reduced.items() if key in kept}
 
 
 def _register_hook(engine: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:

@@ -58,7 +58,7 @@ class ReplicaStrategy(SingleStrategy):
                 )
         with torch.no_grad():
             # Where they lie: a second copy of the model may not fit.
-            self.data_group.broadcast_into([*model.parameters(), *model.buffers()])
+            self.everyone.broadcast_into([*model.parameters(), *model.buffers()])
         self._models.append(model)
         return None
 
@@ -107,14 +107,14 @@ class ReplicaStrategy(SingleStrategy):
             absent: list[torch.nn.Parameter] = []
             if has_gaps:
                 flags = torch.tensor(self._flags, dtype=torch.float32)
-                self.data_group.sum_in_place([flags])
+                self.everyone.sum_in_place([flags])
                 absent = [parameter for parameter, flag in zip(parameters, flags.tolist()) if not flag]
             # In the plan that `ready` made: another one would be allocated here, after the vote.
             grads = [p.grad for p in parameters if p.grad is not None]
-            self._travel("gradients", grads, self.data_group.sum_in_place, {id(p.grad) for p in absent})
+            self._travel("gradients", grads, self.everyone.sum_in_place, {id(p.grad) for p in absent})
             for parameter in absent:
                 parameter.grad = None
-            self._travel("buffers", self._buffers(), self.data_group.broadcast_in_place)
+            self._travel("buffers", self._buffers(), self.everyone.broadcast_in_place)
 
     def _buffers(self) -> list[torch.Tensor]:
         if not self._broadcasts:
@@ -141,9 +141,9 @@ class ReplicaStrategy(SingleStrategy):
             buckets.unpack(tensors)
 
     def release(self, model: torch.nn.Module | None = None) -> None:
-        """Forget all models and buckets."""
+        """Forget a model, or all, and the buckets."""
         super().release()
-        self._models.clear()
+        self._models = [] if model is None else [each for each in self._models if each is not model]
         self._buckets.clear()
 
 

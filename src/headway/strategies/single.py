@@ -8,8 +8,10 @@ import torch
 
 from headway.collectives.door import Collectives
 from headway.data.shard import Shard
+from headway.errors import PrepareError
 from headway.precision.base import Precision
 from headway.strategies.base import Capabilities, Engine, Transform
+from headway.weights.moving import move
 
 _NOTHING = nullcontext()
 
@@ -33,11 +35,24 @@ class SingleStrategy:
         return None
 
     def materialise(self, model: torch.nn.Module) -> None:
-        """Not here: whole models come with their values; `Preparation` refuses those without."""
+        """Refuse: whole models come with their values."""
+        lazy = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        raise PrepareError(
+            f"{type(model).__name__} has {len(lazy)} parameters without memory (meta device), such as {lazy[0]!r}; "
+            "load or initialise them before prepare()"
+        )
+
+    def place(self, model: torch.nn.Module, device: torch.device) -> None:
+        """All of it."""
+        move(model, device)
 
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
         """Itself: nothing took its place."""
         return parameter
+
+    def cut(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """All of it."""
+        return tensor
 
     def at_rest(self, model: torch.nn.Module) -> None:
         """It always is."""
@@ -45,6 +60,10 @@ class SingleStrategy:
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The module itself: prepare() gave back the user's own object."""
         return model
+
+    def forward_context(self, precision: Precision) -> Callable[[], AbstractContextManager[Any]] | None:
+        """The precision's autocast."""
+        return precision.autocast if precision.is_mixed else None
 
     def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
         """Nothing travels."""

@@ -199,12 +199,12 @@ class LargestBatch:
         self._create_optimizer = create_optimizer
         self._create_loader = create_loader
 
-    def find(self, dataset: Any, num_processes: int) -> int:
+    def find(self, dataset: Any, num_shards: int) -> int:
         """The number of rows; every rank calls it.
 
         Args:
             dataset: the training data.
-            num_processes: that share it.
+            num_shards: how many parts it is shared out in.
 
         Raises:
             BatchSizeError: not even one row fits.
@@ -212,7 +212,7 @@ class LargestBatch:
         """
         rows = self._long_rows(dataset)
         kept = {name: tensor.detach().cpu().clone() for name, tensor in self._model.state_dict().items()}
-        most = max(1, -(-(length_of(dataset) or 1) // num_processes))
+        most = max(1, -(-(length_of(dataset) or 1) // num_shards))
 
         @find_executable_batch_size(starting_batch_size=min(8, most), search="largest", max_batch_size=most)
         def fits(batch_size: int) -> int:
@@ -241,7 +241,9 @@ class LargestBatch:
         try:
             recompute_activations(self._args, accelerator, self._model)
             chosen = [rows[index % len(rows)] for index in range(batch_size * _NUM_TRIAL_UPDATES)]
-            loader = accelerator.prepare(self._create_loader(chosen * accelerator.num_processes, batch_size))
+            loader = accelerator.prepare(
+                self._create_loader(chosen * accelerator.strategy.data_shard.count, batch_size)
+            )
             self._update(accelerator, loader)
         finally:
             undo(self._args, accelerator, self._model)

@@ -69,7 +69,7 @@ class Evaluation:
         counts = self._loader.valid_counts
         num_valid = 1 if self._loader.num_valid is None else self._loader.num_valid
         self.num_batches += 1
-        self.num_samples += sum(counts) if counts is not None else self._accelerator.num_processes
+        self.num_samples += sum(counts) if counts is not None else self._accelerator.strategy.data_shard.count
         weight = num_valid if num_items is None or not num_valid else num_items
         if loss is not None and weight:
             share = loss.detach().float().reshape(()) * weight

@@ -123,7 +123,9 @@ class OtherNames:
 
     def get_total_train_batch_size(self: Named, args: TrainingArguments | None = None) -> int:
         """Samples of one update, over all processes."""
-        return self._train_batch_size * self.args.gradient_accumulation_steps * self.accelerator.num_processes
+        return (
+            self._train_batch_size * self.args.gradient_accumulation_steps * self.accelerator.strategy.data_shard.count
+        )
 
     def floating_point_ops(self: Named, inputs: Any) -> int:
         """As the model itself counts; 0 where it does not."""

@@ -388,7 +388,9 @@ class Trainer(OtherNames):
     def _get_train_sampler(self, train_dataset: Data | None = None) -> Sampler[int] | None:
         """The order of the training data; None for a stream. May be overridden."""
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        size = self._train_batch_size * self.args.gradient_accumulation_steps * self.accelerator.num_processes
+        size = (
+            self._train_batch_size * self.args.gradient_accumulation_steps * self.accelerator.strategy.data_shard.count
+        )
         return train_sampler(check_dataset(dataset), self.args, size)
 
     def _get_eval_sampler(self, eval_dataset: Data) -> Sampler[int] | None:
@@ -460,7 +462,7 @@ class Trainer(OtherNames):
         search = builder.LargestBatch(
             self.args, self.model, self._intake, self.create_accelerator, self.create_optimizer, self._loader
         )
-        return search.find(self.train_dataset, self.accelerator.num_processes)
+        return search.find(self.train_dataset, self.accelerator.strategy.data_shard.count)
 
     # ---------------------------------------------------------------- evaluate
 

@@ -1,6 +1,7 @@
 """The non-finite guard: a loss or gradient that is nan or infinite is noticed before the update, by all ranks alike.
 
-Final gradients are the same on every rank, so each rank comes to the same verdict on its own and nothing is exchanged.
+Final gradients are the same on every rank, so each rank comes to the same verdict on its own and nothing is exchanged. Where a
+rank holds a part of them (`capabilities.whole_gradients` is False), the strategy's norm of all is one exchange, and the verdict.
 A loss need not show in its gradient (the cross entropy of a logit of -inf is inf, its gradient is not), and may be bad on
 one rank alone; so the gradient of a bad loss is made nan, and travels with the others. Only a window that is bad costs
 an exchange, for the message.
@@ -23,6 +24,7 @@ from headway.errors import ConfigError, NonFiniteError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime.events import notify
+from headway.strategies.base import Strategy
 from headway.training.prepared import Prepared
 from headway.training.windows import Clock, Windows
 
@@ -62,6 +64,9 @@ class _Seen:
         num_backwards: gradients have changed so often.
         norms: (parameters, norms of their gradients) from before a clipping, which spreads a nan to all of them.
         clipped: by id of the parameter, its gradient, which is not kept alive, and the gradient's version after the clipping.
+        totals: norms over all ranks from before clippings, where a rank holds a part of the gradients.
+        covered: ids of the parameters whose gradients these are of.
+        stamps: (parameters, what their gradients looked like after the clipping).
         noted_at: `num_backwards` when these were noted.
     """
 
@@ -70,7 +75,16 @@ class _Seen:
     num_backwards: int = 0
     norms: list[tuple[list[torch.Tensor], torch.Tensor]] = field(default_factory=list)
     clipped: dict[int, tuple[TensorWeakRef, int]] = field(default_factory=dict)
+    totals: list[torch.Tensor] = field(default_factory=list)
+    covered: set[int] = field(default_factory=set)
+    stamps: list[tuple[list[torch.Tensor], list[tuple[int, int]]]] = field(default_factory=list)
     noted_at: int = -1
+
+    def begin_notes(self) -> None:
+        """A clipping begins: what was noted of gradients that have changed since is of no use."""
+        if self.noted_at != self.num_backwards:
+            self.norms, self.clipped, self.noted_at = [], {}, self.num_backwards
+            self.totals, self.covered, self.stamps = [], set(), []
 
     def is_known(self, parameter: torch.Tensor) -> bool:
         """Is its gradient as a clipping has left it, so that the norm from before it says all?"""
@@ -88,7 +102,7 @@ class FiniteGuard:
         windows: of the run; loaders that are trained on are ended by the action "stop".
         prepared: its models; names are asked for only where something is wrong.
         clock: the run's.
-        group: the ranks whose gradients are summed.
+        strategy: knows which part of the gradients is here, and who takes part in a verdict.
         has_scaler: fp16's scaler looks at gradients itself; what is left to the guard is whether a loss was the reason.
 
     Attributes:
@@ -104,7 +118,7 @@ class FiniteGuard:
         windows: Windows,
         prepared: Prepared,
         clock: Clock,
-        group: Collectives,
+        strategy: Strategy,
         has_scaler: bool,
     ) -> None:
         self.policy = policy
@@ -114,7 +128,9 @@ class FiniteGuard:
         self._windows = windows
         self._prepared = prepared
         self._clock = clock
-        self._group = group
+        self._strategy = strategy
+        self._group: Collectives = strategy.everyone
+        self._is_whole = strategy.capabilities.whole_gradients
         self._has_scaler = has_scaler
         self._seen = _Seen()
         self._window = -1
@@ -149,13 +165,16 @@ class FiniteGuard:
         """Note the norms of gradients that are about to be clipped; nothing is read from the device.
 
         Returns:
-            Their 2-norm; None for another norm, and for sparse gradients.
+            Their norm over all ranks where each holds a part. Else their 2-norm; None for another norm, and for sparse gradients.
         """
         seen = self._seen
         if self._has_scaler:
             return None
-        if seen.noted_at != seen.num_backwards:  # what was noted is of gradients that have changed since
-            seen.norms, seen.clipped, seen.noted_at = [], {}, seen.num_backwards
+        seen.begin_notes()
+        if not self._is_whole:
+            total = self._strategy.total_norm(parameters, norm_type)
+            seen.totals.append(total)
+            return total
         found = _norms(parameters)
         seen.norms += found
         is_sparse = any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters)
@@ -163,7 +182,12 @@ class FiniteGuard:
 
     def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
         """Gradients that stay as they are now need not be read again."""
-        if not self._has_scaler:
+        if self._has_scaler:
+            return
+        if not self._is_whole:
+            self._seen.covered.update(map(id, parameters))
+            self._seen.stamps.append((list(parameters), self._stamps(parameters)))
+        else:
             found = [(id(parameter), parameter.grad) for parameter in parameters if parameter.grad is not None]
             self._seen.clipped.update((key, (TensorWeakRef(grad), grad._version)) for key, grad in found)
 
@@ -181,7 +205,7 @@ class FiniteGuard:
         key = (window.number, self._seen.num_backwards)
         if self._verdict is None or self._verdict[0] != key:
             chosen = list(self._prepared.parameters_of(window))
-            self._verdict = key, self._are_finite(chosen)
+            self._verdict = key, self._are_finite(chosen) if self._is_whole else self._are_parts_finite(chosen)
             if not self._verdict[1]:
                 self._refuse(self._bad_losses(), chosen)
             self._seen.is_judged = True
@@ -199,6 +223,25 @@ class FiniteGuard:
         if all(math.isfinite((one[0] if len(one) == 1 else torch.stack(one).sum()).item()) for one in sums.values()):
             return True
         return all(_is_finite(parameter.grad) for parameter in parameters if parameter.grad is not None)
+
+    def _are_parts_finite(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """The same where each rank holds a part; the norms from clipping say all, where they are of all that learns."""
+        seen = self._seen
+        is_known = (
+            seen.noted_at == seen.num_backwards
+            and seen.covered.issuperset(map(id, parameters))
+            and all(self._stamps(chosen) == before for chosen, before in seen.stamps)
+        )
+        totals = seen.totals if is_known else [self._strategy.total_norm(parameters, 2.0)]
+        if all(math.isfinite(total.item()) for total in totals):
+            return True
+        # It may only have overflowed; all ranks have the same norm, so all come here.
+        here = all(_is_finite(grad) for grad in self._strategy.local_gradients(parameters))
+        return self._group.reduce_numbers([float(here)], "min")[0] > 0
+
+    def _stamps(self, parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+        """Where the gradients lie, and how often they were changed."""
+        return [(grad.data_ptr(), grad._version) for grad in self._strategy.local_gradients(parameters)]
 
     def after_step(self, did_step: bool) -> None:
         """An optimizer has made its step, or not: because of the scaler's scale, or was it a loss that is not finite?
@@ -249,6 +292,11 @@ class FiniteGuard:
     def _culprits(self, parameters: Sequence[torch.Tensor]) -> list[str]:
         """Names of the parameters whose gradients are not finite, in the models' order."""
         names = {id(tensor): name for name, tensor in self._prepared.named("named_parameters")}
+        if not self._is_whole:
+            grads = {id(p): self._strategy.local_gradients([p]) for p in parameters}
+            own = [names[key] for key in names if any(not _is_finite(grad) for grad in grads.get(key, ()))]
+            every = self._group.gather_objects(own[: 4 * _NUM_NAMES])
+            return list(dict.fromkeys(name for each in every for name in each))
         first: dict[int, bool] = {}  # of what is clipped twice, the first clipping saw the gradients as they came
         noted = self._seen.norms if self._seen.noted_at == self._seen.num_backwards else []
         for chosen, norms in noted:
@@ -295,7 +343,7 @@ def build_guard(
     prepared: Prepared,
     clock: Clock,
     precision: Precision,
-    group: Collectives,
+    strategy: Strategy,
 ) -> "FiniteGuard":
     """The guard that is asked for.
 
@@ -304,7 +352,7 @@ def build_guard(
     """
     policy = chosen if isinstance(chosen, NonFinitePolicy) else NonFinitePolicy(chosen)
     scaler = precision.scaler
-    return FiniteGuard(policy, windows, prepared, clock, group, scaler is not None and scaler.is_enabled())
+    return FiniteGuard(policy, windows, prepared, clock, strategy, scaler is not None and scaler.is_enabled())
 
 
 # ---------------------------------------------------------------- finiteness

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from headway.errors import PrepareError
+from headway.errors import PrepareError, UnsupportedError
 from headway.strategies.base import Engine
 
 _KEY = "_headway_call"
@@ -28,7 +28,7 @@ KeepLocal = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 class _Call:
     """How calls of one prepared model run."""
 
-    __slots__ = ("autocast", "bare_class", "engine", "is_inside", "keep_local", "num_opened")
+    __slots__ = ("autocast", "bare_class", "engine", "is_inside", "keep_local", "num_opened", "shards")
 
     def __init__(
         self,
@@ -36,11 +36,13 @@ class _Call:
         engine: Engine | None,
         autocast: Callable[[], AbstractContextManager[Any]] | None,
         keep_local: KeepLocal | None,
+        shards: str | None,
     ) -> None:
         self.bare_class = bare_class
         self.engine = engine
         self.autocast = autocast
         self.keep_local = keep_local
+        self.shards = shards
         self.is_inside = False
         self.num_opened = 0
 
@@ -66,7 +68,12 @@ class PreparedModel:
             call.is_inside = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and deepcopy give the bare class, without an engine."""
+        """Pickle and deepcopy give the bare class, without an engine.
+
+        Raises:
+            UnsupportedError: this process holds a part of the model, which a copy could not train.
+        """
+        refuse_copies(self)
         return reduce_to_bare(self, super().__reduce_ex__(protocol), self.__dict__[_KEY].bare_class, (_KEY,))
 
 
@@ -118,6 +125,7 @@ def attach(
     engine: Engine | None,
     autocast: Callable[[], AbstractContextManager[Any]] | None,
     keep_local: KeepLocal | None = None,
+    shards: str | None = None,
 ) -> None:
     """Make calls of `model` run through `engine` and `autocast`; with nothing to add, the object is left as it is.
 
@@ -126,17 +134,22 @@ def attach(
         engine: what a forward with gradients goes through.
         autocast: makes the context of a forward.
         keep_local: for `no_sync()`; None: the model gets neither that nor `module`, as on one process.
+        shards: the strategy that left a part of the model on this process, so that it cannot be copied; None: it can.
 
     Raises:
         PrepareError: its class cannot be extended (it defines __slots__ or forbids subclasses).
     """
-    if engine is None and autocast is None and keep_local is None:
+    if engine is None and autocast is None and keep_local is None and shards is None:
         return
     bare = type(model)
     added: dict[str, Any] = {"__module__": bare.__module__, "__doc__": bare.__doc__}
     if keep_local is not None:
         expected: dict[str, Any] = {"module": property(_module), "no_sync": _no_sync}
         added.update({name: value for name, value in expected.items() if not hasattr(model, name)})
+    if shards is not None:
+        added["__deepcopy__"] = lambda model, memo: refuse_copies(
+            model
+        )  # torch's own refusal comes before __reduce_ex__
     try:
         # The same name: repr, wrapping by class name and configurations keep meaning the user's class.
         model.__class__ = type(bare.__name__, (PreparedModel, bare), added)
@@ -144,7 +157,22 @@ def attach(
         raise PrepareError(
             f"the class {bare.__qualname__} cannot be prepared, because it cannot be extended: {error}"
         ) from error
-    model.__dict__[_KEY] = _Call(bare, engine, autocast, keep_local)
+    model.__dict__[_KEY] = _Call(bare, engine, autocast, keep_local, shards)
+
+
+def refuse_copies(model: Any) -> None:
+    """Refuse to copy or pickle a model of which this process holds a part.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    call: _Call = model.__dict__[_KEY]
+    if call.shards is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} cannot be copied or pickled: under the {call.shards} strategy each process holds a part of it. "
+            "Copy it before prepare() (for an average of weights, update that copy from accelerator.get_state_dict(model)), or "
+            "save it with accelerator.save_model()"
+        )
 
 
 def detach(model: torch.nn.Module) -> None:

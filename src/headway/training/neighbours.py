@@ -10,6 +10,11 @@ from headway.training.prepared import Prepared
 from headway.training.step import Step
 
 
+def ids_in(step: Step, parameters: Iterable[torch.Tensor]) -> set[int]:
+    """The ids of these parameters as they are since this step's strategy has set their model up."""
+    return {id(step.strategy.current(parameter)) for parameter in parameters}
+
+
 class Membership:
     """Held by an Accelerator while it lives.
 
@@ -53,8 +58,11 @@ class Neighbours:
 
     def owner_of(self, parameters: Iterable[torch.Tensor]) -> Step | None:
         """The step of the Accelerator that has prepared the models of all these parameters."""
-        wanted = {id(parameter) for parameter in parameters}
-        return next((step for step in self.newest_first() if wanted <= step.prepared.ids()), None)
+        wanted = list(parameters)
+        return next(
+            (step for step in self.newest_first() if ids_in(step, wanted) <= step.prepared.ids()),
+            None,
+        )
 
     def note_prepared(self, optimizer: torch.optim.Optimizer, step: Step) -> None:
         """The Accelerator with this step has wrapped this optimizer of torch's."""

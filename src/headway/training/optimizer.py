@@ -12,6 +12,7 @@ from headway.errors import PrepareError, StateError
 from headway.log import get_logger
 from headway.runtime import process
 from headway.training.neighbours import Neighbours
+from headway.training.repoint import fit_state, repoint
 from headway.training.step import Step
 from headway.training.windows import Clock
 
@@ -112,6 +113,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
+        repoint(self.optimizer, self._strategy)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state."""
@@ -120,6 +122,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state."""
         self.optimizer.load_state_dict(state_dict)
+        fit_state(self.optimizer, self._strategy)
 
     def train(self) -> None:
         """For schedule-free optimizers."""
@@ -172,7 +175,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def _check_parameters(self) -> None:
         prepared = self._step.prepared
         self._checked = prepared.num_resets
-        if self._strategy.data_shard.count == 1:
+        if self._strategy.everyone.world_size == 1:
             return
         known = prepared.ids()
         every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -181,6 +184,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             check_owned(self.optimizer, known)
         else:  # another Accelerator has prepared the model, and reduces its gradients
             self._strategy = owner.strategy
+            repoint(self.optimizer, self._strategy)
 
 
 class StepWatch:
@@ -220,7 +224,8 @@ class StepWatch:
 def _check_apart(optimizer: torch.optim.Optimizer, step: Step) -> None:
     """The optimizer must not step on what learns in the window in progress."""
     learning = {id(parameter) for parameter in step.prepared.parameters_of(step.windows.current)}
-    if any(id(p) in learning for group in optimizer.param_groups for p in group["params"]):
+    current = step.strategy.current
+    if any(id(current(p)) in learning for group in optimizer.param_groups for p in group["params"]):
         raise StateError(
             f"{type(optimizer).__name__} stepped inside an accumulation window, on a part of its gradient. Only an optimizer "
             "that the same Accelerator has prepared waits for the window's end: prepare it together with its model, and call "

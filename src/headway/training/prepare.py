@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.batch_size import attempt
-from headway.collectives.streams import synchronize_rng_states
+from headway.collectives.streams import share_streams, synchronize_rng_states
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
 from headway.data.draws import LoaderStream
@@ -20,11 +20,11 @@ from headway.log import get_logger
 from headway.offload.spread import spread_over
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
-from headway.strategies.base import Transform
 from headway.training import model as prepared_model
 from headway.training.neighbours import Neighbours
 from headway.training.optimizer import PreparedOptimizer, check_owned
 from headway.training.prepared import Optimizing, Scheduling
+from headway.training.repoint import repoint
 from headway.training.scheduler import (
     KeptTicks,
     MicroBatchTicks,
@@ -37,7 +37,6 @@ from headway.training.scheduler import (
 )
 from headway.training.step import Step
 from headway.training.windows import Clock
-from headway.weights.moving import move
 
 log = get_logger(__name__)
 
@@ -78,7 +77,7 @@ class Preparation:
         follows_optimizer: bool,
         rng_types: tuple[str, ...],
         global_batch_size: int | None,
-        transforms: Callable[[bool], tuple[Transform, ...]],
+        transforms: Callable[[bool], Sequence[Callable[[torch.nn.Module], Any]]],
     ) -> None:
         self.loading = loading
         self.events = events
@@ -89,7 +88,7 @@ class Preparation:
         self._neighbours = neighbours
         self._transforms = transforms
         self._evaluated: set[int] = set()
-        self.loader_stream = LoaderStream(is_private=self._strategy.data_shard.count > 1)
+        self.loader_stream = LoaderStream(is_private=self._is_spread)
         self._clock = clock
         self._runtime = runtime
         self._places = device_placement
@@ -98,6 +97,7 @@ class Preparation:
         self._follows_optimizer = follows_optimizer
         self._rng_types = rng_types
         self._global_batch_size = global_batch_size
+        self._is_sharing = False
         attempt.register(self)
 
     @property
@@ -155,12 +155,18 @@ class Preparation:
             return self.optimizer(obj)
         return self.loader(obj, place) if kind == "loader" else self.scheduler(obj)
 
+    def _share_streams(self) -> None:
+        """Once, before anything is prepared: ranks of one part of the data draw alike."""
+        if not self._is_sharing and self._strategy.everyone.world_size > self._strategy.data_shard.count:
+            share_streams(self._strategy.everyone, self._strategy.data_shard.index)
+        self._is_sharing = True
+
     # ---------------------------------------------------------------- each kind
 
     def model(self, model: torch.nn.Module, place: bool | None = None, is_evaluation: bool = False) -> torch.nn.Module:
         """Move, wrap, and give the same object back."""
         if any(model is known for known in self.models):
-            if not is_evaluation and id(model) in self._evaluated and self._strategy.data_shard.count > 1:
+            if not is_evaluation and id(model) in self._evaluated and self._is_spread:
                 raise PrepareError(
                     f"{type(model).__name__} was prepared with evaluation_mode=True, so its gradients would not be reduced; call "
                     "free_memory() before preparing it for training"
@@ -168,23 +174,25 @@ class Preparation:
             return model
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             raise PrepareError("prepare() got a DistributedDataParallel; give the bare model, Headway wraps it")
+        self._share_streams()
         is_moved = self._is_moved(model, place, is_evaluation)
-        self._check_memory(model)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            self._strategy.materialise(model)
         if is_moved:
-            move(model, self._runtime.device)
-        elif self._strategy.data_shard.count > 1:
+            self._strategy.place(model, self._runtime.device)
+        elif self._is_spread:
             self._check_device(model)
         if self.models:
             self._strategy.capabilities.require("several_models", self._strategy.name, "prepare one model")
         for transform in self._transforms(False) if is_evaluation else ():
             transform(model)
         engine = None if is_evaluation else self._strategy.setup(model, self._transforms(True))
-        precision = self._step.precision
         prepared_model.attach(
             model,
             engine,
-            precision.autocast if precision.is_mixed else None,
+            self._strategy.forward_context(self._step.precision),
             partial(self._strategy.accumulate, sync=False) if self._is_replicated(model, is_evaluation) else None,
+            None if self._strategy.capabilities.copies else self._strategy.name,
         )
         self._prepared.add_model(model)
         if is_evaluation:
@@ -193,12 +201,17 @@ class Preparation:
 
     def _is_replicated(self, model: torch.nn.Module, is_evaluation: bool) -> bool:
         learns = not is_evaluation and any(parameter.requires_grad for parameter in model.parameters())
-        return learns and self._strategy.data_shard.count > 1 and self._strategy.capabilities.deferred_sync
+        return learns and self._is_spread and self._strategy.capabilities.deferred_sync
+
+    @property
+    def _is_spread(self) -> bool:
+        """Does the model train on several processes, in copies or in parts?"""
+        return self._strategy.everyone.world_size > 1
 
     def _is_moved(self, model: torch.nn.Module, place: bool | None, is_evaluation: bool) -> bool:
         """Is the model to be moved? One that is dispatched over several places stays where it lies, and is never replicated."""
         is_moved = self._places if place is None else place
-        places, count = spread_over(model, self._runtime.device), self._strategy.data_shard.count
+        places, count = spread_over(model, self._runtime.device), self._strategy.everyone.world_size
         if not places:
             return is_moved
         what = f"{type(model).__name__} was dispatched over {', '.join(places)} (hf_device_map)"
@@ -217,14 +230,6 @@ class Preparation:
         log.info_once(f"{what}: it stays there")
         return False
 
-    def _check_memory(self, model: torch.nn.Module) -> None:
-        lazy = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-        if lazy:
-            raise PrepareError(
-                f"{type(model).__name__} has {len(lazy)} parameters without memory (meta device), such as {lazy[0]!r}; "
-                "load or initialise them before prepare()"
-            )
-
     def _check_device(self, model: torch.nn.Module) -> None:
         wanted = self._runtime.device
         found = {parameter.device for parameter in model.parameters()}
@@ -239,6 +244,7 @@ class Preparation:
         for known in map(_as_made, self.optimizers):
             if optimizer is known or optimizer is known.optimizer:
                 return known
+        repoint(optimizer, self._strategy)
         made = PreparedOptimizer(optimizer, self._step, self._clock, self._neighbours)
         self.optimizers.append(made)
         return made
@@ -246,6 +252,7 @@ class Preparation:
     def _check_optimizers(self) -> None:
         known = {id(parameter) for model in self.models for parameter in model.parameters()}
         for optimizer in self.optimizers:
+            repoint(optimizer.optimizer, self._strategy)
             check_owned(optimizer.optimizer, known)
 
     def loader(self, loader: DataLoader[Any], place: bool | None = None) -> PreparedLoader:
@@ -253,6 +260,7 @@ class Preparation:
         for known in self.loaders:
             if loader is known:
                 return known
+        self._share_streams()
         places = self._places if place is None else place
         made = prepare_loader(
             loader,
@@ -260,6 +268,7 @@ class Preparation:
             config=self.loading,
             device=self._runtime.device if places else None,
             collectives=self._strategy.data_group,
+            everyone=self._strategy.everyone,
             events=self.events,
             seed=self._seed(),
             rng_types=self._rng_types,
@@ -280,7 +289,7 @@ class Preparation:
         """Rank 0's seed for the next loader; every loader has an order of its own."""
         given = self.loading.data_seed
         seed = torch.initial_seed() if given is None else given
-        agreed = self._strategy.data_group.broadcast_object(seed)
+        agreed = self._strategy.everyone.broadcast_object(seed)
         return mix(agreed & ((1 << 63) - 1), len(self.loaders))
 
     def _derive_steps(self, loader: PreparedLoader, wanted: int) -> None:
@@ -411,6 +420,8 @@ class Preparation:
         for model in self.models:
             if id(model) not in kept:
                 prepared_model.detach(model)
+                if kept:
+                    self._strategy.release(model)
         self._prepared.forget(kept)
         if not self.loaders:
             self.loader_stream.load_state(None)

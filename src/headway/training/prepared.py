@@ -1,6 +1,6 @@
 """What an Accelerator has prepared, in which order: the registry that the parts of a step look things up in."""
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +59,9 @@ class Scheduling(Protocol):
 class Prepared:
     """The prepared objects of one Accelerator.
 
+    Args:
+        rest: brings a model into the state in which its names and parameters may be read.
+
     Attributes:
         models, optimizers, loaders, schedulers: in the order they were prepared.
         parameters: of each model, by its id, as they were when it was prepared.
@@ -66,7 +69,8 @@ class Prepared:
         has_had_loader: a loader has been prepared, forgotten or not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rest: Callable[[torch.nn.Module], None] | None = None) -> None:
+        self._rest = rest
         self.models: list[torch.nn.Module] = []
         self.optimizers: list[Optimizing] = []
         self.loaders: list[PreparedLoader] = []
@@ -79,6 +83,12 @@ class Prepared:
         """A model learns, or is evaluated."""
         self.models.append(model)
         self.parameters[id(model)] = list(model.parameters())
+
+    def at_rest(self) -> list[torch.nn.Module]:
+        """The models, whose names and parameters may be read from here to their next forward."""
+        for model in self.models if self._rest is not None else ():
+            self._rest(model)  # type: ignore[misc]
+        return self.models
 
     def add_loader(self, loader: PreparedLoader) -> None:
         """A loader gives batches."""
@@ -104,7 +114,7 @@ class Prepared:
     def named(self, attribute: str) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that `attribute` ("named_parameters", "named_buffers") of each model gives, by names for a message."""
         several = len(self.models) > 1
-        for number, model in enumerate(self.models):
+        for number, model in enumerate(self.at_rest()):
             for name, tensor in getattr(model, attribute)():
                 yield f"{type(model).__name__} {number}: {name}" if several else name, tensor
 
@@ -116,5 +126,5 @@ class Prepared:
         for held in everything:
             held[:] = [each for each in held if id(each) in kept]
         self.parameters.clear()
-        self.parameters.update({id(model): list(model.parameters()) for model in self.models})
+        self.parameters.update({id(model): list(model.parameters()) for model in self.at_rest()})
         self.num_resets += 1

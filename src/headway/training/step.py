@@ -252,11 +252,10 @@ class Step(ABC):
 
     def clip(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip at the end of a window; inside one only the norm so far is returned."""
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        chosen = self._present(parameters)
         if self.windows.is_final:
             return self.act(lambda: self._clip(chosen, max_norm, norm_type))  # type: ignore[no-any-return]
-        grads = [parameter.grad for parameter in chosen if parameter.grad is not None]
-        return self.precision.unscaled_norm(torch.nn.utils.get_total_norm(grads, norm_type))
+        return self.precision.unscaled_norm(self.strategy.total_norm(chosen, norm_type))
 
     def _clip(self, chosen: list[Any], max_norm: float, norm_type: float) -> torch.Tensor:
         """Where the guard looks at gradients, it has read them: clipping reads them no second time."""
@@ -269,20 +268,32 @@ class Step(ABC):
     def clip_value(self, parameters: Any, clip_value: float) -> None:
         """Clamp final gradients element by element; inside a window they are left alone."""
         if self.windows.is_final:
-            chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            self.act(lambda: torch.nn.utils.clip_grad_value_(self._unscaled(chosen), clip_value))
+            chosen = self._present(parameters)
+            self.act(lambda: self._clip_value(chosen, clip_value))
+
+    def _clip_value(self, chosen: list[Any], clip_value: float) -> None:
+        self._unscaled(chosen)
+        if self.strategy.capabilities.whole_gradients:
+            torch.nn.utils.clip_grad_value_(chosen, clip_value)
+            return
+        for grad in self.strategy.local_gradients(chosen):
+            grad.clamp_(-clip_value, clip_value)
+
+    def _present(self, parameters: Any) -> list[Any]:
+        """The parameters as they are now, of one or of many as they were before prepare()."""
+        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return [self.strategy.current(parameter) for parameter in given]
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer's final gradients true values."""
         self.act(lambda: self.precision.unscale(optimizer))
 
-    def _unscaled(self, chosen: list[Any]) -> list[Any]:
+    def _unscaled(self, chosen: list[Any]) -> None:
         if self.precision.is_mixed:
             wanted = set(map(id, chosen))
             for prepared in self.prepared.optimizers:
                 if any(id(p) in wanted for group in prepared.optimizer.param_groups for p in group["params"]):
                     self.precision.unscale(prepared.optimizer)
-        return chosen
 
     @abstractmethod
     def act(self, action: Callable[[], Any]) -> Any:

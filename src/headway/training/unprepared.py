@@ -31,7 +31,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from headway.errors import StateError
 from headway.log import get_logger
 from headway.runtime import process
-from headway.training.neighbours import Membership, Neighbours
+from headway.training.neighbours import Membership, Neighbours, ids_in
 from headway.training.optimizer import StepWatch
 from headway.training.step import Step
 
@@ -69,16 +69,16 @@ class Lookout:
         Raises:
             StateError: on gradients that are scaled.
         """
-        name, ids = type(optimizer).__name__, {id(p) for group in optimizer.param_groups for p in group["params"]}
+        name, parameters = type(optimizer).__name__, [p for group in optimizer.param_groups for p in group["params"]]
         preparer, steps = self._neighbours.preparer_of(optimizer), self._neighbours.newest_first()
-        owners = [step for step in steps if not ids.isdisjoint(step.prepared.ids())]
+        owners = [step for step in steps if not ids_in(step, parameters).isdisjoint(step.prepared.ids())]
         for owner in owners:
             if owner is not preparer and _sees_scaled(optimizer, owner):
                 raise StateError(
                     f"{name} stepped on gradients that are multiplied by fp16's loss scale. Prepare it with the Accelerator that has "
                     "prepared its model, and call step() on what prepare() returned"
                 )
-        num_ranks = steps[-1].strategy.data_shard.count if steps else 1
+        num_ranks = steps[-1].strategy.everyone.world_size if steps else 1
         if num_ranks == 1:
             return
         self.look_for_loader(steps[-1])

@@ -1,0 +1,47 @@
+"""A strategy of your own: pairs of ranks read the same data and hold the same weights, as a check of each other's memory.
+
+headway launch -n 4 --strategy mirror train.py      two parts of the data, each read by two ranks
+headway launch -n 6 --strategy mirror=3 train.py    two parts of the data, each read by three ranks
+"""
+
+from typing import Any
+
+from headway.collectives.door import Collectives
+from headway.config.strategies import EngineOptions
+from headway.data.shard import Shard
+from headway.errors import ConfigError
+from headway.strategies.ddp import DDPStrategy
+
+
+class MirrorStrategy(DDPStrategy):
+    """DDP over all ranks, of which `copies` neighbours count as one.
+
+    Args:
+        collectives: all processes.
+        text: what was asked for: "mirror" or "mirror=COPIES".
+        options: of the engines underneath.
+    """
+
+    name = "mirror"
+
+    def __init__(self, collectives: Collectives, text: str, options: EngineOptions) -> None:
+        super().__init__(collectives, options.ddp)
+        number = text.partition("=")[2] or "2"
+        copies, world = int(number) if number.isdigit() else 0, collectives.world_size
+        if not copies or world % copies:
+            raise ConfigError(
+                f"strategy {text!r}: {world} ranks cannot be divided into groups of {number}; choose another"
+            )
+        count = world // copies
+        # Which part of the data this rank reads: neighbours read the same.
+        self.data_shard = Shard(collectives.rank // copies, count)
+        # One rank of each part: losses and metrics are summed over these, so that each sample counts once.
+        self.data_group = collectives.split([range(copy, world, copies) for copy in range(copies)])
+        # DDP divides the sum over all ranks by their number; each part is in that sum `copies` times.
+        self.gradient_divisor = count
+
+    def check(self, model: Any) -> bool:
+        """Do all ranks hold the same weights?"""
+        sums = [float(parameter.detach().double().sum()) for parameter in model.parameters()]
+        rows = self.everyone.gather_numbers(sums)
+        return all(row == rows[0] for row in rows)

@@ -1,0 +1,59 @@
+"""What torch's fully_shard keeps inside: the one file that reads its private state.
+
+Between two backwards that do not reduce, a gradient lies whole in FSDP's own records, and `parameter.grad` is None. Autograd sees
+the whole parameters, not those that the module tree shows at rest. Both are reached from here.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from headway.optional import Later
+
+fsdp = Later("torch.distributed.fsdp")
+
+
+def shards(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules of a model that are units, the model itself among them."""
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            yield module
+
+
+def groups(model: torch.nn.Module) -> Iterator[Any]:
+    """FSDP's groups of parameters that are gathered together, each once."""
+    seen: set[int] = set()
+    for module in shards(model):
+        for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield group
+
+
+def records(model: torch.nn.Module) -> Iterator[Any]:
+    """FSDP's record of each sharded parameter."""
+    for group in groups(model):
+        yield from group.fsdp_params
+
+
+def whole_parameter(record: Any) -> torch.Tensor | None:
+    """The parameter that autograd sees; None before it was gathered for the first time."""
+    return getattr(record, "_unsharded_param", None)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Let the module tree show shards again: nothing is gathered any more."""
+    for module in shards(model):
+        module.reshard()  # type: ignore[operator]
+
+
+def forget_gradients(model: torch.nn.Module) -> None:
+    """Drop what an interrupted forward or backward has left, and gradients that have not been reduced."""
+    if isinstance(model, fsdp.FSDPModule):
+        model.reset_iter_state()
+    for record in records(model):
+        record.unsharded_accumulated_grad = None
+        whole = whole_parameter(record)
+        if whole is not None:
+            whole.grad = None

@@ -1,0 +1,120 @@
+"""Gradients that lie in parts on the ranks (DTensors): this rank's parts, and their norm over all ranks in one exchange."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headway.collectives.door import Collectives
+from headway.optional import Later
+
+if TYPE_CHECKING:
+    from torch.distributed import tensor as dtensor
+else:
+    dtensor = Later("torch.distributed.tensor")
+placement = Later("torch.distributed.tensor._utils")
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Is it a DTensor? Asked without loading their module, which takes as long as all of torch's distributed part."""
+    return hasattr(tensor, "_local_tensor") and hasattr(tensor, "device_mesh")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it."""
+    held: torch.Tensor = tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+    return held
+
+
+def box(like: Any) -> tuple[slice, ...]:
+    """Where in the whole tensor this rank's part of a DTensor lies."""
+    sizes, offsets = placement.compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes))
+
+
+def cut_like(tensor: torch.Tensor, like: Any) -> torch.Tensor:
+    """A whole tensor as a DTensor that is cut as `like`; no rank asks another."""
+    if is_distributed(tensor) or not is_distributed(like):
+        return tensor
+    part = tensor[box(like)].to(local(like).device).clone(memory_format=torch.contiguous_format)
+    given = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    made: torch.Tensor = dtensor.DTensor.from_local(part, like.device_mesh, like.placements, **given)
+    return made
+
+
+def complete(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The parameter's gradient, summed: one that each rank knows a part of as a sum (Partial) is summed first."""
+    grad: Any = parameter.grad
+    if grad is None or not is_distributed(grad) or not any(p.is_partial() for p in grad.placements):
+        return grad  # type: ignore[no-any-return]
+    wanted = [dtensor.Replicate() if p.is_partial() else p for p in grad.placements]
+    parameter.grad = grad.redistribute(placements=wanted)
+    return parameter.grad
+
+
+def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's parts of the gradients that there are."""
+    found = [complete(parameter) for parameter in parameters]
+    return [local(grad) for grad in found if grad is not None]
+
+
+def copies(tensor: torch.Tensor, num_ranks: int) -> int:
+    """On how many of so many ranks the same elements lie."""
+    if not is_distributed(tensor):
+        return num_ranks
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    cut: list[int] = [mesh.size(dim) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]  # type: ignore[attr-defined]
+    return num_ranks // math.prod(cut)
+
+
+def total_norm(parameters: Iterable[torch.Tensor], norm_type: float, everyone: Collectives) -> torch.Tensor:
+    """The norm of all gradients together, a plain 0-d tensor, the same on all ranks; one exchange.
+
+    Each element counts once, on however many ranks it lies. A value that is not finite on any rank reaches all.
+    """
+    alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
+    device, dtype = torch.device("cpu"), torch.float32
+    for parameter in parameters:
+        grad = complete(parameter)
+        if grad is not None:
+            part = local(grad)
+            device, dtype = part.device, torch.promote_types(dtype, part.dtype)
+            if part.numel():
+                key = copies(grad, everyone.world_size), part.device, part.dtype
+                alike.setdefault(key, []).append(part.detach())
+    # Where gradients lie on several devices (offloaded ones among them), the sum is made on the CPU.
+    device = device if all(key[1] == device for key in alike) else torch.device("cpu")
+    is_maximum = math.isinf(norm_type)
+    total = torch.zeros((), dtype=_wide(device), device=device)
+    for (count, _, kind), parts in alike.items():
+        working = torch.float32 if kind in (torch.float16, torch.bfloat16) else None
+        norms = torch.stack(torch._foreach_norm(parts, norm_type, dtype=working)).to(device, total.dtype)
+        total = torch.maximum(total, norms.max()) if is_maximum else total + norms.pow(norm_type).sum() / count
+    return _over_ranks(total, norm_type, everyone).to(dtype)
+
+
+def _over_ranks(total: torch.Tensor, norm_type: float, everyone: Collectives) -> torch.Tensor:
+    if math.isinf(norm_type):
+        # A nan is lost in an engine's maximum: it travels as one more number.
+        pair = torch.stack([total.nan_to_num(nan=0.0, posinf=math.inf), (~total.isfinite()).to(total.dtype)])
+        highest, is_bad = everyone.reduce(pair, "max")
+        return torch.where(is_bad > 0, torch.full_like(highest, math.nan), highest)
+    total = total.reshape(1)
+    everyone.sum_in_place([total])
+    return total.reshape(()).pow(1.0 / norm_type)
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    """Squares of large norms do not fit into float32; some devices have nothing wider."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def clip_by(grads: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Scale gradients of that norm down to `max_norm`, as torch's clipping does; nobody waits for the device."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for grad in grads:
+        alike.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, _), found in alike.items():
+        torch._foreach_mul_(found, factor.to(device))

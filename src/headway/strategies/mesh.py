@@ -1,0 +1,354 @@
+"""Sharded layouts on torch's own engines: a device mesh with named axes, along which parameters lie in parts (DTensors).
+
+FSDP2 (`fully_shard`) cuts each parameter along its first dimension over the axis "shard", gathers a unit's parameters before its
+forward and its backward, and sums gradients into parts again; HSDP adds the axis "replicate". What follows from parts: optimizers
+go by `current`, norms need an exchange (`gradients.py`), and a model runs on all ranks of its mesh or on none.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from headway.collectives.door import Collectives
+from headway.config.mesh import DATA_AXES, Layout
+from headway.config.sharding import ShardingOptions
+from headway.data.shard import Shard
+from headway.errors import PrepareError, UnsupportedError
+from headway.log import get_logger
+from headway.optional import Later
+from headway.precision.base import Precision
+from headway.runtime import process
+from headway.strategies import gathered, gradients, values
+from headway.strategies.base import Capabilities, Engine, Transform
+from headway.strategies.formats import check_formats, choose_formats, norms_within
+from headway.strategies.single import SingleStrategy
+from headway.strategies.units import Units, find_units
+from headway.strategies.usage import Usage
+from headway.units import format_bytes
+
+fsdp = Later("torch.distributed.fsdp")
+device_mesh = Later("torch.distributed.device_mesh")
+
+log = get_logger(__name__)
+
+
+class MeshStrategy(SingleStrategy):
+    """Parameters in parts along the axes of a mesh.
+
+    Args:
+        collectives: all ranks.
+        layout: how many ranks each axis takes.
+        options: of sharding.
+        number_format: the run's mixed_precision: "no", "bf16" or "fp16".
+
+    Attributes:
+        mesh: torch's device mesh, its axes named as in the layout.
+    """
+
+    name = "fsdp"
+    capabilities = Capabilities(rollback=False, lone_forward=False, whole_gradients=False, copies=False)
+
+    def __init__(
+        self, collectives: Collectives, layout: Layout, options: ShardingOptions, number_format: str = "no"
+    ) -> None:
+        super().__init__(collectives)
+        options.check(layout.shard)
+        self.layout = layout
+        self._options = options
+        self._number_format = number_format
+        self.mesh = _build_mesh(collectives.runtime.device.type, layout)
+        self.data_shard = Shard(self._data_index(), layout.num_data_shards)
+        self.gradient_divisor = layout.num_data_shards
+        self._models: list[torch.nn.Module] = []
+        self._usage: dict[int, Usage] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+        self._is_checked = False
+        self._replaced: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+
+    def _data_index(self) -> int:
+        index = 0
+        for axis in DATA_AXES:
+            if axis in self.mesh.mesh_dim_names:
+                index = index * self.mesh[axis].size() + self.mesh.get_local_rank(axis)
+        return index
+
+    # ---------------------------------------------------------------- setting up
+
+    def materialise(self, model: torch.nn.Module) -> None:
+        """See that `setup`, which does it unit by unit, can: each module without memory must know its values.
+
+        Raises:
+            PrepareError: one does not.
+        """
+        values.check_initialisers(model)
+
+    def place(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Not yet: `setup` brings one unit after the other to the device, and keeps a part of each."""
+
+    def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
+        """Give all ranks rank 0's values, apply the transforms, shard; names of parameters stay what they were.
+
+        Raises:
+            PrepareError: what cannot be sharded, by name.
+        """
+        known = self.everyone.runtime.scope.own(Sharded)
+        how = (self.layout, self._options, self._number_format)
+        if not known.is_sharded(model, how):
+            before = list(model.named_parameters(remove_duplicate=False))
+            self._set_up(model, transforms)
+            known.note(model, how)
+            after = dict(model.named_parameters(remove_duplicate=False))
+            for name, parameter in before:
+                if after[name] is not parameter:
+                    self._replaced[id(parameter)] = weakref.ref(parameter), after[name]
+        if not self._models:
+            # A prepared model may outlive its Accelerator, and would keep the groups beyond their end.
+            process.at_end(self.release, is_engine=True)
+        self._models.append(model)
+        self._usage[id(model)] = Usage(model, self.everyone, self._options.find_unused_parameters)
+        self._dtypes.update(
+            (id(record.sharded_param), record.sharded_param.dtype) for record in gathered.records(model)
+        )
+        return None
+
+    def _set_up(self, model: torch.nn.Module, transforms: Iterable[Transform]) -> None:
+        find_units(model, self._options)  # what is refused is refused before anything is changed
+        lacks_values = values.is_without_memory(model)
+        lacking = [row[0] for row in self.everyone.gather_numbers([float(lacks_values)])]
+        if len(set(lacking)) > 1:
+            ranks = ", ".join(str(rank) for rank, lacks in enumerate(lacking) if lacks)
+            raise PrepareError(
+                f"{type(model).__name__} was built without memory (meta device) on ranks {ranks} alone; build it alike on all ranks"
+            )
+        if not lacks_values:
+            # Where they lie: parts of models that were made from different seeds would make a patchwork.
+            self.everyone.broadcast_into([*model.parameters(), *model.buffers()])
+        super().setup(model, transforms)
+        units = find_units(model, self._options)
+        if units.split:
+            log.info(
+                "%s share parameters with modules outside of them; their parts that share none are gathered one by one, and what is "
+                "shared with the root",
+                ", ".join(units.split),
+            )
+        inner = self._shard(model, units)
+        if lacks_values:
+            largest = values.fill(model, inner, self.everyone.runtime.device, self.everyone)
+            log.info(
+                "%s got its values unit by unit; the largest takes %s", type(model).__name__, format_bytes(largest)
+            )
+
+    def _shard(self, model: torch.nn.Module, units: Units) -> list[torch.nn.Module]:
+        """Shard each unit and the root; returns the units, innermost first."""
+        chosen, device_type = self._options, self.everyone.runtime.device.type
+        formats = choose_formats(chosen, self._number_format, device_type)
+        if formats.told:
+            log.info_once("%s", formats.told)
+        offload = fsdp.CPUOffloadPolicy(pin_memory=device_type != "cpu")
+        given: dict[str, Any] = {
+            "mesh": self.mesh[tuple(axis for axis in DATA_AXES if axis in self.mesh.mesh_dim_names)],
+            "offload_policy": offload if chosen.cpu_offload else fsdp.OffloadPolicy(),
+            "ignored_params": set(units.ignored) or None,
+        }
+        reshard = chosen.reshard_after_forward
+        norms = list(norms_within(units.modules, formats))
+        for norm in norms:
+            fsdp.fully_shard(norm, reshard_after_forward=reshard, mp_policy=formats.root, **given)
+        for unit in units.modules:
+            fsdp.fully_shard(unit, reshard_after_forward=reshard, mp_policy=formats.blocks, **given)
+        whole_root = reshard if isinstance(reshard, bool) else None
+        fsdp.fully_shard(model, reshard_after_forward=whole_root, mp_policy=formats.root, **given)
+        for module in gathered.shards(model):
+            # Whoever uses a parameter, and whoever does not: all ranks send the same.
+            module.set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]
+        wanted = set(map(id, units.modules))
+        _prefetch([module for module in model.modules() if id(module) in wanted], chosen)
+        for name in chosen.forward_methods:
+            if not callable(getattr(model, name, None)):
+                raise PrepareError(
+                    f"ShardingOptions(forward_methods=...) names {name!r}, but {type(model).__name__} has no such method"
+                )
+            fsdp.register_fsdp_forward_method(model, name)
+        return [*norms, *units.modules]
+
+    def current(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The part that took its place; for a gathered parameter, which the tree shows while it is whole, its part."""
+        known = self._replaced.get(id(parameter))
+        if known is not None and known[0]() is parameter:
+            return known[1]
+        if gradients.is_distributed(parameter):
+            return parameter
+        for model in self._models:
+            for record in gathered.records(model):
+                if gathered.whole_parameter(record) is parameter:
+                    part: torch.Tensor = record.sharded_param
+                    return part
+        return parameter
+
+    def cut(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's part of it, as the parameter is cut."""
+        return gradients.cut_like(tensor, parameter)
+
+    def at_rest(self, model: torch.nn.Module) -> None:
+        """Free what is gathered: the root stays whole after a forward without backward."""
+        gathered.reshard(model)
+
+    # ---------------------------------------------------------------- micro-batches
+
+    def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
+        """Where gradients stay local, each rank keeps all of them, whole."""
+        return nullcontext() if sync or not isinstance(model, fsdp.FSDPModule) else _unsynchronised(model)
+
+    def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Refused: a rank holds a part of the model, which learns nothing alone.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "local SGD needs a whole model on each rank, and this one is sharded; use strategy='ddp', or drop local SGD"
+        )
+
+    def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
+        """Run backward, and note which parameters take part in it."""
+        for usage in self._usage.values():
+            usage.watch()
+        super().backward(loss, factor, precision, **kwargs)
+
+    def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
+        """It adds to what the window has used."""
+        for usage in self._usage.values():
+            usage.go_on()
+
+    @contextmanager
+    def silence(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+        """By hooks on the whole parameters, which autograd sees; on parts they never fire."""
+        with ExitStack() as stack:
+            stack.enter_context(super().silence([p for p in parameters if not gradients.is_distributed(p)]))
+            for model in self._models:
+                for record in gathered.records(model):
+                    whole = gathered.whole_parameter(record)
+                    if whole is not None and whole.requires_grad:
+                        stack.callback(whole.register_hook(torch.zeros_like).remove)  # type: ignore[no-untyped-call]
+            yield
+
+    def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Also those that wait, whole, for the window's end, and what a failed forward has left gathered."""
+        super().drop_gradients([self.current(p) for p in parameters])  # type: ignore[misc]
+        for model in self._models:
+            gathered.forget_gradients(model)
+
+    def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
+        """Gradients have travelled in backward; what nobody used has none, and buffers follow rank 0."""
+        for usage in self._usage.values():
+            usage.settle()
+        if not self._options.broadcast_buffers:
+            return
+        for model in self._models:
+            if model.training:
+                self.everyone.broadcast_in_place([buffer for buffer in model.buffers() if buffer.numel()])
+
+    # ---------------------------------------------------------------- final gradients
+
+    def local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's parts."""
+        return gradients.local_gradients(map(self.current, parameters))
+
+    def total_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Each element once, over all ranks."""
+        return gradients.total_norm(map(self.current, parameters), norm_type, self.everyone)
+
+    def clip(
+        self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float, known: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """By the norm over all ranks."""
+        norm = self.total_norm(parameters, norm_type) if known is None else known
+        gradients.clip_by(self.local_gradients(parameters), max_norm, norm)
+        return norm
+
+    def step(self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> bool:
+        """Step on the parts; before the first one, everything has the number format that was promised."""
+        if not self._is_checked:
+            check_formats(self._models, self._dtypes)
+            self._is_checked = True
+        return super().step(optimizer, precision, closure)
+
+    # ---------------------------------------------------------------- the end
+
+    def release(self, model: torch.nn.Module | None = None) -> None:
+        """Forget a model, or all. They stay sharded, because a whole one need not fit here; they can be prepared again."""
+        super().release()
+        for each in [known for known in self._models if model is None or known is model]:
+            gathered.reshard(each)
+            self._usage.pop(id(each)).release()
+        self._models = [] if model is None else [known for known in self._models if known is not model]
+        held = {id(p) for each in self._models for p in each.parameters()}
+        self._replaced = {key: pair for key, pair in self._replaced.items() if id(pair[1]) in held}
+        self._dtypes = {key: dtype for key, dtype in self._dtypes.items() if key in held}
+        self._is_checked = False
+
+    # ---------------------------------------------------------------- state
+
+    def export_state(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """By the bare module's names; sharded tensors as DTensors."""
+        self.at_rest(model)
+        yield from super().export_state(model)
+
+    def import_state(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take whole tensors, of which each rank keeps its part, or DTensors that are cut alike."""
+        self.at_rest(model)
+        super().import_state(model, tensors)
+
+
+class Sharded:
+    """The models that were sharded in this process, and how."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+
+    def note(self, model: torch.nn.Module, how: Any) -> None:
+        """It has been sharded."""
+        self._known[model] = how
+
+    def is_sharded(self, model: torch.nn.Module, how: Any) -> bool:
+        """Has it been sharded before, in this very way?
+
+        Raises:
+            PrepareError: it was sharded in another way.
+        """
+        before = self._known.get(model)
+        if before is not None and before != how:
+            raise PrepareError(
+                f"{type(model).__name__} is sharded already, in another way ({before[0]}, {before[1]}, mixed_precision="
+                f"{before[2]!r}); build it anew, and load its values from a checkpoint"
+            )
+        return before is not None
+
+
+def _build_mesh(device_type: str, layout: Layout) -> Any:
+    sizes = {axis: layout.sizes[axis] for axis in layout.sizes}
+    if "replicate" in sizes:
+        # fully_shard replicates along an axis beside the one it cuts along, if only of one rank.
+        sizes = {a: getattr(layout, a) for a in ("pp", "replicate", "shard", "cp", "tp") if a in sizes or a == "shard"}
+    return device_mesh.init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+@contextmanager
+def _unsynchronised(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def _prefetch(units: list[Any], options: ShardingOptions) -> None:
+    """Tell each unit, in the order of the tree, which ones to gather ahead."""
+    for index, unit in enumerate(units):
+        if options.forward_prefetch:
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + options.forward_prefetch])
+        if options.backward_prefetch:
+            unit.set_modules_to_backward_prefetch(units[max(0, index - options.backward_prefetch) : index][::-1])

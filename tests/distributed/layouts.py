@@ -1,0 +1,229 @@
+"""Models, the hand-written loop and the prepared one, which tests of layouts compare."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator, DataLoaderConfiguration
+from headway.strategies.gradients import is_distributed
+
+VOCABULARY, LENGTH, ROWS, ROWS_PER_WINDOW = 50, 12, 37, 8
+PADDING = -100
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+        parts = self.attention(self.first(x)).view(rows, length, 3, self.heads, width // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(seen.transpose(1, 2).reshape(rows, length, width)))
+        return x + self.dropout(self.down(functional.gelu(self.up(self.second(x)))))
+
+
+class GPT(nn.Module):
+    """A small GPT, its head tied to its embedding."""
+
+    def __init__(self, width: int = 16, num_blocks: int = 2, tied: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(Block(width, 2, dropout) for _ in range(num_blocks))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+def gpt() -> nn.Module:
+    return GPT()
+
+
+def gpt_frozen() -> nn.Module:
+    """One whole block frozen, and a part of another."""
+    model = GPT(num_blocks=3, tied=False)
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].up.requires_grad_(False)  # type: ignore[union-attr]
+    model.positions.requires_grad_(False)
+    return model
+
+
+def llama(tied: bool = False) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, max_position_embeddings=32, tie_word_embeddings=tied, use_cache=False, **sizes
+        )
+    )
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": gpt, "gpt, frozen": gpt_frozen, "llama": llama, "llama, tied": lambda: llama(tied=True), "gpt2": gpt2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Task:
+    """One training run, alike by hand and prepared."""
+
+    model: str = "gpt"
+    optimizer: str = "adamw"
+    updates: int = 8
+    steps: int = 2
+    clip: float = 0.5
+    precision: str = "no"
+    seed_by_rank: bool = False
+    handlers: tuple[Any, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def build(task: Task, rank: int = 0) -> nn.Module:
+    torch.manual_seed(rank if task.seed_by_rank else 0)
+    return MODELS[task.model]()
+
+
+def optimizer_of(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW in two groups, as it is written by hand: matrices decay, vectors do not."""
+    learning = [p for p in model.parameters() if p.requires_grad]
+    if task.optimizer == "sgd":
+        return torch.optim.SGD(learning, lr=0.1, momentum=0.9)
+    groups = [
+        {"params": [p for p in learning if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in learning if p.ndim < 2], "weight_decay": 0.0, "lr": 2e-3},
+    ]
+    return torch.optim.AdamW(groups, lr=5e-3, **({"fused": True} if task.optimizer == "fused" else {}))
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """Ragged text: each row's targets end somewhere else."""
+    chooser = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=chooser)
+    targets = ids.roll(-1, 1)
+    lengths = torch.randint(2, LENGTH, (ROWS, 1), generator=chooser)
+    return ids, targets.masked_fill(torch.arange(LENGTH) >= lengths, PADDING)
+
+
+def sum_of_losses(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    out = model(ids)
+    logits = out if isinstance(out, torch.Tensor) else out.logits
+    return functional.cross_entropy(
+        logits.float().reshape(-1, VOCABULARY), targets.reshape(-1), ignore_index=PADDING, reduction="sum"
+    )
+
+
+def windows() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    ids, targets = rows()
+    while True:
+        for start in range(0, ROWS, ROWS_PER_WINDOW):
+            yield ids[start : start + ROWS_PER_WINDOW], targets[start : start + ROWS_PER_WINDOW]
+
+
+Curve = dict[str, Any]
+
+
+def by_hand(task: Task) -> Curve:
+    """Plain PyTorch on one process, whole windows at once."""
+    model = build(task)
+    optimizer = optimizer_of(task, model)
+    losses, norms = [], []
+    for (ids, targets), _ in zip(windows(), range(task.updates)):
+        loss = sum_of_losses(model, ids, targets) / (targets != PADDING).sum()
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), task.clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms, "weights": whole_weights(model)}
+
+
+def prepared(task: Task, layout: str) -> Curve:
+    """The same through the Accelerator; each window in as many micro-batches as the ranks and steps make of it."""
+    accelerator = Accelerator(
+        cpu=True, strategy=layout, gradient_accumulation_steps=task.steps, mixed_precision=task.precision,
+        dataloader_config=DataLoaderConfiguration(even_batches=False), kwargs_handlers=list(task.handlers), **task.options,
+    )  # fmt: skip
+    model = build(task, accelerator.process_index)
+    optimizer = optimizer_of(task, model)
+    per_step = ROWS_PER_WINDOW // (task.steps * accelerator.strategy.data_shard.count)
+    loader = DataLoader(TensorDataset(*rows()), batch_size=per_step)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    curve = run(accelerator, task, model, optimizer, loader)
+    curve["weights"] = whole_weights(model)
+    accelerator.end_training()
+    return curve
+
+
+def run(accelerator: Accelerator, task: Task, model: nn.Module, optimizer: Any, loader: Any) -> Curve:
+    losses: list[float] = []
+    norms: list[float] = []
+    total = weight = 0.0
+    while len(losses) < task.updates:
+        for ids, targets in loader:
+            if len(losses) == task.updates:
+                break
+            if loader.mask is not None:  # what only fills a batch up
+                targets = targets.masked_fill(~loader.mask[:, None], PADDING)
+            with accelerator.accumulate(model):
+                num_tokens = int((targets != PADDING).sum())
+                loss = sum_of_losses(model, ids, targets)
+                accelerator.backward(loss, weight=num_tokens, reduction="sum")
+                total, weight = total + loss.item(), weight + num_tokens
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), task.clip).item())
+                    losses.append(float(accelerator.reduce_mean(total, weight)))
+                    total = weight = 0.0
+                optimizer.step()
+                optimizer.zero_grad()
+    return {"losses": losses, "norms": norms}
+
+
+def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    whole = {}
+    for name, tensor in model.state_dict().items():
+        tensor = tensor.detach()
+        whole[name] = (tensor.full_tensor() if is_distributed(tensor) else tensor).clone()  # type: ignore[attr-defined]
+    return whole
+
+
+def difference(one: Curve, other: Curve) -> dict[str, float]:
+    """The largest difference of losses and norms, and of weights."""
+    assert one["weights"].keys() == other["weights"].keys()
+    found = {kind: max(abs(a - b) for a, b in zip(one[kind], other[kind], strict=True)) for kind in ("losses", "norms")}
+    found["weights"] = max(float((one["weights"][n] - w).abs().max()) for n, w in other["weights"].items())
+    return found
