@@ -165,7 +165,7 @@ def test_blocks_of_several_classes_and_widths_compile_once_a_kind(checkpointed):
         accelerator().checkpoint_activations(net)
     assert compile_regions(net, backend=backend) is net
     net(torch.randn(3, 16, requires_grad=True)).sum().backward()
-    assert backend.num_compiled <= 15
+    assert backend.num_compiled == 15  # no block runs uncompiled
 
 
 @pytest.mark.parametrize("make", [
