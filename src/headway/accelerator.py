@@ -196,8 +196,7 @@ class Accelerator(RankAware):
             step_scheduler_with_optimizer,
             tuple(stream_names(rng_types or ())),
             global_batch_size,
-            self._transforms(options.checkpointing, compiling),
-            self._transforms(None, compiling),
+            partial(self._transforms, options.checkpointing, compiling),
         )
         self._start_records(log_with, project_settings(project_dir, project_config), preemption)
         self._run = Run(
@@ -249,14 +248,15 @@ class Accelerator(RankAware):
         return replay.PieceStep(*parts, self.clock, runtime) if cuts_batches else WholeStep(*parts)
 
     def _transforms(
-        self, plan: ActivationCheckpointing | None, compiling: TorchDynamoPlugin
+        self, plan: ActivationCheckpointing | None, compiling: TorchDynamoPlugin, learns: bool
     ) -> tuple[Callable[[torch.nn.Module], Any], ...]:
-        """What is done to a model before it is wrapped: what is checkpointed is compiled, not the other way round."""
+        """What is done to a model before it is wrapped; what is checkpointed is compiled, not the other way round."""
         made: list[Callable[[torch.nn.Module], Any]] = []
-        if plan is not None:
+        if plan is not None and learns:
             made.append(partial(recompute.checkpoint_activations, plan=plan, device=self.device))
         if compiling.compiles:
-            made.append(partial(regions.compile_model, plugin=compiling, device=self.device))
+            is_gathered = learns and not self.strategy.capabilities.lone_forward
+            made.append(partial(regions.compile_model, plugin=compiling, device=self.device, is_gathered=is_gathered))
         return tuple(made)
 
     def _start_records(

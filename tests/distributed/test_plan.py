@@ -68,7 +68,9 @@ def even():
     """Matrices of which tensor parallelism cuts each dimension evenly, and FSDP does not."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = dict(hidden_size=36, intermediate_size=50, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2)
+    sizes = dict(
+        hidden_size=36, intermediate_size=50, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2
+    )
     return unmasked(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=30, use_cache=False)))
 
 

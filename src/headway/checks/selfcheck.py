@@ -85,7 +85,9 @@ def check_gradient(accelerator: Accelerator) -> str:
     for (name, parameter), reference in zip(model.named_parameters(), whole.parameters()):
         assert parameter.grad is not None
         assert reference.grad is not None
-        found = _whole(parameter.grad).cpu().float() / scale  # an exchange, where it is in parts: on all ranks, whatever is found
+        found = (
+            _whole(parameter.grad).cpu().float() / scale
+        )  # an exchange, where it is in parts: on all ranks, whatever is found
         errors[name] = (found - reference.grad).abs().max().item()
     for name, error in errors.items():
         _require(error <= tolerance, f"the gradient of {name} is off by {error:.2g}")

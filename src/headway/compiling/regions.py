@@ -26,13 +26,16 @@ _PER_KIND = 8
 """Compilations of one code that torch makes before it gives up: training and evaluation, fixed and open sizes, a batch of one ..."""
 
 
-def compile_model(model: torch.nn.Module, plugin: TorchDynamoPlugin, device: torch.device) -> torch.nn.Module:
+def compile_model(
+    model: torch.nn.Module, plugin: TorchDynamoPlugin, device: torch.device, is_gathered: bool = False
+) -> torch.nn.Module:
     """Compile in place as the settings say; a model that is compiled already is left as it is.
 
     Args:
         model: whose blocks may drop their activations already: that becomes a part of what is compiled.
         plugin: the settings.
         device: what the model computes on.
+        is_gathered: its blocks' parameters will come together in front of each block, which no graph of the whole model holds.
 
     Returns:
         The same object.
@@ -48,7 +51,13 @@ def compile_model(model: torch.nn.Module, plugin: TorchDynamoPlugin, device: tor
         log.info_once(f"{name} is compiled already: it stays as it is")
         return model
     check_toolchain(plugin, device)
-    if plugin.use_regional_compilation and find_blocks(model):
+    has_blocks = bool(find_blocks(model))
+    if has_blocks and is_gathered and not plugin.use_regional_compilation:
+        log.warning_once(
+            f"{name} will be sharded, so it is compiled by regions: parameters are gathered in front of each block, where the graph "
+            "of a whole model breaks. TorchDynamoPlugin(use_regional_compilation=True) does the same without this warning"
+        )
+    if has_blocks and (plugin.use_regional_compilation or is_gathered):
         return compile_regions(model, **plugin.to_kwargs())
     if plugin.use_regional_compilation:
         log.warning_once(

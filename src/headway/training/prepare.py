@@ -57,8 +57,7 @@ class Preparation:
         follows_optimizer: schedules tick for updates; False: for each call.
         rng_types: random streams to make equal over ranks when a loader begins.
         global_batch_size: samples per update, which the accumulation is derived from; None: it is given.
-        transforms: what is done to a model before it is wrapped, in order.
-        evaluation_transforms: the same for a model that does not learn.
+        transforms: what is done to a model that learns, or does not, before it is wrapped; in order.
 
     Attributes:
         loading: as above; `set_evenness` changes it.
@@ -79,8 +78,7 @@ class Preparation:
         follows_optimizer: bool,
         rng_types: tuple[str, ...],
         global_batch_size: int | None,
-        transforms: tuple[Callable[[torch.nn.Module], Any], ...] = (),
-        evaluation_transforms: tuple[Callable[[torch.nn.Module], Any], ...] = (),
+        transforms: Callable[[bool], Sequence[Callable[[torch.nn.Module], Any]]],
     ) -> None:
         self.loading = loading
         self.events = events
@@ -90,7 +88,6 @@ class Preparation:
         self._strategy = step.strategy
         self._neighbours = neighbours
         self._transforms = transforms
-        self._evaluation_transforms = evaluation_transforms
         self._evaluated: set[int] = set()
         self.loader_stream = LoaderStream(is_private=self._is_spread)
         self._clock = clock
@@ -189,12 +186,9 @@ class Preparation:
             self._check_device(model)
         if self.models:
             self._strategy.capabilities.require("several_models", self._strategy.name, "prepare one model")
-        engine = None
-        if is_evaluation:
-            for transform in self._evaluation_transforms:
-                transform(model)
-        else:
-            engine = self._strategy.setup(model, self._transforms)
+        for transform in self._transforms(False) if is_evaluation else ():
+            transform(model)
+        engine = None if is_evaluation else self._strategy.setup(model, self._transforms(True))
         prepared_model.attach(
             model,
             engine,

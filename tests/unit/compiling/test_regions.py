@@ -48,12 +48,13 @@ class Net(torch.nn.Module):
 class Counting:
     """A backend that counts what it is given."""
 
-    def __init__(self):
+    def __init__(self, inner=lambda graph, inputs: graph.forward):
         self.num_compiled = 0
+        self.inner = inner
 
     def __call__(self, graph, inputs):
         self.num_compiled += 1
-        return aot_eager(graph, inputs)
+        return self.inner(graph, inputs)
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +95,7 @@ def test_the_same_losses_and_the_same_object(regional, precision, tolerance, is_
     handlers = [ActivationCheckpointing()] if is_checkpointed else None
     options = {"mixed_precision": precision, "gradient_accumulation_steps": 2, "kwargs_handlers": handlers}
     wanted, plain = train(accelerator(**options))
-    backend = Counting()
+    backend = Counting(aot_eager)
     acc = accelerator(backend, regional, **options)
     losses, model = train(acc)
     assert losses == pytest.approx(wanted, abs=tolerance)
@@ -164,7 +165,7 @@ def test_blocks_of_several_classes_and_widths_compile_once_a_kind(checkpointed):
         accelerator().checkpoint_activations(net)
     assert compile_regions(net, backend=backend) is net
     net(torch.randn(3, 16, requires_grad=True)).sum().backward()
-    assert backend.num_compiled <= 15
+    assert backend.num_compiled == 15  # no block runs uncompiled
 
 
 @pytest.mark.parametrize("make", [
@@ -330,10 +331,11 @@ def test_checkpoints_fit_runs_that_are_not_compiled_and_resume_bit_for_bit(tmp_p
 @pytest.mark.slow
 def test_inductor_as_torch_compiles_by_itself():
     """One small run of the real compiler, with dropout."""
-    _, model = train(accelerator("inductor", True), (4,) * 3, Net(2))
-    torch._dynamo.reset()
     torch.manual_seed(0)
-    other = Net(2)
+    net, other = Net(2), Net(2)
+    other.load_state_dict(net.state_dict())
+    _, model = train(accelerator("inductor", True), (4,) * 3, net)
+    torch._dynamo.reset()
     for block in other.blocks:
         block.compile()
     optimizer = torch.optim.AdamW(other.parameters(), 1e-2)

@@ -6,7 +6,8 @@ import torch
 
 import headway
 from headway import Accelerator
-from headway.config.layouts import ParallelismConfig, TorchDynamoPlugin
+from headway.config.compiling import TorchDynamoPlugin
+from headway.config.layouts import ParallelismConfig
 from headway.errors import ConfigError, UnsupportedError
 
 
@@ -20,8 +21,7 @@ def test_a_plugin_names_its_layout(plugin, layout):
 @pytest.mark.parametrize(
     ("name", "value", "layout"),
     [("deepspeed_plugin", object(), "DeepSpeed"), ("deepspeed_plugins", {"a": object()}, "DeepSpeed"),
-     ("megatron_lm_plugin", object(), "Megatron-LM"), ("dynamo_backend", "inductor", "compilation"),
-     ("dynamo_plugin", TorchDynamoPlugin(backend="inductor"), "compilation")],
+     ("megatron_lm_plugin", object(), "Megatron-LM")],
 )  # fmt: skip
 def test_an_argument_names_the_layout_that_it_asks_for(name, value, layout):
     with pytest.raises(UnsupportedError, match=f"{layout} .*is not there yet. It is planned; until then"):
@@ -40,10 +40,6 @@ def test_what_asks_for_nothing_is_fine():
 
 
 def test_settings_that_contradict_each_other():
-    with pytest.raises(ConfigError, match="not both"):
-        Accelerator(cpu=True, dynamo_backend="no", dynamo_plugin=TorchDynamoPlugin())
-    with pytest.raises(ConfigError, match="dynamo_backend='fast' is unknown; allowed: AOT_EAGER"):
-        Accelerator(cpu=True, dynamo_backend="fast")
     with pytest.raises(ConfigError, match="parallelism_config is of type dict"):
         Accelerator(cpu=True, parallelism_config={"tp_size": 2})
     with pytest.raises(ConfigError, match="strategy 'ddp=2' takes 2 ranks, but the run has 1"):
@@ -147,12 +143,3 @@ def test_stand_ins_keep_what_they_were_given():
     schedule = headway.DummyScheduler(optimizer, total_num_steps=10, warmup_num_steps=2)
     assert (optimizer.lr, optimizer.weight_decay, optimizer.kwargs) == (0.1, 0, {"eps": 1e-8})
     assert (schedule.optimizer, schedule.total_num_steps, schedule.warmup_num_steps) == (optimizer, 10, 2)
-
-
-def test_a_model_that_is_compiled_before_is_prepared_as_the_advice_says():
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(2, 1)
-    compiled = accelerator.prepare(torch.compile(model, backend="eager"))
-    accelerator.backward(compiled(torch.ones(1, 2)).sum())
-    assert model.weight.grad.tolist() == [[1.0, 1.0]]
-    assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model

@@ -11,6 +11,7 @@ from torch import nn
 import headway
 from headway import init_empty_weights, set_module_tensor_to_device
 from headway.compat.accelerate import models
+from headway.compiling import regions
 from headway.errors import ConfigError, UnsupportedError
 
 
@@ -18,12 +19,12 @@ def test_a_model_comes_out_of_its_wrappers():
     model = torch.nn.Linear(1, 1)
     assert models.extract_model_from_parallel(torch.nn.DataParallel(model)) is model
     compiled = torch.compile(model, backend="eager")
-    assert models.is_compiled_module(compiled)
-    assert not models.is_compiled_module(model)
+    assert regions.is_compiled_module(compiled)
+    assert not regions.is_compiled_module(model)
     assert models.extract_model_from_parallel(compiled) is compiled
     assert models.extract_model_from_parallel(compiled, keep_torch_compile=False) is model
     nested = torch.nn.Sequential(torch.nn.DataParallel(model))
-    assert models.has_compiled_regions(torch.nn.Sequential(compiled))
+    assert regions.has_compiled_regions(torch.nn.Sequential(compiled))
     assert models.extract_model_from_parallel(nested, recursive=True)[0] is model
 
 

@@ -1,0 +1,58 @@
+"""Repeated blocks compiled once by torch.compile, and run for all of them: the model stays the same object."""
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator, TorchDynamoPlugin, set_seed  # feature
+
+NUM_EPOCHS = 3
+
+
+def read_digits() -> tuple[TensorDataset, TensorDataset]:
+    """scikit-learn's 1,797 scanned digits, float[64] in 0..1 and their class: (training, evaluation)."""
+    pixels, classes = load_digits(return_X_y=True)
+    inputs, targets = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(classes)
+    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
+    training, evaluation = order[400:], order[:400]
+    return TensorDataset(inputs[training], targets[training]), TensorDataset(inputs[evaluation], targets[evaluation])
+
+
+def main() -> float:
+    set_seed(0)
+    # "inductor" generates code, and needs a C++ compiler on a CPU; "aot_eager" needs nothing.  # feature
+    plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)  # feature
+    accelerator = Accelerator(dynamo_plugin=plugin)  # feature
+    training, evaluation = read_digits()
+    train_loader = DataLoader(training, batch_size=16, shuffle=True)
+    eval_loader = DataLoader(evaluation, batch_size=64)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(2)]  # feature
+    model = nn.Sequential(*blocks, nn.Linear(64, 10))  # feature
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
+
+    for epoch in range(NUM_EPOCHS):
+        model.train()
+        for inputs, targets in train_loader:
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        model.eval()
+        num_right, num_samples = 0, 0
+        for inputs, targets in eval_loader:
+            with torch.no_grad():
+                answers = model(inputs).argmax(dim=1)
+            answers, targets = accelerator.gather_for_metrics((answers, targets))
+            num_right += (answers == targets).sum().item()
+            num_samples += len(targets)
+        accelerator.print(f"epoch {epoch}: accuracy {num_right / num_samples:.1%} of {num_samples} samples")
+
+    accelerator.end_training()
+    return num_right / num_samples
+
+
+if __name__ == "__main__":
+    main()

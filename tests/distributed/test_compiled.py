@@ -1,0 +1,211 @@
+"""Compiled models under DDP: the losses, norms and weights of plain torch, whatever DDP is told, and checkpoints between both."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import (
+    Accelerator,
+    ActivationCheckpointing,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    TorchDynamoPlugin,
+)
+from tests.distributed.ranks import run_ranks
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.wide, self.norm = torch.nn.Linear(width, width), torch.nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.norm(self.wide(x)))
+
+
+class Net(torch.nn.Module):
+    def __init__(self, has_unused: bool = False) -> None:
+        super().__init__()
+        self.start, self.head = torch.nn.Linear(4, 16), torch.nn.Linear(16, 1)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+        self.register_buffer("seen", torch.zeros(()))
+        if has_unused:
+            self.unused = torch.nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        x = self.start(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+STEPS, SIZE = 2, 4
+RAGGED = 37
+"""Rows; those of the last window are four on one rank and one on the other."""
+
+
+def data(num_rows: int) -> TensorDataset:
+    torch.manual_seed(5)
+    return TensorDataset(torch.randn(num_rows, 4), torch.randn(num_rows, 1))
+
+
+def plain(num_rows: int, has_unused: bool = False) -> tuple[list[float], list[torch.Tensor]]:
+    """One process: windows of all ranks' rows, the mean over each, clipped."""
+    torch.manual_seed(0)
+    net = Net(has_unused)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    x, y = data(num_rows).tensors
+    norms = []
+    for begin in range(0, num_rows, STEPS * SIZE * 2):
+        rows = slice(begin, begin + STEPS * SIZE * 2)
+        mse_loss(net(x[rows]), y[rows]).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, [p.detach().clone() for p in net.parameters()]
+
+
+def trained(plugin: TorchDynamoPlugin, num_rows: int, has_unused: bool = False, **options: Any) -> Any:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    loading = DataLoaderConfiguration(even_batches=False)  # the last window: four rows on one rank, one on the other
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=STEPS, dynamo_plugin=plugin, dataloader_config=loading, **options
+    )
+    torch.manual_seed(0)
+    net = Net(has_unused)
+    names = list(net.state_dict())
+    model, optimizer, loader = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), 1e-2), DataLoader(data(num_rows), batch_size=SIZE)
+    )
+    assert model is net
+    norms = []
+    for x, y in loader:
+        if options.get("microbatching"):
+            accelerator.forward_backward((x, y), lambda piece: mse_loss(model(piece[0]), piece[1]))
+        else:
+            with accelerator.accumulate(model):
+                accelerator.backward(mse_loss(model(x), y))
+        if accelerator.sync_gradients:
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        model(torch.zeros(SIZE, 4))
+    assert list(accelerator.get_state_dict(model)) == names
+    is_sharded = "strategy" in options
+    if not is_sharded:
+        assert type(copy.deepcopy(model)) is Net
+    found = (
+        norms,
+        [] if is_sharded else [p.detach().clone() for p in model.parameters()],
+        torch._dynamo.utils.counters["stats"]["unique_graphs"],
+    )
+    accelerator.free_memory()
+    return found
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "static graph": {"kwargs_handlers": [DistributedDataParallelKwargs(static_graph=True)]},
+    "unused": {"has_unused": True, "kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]},
+    "views": {"kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]},
+    "checkpointed": {"kwargs_handlers": [ActivationCheckpointing()]},
+    "in pieces": {"microbatching": "auto"},
+}
+
+
+def rows(name: str) -> int:
+    """Another size takes another compilation, of seconds: one kind does it for all."""
+    return RAGGED if name == "as it is" else 32
+
+
+def all_kinds(regional: bool) -> dict[str, Any]:
+    plugin = TorchDynamoPlugin("aot_eager", use_regional_compilation=regional)
+    return {name: trained(plugin, rows(name), **options) for name, options in KINDS.items()}
+
+
+@pytest.mark.parametrize("regional", [True, False])
+def test_parity_with_plain_torch_on_two_ranks(regional: bool) -> None:
+    for by_kind in run_ranks(all_kinds, 2, regional, timeout=300):
+        for name, (norms, weights, num_graphs) in by_kind.items():
+            wanted_norms, wanted = plain(rows(name), has_unused=name == "unused")
+            assert norms == pytest.approx(wanted_norms, abs=2e-6), name
+            for one, other in zip(weights, wanted):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6, msg=name)
+            # The size of the whole batches, any size, evaluation; a last batch of one row.
+            assert 1 <= num_graphs <= 4, (name, num_graphs)
+
+
+def run(plugin: TorchDynamoPlugin | None, save_to: str | None = None, load_from: str | None = None) -> list[float]:
+    torch._dynamo.reset()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS, dynamo_plugin=plugin)
+    torch.manual_seed(0)
+    net = Net()
+    model, optimizer, loader = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), 1e-2), DataLoader(data(32), batch_size=SIZE, shuffle=True)
+    )
+    if load_from is not None:
+        accelerator.load_state(load_from)
+    losses = []
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = mse_loss(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if save_to is not None and len(losses) == 2:
+            accelerator.save_state(save_to)
+    accelerator.free_memory()
+    return losses
+
+
+def passes(folder: str) -> list[list[float]]:
+    """By an uncompiled run and by compiled ones; the second pair goes on from a checkpoint of a compiled one."""
+    regional, whole = TorchDynamoPlugin("aot_eager", use_regional_compilation=True), TorchDynamoPlugin("aot_eager")
+    straight = [run(None), run(regional, save_to=folder), run(whole)]
+    return [*straight, run(regional, load_from=folder), run(None, load_from=folder)]
+
+
+def test_a_compiled_run_resumes_bit_for_bit_and_an_uncompiled_one_goes_on_from_it(tmp_path: Any) -> None:
+    for uncompiled, regional, whole, resumed, resumed_uncompiled in run_ranks(
+        passes, 2, str(tmp_path / "saved"), timeout=300
+    ):
+        assert regional == pytest.approx(uncompiled, abs=2e-6)
+        assert whole == pytest.approx(uncompiled, abs=2e-6)
+        assert resumed == regional[2:]
+        assert resumed_uncompiled == pytest.approx(regional[2:], abs=2e-6)
+
+
+def sharded() -> dict[str, Any]:
+    """What each way of compiling a model gives under FSDP2, and how many graphs it takes."""
+    regional = TorchDynamoPlugin("aot_eager", use_regional_compilation=True)
+    whole = TorchDynamoPlugin("aot_eager", use_regional_compilation=True, fullgraph=True)
+    checkpointing: dict[str, Any] = {"kwargs_handlers": [ActivationCheckpointing()]}
+    return {
+        "by regions": trained(regional, 32, strategy="fsdp"),
+        "one graph each": trained(whole, 32, strategy="fsdp"),
+        "checkpointed": trained(whole, 32, strategy="fsdp", **checkpointing),
+        "whole": trained(TorchDynamoPlugin("aot_eager"), 32, strategy="fsdp"),
+        "bf16": trained(regional, 32, strategy="fsdp", mixed_precision="bf16"),
+        "bf16, not compiled": trained(TorchDynamoPlugin(), 32, strategy="fsdp", mixed_precision="bf16"),
+    }
+
+
+def test_sharded_models_compile_block_by_block() -> None:
+    for found in run_ranks(sharded, 2, timeout=300):
+        wanted, _ = plain(32)
+        for name in ("by regions", "one graph each", "checkpointed", "whole"):
+            norms, _, num_graphs = found[name]
+            assert norms == pytest.approx(wanted, abs=2e-6), name
+            assert num_graphs == 2, name  # training, evaluation
+        assert found["bf16"][0] == pytest.approx(found["bf16, not compiled"][0], abs=2e-2)
+        assert found["bf16"][2] > 0
+        assert found["bf16, not compiled"][2] == 0
