@@ -11,7 +11,6 @@ _REPLICAS = f"{_PLANNED}replicas train with DDP: leave the plugin out"
 _MEMORY = ", and where memory is short use microbatching='auto' or accelerator.checkpoint_activations(model)"
 _ADVICE = {
     "FSDP": f"FSDP (parameters sharded over processes) is not there yet. {_REPLICAS}{_MEMORY}",
-    "DeepSpeed": f"DeepSpeed (ZeRO) is not there yet. {_REPLICAS}{_MEMORY}",
     "Megatron-LM": f"Megatron-LM (tensor and pipeline parallelism) is not there yet. {_REPLICAS}",
     "tensor parallelism": f"tensor parallelism is not there yet. {_REPLICAS}, or its sizes at 1",
     "torch.compile by the Accelerator": (
@@ -208,7 +207,6 @@ class ParallelismConfig:
 
 
 def check_layouts(
-    deepspeed: Any,
     fsdp: Any,
     tensor_parallel: Any,
     megatron: Any,
@@ -219,7 +217,7 @@ def check_layouts(
     """Refuse the Accelerator's arguments that ask for what is not there yet.
 
     Args:
-        deepspeed, fsdp, tensor_parallel, megatron: the plugins; None: not asked for.
+        fsdp, tensor_parallel, megatron: the plugins; None: not asked for.
         backend: the compiler by name; or a
         plugin: with its settings.
         parallelism: sizes by kind.
@@ -231,7 +229,7 @@ def check_layouts(
         UnsupportedError: a layout that is not there yet; the message names it and says what to do today.
         ConfigError: settings that contradict each other.
     """
-    given = {"DeepSpeed": deepspeed, "FSDP": fsdp, "tensor parallelism": tensor_parallel, "Megatron-LM": megatron}
+    given = {"FSDP": fsdp, "tensor parallelism": tensor_parallel, "Megatron-LM": megatron}
     for layout, asked in given.items():
         if asked is not None:
             raise refusal(layout)

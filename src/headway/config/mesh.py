@@ -7,12 +7,14 @@
     tp                matrices cut over all ranks                  (tp)
     fsdp+tp=2         pairs cut matrices, parameters are sharded over the pairs
     ddp=2+fsdp=4+tp=2 all sizes given: 16 ranks
+    zero3             DeepSpeed's engine; also zero1, zero2, deepspeed
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from headway.config.deepspeed import is_named as is_deepspeed
 from headway.errors import ConfigError
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
@@ -96,6 +98,8 @@ def parse(text: str) -> Asked:
     Raises:
         ConfigError: an unknown or repeated term, a size that is not a number of ranks, two terms without a size.
     """
+    if is_deepspeed(text):
+        return Asked(text, {"shard": None})
     sizes: dict[str, int | None] = {}
     for term in text.lower().replace(" ", "").split("+"):
         name, has_size, number = term.partition("=")

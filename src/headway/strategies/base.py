@@ -70,6 +70,18 @@ class Strategy(Protocol):
     def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
         """Wrap or shard a model once; parameter names are those of the bare model, captured before."""
 
+    def adopt(
+        self, optimizers: Sequence[torch.optim.Optimizer], precision: str, num_steps: int, micro_batches: Sequence[int]
+    ) -> None:
+        """Objects have been prepared: an engine that takes a model and its optimizer together is made here, once.
+
+        Args:
+            optimizers: all that are prepared.
+            precision: "no", "bf16" or "fp16".
+            num_steps: micro-batches per update.
+            micro_batches: rows per rank of each prepared loader that says.
+        """
+
     def materialise(self, model: torch.nn.Module) -> None:
         """Give a model that was built without memory (meta device) its values, alike on all ranks; called before `setup`."""
 

@@ -32,6 +32,11 @@ class SingleStrategy:
             transform(model)
         return None
 
+    def adopt(
+        self, optimizers: Sequence[torch.optim.Optimizer], precision: str, num_steps: int, micro_batches: Sequence[int]
+    ) -> None:
+        """Optimizers step by themselves."""
+
     def materialise(self, model: torch.nn.Module) -> None:
         """Not here: whole models come with their values; `Preparation` refuses those without."""
 

@@ -145,6 +145,7 @@ class Preparation:
                     made[index] = self._one(kind, obj, places[index])
         if "model" in kinds:
             self._check_optimizers()
+        self.adopt()
         return [made[index] for index in range(len(objects))]
 
     def _one(self, kind: str, obj: Any, place: bool | None) -> Any:
@@ -239,6 +240,13 @@ class Preparation:
         made = PreparedOptimizer(optimizer, self._step, self._clock, self._neighbours)
         self.optimizers.append(made)
         return made
+
+    def adopt(self) -> None:
+        """Let an engine that takes a model and its optimizer together have them, once both are known."""
+        optimizers = [each.optimizer for each in self.optimizers]
+        count = self._strategy.data_shard.count
+        rows = [loader.total_batch_size // count for loader in self.loaders if loader.total_batch_size]
+        self._strategy.adopt(optimizers, self._step.precision.name, self._windows.num_steps, rows)
 
     def _check_optimizers(self) -> None:
         known = {id(parameter) for model in self.models for parameter in model.parameters()}
