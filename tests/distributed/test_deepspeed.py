@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO against the plain one-process loop: losses, norms, weights; and what it must refuse."""
 
-import math
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ ROWS, BATCH, STEPS, EPOCHS = 37, 4, 2, 2
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mix, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.mix, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
         self.up, self.down, self.norm2 = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.LayerNorm(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -148,6 +148,7 @@ def zero(recipe: Recipe) -> dict[str, Any]:
                 optimizer.zero_grad()
     assert accelerator.num_updates == len(losses)
     weights = {name: tensor.clone() for name, tensor in accelerator.strategy.export_state(model)}
+    accelerator.free_memory()
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
@@ -160,12 +161,50 @@ def distance(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_each_stage_is_the_plain_loop(stage: int) -> None:
-    recipe = Recipe(strategy=f"zero{stage}", seed_by_rank=False)
-    wanted = plain(recipe)
-    for found in run_ranks(zero, 2, recipe, timeout=300):
+OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+OFFLOAD_TORCH = {**OFFLOAD, "zero_force_ds_cpu_optimizer": False}
+OFFLOAD_ALL = {
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"},
+                          "stage3_param_persistence_threshold": 0},
+}  # fmt: skip
+SMALL_BUCKETS = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 300, "stage3_prefetch_bucket_size": 200,
+                                       "stage3_param_persistence_threshold": 20}}  # fmt: skip
+TABLE = {
+    "zero1": Recipe(strategy="zero1"),
+    "zero2": Recipe(strategy="zero2"),
+    "zero3": Recipe(strategy="zero3"),
+    "zero3, small buckets": Recipe(config=SMALL_BUCKETS),
+    "zero3, llama": Recipe(strategy="zero3", model="llama"),
+    "zero2, other seeds": Recipe(seed_by_rank=True),
+    "zero2, offload by DeepSpeed's Adam": Recipe(config=OFFLOAD),
+    "zero2, offload by torch's": Recipe(config=OFFLOAD_TORCH),
+    "zero3, all offloaded": Recipe(config=OFFLOAD_ALL),
+}
+
+
+def each(recipes: list[Recipe]) -> list[Any]:
+    found = []
+    for recipe in recipes:
+        try:
+            found.append(zero(recipe))
+        except Exception:
+            found.append(traceback.format_exc())
+    return found
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, list[Any]]:
+    """By name, what each rank found: one pair of processes for the whole table, because DeepSpeed starts slowly."""
+    by_rank = run_ranks(each, 2, list(TABLE.values()), timeout=500)
+    return {name: [found[i] for found in by_rank] for i, name in enumerate(TABLE)}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_parity_with_the_plain_loop(name: str, results: dict[str, list[Any]]) -> None:
+    wanted = plain(TABLE[name])
+    for found in results[name]:
+        assert isinstance(found, dict), found
         far = distance(found, wanted)
-        print(stage, far)
-        assert max(far["losses"], far["norms"]) < 2e-6, far
-        assert far["weights"] < 2e-5, far
+        print(name, far)
+        assert max(far["losses"], far["norms"]) < 3e-6, far
+        assert far["weights"] < 3e-5, far

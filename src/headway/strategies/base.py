@@ -72,7 +72,7 @@ class Strategy(Protocol):
 
     def adopt(
         self, optimizers: Sequence[torch.optim.Optimizer], precision: str, num_steps: int, micro_batches: Sequence[int]
-    ) -> None:
+    ) -> Sequence[torch.optim.Optimizer]:
         """Objects have been prepared: an engine that takes a model and its optimizer together is made here, once.
 
         Args:
@@ -80,6 +80,9 @@ class Strategy(Protocol):
             precision: "no", "bf16" or "fp16".
             num_steps: micro-batches per update.
             micro_batches: rows per rank of each prepared loader that says.
+
+        Returns:
+            Optimizers of the engine's own that it has made, which step for those that are prepared.
         """
 
     def materialise(self, model: torch.nn.Module) -> None:

@@ -6,7 +6,7 @@ the engine's loss scale (`zero_engine.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class DeepSpeedStrategy(SingleStrategy):
 
     def adopt(
         self, optimizers: Sequence[torch.optim.Optimizer], precision: str, num_steps: int, micro_batches: Sequence[int]
-    ) -> None:
+    ) -> Sequence[torch.optim.Optimizer]:
         """Make the engine where model and optimizer are known.
 
         Args:
@@ -87,6 +87,9 @@ class DeepSpeedStrategy(SingleStrategy):
             precision: "no", "bf16" or "fp16".
             num_steps: micro-batches per update.
             micro_batches: rows per rank of each loader.
+
+        Returns:
+            The twin of the user's optimizer, when the engine was made.
 
         Raises:
             UnsupportedError: several optimizers, or one that ZeRO cannot train with.
@@ -99,7 +102,7 @@ class DeepSpeedStrategy(SingleStrategy):
                 "parameter groups"
             )
         if self._model is None or not optimizers or self._zero is not None:
-            return
+            return ()
         face, plugin = optimizers[0], self._plugin
         _check_scaler(self._options, precision)
         picked = (min if plugin.is_train_batch_min else max)(micro_batches) if micro_batches else None
@@ -116,6 +119,7 @@ class DeepSpeedStrategy(SingleStrategy):
         self._zero = self._initialise(self._model, self._twin, account)
         self.account = account
         log.info("DeepSpeed ZeRO stage %d; its JSON: %s", self._stage, "; ".join(account.lines()))
+        return (self._twin.inner,)
 
     def _make_twin(self, face: torch.optim.Optimizer, account: Account) -> Twin:
         config = account.config
@@ -259,11 +263,6 @@ class DeepSpeedStrategy(SingleStrategy):
         zero, self._zero, self._twin, self._model = self._zero, None, None, None
         if zero is not None:
             zero.engine.destroy()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def _check_scaler(options: EngineOptions, precision: str) -> None:

@@ -34,8 +34,9 @@ class SingleStrategy:
 
     def adopt(
         self, optimizers: Sequence[torch.optim.Optimizer], precision: str, num_steps: int, micro_batches: Sequence[int]
-    ) -> None:
+    ) -> Sequence[torch.optim.Optimizer]:
         """Optimizers step by themselves."""
+        return ()
 
     def materialise(self, model: torch.nn.Module) -> None:
         """Not here: whole models come with their values; `Preparation` refuses those without."""

@@ -246,7 +246,8 @@ class Preparation:
         optimizers = [each.optimizer for each in self.optimizers]
         count = self._strategy.data_shard.count
         rows = [loader.total_batch_size // count for loader in self.loaders if loader.total_batch_size]
-        self._strategy.adopt(optimizers, self._step.precision.name, self._windows.num_steps, rows)
+        for made in self._strategy.adopt(optimizers, self._step.precision.name, self._windows.num_steps, rows):
+            self._neighbours.note_prepared(made, self._step)
 
     def _check_optimizers(self) -> None:
         known = {id(parameter) for model in self.models for parameter in model.parameters()}
