@@ -168,7 +168,9 @@ class Accelerator(RankAware):
         self.mixed_precision, _ = run_setting(
             "mixed_precision", asked, deepspeed.precision_of(zero), code_origin=origin
         )
-        self.precision = build_precision(self.mixed_precision, runtime.hardware, deepspeed.without_scaler(zero, options))
+        self.precision = build_precision(
+            self.mixed_precision, runtime.hardware, deepspeed.without_scaler(zero, options)
+        )
         if zero is not None and gradient_accumulation_plugin is None:
             gradient_accumulation_steps = gradient_accumulation_steps or zero.num_steps
         plugin = windows(gradient_accumulation_steps, gradient_accumulation_plugin, global_batch_size, origin)

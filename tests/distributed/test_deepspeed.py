@@ -23,7 +23,11 @@ ROWS, BATCH, STEPS, EPOCHS = 37, 4, 2, 2
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mix, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.mix, self.out = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH),
+        )
         self.up, self.down, self.norm2 = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.LayerNorm(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -284,7 +284,9 @@ def chosen_plugin(strategy: str, plugin: Any, plugins: Any) -> DeepSpeedPlugin |
     given = plugin if plugin is not None else plugins
     if isinstance(given, Mapping):
         if len(given) != 1:
-            raise UnsupportedError("several DeepSpeed plugins are not served: one model trains with one; give one plugin")
+            raise UnsupportedError(
+                "several DeepSpeed plugins are not served: one model trains with one; give one plugin"
+            )
         given = next(iter(given.values()))
     is_asked = is_named(strategy)
     stage = _NAMES.get(strategy.strip().lower())
@@ -295,7 +297,9 @@ def chosen_plugin(strategy: str, plugin: Any, plugins: Any) -> DeepSpeedPlugin |
     if not is_asked and strategy != "ddp":
         raise ConfigError(f"deepspeed_plugin and strategy={strategy!r} ask for two engines; give one")
     if stage is not None and stage != given.zero_stage:
-        raise ConfigError(f"strategy={strategy!r}, but the DeepSpeed plugin has zero_stage={given.zero_stage}; give one")
+        raise ConfigError(
+            f"strategy={strategy!r}, but the DeepSpeed plugin has zero_stage={given.zero_stage}; give one"
+        )
     return given
 
 

@@ -22,16 +22,16 @@ from headway.errors import ConfigError, UnsupportedError
 
 TOP_LEVEL = frozenset(
     """
-    activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type compile
-    compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last datastates_ckpt
-    disable_allgather disable_python_gc dump_state elasticity expert_parallel flops_profiler fp16
-    gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor hybrid_engine log_level
-    managed_gradient_accumulation memory_breakdown nebula optimizer pipeline prescale_gradients progressive_layer_drop
-    scheduler seq_parallel_communication_data_type sparse_gradients steps_per_print tensor_parallel tensorboard timers
-    torch_autocast train_batch_size train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size
-    wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
-    zero_optimization
-    """.split()
+    activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger
+    communication_data_type compile compression_training csv_monitor curriculum_learning data_efficiency
+    data_types dataloader_drop_last datastates_ckpt disable_allgather disable_python_gc dump_state elasticity
+    expert_parallel flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping
+    gradient_predivide_factor hybrid_engine log_level managed_gradient_accumulation memory_breakdown nebula
+    optimizer pipeline prescale_gradients progressive_layer_drop scheduler seq_parallel_communication_data_type
+    sparse_gradients steps_per_print tensor_parallel tensorboard timers torch_autocast train_batch_size
+    train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb
+    weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
+    """.split()  # noqa: SIM905
 )
 
 _LOADER = "batches come from Headway's loaders; leave it out"
@@ -77,7 +77,7 @@ class Facts:
     precision: str
     micro_batch: int | None = None
     hidden_size: int | None = None
-    scaler: GradScalerKwargs = GradScalerKwargs()
+    scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     scheduler: Mapping[str, Any] = field(default_factory=dict)
 
@@ -204,7 +204,9 @@ def _add(account: Account, facts: Facts, musts: Mapping[str, Any]) -> None:
     """What DeepSpeed needs to be told and the JSON does not say."""
     config = account.config
     stage = _value(config, "zero_optimization.stage")
-    wanted = {key: musts[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")}
+    wanted = {
+        key: musts[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    }
     if musts["bf16.enabled"]:
         wanted["bf16.enabled"] = True
     if facts.precision == "fp16":
@@ -228,8 +230,8 @@ def _check_known(config: Mapping[str, Any], known: Callable[[str], list[str] | N
     problems = []
     for section, names in _sections(config):
         allowed = sorted(TOP_LEVEL) if not section else known(section)
-        for name in names if allowed is not None else ():
-            if name not in allowed:
+        for name in names:
+            if allowed is not None and name not in allowed:
                 near = get_close_matches(name, allowed, 1)
                 told = f"{section}.{name}" if section else name
                 problems.append(f"{told!r}" + (f" (is {near[0]!r} meant?)" if near else ""))
@@ -239,10 +241,14 @@ def _check_known(config: Mapping[str, Any], known: Callable[[str], list[str] | N
 
 def _check_served(config: Mapping[str, Any]) -> None:
     refused = [f"{key}: {remedy}" for key, remedy in _REFUSED.items() if _is_on(_value(config, key))]
-    if _value(config, "torch_autocast.enabled") and "16" in str(_value(config, "torch_autocast.dtype")).replace("bfloat16", ""):
+    if _value(config, "torch_autocast.enabled") and "16" in str(_value(config, "torch_autocast.dtype")).replace(
+        "bfloat16", ""
+    ):
         refused.append("torch_autocast with float16: use mixed_precision='fp16'")
     if _value(config, "zero_optimization.stage") == 1 and _value(config, "zero_optimization.overlap_comm") is True:
-        refused.append("zero_optimization.overlap_comm=true with stage 1, which reduces at the window's end: use stage 2")
+        refused.append(
+            "zero_optimization.overlap_comm=true with stage 1, which reduces at the window's end: use stage 2"
+        )
     is_half = any(_value(config, f"{name}.enabled") not in (None, False) for name in ("bf16", "fp16"))
     accumulates = _value(config, "data_types.grad_accum_dtype")
     if is_half and _value(config, "zero_optimization.stage") == 1 and accumulates in ("fp32", "float32"):

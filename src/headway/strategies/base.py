@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from headway.collectives.door import Collectives
+from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.data.shard import Shard
 from headway.errors import UnsupportedError
 from headway.precision.base import Precision
@@ -83,6 +84,17 @@ class Strategy(Protocol):
 
         Returns:
             Optimizers of the engine's own that it has made, which step for those that are prepared.
+        """
+
+    def stand_for(self, dummy: DummyOptim | DummyScheduler, share: int) -> Any:
+        """The optimizer or schedule that a stand-in stands for, which the engine's own configuration defines.
+
+        Args:
+            dummy: the stand-in.
+            share: of how many processes' updates each one makes its own.
+
+        Raises:
+            PrepareError: the engine has no configuration of its own.
         """
 
     def materialise(self, model: torch.nn.Module) -> None:

@@ -45,9 +45,7 @@ def _deepspeed(
     collectives: Collectives, options: EngineOptions, plugin: DeepSpeedPlugin, is_deferred: bool
 ) -> Strategy:
     if is_deferred:
-        raise UnsupportedError(
-            "microbatching='auto' is not there for DeepSpeed; leave it out, or use strategy='fsdp'"
-        )
+        raise UnsupportedError("microbatching='auto' is not there for DeepSpeed; leave it out, or use strategy='fsdp'")
     from headway.strategies.deepspeed import DeepSpeedStrategy
 
     return DeepSpeedStrategy(collectives, plugin, options)

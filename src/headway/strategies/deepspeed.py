@@ -5,7 +5,7 @@ both. The model stays the user's own object, and so does the optimizer (`zero_op
 the engine's loss scale (`zero_engine.py`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from headway.collectives.door import Collectives
 from headway.config.deepspeed import DeepSpeedPlugin
 from headway.config.deepspeed_keys import Account, Facts, account_for
+from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
@@ -25,6 +26,7 @@ from headway.strategies.single import SingleStrategy
 from headway.strategies.zero_engine import ZeroEngine, quieten
 from headway.strategies.zero_optimizer import Twin, takes_cpu_adam
 from headway.strategies.zero_schema import known_keys
+from headway.strategies.zero_stand_ins import StandIns
 
 log = get_logger(__name__)
 
@@ -58,6 +60,7 @@ class DeepSpeedStrategy(SingleStrategy):
         self._stage = int(plugin.zero_stage or 0)
         self._plugin = plugin
         self._options = options
+        self._stand_ins = StandIns(plugin.hf_ds_config)
         self._model: torch.nn.Module | None = None
         self._zero: ZeroEngine | None = None
         self._twin: Twin | None = None
@@ -107,10 +110,13 @@ class DeepSpeedStrategy(SingleStrategy):
         _check_scaler(self._options, precision)
         picked = (min if plugin.is_train_batch_min else max)(micro_batches) if micro_batches else None
         facts = Facts(
-            self.data_group.world_size, num_steps, precision, picked, _hidden_size(self._model), self._options.scaler
-        )
+            self.data_group.world_size, num_steps, precision, picked, _hidden_size(self._model), self._options.scaler,
+            self._stand_ins.optimizer, self._stand_ins.scheduler,
+        )  # fmt: skip
         account = account_for(plugin.deepspeed_config, facts, known_keys)
-        if "optimizer" in account.config:
+        is_own = self._stand_ins.optimizer and account.config.pop("optimizer", None) is not None
+        account.config.pop("scheduler", None)
+        if not is_own and "optimizer" in account.config:
             raise ConfigError(
                 f"the JSON has an optimizer, and a {type(face).__name__} was prepared; prepare a headway.DummyOptim, or take "
                 "'optimizer' out of the JSON"
@@ -120,6 +126,10 @@ class DeepSpeedStrategy(SingleStrategy):
         self.account = account
         log.info("DeepSpeed ZeRO stage %d; its JSON: %s", self._stage, "; ".join(account.lines()))
         return (self._twin.inner,)
+
+    def stand_for(self, dummy: DummyOptim | DummyScheduler, share: int) -> Any:
+        """The optimizer or schedule that the JSON defines."""
+        return self._stand_ins.real(dummy, share)
 
     def _make_twin(self, face: torch.optim.Optimizer, account: Account) -> Twin:
         config = account.config
@@ -143,7 +153,9 @@ class DeepSpeedStrategy(SingleStrategy):
             )
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         _name_blocks(model, self._plugin)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=twin.inner, config=account.config, dist_init_required=False)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=twin.inner, config=account.config, dist_init_required=False
+        )
         return ZeroEngine(engine, self._stage)
 
     def _engine(self) -> ZeroEngine:
@@ -221,7 +233,7 @@ class DeepSpeedStrategy(SingleStrategy):
         fixed = 0.0 if self.account is None else self.account.clipping
         if fixed and fixed != max_norm:
             raise ConfigError(
-                f"clip_grad_norm_(..., {max_norm!r}), and gradient_clipping={fixed!r} in DeepSpeed's JSON; give one of them, or 'auto'"
+                f"clip_grad_norm_(..., {max_norm!r}), and gradient_clipping={fixed!r} in DeepSpeed's JSON; give one, or 'auto'"
             )
         norm = self.total_norm(parameters, norm_type) if known is None else known
         self._engine().limit(float(max_norm))
@@ -238,7 +250,9 @@ class DeepSpeedStrategy(SingleStrategy):
         if closure is not None:
             raise UnsupportedError("optimizer.step(closure) is not served under DeepSpeed; step without a closure")
         if twin is None or optimizer is not twin.face:
-            raise StateError(f"{type(optimizer).__name__} is not the optimizer that DeepSpeed was given; prepare it with the model")
+            raise StateError(
+                f"{type(optimizer).__name__} is not the optimizer that DeepSpeed was given; prepare it with the model"
+            )
         groups = engine.optimizer.param_groups
         twin.push(groups)
         did_step = engine.step(0.0 if self.account is None else self.account.clipping)

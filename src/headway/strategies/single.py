@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from headway.collectives.door import Collectives
+from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.data.shard import Shard
+from headway.errors import PrepareError
 from headway.precision.base import Precision
 from headway.strategies.base import Capabilities, Engine, Transform
 
@@ -37,6 +39,17 @@ class SingleStrategy:
     ) -> Sequence[torch.optim.Optimizer]:
         """Optimizers step by themselves."""
         return ()
+
+    def stand_for(self, dummy: DummyOptim | DummyScheduler, share: int) -> Any:
+        """Nothing: only DeepSpeed has a configuration that defines optimizers.
+
+        Raises:
+            PrepareError: always.
+        """
+        raise PrepareError(
+            f"{type(dummy).__name__} stands for what DeepSpeed's JSON defines, and this run uses {self.name}; give a real one, or "
+            "strategy='deepspeed'"
+        )
 
     def materialise(self, model: torch.nn.Module) -> None:
         """Not here: whole models come with their values; `Preparation` refuses those without."""

@@ -13,7 +13,9 @@ import torch
 
 from headway.errors import ConfigError, PrepareError, UnsupportedError
 
-_ELEMENTWISE = frozenset("Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split())
+_ELEMENTWISE = frozenset(
+    ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+)
 _BY_SHAPE = {
     "Adafactor": "it factors matrices",
     "LBFGS": "it runs the loss again",
@@ -45,11 +47,15 @@ class Twin:
         _check_kind(face, untested)
         self.face = face
         # DeepSpeed leaves frozen parameters and empty groups out.
-        self._numbers = [n for n, group in enumerate(face.param_groups) if any(p.requires_grad for p in group["params"])]
+        self._numbers = [
+            n for n, group in enumerate(face.param_groups) if any(p.requires_grad for p in group["params"])
+        ]
         if not self._numbers:
             raise PrepareError(f"no parameter of {type(face).__name__} learns; unfreeze some before prepare()")
         if type(face).__name__ == "Adagrad" and len(self._numbers) > 1:
-            raise UnsupportedError("DeepSpeed makes one group of Adagrad's parameter groups; use one group, or another optimizer")
+            raise UnsupportedError(
+                "DeepSpeed makes one group of Adagrad's parameter groups; use one group, or another optimizer"
+            )
         groups = [_learning(face.param_groups[n]) for n in self._numbers]
         self.inner = _cpu_adam(face, groups) if offload_by == "deepspeed" else _twin(face, groups)
         self._last = [self._settings(face.param_groups[n]) for n in self._numbers]
@@ -89,10 +95,9 @@ def _check_kind(face: torch.optim.Optimizer, untested: bool) -> None:
             f"{name} cannot train under DeepSpeed, which cuts parameters into flat pieces: {_BY_SHAPE[name]}. Use AdamW, or "
             "strategy='fsdp'"
         )
-    if isinstance(face, torch.optim.Optimizer) and type(face).__module__.startswith(("torch.optim", "deepspeed.ops")):
-        if name in _ELEMENTWISE or type(face).__module__.startswith("deepspeed.ops"):
-            return
-    if not untested:
+    home = type(face).__module__
+    is_known = home.startswith("deepspeed.ops") or (home.startswith("torch.optim") and name in _ELEMENTWISE)
+    if not is_known and not untested:
         raise UnsupportedError(
             f"{name}: DeepSpeed cuts parameters into flat pieces, which is right only for an optimizer that treats each element on "
             "its own. If it does, set 'zero_allow_untested_optimizer': true in the JSON; else use strategy='fsdp'"

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from headway.batch_size import attempt
 from headway.collectives.streams import synchronize_rng_states
 from headway.config.run import DataLoaderConfiguration
+from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.data.build import prepare_loader
 from headway.data.draws import LoaderStream
 from headway.data.loader import LoaderEvents, PreparedLoader
@@ -234,6 +235,8 @@ class Preparation:
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
         """Wrap, once."""
+        if isinstance(optimizer, DummyOptim):
+            optimizer = self._strategy.stand_for(optimizer, 1)
         for known in map(_as_made, self.optimizers):
             if optimizer is known or optimizer is known.optimizer:
                 return known
@@ -308,6 +311,10 @@ class Preparation:
 
     def scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Wrap, bound to its prepared optimizer; say once how it will tick."""
+        rule = self._rule
+        if isinstance(scheduler, DummyScheduler):
+            scheduler = self._strategy.stand_for(scheduler, self.tick_base[0])
+            rule = UpdateTicks()  # an engine's own configuration counts updates
         for known in self.schedulers:
             if scheduler is known or scheduler is known.scheduler:
                 return cast(PreparedScheduler, known)
@@ -318,9 +325,9 @@ class Preparation:
                 f"{type(scheduler).__name__} follows an optimizer that is not prepared; prepare that optimizer before it or in the "
                 "same call, or pass step_scheduler_with_optimizer=False"
             )
-        made = PreparedScheduler(scheduler, followed, self._rule, self._follows_optimizer, self._step)
+        made = PreparedScheduler(scheduler, followed, rule, self._follows_optimizer, self._step)
         self.schedulers.append(made)
-        if self._follows_optimizer:
+        if self._follows_optimizer and rule is self._rule:
             self._explain(made)
         return made
 
@@ -436,11 +443,11 @@ def _kind(obj: Any) -> str | None:
         return "done"
     if isinstance(obj, torch.nn.Module):
         return "model"
-    if isinstance(obj, torch.optim.Optimizer):
+    if isinstance(obj, torch.optim.Optimizer | DummyOptim):
         return "optimizer"
     if isinstance(obj, DataLoader):
         return "loader"
-    if is_scheduler(obj):
+    if isinstance(obj, DummyScheduler) or is_scheduler(obj):
         return "scheduler"
     return None
 

@@ -19,10 +19,11 @@ from headway.errors import ImportNotServed
 
 _BY_PLACE = {
     "headway.config.layouts": "DynamoBackend ParallelismConfig TorchDynamoPlugin",
+    "headway.config.deepspeed": "DeepSpeedPlugin HfDeepSpeedConfig",
+    "headway.config.stand_ins": "DummyOptim DummyScheduler",
     "headway.compat.accelerate.state": "AcceleratorState GradientState PartialState is_initialized wait_for_everyone",
     "headway.compat.accelerate.layouts": """
-        DeepSpeedPlugin DistributedType DummyOptim DummyScheduler FullyShardedDataParallelPlugin MegatronLMPlugin PrecisionType
-        RNGType TorchTensorParallelPlugin
+        DistributedType FullyShardedDataParallelPlugin MegatronLMPlugin PrecisionType RNGType TorchTensorParallelPlugin
     """,
     "headway.compat.accelerate.exchange": """
         broadcast broadcast_object_list copy_tensor_to_devices gather gather_object pad_across_processes reduce
