@@ -1,13 +1,16 @@
 """A checkpoint's files against its manifest: every byte verified, tensors read by their logical names."""
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from headway.checkpoint.manifest import Entry, Manifest, read_manifest
-from headway.checkpoint.reading import check_file, read_files, read_owned
-from headway.checkpoint.shards import read_shard
+from headway.checkpoint.manifest import Manifest, read_manifest
+from headway.checkpoint.mosaic import Files, Mosaic, taken_like
+from headway.checkpoint.placing import Placing
+from headway.checkpoint.ranges import Used
+from headway.checkpoint.reading import read_files, read_owned, verify_ranges
 from headway.checkpoint.values import dtype_named
 
 MODEL = "model/"
@@ -25,51 +28,62 @@ def verify(folder: Path, manifest: Manifest | None = None) -> Manifest:
     return found
 
 
-def read_state(folder: Path, manifest: Manifest, is_verified: bool) -> tuple[dict[str, torch.Tensor], set[str]]:
+def read_state(
+    folder: Path, manifest: Manifest, is_verified: bool, placing: Placing | None = None
+) -> tuple[dict[str, Any], set[str]]:
     """All tensors of a checkpoint, and the names of those in memory of their own.
 
-    Weights, which are copied into a model, are views of their files; the rest is read, and may become an object's.
+    Weights, which are copied into a model, are views of their files, or, where they lie in several or are spread, left there until
+    they are copied; the rest is read, and may become an object's.
 
     Args:
         folder: the checkpoint.
         manifest: its own.
-        is_verified: compare every byte with what was written first.
+        is_verified: compare every byte with what was written first, but for what is spread: each rank compares what it takes of that.
+        placing: what is spread over the ranks here; None: nothing, and everything is put together.
 
     Raises:
         CheckpointError: a file is not as it was, or lacks what the manifest places there.
     """
-    own = [name for name, entry in manifest.tensors.items() if len(entry.chunks) == 1 and not name.startswith(MODEL)]
-    read = read_owned(folder, manifest, own, is_verified)
-    read |= dict(read_tensors(folder, manifest, left_out=set(own)))
-    return {name: read[name] for name in manifest.tensors}, set(own)
+    shapes = {name: tuple(entry.shape) for name, entry in manifest.tensors.items()}
+    like = {} if placing is None else placing.like(manifest.aliases, shapes)
+    if like:
+        used = Used(folder, manifest)
+        used.add_own(like)
+        if is_verified:
+            used.add_rest(like)
+        verify_ranges(folder, manifest, used.ranges)
+    owned = [
+        name
+        for name, entry in manifest.tensors.items()
+        if len(entry.chunks) == 1 and not name.startswith(MODEL) and name not in like
+    ]
+    read: dict[str, Any] = dict(read_owned(folder, manifest, owned, is_verified and not like, bool(like)))
+    files = Files(folder, manifest)
+    for name, entry in manifest.tensors.items():
+        if name not in read:
+            mosaic, is_weight = Mosaic(entry, files), name.startswith(MODEL)
+            if name in like:
+                is_alike = mosaic.shape == like[name][0].shape
+                read[name] = mosaic if is_weight or not is_alike else taken_like(like[name][0], mosaic)
+            elif len(entry.chunks) == 1:
+                read[name] = files.view(entry.chunks[0], mosaic.dtype)
+            else:
+                read[name] = mosaic if is_weight and placing is not None else mosaic.whole()
+    return {name: read[name] for name in manifest.tensors}, {name for name in read if not name.startswith(MODEL)}
 
 
-def read_tensors(
-    folder: Path, manifest: Manifest, prefix: str = "", left_out: Container[str] = ()
-) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(folder: Path, manifest: Manifest, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors whose names begin with `prefix`, in the manifest's order; those of one chunk as views of the file.
 
     Raises:
         CheckpointError: a file lacks what the manifest places there.
     """
-    wanted: dict[str, list[tuple[str, torch.dtype, tuple[int, ...]]]] = {}
-    names = [name for name in manifest.tensors if name.startswith(prefix) and name not in left_out]
-    for name in names:
-        entry = manifest.tensors[name]
-        for chunk in entry.chunks:
-            wanted.setdefault(chunk.file, []).append((chunk.key, dtype_named(entry.dtype), chunk.shape))
-    for file in wanted:
-        check_file(folder / file, manifest.files[file])
-    read = {file: read_shard(folder / file, keys) for file, keys in wanted.items()}
-    for name in names:
-        yield name, _joined(manifest.tensors[name], read)
-
-
-def _joined(entry: Entry, read: Mapping[str, Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    if len(entry.chunks) == 1:
-        return read[entry.chunks[0].file][entry.chunks[0].key]
-    out = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
-    for chunk in entry.chunks:
-        box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.shape))
-        out[box] = read[chunk.file][chunk.key]
-    return out
+    files = Files(folder, manifest)
+    for name, entry in manifest.tensors.items():
+        if name.startswith(prefix):
+            is_one = len(entry.chunks) == 1
+            yield (
+                name,
+                files.view(entry.chunks[0], dtype_named(entry.dtype)) if is_one else Mosaic(entry, files).whole(),
+            )

@@ -1,4 +1,4 @@
-"""The checkpoint format, version 2: what a manifest says, and how it is written and checked.
+"""The checkpoint format, version 3: what a manifest says, and how it is written and checked.
 
 A checkpoint is a folder of safetensors files and one `manifest.json`; it exists when the manifest does. The manifest
 names every tensor by its logical name (e.g. `model/0/` and the bare module's name), its global shape and dtype, and
@@ -6,31 +6,37 @@ the chunks it lies in; every file with its length and the XXH3-128 of each 16 Mi
 tensor::
 
     {"format": "headway checkpoint", "version": 2, "sha256": <of content>, "content": {
-       "tensors": {name: {"shape", "dtype", "chunks": [{"offsets", "shape", "file", "key"}]}},
+       "tensors": {name: {"shape", "dtype", "chunks": [{"offsets", "shape", "file", "key"}]
+                                         or "grid": {"sizes", "file", "parts"}}},
        "files": {file: {"bytes", "xxh3_128": [one a piece]}}, "aliases": {name: name}, "state": ..., "about": ...}}
 
 The hashes are there to find accidental damage: bad sectors, torn copies, files mixed up. Who can write to the folder can
 write a fitting manifest as well, whatever the algorithm. Version 1 had the SHA-256 of each whole file, and is read and verified.
 Pieces let several threads read one file.
+
+Version 3 has grids (`boxes.Grid`): tensors that many ranks wrote, each a box of a regular split. A checkpoint without any is written
+as version 2, which older releases read.
 """
 
 import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from headway.checkpoint.boxes import Chunk as Chunk
+from headway.checkpoint.boxes import Grid, GridReader
 from headway.checkpoint.foreign import MANIFEST as MANIFEST
 from headway.checkpoint.foreign import explain
 from headway.errors import CheckpointError
 from headway.untrusted import read_regular
 
-FORMAT, VERSION = "headway checkpoint", 2
+FORMAT, VERSION, VERSION_WITH_GRIDS = "headway checkpoint", 2, 3
 ALGORITHM = "xxh3_128"
 """What new files are hashed with."""
 
@@ -42,7 +48,7 @@ MAX_BYTES = 256 * 2**20
 
 _MAX_NUMBER, _MAX_AXES, _MAX_CUT = 2**63 - 1, 64, 6
 TITLES = {"xxh3_128": "XXH3-128", "sha256": "SHA-256"}
-_BY_VERSION = {1: "sha256", 2: ALGORITHM}
+_BY_VERSION = {1: "sha256", 2: ALGORITHM, 3: ALGORITHM}
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -102,22 +108,29 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor: where it begins, its shape, and the file and key that hold it."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    key: str
-
-
-@dataclass(frozen=True)
 class Entry:
     """A tensor: its global shape, its dtype's name, and the chunks that make it up."""
 
     shape: tuple[int, ...]
     dtype: str
-    chunks: tuple[Chunk, ...]
+    chunks: Sequence[Chunk]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its values."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON."""
+        about = {"shape": list(self.shape), "dtype": self.dtype}
+        if isinstance(self.chunks, Grid):
+            return {**about, "grid": self.chunks.encode()}
+        return {
+            **about,
+            "chunks": [
+                {"offsets": list(c.offsets), "shape": list(c.shape), "file": c.file, "key": c.key} for c in self.chunks
+            ],
+        }
 
 
 @dataclass(frozen=True)
@@ -147,17 +160,7 @@ class Manifest:
             CheckpointError: what it holds cannot be written as JSON, or is too long.
         """
         content = {
-            "tensors": {
-                name: {
-                    "shape": list(e.shape),
-                    "dtype": e.dtype,
-                    "chunks": [
-                        {"offsets": list(c.offsets), "shape": list(c.shape), "file": c.file, "key": c.key}
-                        for c in e.chunks
-                    ],
-                }
-                for name, e in self.tensors.items()
-            },
+            "tensors": {name: entry.encode() for name, entry in self.tensors.items()},
             "files": {name: {"bytes": w.num_bytes, **_hashes(w)} for name, w in self.files.items()},
             "aliases": dict(self.aliases),
             "state": dict(self.state),
@@ -233,8 +236,9 @@ def _digest(content: Any) -> str:
 def _read_content(content: Any, version: int) -> Manifest:
     algorithm = _BY_VERSION[version]
     files = {_file_name(name): _read_file(name, entry, algorithm) for name, entry in content["files"].items()}
-    tensors = {name: _read_entry(name, entry, files) for name, entry in content["tensors"].items()}
-    _check_room(tensors.values(), files)
+    grids = GridReader(files) if version >= VERSION_WITH_GRIDS else None
+    tensors = {name: _read_entry(name, entry, files, grids) for name, entry in content["tensors"].items()}
+    _check_room(tensors, files)
     aliases = {str(name): str(target) for name, target in content["aliases"].items()}
     for name, target in aliases.items():
         if target not in tensors or name in tensors:
@@ -261,10 +265,12 @@ def _read_file(name: str, entry: dict[str, Any], algorithm: str) -> Written:
     return Written(name, num_bytes, digests, algorithm)
 
 
-def _read_entry(name: str, entry: dict[str, Any], files: Mapping[str, Written]) -> Entry:
+def _read_entry(name: str, entry: dict[str, Any], files: Mapping[str, Written], grids: GridReader | None) -> Entry:
     if entry["dtype"] not in ITEM_BYTES:
         raise CheckpointError(f"the tensor {name!r} is of the unknown dtype {entry['dtype']!r}")
     shape = _shape(entry["shape"], ITEM_BYTES[entry["dtype"]])
+    if grids is not None and "grid" in entry:
+        return Entry(shape, entry["dtype"], grids.read(name, entry["grid"], shape))
     chunks = tuple(
         Chunk(tuple(map(_count, c["offsets"])), tuple(map(_count, c["shape"])), _text(c["file"]), _text(c["key"]))
         for c in entry["chunks"]
@@ -314,13 +320,19 @@ def _make_up(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
     return not any(corners.values())
 
 
-def _check_room(entries: Iterable[Entry], files: Mapping[str, Written]) -> None:
-    """Every chunk has bytes of its own: what is read takes no more memory than the files have bytes."""
+def _check_room(tensors: Mapping[str, Entry], files: Mapping[str, Written]) -> None:
+    """Every chunk has bytes of its own: what is read takes no more memory than the files have bytes.
+
+    The boxes of grids have names and files of their own by construction, and are looked at altogether.
+    """
     room = {name: written.num_bytes for name, written in files.items()}
     taken: set[tuple[str, str]] = set()
-    for entry in entries:
+    in_grids = {name for name, entry in tensors.items() if isinstance(entry.chunks, Grid)}
+    if sum(tensors[name].num_bytes for name in in_grids) > sum(room.values()):
+        raise CheckpointError("the manifest places more in its files than their bytes hold")
+    for entry in (entry for name, entry in tensors.items() if name not in in_grids):
         for chunk in entry.chunks:
-            if (chunk.file, chunk.key) in taken:
+            if (chunk.file, chunk.key) in taken or chunk.key in in_grids:
                 raise CheckpointError(f"the manifest uses {chunk.key!r} in {chunk.file!r} for two tensors")
             taken.add((chunk.file, chunk.key))
             room[chunk.file] -= prod(chunk.shape) * ITEM_BYTES[entry.dtype]

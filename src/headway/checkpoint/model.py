@@ -7,18 +7,20 @@ from typing import Any
 
 import torch
 
+from headway.checkpoint.mosaic import pairs
 from headway.checkpoint.state import Collected, is_extra, is_weight
 from headway.checkpoint.tensors import is_dense, is_unmade
 from headway.checkpoint.undo import Undo, preserved
 from headway.checkpoint.values import decode, logical
+from headway.weights.pieces import held
 from headway.weights.shards import bits
 
 
-def _own_tensors(own: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
+def _own_tensors(own: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {logical(prefix + name): value for name, value in own.items() if is_weight(name, value)}
 
 
-def saved_tensors(found: Collected, prefix: str) -> dict[str, torch.Tensor]:
+def saved_tensors(found: Collected, prefix: str) -> dict[str, Any]:
     """A model's saved weights by their logical names, tied ones too."""
     saved = {name: tensor for name, tensor in found.tensors.items() if name.startswith(prefix)}
     for name, target in found.aliases.items():
@@ -46,19 +48,24 @@ def model_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: Collect
         problem = _misfit(mine[name], saved[name])
         if problem is not None:
             problems.append(f"{name} {problem}")
-    return sorted(problems + _part_misfits(model, own, found, index))
+    return sorted(problems + _extra_misfits(model, own, found, index))
 
 
-def _misfit(own: torch.Tensor, saved: torch.Tensor) -> str | None:
-    """Why the saved values cannot be put into a model's own tensor."""
-    if is_unmade(own):
+def _misfit(own: Any, saved: Any) -> str | None:
+    """Why the saved values cannot be put into a model's own tensor; of a spread one, into what lies here."""
+    here = held(own)
+    if is_unmade(here):
         return "has no shape yet (of a lazy module): run one forward before the load"
-    if own.shape != saved.shape:
+    if tuple(own.shape) != tuple(saved.shape):
         return f"has the shape {tuple(own.shape)}, the checkpoint's {tuple(saved.shape)}"
-    if own.is_meta:
+    if here.is_meta:
         return "lies on the meta device, which has no memory: let the model be made before the load"
-    if own.is_inference() and not torch.is_inference_mode_enabled():
+    if here.is_inference() and not torch.is_inference_mode_enabled():
         return "was made in torch.inference_mode(), and cannot be changed: make the model outside of it"
+    return next((problem for pair in pairs(own, saved) if (problem := _part_misfit(*pair)) is not None), None)
+
+
+def _part_misfit(own: torch.Tensor, saved: torch.Tensor) -> str | None:
     problem = None if own.dtype == saved.dtype else _cast_problem(own.dtype, saved)
     if problem is not None:
         return problem
@@ -128,11 +135,16 @@ def load_weights(own: Mapping[str, Any], found: Collected, index: int) -> None:
     saved = saved_tensors(found, prefix)
     with torch.no_grad():
         for name, tensor in _own_tensors(own, prefix).items():
-            narrow, value = _without_repeats(tensor, saved[name])
-            assert value is not None  # else it is a misfit
-            if narrow.dtype == value.dtype:
-                narrow, value = bits(narrow), bits(value)
-            narrow.copy_(value)
+            for part, values in pairs(tensor, saved[name]):
+                _put_in(part, values)
+
+
+def _put_in(own: torch.Tensor, saved: torch.Tensor) -> None:
+    narrow, value = _without_repeats(own, saved)
+    assert value is not None  # else it is a misfit
+    if narrow.dtype == value.dtype:
+        narrow, value = bits(narrow), bits(value)
+    narrow.copy_(value)
 
 
 # -------------------------------------------------------------------- extra state; sparse and quantized tensors
@@ -164,7 +176,7 @@ def saved_extras(found: Collected, index: int, tensors: Mapping[str, torch.Tenso
     return values | {name: decode(value, source) for name, value in found.state["extra"][index].items()}
 
 
-def _part_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: Collected, index: int) -> list[str]:
+def _extra_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: Collected, index: int) -> list[str]:
     prefix = f"model/{index}/"
     if not isinstance(found.state["extra"][index], dict):
         return [f"the saved extra state of model {index} is not one that was saved"]

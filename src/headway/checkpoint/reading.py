@@ -5,9 +5,10 @@ Files are read, not mapped: a bad sector of a mapped file would end the process,
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +56,65 @@ def read_files(
     wanted = places or {}
     for written in files:
         check_file(folder / written.name, written)
+    # In order, so that it is always the first bad file which is named.
+    _in_order(
+        partial(_read_piece, folder / written.name, written, piece, wanted.get(written.name, ()), is_verified)
+        for written in files
+        for piece in written.pieces()
+        if is_verified or written.name in wanted
+    )
+
+
+def verify_ranges(folder: Path, manifest: Manifest, ranges: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+    """Compare the pieces of files in which these bytes lie with what was written; what lies in others is not read.
+
+    Args:
+        folder: where they lie.
+        manifest: says what was written.
+        ranges: by file, (from, to).
+
+    Raises:
+        CheckpointError: with the first file that is not as it was.
+    """
+    wanted = [
+        (manifest.files[file], [piece for piece in manifest.files[file].pieces() if _meets(piece, found)])
+        for file, found in sorted(ranges.items())
+    ]
+    _verify_pieces(folder, wanted)
+
+
+def verify_share(folder: Path, manifest: Manifest, index: int, count: int) -> None:
+    """Compare one of `count` shares of all bytes with what was written.
+
+    Raises:
+        CheckpointError: with the first file that is not as it was.
+    """
+    every = [(written, piece) for written in manifest.files.values() for piece in written.pieces()]
+    _verify_pieces(folder, [(written, [piece]) for written, piece in every[index::count]])
+
+
+def _verify_pieces(folder: Path, wanted: Sequence[tuple[Written, Sequence[tuple[int, int, str]]]]) -> None:
+    for written, _ in wanted:
+        check_file(folder / written.name, written)
+    _in_order(
+        partial(_read_piece, folder / written.name, written, piece, (), True)
+        for written, pieces in wanted
+        for piece in pieces
+    )
+
+
+def _meets(piece: tuple[int, int, str], ranges: Sequence[tuple[int, int]]) -> bool:
+    start, length, _ = piece
+    return any(begin < start + max(1, length) and end > start for begin, end in ranges)
+
+
+def _in_order(tasks: Iterable[Callable[[], None]]) -> None:
+    """Run tasks on several threads; the first that fails in their order is the one that raises."""
     readers = ThreadPoolExecutor(max(1, min(_MAX_READERS, os.cpu_count() or 1)), "headway-read")
     with readers:
-        tasks = [
-            readers.submit(
-                _read_piece, folder / written.name, written, piece, wanted.get(written.name, ()), is_verified
-            )
-            for written in files
-            for piece in written.pieces()
-            if is_verified or written.name in wanted
-        ]
+        running = [readers.submit(task) for task in tasks]
         try:
-            for task in tasks:  # in order, so that it is always the first bad file which is named
+            for task in running:
                 task.result()
         finally:
             readers.shutdown(cancel_futures=True)
@@ -131,13 +179,23 @@ def _targets(start: int, end: int, places: Sequence[Place]) -> Iterator[tuple[in
         offset += count
 
 
-def read_owned(folder: Path, manifest: Manifest, names: Sequence[str], is_verified: bool) -> dict[str, torch.Tensor]:
+def read_owned(
+    folder: Path, manifest: Manifest, names: Sequence[str], is_verified: bool, is_part: bool = False
+) -> dict[str, torch.Tensor]:
     """Tensors of one chunk each, in memory of their own; with `is_verified` after every file of the checkpoint was compared.
+
+    Args:
+        folder: the checkpoint.
+        manifest: its own.
+        names: of the tensors.
+        is_verified: compare every file.
+        is_part: files that hold none of them are not looked at.
 
     Raises:
         CheckpointError: a file is not as it was, or lacks what the manifest places there.
     """
-    files = list(manifest.files.values())
+    needed = {chunk.file for name in names for chunk in manifest.tensors[name].chunks}
+    files = [written for written in manifest.files.values() if not is_part or written.name in needed]
     for written in files:
         check_file(folder / written.name, written)
     try:
@@ -161,9 +219,9 @@ def _allocate(
         entry = manifest.tensors[name]
         chunk = entry.chunks[0]
         if chunk.file not in headers:
-            headers[chunk.file] = _header(folder / chunk.file)
+            headers[chunk.file] = header_of(folder / chunk.file)
         dtype = dtype_named(entry.dtype)
-        start = _find(headers[chunk.file], folder / chunk.file, chunk.key, dtype, entry.shape)
+        start = find(headers[chunk.file], folder / chunk.file, chunk.key, dtype, entry.shape)
         tensor = found[name] = torch.empty(entry.shape, dtype=dtype)
         if tensor.numel():
             flat = tensor.reshape(-1).view(torch.uint8)
@@ -173,7 +231,12 @@ def _allocate(
     return found, places
 
 
-def _header(path: Path) -> Header:
+def header_of(path: Path) -> Header:
+    """What lies where in a file.
+
+    Raises:
+        CheckpointError: it breaks a rule of the format.
+    """
     with open_regular(path) as file:
         try:
             return read_header(file, path)
@@ -181,8 +244,12 @@ def _header(path: Path) -> Header:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _find(header: Header, path: Path, key: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Where a tensor's bytes begin, which must be as the manifest has it."""
+def find(header: Header, path: Path, key: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Where a tensor's bytes begin, which must be as the manifest has it.
+
+    Raises:
+        CheckpointError: it is not.
+    """
     if key not in header.tensors:
         raise CheckpointError(f"{path} lacks the tensor {key!r} that the manifest places there")
     spec, start = header.tensors[key]

@@ -16,15 +16,18 @@ from typing import Any
 from headway.checkpoint import folders
 from headway.checkpoint.layout import read_state, verify
 from headway.checkpoint.manifest import Manifest, read_manifest
+from headway.checkpoint.placing import Placing
+from headway.checkpoint.reading import verify_share
 from headway.checkpoint.replica import hand_on
 from headway.checkpoint.snapshot import Snapshot
-from headway.checkpoint.state import Collected
+from headway.checkpoint.state import Collected, in_pieces
 from headway.checkpoint.writer import Background, Job, Policy, Share, abandon, announce, begin, write
 from headway.collectives.door import Collectives
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.runtime.callers import SAVE
 from headway.runtime.process import ProcessRuntime
+from headway.weights.pieces import is_spread
 
 log = get_logger(__name__)
 
@@ -83,6 +86,7 @@ class Saver:
         if not is_alone:
             nonce = self._collectives.broadcast_object(nonce)
         share = Share() if is_alone else self._find_share(final, nonce)
+        _check_spread(collected, share, is_alone)
         job = Job(final, nonce, share, collected, about, policy, self._source)
         self._together(lambda: begin(job), job, is_alone)
         if fill is not None:
@@ -90,6 +94,7 @@ class Saver:
         try:
             if seal is not None:
                 seal()
+            job = replace(job, content=in_pieces(collected))
         except BaseException:
             abandon(job)
             raise
@@ -99,8 +104,8 @@ class Saver:
             if not is_alone:
                 self._after(job)
             return
-        taken = self._snapshot.take(collected.tensors, job.own_names)
-        job = replace(job, content=replace(collected, tensors=taken.tensors), arrivals=taken.arrivals)
+        taken = self._snapshot.take(job.content.tensors, job.own_names)
+        job = replace(job, content=replace(job.content, tensors=taken.tensors), arrivals=taken.arrivals)
         if is_alone:
             self._alone_job = job
             self._alone.start(job)
@@ -231,7 +236,7 @@ class Saver:
         everywhere = self._held(parent, run)
         holders = [bool(each) for each in everywhere]
         for name, _ in _common([each for each in everywhere if each]):
-            problem = self._agreed_problem(parent / name, holders[self._runtime.rank])
+            problem = self._agreed_problem(parent / name, holders[self._runtime.rank], all(holders))
             if problem is None:
                 if not all(holders):
                     hand_on(parent / name, holders, self._runtime.local_rank == 0, self._collectives)
@@ -251,18 +256,28 @@ class Saver:
                 own.append((folder.name, f"damaged: {error}"))
         return self._collectives.gather_objects(own)
 
-    def _agreed_problem(self, folder: Path, is_held: bool) -> str | None:
+    def _agreed_problem(self, folder: Path, is_held: bool, is_everywhere: bool) -> str | None:
+        """Why a checkpoint does not verify: one reader a machine, or, where it was written as shards, a share each."""
         problem: str | None = None
-        if is_held and self._runtime.local_rank == 0:  # one reader a machine
-            try:
-                self._verified = folder, verify(folder).sha256
-            except CheckpointError as error:
-                problem = str(error)
+        try:
+            manifest = read_manifest(folder) if is_held else None
+            is_shared = manifest is not None and any(len(each.chunks) > 1 for each in manifest.tensors.values())
+            if manifest is not None and is_shared and is_everywhere:
+                # Machines with copies of their own are covered by what each rank compares when it reads.
+                verify_share(folder, manifest, self._runtime.rank, self._collectives.world_size)
+            elif manifest is not None and self._runtime.local_rank == 0:
+                self._verified = folder, verify(folder, manifest).sha256
+        except CheckpointError as error:
+            problem = str(error)
         found = [text for text in self._collectives.gather_objects(problem) if text is not None]
         return found[0] if found else None
 
-    def read(self, path: Path) -> tuple[Manifest, Collected]:
-        """A checkpoint's manifest and state, every byte compared with what was written; tensors are views of its files.
+    def read(self, path: Path, placing: Placing | None = None) -> tuple[Manifest, Collected]:
+        """A checkpoint's manifest and state, every byte compared with what was written; weights are views of its files.
+
+        Args:
+            path: its folder.
+            placing: what is spread over the ranks here, of which each reads its part.
 
         Raises:
             CheckpointError: on every rank, where any finds it missing or damaged.
@@ -273,7 +288,7 @@ class Saver:
             folder = folders.locate(path)
             manifest = read_manifest(folder)
             is_known, self._verified = self._verified == (folder, manifest.sha256), None
-            tensors, owned = read_state(folder, manifest, self._runtime.local_rank == 0 and not is_known)
+            tensors, owned = read_state(folder, manifest, self._runtime.local_rank == 0 and not is_known, placing)
             result = manifest, Collected(tensors, dict(manifest.aliases), dict(manifest.state), owned)
         except CheckpointError as error:
             failure = str(error)
@@ -285,6 +300,24 @@ class Saver:
             raise CheckpointError(f"{path} is not the same checkpoint on every rank (manifest hashes differ)")
         assert result is not None
         return result
+
+
+def _check_spread(collected: Collected, share: Share, is_alone: bool) -> None:
+    """Refuse what cannot hold sharded state.
+
+    Raises:
+        CheckpointError: the other ranks' parts have no way to where this one writes.
+    """
+    name = next((name for name, value in collected.tensors.items() if is_spread(value)), None)
+    if name is not None and is_alone:
+        raise CheckpointError(
+            f"{name} is sharded, and save_state was called on one rank only, which holds a part of it: call it on every rank"
+        )
+    if name is not None and share.is_own_disk:
+        raise CheckpointError(
+            f"{name} is sharded over machines that do not see one folder: each would hold a part that no other can read. Give a "
+            "project_dir on storage that all machines share, or a layout without sharding"
+        )
 
 
 def _common(everywhere: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """A checkpoint's files: safetensors, hashed in pieces as they are written, proved when done, and read by memory map."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import xxhash
 from headway.checkpoint.manifest import PIECE, Written
 from headway.errors import CheckpointError
 from headway.untrusted import open_regular
-from headway.weights.files import map_safetensors
+from headway.weights.files import Stored, map_safetensors
 from headway.weights.shards import CODES, Spec, raw_bytes, write_file
 
 _BLOCK = 1024 * 1024
@@ -105,15 +105,23 @@ def read_shard(path: Path, wanted: Iterable[tuple[str, torch.dtype, Sequence[int
         CheckpointError: the file is no such file, or holds other tensors than those.
     """
     stored, _ = map_safetensors(path)
-    found: dict[str, torch.Tensor] = {}
-    for name, dtype, shape in wanted:
-        if name not in stored:
-            raise CheckpointError(f"{path} lacks the tensor {name!r} that the manifest places there")
-        check_spec(Spec(stored[name].shape, stored[name].dtype), dtype, shape, f"{path}: {name}")
-        tensor = stored[name].tensor()
-        # Bytes may begin anywhere in the file, a dtype's values may not.
-        found[name] = tensor if tensor.dtype == dtype else tensor.clone().view(dtype).reshape(tuple(shape))
-    return found
+    return {name: view_of(stored, path, name, dtype, shape) for name, dtype, shape in wanted}
+
+
+def view_of(
+    stored: Mapping[str, Stored], path: Path, name: str, dtype: torch.dtype, shape: Sequence[int]
+) -> torch.Tensor:
+    """A tensor of a mapped file, as a view of it.
+
+    Raises:
+        CheckpointError: the file holds another one, or none of that name.
+    """
+    if name not in stored:
+        raise CheckpointError(f"{path} lacks the tensor {name!r} that the manifest places there")
+    check_spec(Spec(stored[name].shape, stored[name].dtype), dtype, shape, f"{path}: {name}")
+    tensor = stored[name].tensor()
+    # Bytes may begin anywhere in the file, a dtype's values may not.
+    return tensor if tensor.dtype == dtype else tensor.clone().view(dtype).reshape(tuple(shape))
 
 
 def check_spec(found: Spec, dtype: torch.dtype, shape: Sequence[int], where: str) -> None:

@@ -1,7 +1,7 @@
 """What a save behind the loop writes: this rank's part of the state in host memory, which later saves use again."""
 
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -9,11 +9,14 @@ from headway.log import get_logger
 from headway.runtime import lanes
 from headway.runtime.arenas import arenas
 from headway.runtime.lanes import Point
+from headway.weights.pieces import Piece
 from headway.weights.shards import bits
 
 log = get_logger(__name__)
 
 _UNLIMITED = 1 << 62
+_Key = tuple[str, int]
+"""A tensor's name, and the number of its box."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,11 @@ class Taken:
     """A snapshot.
 
     Attributes:
-        tensors: copies on the host; tensors without memory (meta) stand for those of other ranks.
+        tensors: copies on the host; tensors without memory (meta) stand for those of other ranks, and for their boxes.
         arrivals: the copies are complete when every device has come to its point.
     """
 
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor | Piece]
     arrivals: tuple[Point, ...]
 
 
@@ -44,21 +47,21 @@ class Snapshot:
     ) -> None:
         self._mark = mark
         self._allocate = allocate
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[_Key, torch.Tensor] = {}
 
-    def take(self, tensors: Mapping[str, torch.Tensor], names: Container[str]) -> Taken:
-        """Copy those of the names; on every device that holds any, the copies are queued, and not waited for.
+    def take(self, tensors: Mapping[str, torch.Tensor | Piece], names: Container[str]) -> Taken:
+        """Copy those of the names, and of pieces the boxes that this rank writes.
 
+        On every device that holds any, the copies are queued, and not waited for.
         Whatever changes a tensor later is queued behind its copy, on the stream that is current now for its device.
         """
-        own = {name: tensor.detach() for name, tensor in tensors.items() if name in names}
+        own = {key: tensor.detach() for key, tensor in _written(tensors, names)}
         buffers = self._buffers if self._fit(own) else self._make(own)
-        for name, tensor in own.items():
-            bits(buffers[name]).copy_(bits(tensor), non_blocking=True)
+        for key, tensor in own.items():
+            bits(buffers[key]).copy_(bits(tensor), non_blocking=True)
         devices = dict.fromkeys(tensor.device for tensor in own.values() if tensor.device.type != "cpu")
         arrivals = tuple(point for device in devices if (point := self._arrival(device)) is not None)
-        taken = {name: buffers[name] if name in own else _without_memory(each) for name, each in tensors.items()}
-        return Taken(taken, arrivals)
+        return Taken({name: _taken(name, each, buffers) for name, each in tensors.items()}, arrivals)
 
     def _arrival(self, device: torch.device) -> Point | None:
         try:
@@ -67,16 +70,16 @@ class Snapshot:
             torch.accelerator.synchronize(device)
             return None
 
-    def _fit(self, own: Mapping[str, torch.Tensor]) -> bool:
+    def _fit(self, own: Mapping[_Key, torch.Tensor]) -> bool:
         found = self._buffers
         return found.keys() == own.keys() and all(
             found[name].shape == tensor.shape and found[name].dtype == tensor.dtype for name, tensor in own.items()
         )
 
-    def _make(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _make(self, own: Mapping[_Key, torch.Tensor]) -> dict[_Key, torch.Tensor]:
         """Memory for each of them: for a device's, pinned; the former memory goes first."""
         self._buffers = {}
-        made: dict[str, torch.Tensor] = {}
+        made: dict[_Key, torch.Tensor] = {}
         on_device = [(name, each) for name, each in own.items() if each.device.type != "cpu"]
         for num_bytes, part in arenas([each.nbytes for _, each in on_device], _UNLIMITED):
             try:
@@ -96,6 +99,24 @@ class Snapshot:
                 made[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         self._buffers = made
         return made
+
+
+def _written(tensors: Mapping[str, torch.Tensor | Piece], names: Container[str]) -> Iterator[tuple[_Key, torch.Tensor]]:
+    for name, each in tensors.items():
+        if isinstance(each, Piece):
+            yield from (((name, i), box.values) for i, box in enumerate(each.boxes) if box.is_written)
+        elif name in names:
+            yield (name, 0), each
+
+
+def _taken(name: str, each: torch.Tensor | Piece, buffers: Mapping[_Key, torch.Tensor]) -> torch.Tensor | Piece:
+    if not isinstance(each, Piece):
+        return buffers[name, 0] if (name, 0) in buffers else _without_memory(each)
+    boxes = tuple(
+        replace(box, values=buffers[name, i] if box.is_written else _without_memory(box.values))
+        for i, box in enumerate(each.boxes)
+    )
+    return replace(each, boxes=boxes, local=None)
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:

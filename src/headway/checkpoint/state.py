@@ -5,7 +5,7 @@ world size, another wrapping, or another order of parameter groups finds the sam
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from headway.checkpoint.tensors import is_dense, refusal
 from headway.checkpoint.values import encode, logical
 from headway.errors import CheckpointError
 from headway.weights.export import untied
+from headway.weights.pieces import Cutter, Piece, held, is_dtensor, is_spread
 
 EXTRA = "_extra_state"
 """How torch calls the extra state of a module in its state dict."""
@@ -58,10 +59,13 @@ class Collected:
     """A run's state, taken apart: tensors and tied names by logical name, the rest as JSON.
 
     Attributes:
+        tensors: plain ones, DTensors or pieces; of what was read, those that are spread are placed as this run's own are.
+        aliases: tied names, and the name that holds their values.
+        state: the rest.
         owned: names of tensors that nothing else refers to, so that objects may keep them.
     """
 
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     owned: set[str] = field(default_factory=set)
@@ -78,8 +82,9 @@ def collect(parts: Parts) -> Collected:
     for index, model in enumerate(parts.models):
         named = [(logical(f"model/{index}/{name}"), value) for name, value in parts.export(model)]
         for name, value in named:
-            problem = refusal(value) if isinstance(value, torch.Tensor) else None
-            if not isinstance(value, torch.Tensor) and not is_extra(name):
+            is_tensor = isinstance(value, torch.Tensor) or is_spread(value)
+            problem = refusal(held(value)) if is_tensor else None
+            if not is_tensor and not is_extra(name):
                 problem = f"a {type(value).__qualname__} in the model's state dict, which holds tensors: save it in get_extra_state()"
             if problem is not None:
                 raise CheckpointError(f"{name} is {problem}")
@@ -108,8 +113,25 @@ def collect(parts: Parts) -> Collected:
     return out
 
 
+def in_pieces(collected: Collected) -> Collected:
+    """The state with what is spread over ranks as this rank's pieces, cut alike on every rank.
+
+    Raises:
+        CheckpointError: values that were not reduced yet.
+    """
+    cutter, made = Cutter(), dict[str, Any]()
+    for name, value in collected.tensors.items():
+        try:
+            made[name] = cutter.piece(value) if is_dtensor(value) else value
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}: {error}") from error
+    return replace(collected, tensors=made)
+
+
 def is_weight(name: str, value: Any) -> bool:
     """Is it a dense tensor of a model, which lies in a file as it is? Others are kept as what they are made of."""
+    if isinstance(value, Piece):
+        return not is_extra(name)
     return isinstance(value, torch.Tensor) and is_dense(value) and not is_extra(name)
 
 
@@ -123,6 +145,8 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     plain = value.detach()
+    if is_dtensor(plain):
+        return plain
     return plain if type(plain) is torch.Tensor else plain.as_subclass(torch.Tensor)
 
 

@@ -20,6 +20,7 @@ import torch
 from headway.checkpoint import arrays
 from headway.checkpoint.tensors import is_dense, put_together, refusal, take_apart
 from headway.errors import CheckpointError
+from headway.weights.pieces import Piece, held, is_dtensor
 from headway.weights.shards import raw_bytes
 
 TAG = "!"
@@ -94,7 +95,7 @@ class _Encoder:
             return [self.encode(item, f"{name}.{i}", depth + 1) for i, item in enumerate(value)]
         if kind is dict and is_object(value):
             return {key: self.encode(item, f"{name}.{key}", depth + 1) for key, item in value.items()}
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor | Piece):
             return self._tensor(value, name, depth)
         if kind is numpy.ndarray and not value.dtype.hasobject:
             return self._array(value, name, depth)
@@ -118,16 +119,18 @@ class _Encoder:
             return {TAG: "scalar", "dtype": dtype, "value": base64.b64encode(value.tobytes()).decode()}
         return None
 
-    def _tensor(self, value: torch.Tensor, name: str, depth: int) -> Any:
-        kind, problem = type(value), refusal(value)
+    def _tensor(self, value: Any, name: str, depth: int) -> Any:
+        kind, problem = type(value), refusal(held(value))
         if problem is not None:
             raise CheckpointError(f"{name} is {problem}")
-        if kind not in (torch.Tensor, torch.nn.Parameter):
+        if isinstance(value, Piece):
+            return {TAG: "tensor", "name": self._keep(value, name)}
+        if kind not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
             raise CheckpointError(
                 f"{name} is a {kind.__module__}.{kind.__qualname__}, which would come back as a plain tensor: let state_dict() "
                 "return it.as_subclass(torch.Tensor), and make it again in load_state_dict()"
             )
-        flags: dict[str, Any] = {} if kind is torch.Tensor else {"is_parameter": True}
+        flags: dict[str, Any] = {"is_parameter": True} if isinstance(value, torch.nn.Parameter) else {}
         if value.requires_grad and value.is_leaf:
             flags["requires_grad"] = True
         plain = value.detach()
@@ -163,7 +166,7 @@ class _Encoder:
         limit = {"maxlen": value.maxlen} if isinstance(value, deque) else {}
         return {TAG: tag, "items": encoded, **limit}
 
-    def _keep(self, tensor: torch.Tensor, name: str) -> str:
+    def _keep(self, tensor: Any, name: str) -> str:
         name = logical(name)
         while name in self.tensors:
             name += "_"

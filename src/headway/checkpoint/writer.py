@@ -4,7 +4,7 @@ The ranks of one disk speak through files in the staging folder, which works fro
 collective while the loop trains, and leaves nothing that a later save does not sweep::
 
     .writing-R   rank R is at work         (made while all ranks wait for each other)
-    .written-R   its part is on the disk   (the former, renamed; says which files and hashes)
+    .written-R   its part is on the disk   (the former, renamed; says which files and hashes, and which boxes of what is spread)
     neither      it failed
 """
 
@@ -22,14 +22,17 @@ from typing import Any
 import torch
 
 from headway.checkpoint import folders
-from headway.checkpoint.manifest import Chunk, Entry, Manifest, Written
+from headway.checkpoint.boxes import Chunk, Grid, file_of
+from headway.checkpoint.manifest import VERSION, VERSION_WITH_GRIDS, Entry, Manifest, Written
 from headway.checkpoint.shards import describe, prove_shard, write_shard
+from headway.checkpoint.spread import Spread, entries, pattern_of
 from headway.checkpoint.state import Collected
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.runtime import pulse
 from headway.runtime.events import notify
 from headway.runtime.lanes import Point
+from headway.weights.pieces import Piece
 
 log = get_logger(__name__)
 
@@ -103,7 +106,7 @@ class Job:
         """The tensors that this rank writes."""
         if self.share.part is None:
             return frozenset()
-        files = plan_files(self.content.tensors, self.share.num_parts)[self.share.part]
+        files = plan_files(self.content.tensors, self.share.num_parts)[self.share.part]  # of what is whole
         return frozenset(name for names in files.values() for name in names)
 
     @property
@@ -129,14 +132,18 @@ def partition(sizes: Mapping[str, int], num_parts: int) -> list[list[str]]:
     return parts
 
 
-def plan_files(tensors: Mapping[str, torch.Tensor], num_parts: int) -> list[dict[str, list[str]]]:
-    """For each part, its files and the names in each: files of weights hold nothing but weights."""
+def plan_files(tensors: Mapping[str, torch.Tensor | Piece], num_parts: int) -> list[dict[str, list[str]]]:
+    """For each part, its files and the names of whole tensors in each: files of weights hold nothing but weights."""
     plan: list[dict[str, list[str]]] = []
-    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    sizes = {
+        name: tensor.numel() * tensor.element_size()
+        for name, tensor in tensors.items()
+        if not isinstance(tensor, Piece)
+    }
     for index, names in enumerate(partition(sizes, num_parts)):
         files: dict[str, list[str]] = {}
         for name in names:
-            files.setdefault(f"{name.split('/', 1)[0]}-{index:05d}.safetensors", []).append(name)
+            files.setdefault(file_of(pattern_of(name), index), []).append(name)
         plan.append(files)
     return plan
 
@@ -223,9 +230,9 @@ def write(job: Job, wait: Wait | None = None) -> Manifest | None:
     if not job.share.leads:
         return None
     with (wait or Wait()).collecting():
-        files = _collect(job)
+        files, told = _collect(job)
     files |= _added_files(job.staging, files)
-    manifest = _assemble(job, plan, files)
+    manifest = _assemble(job, plan, files, entries(job.content.tensors, told))
     _prove(manifest)
     folders.commit(job.staging, job.final, manifest)
     # It is committed: nothing that fails now may say otherwise.
@@ -249,16 +256,20 @@ def write(job: Job, wait: Wait | None = None) -> Manifest | None:
 
 
 def _write_part(job: Job, files: Mapping[str, Sequence[str]]) -> None:
-    working, done = job.staging / f".writing-{job.share.part}", job.staging / f".written-{job.share.part}"
+    part = job.share.part
+    working, done = job.staging / f".writing-{part}", job.staging / f".written-{part}"
     try:
         for arrival in job.arrivals:
             arrival.wait()
-        written = []
-        for file, names in files.items():
-            tensors = [(name, job.content.tensors[name]) for name in names]
+        spread, written = Spread(job.content.tensors, part or 0), []
+        parts = {file: [(name, job.content.tensors[name]) for name in names] for file, names in files.items()}
+        for file, boxes in spread.files.items():
+            parts.setdefault(file, []).extend(boxes)
+        for file, tensors in parts.items():
             written.append(write_shard(job.staging / file, tensors))
             prove_shard(job.staging / file, tensors)
-        working.write_text(json.dumps([[w.name, w.num_bytes, w.digests] for w in written]))
+        told = {"files": [[w.name, w.num_bytes, w.digests] for w in written], **spread.told()}
+        working.write_text(json.dumps(told))
         os.replace(working, done)
     except BaseException:
         # Taking a file away works on a full disk as well.
@@ -266,8 +277,10 @@ def _write_part(job: Job, files: Mapping[str, Sequence[str]]) -> None:
         raise
 
 
-def _collect(job: Job) -> dict[str, Written]:
+def _collect(job: Job) -> tuple[dict[str, Written], list[dict[str, Any]]]:
+    """The files of all parts, and what each part says of its boxes."""
     files: dict[str, Written] = {}
+    boxes = []
     deadline = time.monotonic() + job.policy.timeout
     for part in range(job.share.num_parts):
         done, working = job.staging / f".written-{part}", job.staging / f".writing-{part}"
@@ -281,11 +294,13 @@ def _collect(job: Job) -> dict[str, Written]:
                     f"part {part} of {job.share.num_parts} of {job.final} was not written in {job.policy.timeout:g} s"
                 )
             time.sleep(_POLL)
-        for name, num_bytes, digests in json.loads(done.read_text()):
+        told = json.loads(done.read_text())
+        for name, num_bytes, digests in told.pop("files"):
             files[name] = Written(name, num_bytes, tuple(digests))
+        boxes.append(told)
     for part in range(job.share.num_parts):
         (job.staging / f".written-{part}").unlink()
-    return files
+    return files, boxes
 
 
 def _added_files(staging: Path, known: Mapping[str, Written]) -> dict[str, Written]:
@@ -300,17 +315,23 @@ def _added_files(staging: Path, known: Mapping[str, Written]) -> dict[str, Writt
     return added
 
 
-def _assemble(job: Job, plan: Sequence[Mapping[str, Sequence[str]]], files: Mapping[str, Written]) -> Manifest:
+def _assemble(
+    job: Job, plan: Sequence[Mapping[str, Sequence[str]]], files: Mapping[str, Written], spread: Mapping[str, Entry]
+) -> Manifest:
     place = {name: file for part in plan for file, names in part.items() for name in names}
     tensors = {
-        name: Entry(
+        name: spread[name]
+        if isinstance(tensor, Piece)
+        else Entry(
             tuple(tensor.shape),
             str(tensor.dtype).removeprefix("torch."),
             (Chunk((0,) * tensor.ndim, tuple(tensor.shape), place[name], name),),
         )
         for name, tensor in job.content.tensors.items()
     }
-    return Manifest(tensors, dict(sorted(files.items())), job.content.aliases, job.content.state, job.about)
+    version = VERSION_WITH_GRIDS if any(isinstance(entry.chunks, Grid) for entry in tensors.values()) else VERSION
+    content = job.content
+    return Manifest(tensors, dict(sorted(files.items())), content.aliases, content.state, job.about, version)
 
 
 def _prove(manifest: Manifest) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from headway.checkpoint.placing import Placing
 from headway.checkpoint.restoring import cast_lines, misfits, restore
 from headway.checkpoint.saver import Saver
 from headway.checkpoint.state import Collected, Parts, Stateful, collect
@@ -360,9 +361,9 @@ class RunState:
         Raises:
             CheckpointError: on every rank: missing, damaged, or it does not fit; or `is_strict`, and something differs.
         """
-        manifest, found = self.saver.read(path)
-        saved = read_run(manifest.about, found, self._runtime, self._precision)
         parts = self._parts()
+        manifest, found = self.saver.read(path, Placing(parts))
+        saved = read_run(manifest.about, found, self._runtime, self._precision)
         restored = Restored(path, manifest.about)
         if hooks:  # they may load models themselves, so all that does not hang on them is checked before
             parts.left_out = set(range(len(parts.models)))
@@ -389,6 +390,8 @@ class RunState:
 
     def _check(self, restored: Restored, parts: Parts, found: Collected, saved: SavedRun, is_strict: bool) -> None:
         problems = misfits(parts, found) or unfit(parts, found)
+        # Of what is sharded each rank sees its part.
+        problems = list(dict.fromkeys(line for each in self._collectives.gather_objects(problems) for line in each))
         if problems:
             raise CheckpointError(
                 f"{restored.folder} does not fit what is prepared; nothing was changed:\n  " + "\n  ".join(problems)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from headway.atomic import replacing, write_text
 from headway.errors import CheckpointError, ConfigError
 from headway.units import parse_bytes
 from headway.weights.files import map_safetensors
+from headway.weights.pieces import memory_of
 from headway.weights.shards import Spec, is_same, widest_first, write_file
 
 SINGLE = "model.safetensors"
@@ -28,8 +30,8 @@ def untied(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[dict[str, torch
     tied: dict[str, str] = {}
     owners: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors:
-        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and key in owners:
+        key = memory_of(tensor)
+        if prod(tensor.shape) and key in owners:
             tied[name] = owners[key]
         else:
             owners[key] = name

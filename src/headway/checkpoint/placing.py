@@ -1,0 +1,63 @@
+"""How this run spreads what a checkpoint holds: for each saved tensor, the tensor of this rank that it will be put into or beside."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headway.checkpoint.optimizers import parameter_keys
+from headway.checkpoint.state import Parts, parameter_names
+from headway.checkpoint.values import logical
+from headway.weights.pieces import is_spread
+
+
+class Placing:
+    """The layout of this run.
+
+    Args:
+        parts: the objects that a checkpoint is loaded into.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._weights: dict[str, Any] = {
+            logical(f"model/{index}/{name}"): value
+            for index, model in parts.chosen()
+            for name, value in parts.export(model)
+            if is_spread(value)
+        }
+        names = parameter_names(parts.models)
+        self._parameters: dict[str, Any] = {
+            f"optimizer/{index}/{key}": parameter
+            for index, optimizer in enumerate(parts.optimizers)
+            for group, keys in zip(optimizer.param_groups, parameter_keys(optimizer, names))
+            for parameter, key in zip(group["params"], keys)
+            if is_spread(parameter)
+        }
+
+    def like(self, aliases: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Any]]:
+        """For each saved tensor that is spread here, the own tensors that are spread as it will be.
+
+        What an optimizer keeps of a parameter, and has its shape, is spread as the parameter is.
+
+        Args:
+            aliases: tied names, and the name that holds their values.
+            shapes: of the saved tensors.
+        """
+        if not self._weights and not self._parameters:
+            return {}
+        found: dict[str, list[Any]] = {}
+        for name in (*shapes, *aliases):
+            if name in self._weights:
+                found.setdefault(aliases.get(name, name), []).append(self._weights[name])
+        for name, shape in shapes.items():
+            parameter = self._parameter(name)
+            if parameter is not None and tuple(parameter.shape) == shape:
+                found[name] = [parameter]
+        return found
+
+    def _parameter(self, name: str) -> Any:
+        if not name.startswith("optimizer/"):
+            return None
+        prefix = name
+        while prefix := prefix.rpartition("/")[0]:
+            if prefix in self._parameters:
+                return self._parameters[prefix]
+        return None

@@ -1,0 +1,150 @@
+"""What a rank writes of tensors that are spread over ranks, and what the manifest says of them.
+
+How a DTensor is cut follows from its placements: every rank knows the whole grid, and rank 0 needs no list of boxes from the
+others, only that they found the same (a hash). Of other pieces each rank knows its own boxes, and lists them.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+
+from headway.checkpoint.boxes import Chunk, Grid, file_of
+from headway.checkpoint.manifest import Entry
+from headway.errors import CheckpointError
+from headway.weights.pieces import Piece, Split
+
+
+def pattern_of(name: str) -> str:
+    """The files that a tensor of that name lies in, with `*` for the number of the part."""
+    return f"{name.split('/', 1)[0]}-*.safetensors"
+
+
+class Spread:
+    """One rank's part of what is spread.
+
+    Args:
+        tensors: the state; plain tensors are none of it.
+        part: this rank's number.
+
+    Attributes:
+        files: what this rank writes, by file: (key, values).
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], part: int) -> None:
+        self.files: dict[str, list[tuple[str, torch.Tensor]]] = {}
+        self._tensors = tensors
+        self._listed: dict[str, list[list[Any]]] = {}
+        for name, piece in tensors.items():
+            if isinstance(piece, Piece):
+                self._add(name, piece, part)
+
+    def _add(self, name: str, piece: Piece, part: int) -> None:
+        file = file_of(pattern_of(name), part)
+        own = [box for box in piece.boxes if box.is_written and box.values.numel()]
+        if piece.split is not None:
+            keys = {chunk.offsets: chunk.key for chunk in _own(name, piece, self._tensors, file, part)}
+            if keys.keys() != {box.offsets for box in own}:
+                raise CheckpointError(f"{name} lies on this rank otherwise than its placements say")
+            values = [(keys[box.offsets], box.values) for box in own]
+        else:
+            values = [(_key(name, number, self._tensors), box.values) for number, box in enumerate(own)]
+            self._listed[name] = [
+                [box.offsets, tuple(box.values.shape), file, key] for box, (key, _) in zip(own, values)
+            ]
+        if values:
+            self.files.setdefault(file, []).extend(values)
+
+    def told(self) -> dict[str, Any]:
+        """What rank 0 must know of it, as JSON."""
+        return {"grids": _digest(self._tensors), "boxes": self._listed}
+
+
+def _own(name: str, piece: Piece, tensors: Mapping[str, Any], file: str, part: int) -> list[Chunk]:
+    assert piece.split is not None
+    if _is_regular(piece.split):
+        number = piece.split.numbers.get(part)
+        return [] if number is None else [_grid(name, piece)[number]]
+    return [chunk for chunk in _chunks(name, piece, tensors) if chunk.file == file]
+
+
+def _is_regular(split: Split) -> bool:
+    """Does each rank write one box at the most?"""
+    return len(split.numbers) == len(split.writers)
+
+
+def _grid(name: str, piece: Piece) -> Grid:
+    assert piece.split is not None
+    return Grid(name, piece.split.rows, pattern_of(name), piece.split.steps)
+
+
+def _chunks(name: str, piece: Piece, tensors: Mapping[str, Any]) -> Iterator[Chunk]:
+    """The boxes of a tensor of which a rank writes several."""
+    assert piece.split is not None
+    along = []
+    for sizes in piece.split.sizes:
+        starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        along.append(list(zip(starts, sizes)))
+    for number, (place, writer) in enumerate(zip(product(*along), piece.split.writers)):
+        offsets, shape = tuple(start for start, _ in place), tuple(size for _, size in place)
+        yield Chunk(offsets, shape, file_of(pattern_of(name), writer), _key(name, number, tensors))
+
+
+def _key(name: str, number: int, tensors: Mapping[str, Any]) -> str:
+    """Under which a box lies in a file: no tensor has that name."""
+    key = f"{name}@{number}"
+    while key in tensors:
+        key += "@"
+    return key
+
+
+def _entry(name: str, piece: Piece, tensors: Mapping[str, Any]) -> Entry:
+    assert piece.split is not None
+    chunks = _grid(name, piece) if _is_regular(piece.split) else tuple(_chunks(name, piece, tensors))
+    return Entry(piece.shape, _dtype(piece), chunks)
+
+
+def _dtype(piece: Piece) -> str:
+    return str(piece.dtype).removeprefix("torch.")
+
+
+def _digest(tensors: Mapping[str, Any]) -> str:
+    found = {
+        name: _entry(name, each, tensors).encode()
+        for name, each in tensors.items()
+        if isinstance(each, Piece) and each.split is not None
+    }
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def entries(tensors: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> dict[str, Entry]:
+    """The manifest's entries of what is spread.
+
+    Args:
+        tensors: the state, as the rank that commits has it.
+        told: what each part says.
+
+    Raises:
+        CheckpointError: ranks hold different states.
+    """
+    differing = [part for part, each in enumerate(told) if each["grids"] != told[0]["grids"]]
+    if differing:
+        raise CheckpointError(
+            f"rank {differing[0]} has other sharded tensors, or other placements, than rank 0: a checkpoint needs the same model "
+            "and optimizer, sharded alike, on every rank"
+        )
+    listed: dict[str, list[Chunk]] = {}
+    for each in told:
+        for name, boxes in each["boxes"].items():
+            chunks = [Chunk(tuple(offsets), tuple(shape), file, key) for offsets, shape, file, key in boxes]
+            listed.setdefault(name, []).extend(chunks)
+    pieces = {name: each for name, each in tensors.items() if isinstance(each, Piece)}
+    return {
+        name: _entry(name, piece, tensors)
+        if piece.split is not None
+        else Entry(piece.shape, _dtype(piece), tuple(listed.get(name, ())))
+        for name, piece in pieces.items()
+    }
