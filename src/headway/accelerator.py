@@ -917,7 +917,7 @@ class Accelerator(RankAware):
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The model's tensors by the bare module's names (`unwrap=False`: as the object given names them)."""
-        return dict(self.strategy.export_state(self.unwrap_model(model, keep_torch_compile=False) if unwrap else model))
+        return dict(self.strategy.whole_state(self.unwrap_model(model, keep_torch_compile=False) if unwrap else model))
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Write an object with torch.save (or a dict of tensors with safetensors) from the main process only."""
@@ -939,11 +939,13 @@ class Accelerator(RankAware):
             max_shard_size: bytes or text such as "10GB".
             safe_serialization: False writes one `pytorch_model.bin` with torch.save instead, whatever its size.
         """
+        state = {} if self.strategy.capabilities.lone_forward else self.get_state_dict(model)
         if self.is_main_process:
+            state = state or self.get_state_dict(model)
             if safe_serialization:
-                save_weights(self.get_state_dict(model).items(), save_directory, max_shard_size)
+                save_weights(state.items(), save_directory, max_shard_size)
             else:
-                save_pickled(self.get_state_dict(model), save_directory)
+                save_pickled(state, save_directory)
         self.wait_for_everyone()
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:

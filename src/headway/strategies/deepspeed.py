@@ -5,7 +5,7 @@ both. The model stays the user's own object, and so does the optimizer (`zero_op
 the engine's loss scale (`zero_engine.py`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from headway.config.deepspeed import DeepSpeedPlugin
 from headway.config.deepspeed_keys import Account, Facts, account_for
 from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.config.strategies import EngineOptions
-from headway.errors import ConfigError, PrepareError, StateError, UnsupportedError
+from headway.errors import CheckpointError, ConfigError, PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.optional import require
 from headway.precision.base import Precision
@@ -27,6 +27,7 @@ from headway.strategies.zero_engine import ZeroEngine, quieten
 from headway.strategies.zero_optimizer import Twin, takes_cpu_adam
 from headway.strategies.zero_schema import known_keys
 from headway.strategies.zero_stand_ins import StandIns
+from headway.strategies.zero_state import ZeroState, put_in
 
 log = get_logger(__name__)
 
@@ -64,6 +65,7 @@ class DeepSpeedStrategy(SingleStrategy):
         self._model: torch.nn.Module | None = None
         self._zero: ZeroEngine | None = None
         self._twin: Twin | None = None
+        self._state: ZeroState | None = None
 
     # ---------------------------------------------------------------- the engine
 
@@ -123,6 +125,7 @@ class DeepSpeedStrategy(SingleStrategy):
             )
         self._twin = self._make_twin(face, account)
         self._zero = self._initialise(self._model, self._twin, account)
+        self._state = ZeroState(self._zero, self._twin, self._model)
         self.account = account
         log.info("DeepSpeed ZeRO stage %d; its JSON: %s", self._stage, "; ".join(account.lines()))
         return (self._twin.inner,)
@@ -193,8 +196,17 @@ class DeepSpeedStrategy(SingleStrategy):
             self._zero.drop()
 
     def local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """None can be had: DeepSpeed keeps them in buffers of its own. Norm, clipping and correction go through it."""
-        return []
+        """This rank's parts in DeepSpeed's buffers, when a window is closed: multiplied by its loss scale, before any limit."""
+        return [] if self._zero is None else self._zero.local(parameters)
+
+    def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
+        """The window is closed; DeepSpeed reduces when its gradients are asked for. Buffers follow rank 0."""
+        self._engine().close()
+        model = self._model
+        if model is not None and model.training and self._options.ddp.broadcast_buffers:
+            buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+            if buffers:
+                self.data_group.broadcast_in_place(buffers)
 
     def scale_gradients(self, parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
         """At the step."""
@@ -267,6 +279,47 @@ class DeepSpeedStrategy(SingleStrategy):
         if self._zero is not None:
             self._zero.drop()
 
+    # ---------------------------------------------------------------- state
+
+    def export_state(self, model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+        """Pieces of what is parted, in float32; before the engine is there, and of other models, whole tensors."""
+        if self._state is None or model is not self._model:
+            return super().export_state(model)
+        return self._state.export()
+
+    def whole_state(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Put together one at a time."""
+        if self._state is None or model is not self._model:
+            return super().export_state(model)
+        return self._state.whole()
+
+    def part_of(self, parameter: torch.Tensor) -> Any:
+        """The piece of it that this rank holds."""
+        return parameter if self._state is None else self._state.part_of(parameter)
+
+    def exposed(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+        """With pieces of the engine's state."""
+        return nullcontext() if self._state is None else self._state.exposed()
+
+    def settle(self) -> None:
+        """The engine's half-precision parameters and its optimizer follow what was loaded."""
+        if self._state is not None:
+            self._state.settle()
+
+    def import_state(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Put whole tensors into this rank's pieces; all names must be there."""
+        if self._state is None or model is not self._model:
+            super().import_state(model, tensors)
+            return
+        given, own = dict(tensors), dict(self._state.export())
+        if given.keys() != own.keys():
+            odd = sorted(given.keys() ^ own.keys())
+            raise CheckpointError(f"the state has other names than {type(model).__name__}: {', '.join(odd[:5])}")
+        with torch.no_grad():
+            for name, part in own.items():
+                put_in(part, given[name])
+        self._state.settle()
+
     def release(self, model: torch.nn.Module | None = None) -> None:
         """Let go of the engine.
 
@@ -274,7 +327,7 @@ class DeepSpeedStrategy(SingleStrategy):
             UnsupportedError: stage 3, where the model would be left in parts.
         """
         super().release()
-        zero, self._zero, self._twin, self._model = self._zero, None, None, None
+        zero, self._zero, self._twin, self._model, self._state = self._zero, None, None, None, None
         if zero is not None:
             zero.engine.destroy()
 

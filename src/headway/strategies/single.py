@@ -150,6 +150,21 @@ class SingleStrategy:
         """The state dict's tensors, as they lie."""
         yield from self.unwrap(model).state_dict().items()
 
+    def whole_state(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """They are whole."""
+        yield from self.export_state(model)
+
+    def part_of(self, parameter: torch.Tensor) -> Any:
+        """Itself."""
+        return parameter
+
+    def exposed(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+        """It shows its state always."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """Everything is where it is used."""
+
     def import_state(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load strictly: missing and unexpected names are torch's error."""
         self.unwrap(model).load_state_dict(dict(tensors))

@@ -7,6 +7,8 @@ the window's correction is a loss scale for that one step, and clipping a limit 
 """
 
 import logging
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ class ZeroEngine:
                 f"DeepSpeed {deepspeed.__version__} made a {type(self.optimizer).__name__} without {', '.join(lacking)}; "
                 "Headway is tested with DeepSpeed 0.19.8: pip install 'deepspeed>=0.19.8'"
             )
-        self.is_dirty = self._is_final = self._is_forwarded = False
+        self.is_dirty = self._is_final = self._is_forwarded = self._is_closed = False
         self._correction = 1.0
         self._limit = 0.0
         self.engine.set_gradient_accumulation_boundary(False)
@@ -71,20 +73,48 @@ class ZeroEngine:
         if not self._is_forwarded:
             # Another loss over the same forward: DeepSpeed tells one gradient from the next by its forwards.
             self.optimizer.clear_backward_seen_flag()
-        self._is_forwarded, self.is_dirty = False, True
+        self._is_forwarded, self._is_closed, self.is_dirty = False, False, True
         scaled = loss * (factor / self._correction)
         self.engine.backward(scaled, retain_graph=bool(kwargs.get("retain_graph")), scale_wrt_gas=False)
 
     # ---------------------------------------------------------------- final gradients
+
+    def close(self) -> None:
+        """The window's last backward has returned, unless its micro-batch has another loss."""
+        self._is_closed = True
+
+    def local(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's parts of gradients, as DeepSpeed keeps them; none while a window is open."""
+        if not self.is_dirty or not self._is_closed:
+            return []
+        self._finalise()
+        parts = [self._part(parameter) for parameter in parameters]
+        return [part for part in parts if part is not None]
+
+    def _part(self, parameter: Any) -> torch.Tensor | None:
+        optimizer = self.optimizer
+        if self.stage == 3:
+            is_known = hasattr(parameter, "ds_id") and optimizer.get_param_id(parameter) in optimizer.grad_position
+            return optimizer._get_fp32_grad_state_partition(parameter, True)[0] if is_known else None
+        mapping = getattr(parameter, "_hp_mapping", None)
+        part: torch.Tensor | None = None
+        if mapping is not None:
+            part = mapping.get_lp_grad_fragment(parameter._index_in_param_group)
+        return part
 
     def correct(self, factor: float) -> None:
         """Gradients count `factor` times."""
         self._correction *= factor
 
     def norm(self) -> torch.Tensor:
-        """The 2-norm of all gradients, before any limit; infinite where one of them is not finite. All ranks call it."""
+        """The 2-norm of all gradients, before any limit; infinite where one of them is not finite. All ranks call it.
+
+        While a window is open it is not known: nan.
+        """
         if not self.is_dirty:
             return torch.zeros(())
+        if not self._is_closed:  # a part of a window's gradient is spread over buffers, and not asked for
+            return torch.full((), math.nan)
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
         self._finalise()
@@ -151,7 +181,7 @@ class ZeroEngine:
             if buffer is not None:
                 buffer.zero_()
         self.engine.set_gradient_accumulation_boundary(False)
-        self.is_dirty = self._is_final = self._is_forwarded = False
+        self.is_dirty = self._is_final = self._is_forwarded = self._is_closed = False
         self._correction, self._limit = 1.0, 0.0
 
 
