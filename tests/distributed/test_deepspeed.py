@@ -77,6 +77,7 @@ class Recipe:
     epochs: int = EPOCHS
     scheduler: bool = True
     seed_by_rank: bool = False
+    tolerance: float = 3e-6
 
 
 def make(recipe: Recipe, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any, torch.Tensor]:
@@ -151,7 +152,8 @@ def zero(recipe: Recipe) -> dict[str, Any]:
                     schedule.step()
                 optimizer.zero_grad()
     assert accelerator.num_updates == len(losses)
-    weights = {name: tensor.clone() for name, tensor in accelerator.strategy.export_state(model)}
+    weights = accelerator.get_state_dict(model)
+    weights = {name: tensor.clone() for name, tensor in weights.items()}
     accelerator.free_memory()
     return {"losses": losses, "norms": norms, "weights": weights}
 
@@ -180,9 +182,9 @@ TABLE = {
     "zero3, small buckets": Recipe(config=SMALL_BUCKETS),
     "zero3, llama": Recipe(strategy="zero3", model="llama"),
     "zero2, other seeds": Recipe(seed_by_rank=True),
-    "zero2, offload by DeepSpeed's Adam": Recipe(config=OFFLOAD),
+    "zero2, offload by DeepSpeed's Adam": Recipe(config=OFFLOAD, tolerance=5e-5),  # a kernel of its own
     "zero2, offload by torch's": Recipe(config=OFFLOAD_TORCH),
-    "zero3, all offloaded": Recipe(config=OFFLOAD_ALL),
+    "zero3, all offloaded": Recipe(config=OFFLOAD_ALL, tolerance=5e-5),
 }
 
 
@@ -210,5 +212,5 @@ def test_parity_with_the_plain_loop(name: str, results: dict[str, list[Any]]) ->
         assert isinstance(found, dict), found
         far = distance(found, wanted)
         print(name, far)
-        assert max(far["losses"], far["norms"]) < 3e-6, far
+        assert max(far["losses"], far["norms"]) < TABLE[name].tolerance, far
         assert far["weights"] < 3e-5, far

@@ -141,8 +141,8 @@ class ZeroState:
 
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's tensors by name, whole ones, put together one at a time. All ranks go through it together."""
+        import deepspeed
         from deepspeed.utils import safe_get_full_fp32_param
-        from deepspeed.zero import GatheredParameters
 
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         for name, value in self._model.state_dict(keep_vars=True).items():
@@ -153,7 +153,7 @@ class ZeroState:
             elif id(parameter) in self._learns:
                 yield name, safe_get_full_fp32_param(parameter).detach()
             elif self._zero.stage == 3:
-                with GatheredParameters([parameter]):
+                with deepspeed.zero.GatheredParameters([parameter]):
                     yield name, parameter.detach().clone()
             else:
                 yield name, parameter.detach()
