@@ -67,7 +67,9 @@ def main() -> float:
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
                     if accelerator.num_updates % 10 == 0:
-                        accelerator.print(f"update {accelerator.num_updates}: loss {loss:.3f}, gradient norm {norm:.3f}")
+                        accelerator.print(
+                            f"update {accelerator.num_updates}: loss {loss:.3f}, gradient norm {norm:.3f}"
+                        )
                 optimizer.step()
                 optimizer.zero_grad()
             if accelerator.num_updates == UPDATES:

@@ -39,7 +39,7 @@ def start(layout: str) -> tuple[Accelerator, Any, Any, Any]:
     if layout == "offload":
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     plugin = None if layout == "ddp" else DeepSpeedPlugin(hf_ds_config=config)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, scheduler_ticks="updates")
     torch.manual_seed(accelerator.process_index)  # a load must give all of it
     model = Net()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
@@ -143,13 +143,13 @@ def test_one_process_loads_them(saved: list[dict[str, Any]], folder: Path) -> No
 
 
 def test_parts_are_written_once_and_by_their_ranks(saved: list[dict[str, Any]], folder: Path) -> None:
-    """What stage 3 writes is as large as what DDP writes, and about half of it comes from each rank."""
+    """No file of stage 3 holds as much as DDP's, which hold everything."""
     sizes = {
         layout: [path.stat().st_size for path in sorted((folder / layout).rglob("*.safetensors"))]
         for layout in ("ddp", "zero3")
     }
     assert len(sizes["zero3"]) >= 2
-    assert min(sizes["zero3"]) > 0.3 * max(sizes["zero3"])
+    assert max(sizes["zero3"]) < 0.5 * max(sizes["ddp"])
 
 
 def test_save_model_writes_whole_weights(saved: list[dict[str, Any]], folder: Path) -> None:

@@ -79,7 +79,12 @@ def two_losses_in_the_last_micro_batch(stage: int) -> None:
             with accelerator.accumulate(model):
                 out = model(x)
                 accelerator.backward(out.square().mean(), retain_graph=True)
-                accelerator.backward(out.mean())
+                if stage == 3:
+                    with pytest.raises(UnsupportedError, match="Add the losses up"):
+                        accelerator.backward(out.mean())
+                    accelerator.backward(model(x).mean())
+                else:
+                    accelerator.backward(out.mean())
                 own.append(plain(every).square().mean() + plain(every).mean())
                 norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
                 optimizer.step()

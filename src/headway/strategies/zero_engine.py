@@ -46,6 +46,7 @@ class ZeroEngine:
                 "Headway is tested with DeepSpeed 0.19.8: pip install 'deepspeed>=0.19.8'"
             )
         self.is_dirty = self._is_final = self._is_forwarded = self._is_closed = False
+        self._num_open = 0
         self._correction = 1.0
         self._limit = 0.0
         self.engine.set_gradient_accumulation_boundary(False)
@@ -53,6 +54,7 @@ class ZeroEngine:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's, through the engine."""
         self._is_forwarded = True
+        self._num_open += 1
         return self.engine(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, factor: float, **kwargs: Any) -> None:
@@ -70,6 +72,12 @@ class ZeroEngine:
         odd = sorted(key for key, value in kwargs.items() if key != "retain_graph" and value)
         if odd:
             raise UnsupportedError(f"backward({', '.join(odd)}=...) is not served under DeepSpeed; leave it out")
+        if self._num_open < 1 and self.stage == 3:
+            raise UnsupportedError(
+                "a second loss ran backward over one forward; ZeRO stage 3 has let go of the parameters after the first. Add the "
+                "losses up and call backward once, or use stage 2"
+            )
+        self._num_open -= 1
         if not self._is_forwarded:
             # Another loss over the same forward: DeepSpeed tells one gradient from the next by its forwards.
             self.optimizer.clear_backward_seen_flag()
@@ -182,7 +190,7 @@ class ZeroEngine:
                 buffer.zero_()
         self.engine.set_gradient_accumulation_boundary(False)
         self.is_dirty = self._is_final = self._is_forwarded = self._is_closed = False
-        self._correction, self._limit = 1.0, 0.0
+        self._correction, self._limit, self._num_open = 1.0, 0.0, 0
 
 
 def _drop_12(optimizer: Any) -> None:

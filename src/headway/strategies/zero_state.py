@@ -4,6 +4,7 @@ ZeRO cuts a parameter as if it were one row: a rank holds a run of it, from one 
 of the row it begins in, whole rows, the beginning of the row it ends in.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from headway.errors import UnsupportedError
 from headway.strategies.zero_engine import ZeroEngine
 from headway.strategies.zero_optimizer import Twin
 from headway.weights.pieces import Box, Piece
@@ -88,6 +90,19 @@ class ZeroState:
         self._model = model
         self._learns = {id(p) for p in twin.parameters()}
 
+    def check(self) -> None:
+        """Can its parts be read where they lie?
+
+        Raises:
+            UnsupportedError: they were swapped to a disk.
+        """
+        if getattr(self._optimizer, "swap_optimizer", False) or getattr(
+            self._optimizer, "params_in_nvme_and_cpu", False
+        ):
+            raise UnsupportedError(
+                "checkpoints of what DeepSpeed swapped to NVMe are not served; offload to 'cpu', or save with DeepSpeed's engine"
+            )
+
     # ---------------------------------------------------------------- parts
 
     def run(self, parameter: torch.Tensor) -> Run | None:
@@ -127,6 +142,7 @@ class ZeroState:
 
     def export(self) -> Iterator[tuple[str, Any]]:
         """The model's tensors by name; what is parted as pieces, in the engine's full precision."""
+        self.check()
         made: dict[int, Any] = {}
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         for name, value in self._model.state_dict(keep_vars=True).items():
@@ -141,22 +157,33 @@ class ZeroState:
 
     def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's tensors by name, whole ones, put together one at a time. All ranks go through it together."""
-        import deepspeed
-        from deepspeed.utils import safe_get_full_fp32_param
-
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        uses = Counter(map(id, parameters.values()))
+        made: dict[int, torch.Tensor] = {}  # what has several names is one tensor
         for name, value in self._model.state_dict(keep_vars=True).items():
             parameter = parameters.get(name)
             if parameter is None:
                 if isinstance(value, torch.Tensor):
                     yield name, value.detach()
-            elif id(parameter) in self._learns:
-                yield name, safe_get_full_fp32_param(parameter).detach()
-            elif self._zero.stage == 3:
-                with deepspeed.zero.GatheredParameters([parameter]):
-                    yield name, parameter.detach().clone()
-            else:
-                yield name, parameter.detach()
+                continue
+            whole = made.get(id(parameter))
+            if whole is None:
+                whole = self._whole(parameter)
+            if uses[id(parameter)] > 1:
+                made[id(parameter)] = whole
+            yield name, whole
+
+    def _whole(self, parameter: torch.Tensor) -> torch.Tensor:
+        import deepspeed
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if id(parameter) in self._learns:
+            found: torch.Tensor = safe_get_full_fp32_param(parameter).detach()
+            return found
+        if self._zero.stage < 3:
+            return parameter.detach()
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
 
     @contextmanager
     def exposed(self) -> Iterator[None]:

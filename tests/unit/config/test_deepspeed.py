@@ -38,7 +38,13 @@ def test_what_was_given_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("given", "word"),
-    [("nowhere.json", "no such file"), ("{", "not JSON"), ("[1]", "neither"), (3, "give a dict"), ("WzFd", "JSON object")],
+    [
+        ("nowhere.json", "no such file"),
+        ("{", "not JSON"),
+        ("[1]", "neither"),
+        (3, "give a dict"),
+        ("WzFd", "JSON object"),
+    ],
 )
 def test_other_things_are_refused(given: Any, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
@@ -46,11 +52,17 @@ def test_other_things_are_refused(given: Any, word: str) -> None:
 
 
 def test_questions_by_dotted_names() -> None:
-    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "fp16": {"enabled": False}})
+    config = HfDeepSpeedConfig(
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "fp16": {"enabled": False}}
+    )
     assert config.get_value("zero_optimization.offload_param.device") == "cpu"
     assert config.get_value("zero_optimization.offload_optimizer.device", "none") == "none"
-    assert config.is_zero3() and not config.is_zero2() and config.is_offload()
-    assert config.is_false("fp16.enabled") and not config.is_true("fp16.enabled") and not config.is_false("bf16.enabled")
+    assert config.is_zero3()
+    assert not config.is_zero2()
+    assert config.is_offload()
+    assert config.is_false("fp16.enabled")
+    assert not config.is_true("fp16.enabled")
+    assert not config.is_false("bf16.enabled")
     config.del_config_sub_tree("fp16")
     assert "fp16" not in config.config
     with pytest.raises(ConfigError, match="fp16"):
@@ -62,14 +74,20 @@ def test_questions_by_dotted_names() -> None:
 
 def test_the_defaults_are_those_of_accelerate() -> None:
     plugin = DeepSpeedPlugin()
-    assert plugin.zero_stage == 2 and plugin.is_train_batch_min
+    assert plugin.zero_stage == 2
+    assert plugin.is_train_batch_min
     assert plugin.get_value("zero_optimization.stage") == 2
 
 
 def test_a_field_fills_an_auto_and_contradicts_another_value() -> None:
-    plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": "auto"}, "gradient_clipping": "auto"}, zero_stage=3)
-    assert plugin.zero_stage == 3 and plugin.is_auto("gradient_clipping")
-    with pytest.raises(ConfigError, match=r"gradient_clipping=1.0 against.*0.5.*zero_stage=3 against zero_optimization.stage=2"):
+    plugin = DeepSpeedPlugin(
+        hf_ds_config={"zero_optimization": {"stage": "auto"}, "gradient_clipping": "auto"}, zero_stage=3
+    )
+    assert plugin.zero_stage == 3
+    assert plugin.is_auto("gradient_clipping")
+    with pytest.raises(
+        ConfigError, match=r"gradient_clipping=1.0 against.*0.5.*zero_stage=3 against zero_optimization.stage=2"
+    ):
         DeepSpeedPlugin(hf_ds_config={**ZERO, "gradient_clipping": 0.5}, zero_stage=3, gradient_clipping=1.0)
 
 
@@ -93,7 +111,9 @@ def test_impossible_plugins(options: dict[str, Any], kind: type[Exception], word
 
 
 def test_the_strategy_names_the_engine() -> None:
-    assert is_named("zero3") and is_named("DeepSpeed") and not is_named("fsdp")
+    assert is_named("zero3")
+    assert is_named("DeepSpeed")
+    assert not is_named("fsdp")
     assert chosen_plugin("ddp", None, None) is None
     assert chosen_plugin("zero3", None, None).zero_stage == 3  # type: ignore[union-attr]
     assert chosen_plugin("deepspeed", None, None).zero_stage == 2  # type: ignore[union-attr]
@@ -110,7 +130,8 @@ def test_the_strategy_names_the_engine() -> None:
 
 def test_the_run_follows_the_json_where_it_says_nothing() -> None:
     plugin = DeepSpeedPlugin(hf_ds_config={**ZERO, "bf16": {"enabled": True}, "gradient_accumulation_steps": 4})
-    assert plugin.precision == "bf16" and plugin.num_steps == 4
+    assert plugin.precision == "bf16"
+    assert plugin.num_steps == 4
     assert DeepSpeedPlugin(hf_ds_config={**ZERO, "bf16": {"enabled": "auto"}}).precision is None
 
 
@@ -150,10 +171,15 @@ def test_the_batch_size_comes_from_the_json_where_no_loader_says() -> None:
 
 
 def test_sizes_come_from_the_hidden_size_or_are_deepspeeds() -> None:
-    sizes = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+    sizes = {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    }
     facts = Facts(num_ranks=1, num_steps=1, precision="no", hidden_size=100)
     section = account({"zero_optimization": sizes}, facts).config["zero_optimization"]
-    assert section == {"stage": 3, "reduce_bucket_size": 10_000, "stage3_prefetch_bucket_size": 9000, "stage3_param_persistence_threshold": 1000}  # fmt: skip
+    assert section == dict(zip(sizes, (3, 10_000, 9000, 1000)))
     left = account({"zero_optimization": sizes})
     assert left.config["zero_optimization"] == {"stage": 3}
     assert left.told["zero_optimization.reduce_bucket_size"] == "left to DeepSpeed's default"
@@ -173,21 +199,25 @@ def test_precision() -> None:
 def test_the_scaler_of_fp16() -> None:
     facts = Facts(2, 1, "fp16", 1, scaler=GradScalerKwargs(init_scale=2.0**10, growth_interval=50))
     section = account({"fp16": {"enabled": "auto", "loss_scale_window": "auto"}}, facts).config["fp16"]
-    assert section["loss_scale_window"] == 50 and section["initial_scale_power"] == 10
+    assert section["loss_scale_window"] == 50
+    assert section["initial_scale_power"] == 10
     with pytest.raises(ConfigError, match="initial_scale_power=16 in the JSON, 10"):
         account({"fp16": {"initial_scale_power": 16}}, facts)
 
 
 def test_a_fixed_limit_is_kept_for_the_step() -> None:
     found = account({"gradient_clipping": 0.5})
-    assert found.clipping == 0.5 and found.config["gradient_clipping"] == 0.0
+    assert found.clipping == 0.5
+    assert found.config["gradient_clipping"] == 0.0
 
 
 def test_unknown_keys_get_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"'gradient_cliping' \(is 'gradient_clipping' meant\?\)"):
         account({"gradient_cliping": 1.0})
     with pytest.raises(ConfigError, match=r"'zero_optimization.stagge' \(is 'stage' meant\?\)"):
-        account_for({"zero_optimization": {"stage": 1, "stagge": 2}}, FACTS, lambda section: ["stage"] if section else None)
+        account_for(
+            {"zero_optimization": {"stage": 1, "stagge": 2}}, FACTS, lambda section: ["stage"] if section else None
+        )
 
 
 @pytest.mark.parametrize(
@@ -220,14 +250,20 @@ def test_an_auto_that_nobody_knows() -> None:
 
 def test_accelerates_names_are_there() -> None:
     assert headway.DeepSpeedPlugin is DeepSpeedPlugin
-    from headway.utils import DummyOptim, HfDeepSpeedConfig as Config  # noqa: PLC0415
+    from headway.utils import DummyOptim
+    from headway.utils import HfDeepSpeedConfig as Config
 
-    assert Config is HfDeepSpeedConfig and DummyOptim is headway.DummyOptim
+    assert Config is HfDeepSpeedConfig
+    assert DummyOptim is headway.DummyOptim
 
 
 def test_the_list_of_sections_is_of_deepspeeds_version() -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install deepspeed")
     from deepspeed.runtime import constants
 
-    named = {value for name, value in vars(constants).items() if isinstance(value, str) and name.endswith(("_BATCH_SIZE", "_GPU"))}
+    named = {
+        value
+        for name, value in vars(constants).items()
+        if isinstance(value, str) and name.endswith(("_BATCH_SIZE", "_GPU"))
+    }
     assert {value for value in named if value.isidentifier()} <= TOP_LEVEL

@@ -11,7 +11,7 @@ from headway.errors import ConfigError, UnsupportedError
 
 @pytest.mark.parametrize(
     ("plugin", "layout"),
-    [("FullyShardedDataParallelPlugin", "FSDP"), ("DeepSpeedPlugin", "DeepSpeed"), ("MegatronLMPlugin", "Megatron-LM"),
+    [("FullyShardedDataParallelPlugin", "FSDP"), ("MegatronLMPlugin", "Megatron-LM"),
      ("TorchTensorParallelPlugin", "tensor parallelism")],
 )  # fmt: skip
 def test_a_plugin_names_its_layout(plugin, layout):
@@ -22,8 +22,7 @@ def test_a_plugin_names_its_layout(plugin, layout):
 
 @pytest.mark.parametrize(
     ("name", "value", "layout"),
-    [("fsdp_plugin", object(), "FSDP"), ("deepspeed_plugin", object(), "DeepSpeed"),
-     ("deepspeed_plugins", {"a": object()}, "DeepSpeed"), ("megatron_lm_plugin", object(), "Megatron-LM"),
+    [("fsdp_plugin", object(), "FSDP"), ("megatron_lm_plugin", object(), "Megatron-LM"),
      ("torch_tp_plugin", object(), "tensor parallelism"), ("dynamo_backend", "inductor", "compilation"),
      ("dynamo_plugin", TorchDynamoPlugin(backend="inductor"), "compilation"),
      ("parallelism_config", ParallelismConfig(tp_size=2), "tensor parallelism")],
