@@ -10,7 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from headway import env
 from headway.collectives.door import Collectives
 from headway.config.deepspeed import DeepSpeedPlugin
 from headway.config.deepspeed_keys import Account, Facts, account_for
@@ -154,6 +156,8 @@ class DeepSpeedStrategy(SingleStrategy):
                 f"DeepSpeed computes on {deepspeed.get_accelerator().device_name()} here, and this run on {device.type}; "
                 f"set DS_ACCELERATOR={device.type} in the environment"
             )
+        if _ensure_group(device):
+            process.at_end(self._end_group, is_engine=True)
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         _name_blocks(model, self._plugin)
         engine, *_ = deepspeed.initialize(
@@ -320,6 +324,10 @@ class DeepSpeedStrategy(SingleStrategy):
                 put_in(part, given[name])
         self._state.settle()
 
+    def _end_group(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
     def release(self, model: torch.nn.Module | None = None) -> None:
         """Let go of the engine.
 
@@ -330,6 +338,16 @@ class DeepSpeedStrategy(SingleStrategy):
         zero, self._zero, self._twin, self._model, self._state = self._zero, None, None, None, None
         if zero is not None:
             zero.engine.destroy()
+
+
+def _ensure_group(device: torch.device) -> bool:
+    """DeepSpeed needs a group on one process, too, and a local rank; was one made? It keeps the group, so that stays to the end."""
+    env.set_default("LOCAL_RANK", str(device.index or 0))
+    if dist.is_initialized():
+        return False
+    backend = dist.get_default_backend_for_device(device.type)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return True
 
 
 def _check_scaler(options: EngineOptions, precision: str) -> None:
