@@ -144,8 +144,6 @@ if TYPE_CHECKING:
     from headway.compat.accelerate.hooks import remove_hook_from_module as remove_hook_from_module
     from headway.compat.accelerate.hooks import remove_hook_from_submodules as remove_hook_from_submodules
     from headway.compat.accelerate.layouts import DistributedType as DistributedType
-    from headway.compat.accelerate.layouts import DummyOptim as DummyOptim
-    from headway.compat.accelerate.layouts import DummyScheduler as DummyScheduler
     from headway.compat.accelerate.models import extract_model_from_parallel as extract_model_from_parallel
     from headway.compat.accelerate.models import is_peft_model as is_peft_model
     from headway.compat.accelerate.models import load as load
@@ -157,6 +155,8 @@ if TYPE_CHECKING:
     from headway.compat.accelerate.state import wait_for_everyone as wait_for_everyone
     from headway.compiling.regions import compile_regions as compile_regions
     from headway.config.compiling import TorchDynamoPlugin as TorchDynamoPlugin
+    from headway.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
+    from headway.config.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
     from headway.config.layouts import ParallelismConfig as ParallelismConfig
     from headway.config.plugins import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
     from headway.config.plugins import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
@@ -168,6 +168,8 @@ if TYPE_CHECKING:
     from headway.config.run import GradientAccumulationPlugin as GradientAccumulationPlugin
     from headway.config.run import ProjectConfiguration as ProjectConfiguration
     from headway.config.sharding import ShardingOptions as ShardingOptions
+    from headway.config.stand_ins import DummyOptim as DummyOptim
+    from headway.config.stand_ins import DummyScheduler as DummyScheduler
     from headway.config.strategies import ActivationCheckpointing as ActivationCheckpointing
     from headway.config.strategies import AutocastKwargs as AutocastKwargs
     from headway.config.strategies import DDPCommunicationHookType as DDPCommunicationHookType

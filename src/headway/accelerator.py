@@ -15,8 +15,9 @@ from headway.collectives.door import Collectives
 from headway.collectives.ranks import RankAware
 from headway.collectives.streams import stream_names
 from headway.collectives.tree import Tree
+from headway.config import deepspeed
 from headway.config.arguments import caller, is_automatic, loading_settings, project_settings, windows
-from headway.config.choice import Wish
+from headway.config.choice import Wish, launched_deepspeed
 from headway.config.compiling import Backend, TorchDynamoPlugin, compiler
 from headway.config.layouts import ParallelismConfig, check_layouts
 from headway.config.load import UNSET, run_setting
@@ -87,8 +88,8 @@ class Accelerator(RankAware):
         dataloader_config: how prepared loaders split, pad and move batches.
         fsdp_plugin, torch_tp_plugin, parallelism_config: the layout and its options by Accelerate's names; `strategy` says it in
             a word.
-        deepspeed_plugin, megatron_lm_plugin, deepspeed_plugins: layouts that are planned; anything but None is an error that says
-            what to do today.
+        deepspeed_plugin: DeepSpeed's settings (`headway.DeepSpeedPlugin`); `deepspeed_plugins` by name: one only.
+        megatron_lm_plugin: planned; anything but None is an error that says what to do today.
         gradient_accumulation_plugin: the same and more about windows; not together with the steps.
         step_scheduler_with_optimizer: a schedule's step() follows its optimizer's updates; False: each call is a tick.
         adjust_scheduler_to_accumulation: schedules were counted in micro-batches.
@@ -111,7 +112,7 @@ class Accelerator(RankAware):
         preemption: a signal or deadline makes all ranks save and end with exit code 75 (`Preemption`). True: as that class
             says; None: the same where checkpoints are named automatically; False: signals end the process as ever.
         strategy: the layout: "ddp" (the default: a replica per process), "fsdp", "hsdp=8", "tp", "fsdp+tp=2" ...
-            (`headway.config.mesh`).
+            (`headway.config.mesh`); "zero1", "zero2", "zero3", "deepspeed": by DeepSpeed.
 
     Raises:
         ConfigError: contradicting or impossible settings.
@@ -128,7 +129,7 @@ class Accelerator(RankAware):
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: None = None,
+        deepspeed_plugin: deepspeed.DeepSpeedPlugin | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         megatron_lm_plugin: None = None,
@@ -141,7 +142,7 @@ class Accelerator(RankAware):
         kwargs_handlers: list[Any] | None = None,
         dynamo_backend: Backend | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugins: None = None,
+        deepspeed_plugins: "Mapping[str, deepspeed.DeepSpeedPlugin] | None" = None,
         parallelism_config: ParallelismConfig | None = None,
         # Accelerate's end here; what follows is Headway's own.
         adjust_scheduler_to_accumulation: bool = False,
@@ -155,25 +156,33 @@ class Accelerator(RankAware):
     ) -> None:
         traces.install(lambda: not is_debugging())
         origin = caller()
-        check_layouts(deepspeed_plugin or deepspeed_plugins, megatron_lm_plugin)
+        check_layouts(megatron_lm_plugin)
         compiling = compiler(dynamo_backend, dynamo_plugin)
         options = collect_options(kwargs_handlers)
-        wish = Wish(strategy, fsdp_plugin, torch_tp_plugin, parallelism_config, origin)
+        is_zero = strategy is None and (deepspeed_plugin or deepspeed_plugins) is not None
+        wish = Wish("deepspeed" if is_zero else strategy, fsdp_plugin, torch_tp_plugin, parallelism_config, origin)
         on_cpu, _ = run_setting("cpu", UNSET if cpu is None else cpu, False, code_origin=origin)
         group = options.process_group
         runtime = process.start(cpu=on_cpu, backend=group.backend, init_method=group.init_method, timeout=group.timeout)
         watch.start()
         super().__init__(runtime, Collectives(runtime))
         asked = str(mixed_precision) if mixed_precision else UNSET
-        self.mixed_precision, _ = run_setting("mixed_precision", asked, "no", code_origin=origin)
-        plugin = windows(gradient_accumulation_steps, gradient_accumulation_plugin, global_batch_size, origin)
-        cuts_batches = is_automatic(microbatching, plugin)
         chosen = wish.decide(options, runtime.world_size, runtime.local_world_size)
         self.options = options = chosen.options
-        self.strategy = choose_strategy(
-            chosen.text, self.collectives, options, self.mixed_precision, cuts_batches, chosen.layout
+        zero = deepspeed.chosen_plugin(chosen.text, deepspeed_plugin, deepspeed_plugins, launched_deepspeed())
+        self.mixed_precision, _ = run_setting(
+            "mixed_precision", asked, deepspeed.precision_of(zero), code_origin=origin
         )
-        self.precision = build_precision(self.mixed_precision, runtime.hardware, options, self.strategy)
+        if zero is not None and gradient_accumulation_plugin is None:
+            gradient_accumulation_steps = gradient_accumulation_steps or zero.num_steps
+        plugin = windows(gradient_accumulation_steps, gradient_accumulation_plugin, global_batch_size, origin)
+        cuts_batches = is_automatic(microbatching, plugin)
+        self.strategy = choose_strategy(
+            chosen.text, self.collectives, options, self.mixed_precision, cuts_batches, chosen.layout, zero
+        )
+        self.precision = build_precision(
+            self.mixed_precision, runtime.hardware, deepspeed.without_scaler(zero, options), self.strategy
+        )
         self.global_batch_size = global_batch_size
         self.clock = Clock()
         self._events = LoaderEvents()
@@ -317,13 +326,17 @@ class Accelerator(RankAware):
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
         """Prepare one model; with `evaluation_mode` it gets no engine for gradients."""
-        return self._preparation.model(model, device_placement, evaluation_mode)
+        prepared = self._preparation.model(model, device_placement, evaluation_mode)
+        self._preparation.adopt()
+        return prepared
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
         """Prepare one optimizer; its state goes where the parameters are, whatever `device_placement` says."""
-        return self._preparation.optimizer(optimizer)
+        prepared = self._preparation.optimizer(optimizer)
+        self._preparation.adopt()
+        return prepared
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: None = None

@@ -25,11 +25,11 @@ class Placing:
         }
         names = parameter_names(parts.models)
         self._parameters: dict[str, Any] = {
-            f"optimizer/{index}/{key}": parameter
+            f"optimizer/{index}/{key}": part
             for index, optimizer in enumerate(parts.optimizers)
             for group, keys in zip(optimizer.param_groups, parameter_keys(optimizer, names))
             for parameter, key in zip(group["params"], keys)
-            if is_spread(parameter)
+            if is_spread(part := parts.part_of(parameter))
         }
 
     def like(self, aliases: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Any]]:

@@ -123,6 +123,7 @@ def restore(
     try:
         for index, model in parts.chosen():
             load_weights(dict(parts.export(model)), found, index)
+        parts.settle()
     except Exception as error:
         raise CheckpointError(
             f"the weights could not be copied to the end ({type(error).__name__}: {error}): the model is in between, so end the run"

@@ -5,6 +5,7 @@ world size, another wrapping, or another order of parameter groups finds the sam
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -41,6 +42,9 @@ class Parts:
         others: by kind (`scheduler`, `loader`, `custom` ...), objects with state_dict and load_state_dict.
         export: yields a model's (name, tensor) pairs.
         left_out: indices of models that are neither compared nor loaded.
+        part_of: a parameter as it is spread here: itself, or a piece.
+        exposed: a block in which an optimizer shows its state, where an engine keeps it elsewhere.
+        settle: what was loaded is in place: engines go on from it.
     """
 
     models: Sequence[torch.nn.Module]
@@ -48,6 +52,9 @@ class Parts:
     others: Mapping[str, Sequence[Stateful]]
     export: Callable[[torch.nn.Module], Iterable[tuple[str, Any]]]
     left_out: set[int] = field(default_factory=set)
+    part_of: Callable[[torch.Tensor], Any] = lambda parameter: parameter
+    exposed: Callable[[torch.optim.Optimizer], AbstractContextManager[Any]] = lambda optimizer: nullcontext()
+    settle: Callable[[], None] = lambda: None
 
     def chosen(self) -> list[tuple[int, torch.nn.Module]]:
         """The models that are loaded, with their numbers."""
@@ -103,9 +110,10 @@ def collect(parts: Parts) -> Collected:
         )
     names = parameter_names(parts.models)
     out.state["extra"] = extras
-    out.state["optimizer"] = [
-        collect_optimizer(optimizer, names, index, out.tensors) for index, optimizer in enumerate(parts.optimizers)
-    ]
+    out.state["optimizer"] = []
+    for index, optimizer in enumerate(parts.optimizers):
+        with parts.exposed(optimizer):
+            out.state["optimizer"].append(collect_optimizer(optimizer, names, index, out.tensors))
     for kind, objects in parts.others.items():
         out.state[kind] = [
             encode(obj.state_dict(), f"{kind}/{index}", out.tensors) for index, obj in enumerate(objects)

@@ -18,7 +18,6 @@ _PLANNED = "It is planned; until then "
 _REPLICAS = f"{_PLANNED}replicas train with DDP: leave the plugin out"
 _MEMORY = ", and where memory is short use microbatching='auto' or accelerator.checkpoint_activations(model)"
 _ADVICE = {
-    "DeepSpeed": f"DeepSpeed (ZeRO) is not there yet. {_REPLICAS}{_MEMORY}",
     "Megatron-LM": f"Megatron-LM (tensor and pipeline parallelism) is not there yet. {_REPLICAS}",
 }
 
@@ -205,16 +204,14 @@ class ParallelismConfig:
         return self._mesh
 
 
-def check_layouts(deepspeed: Any, megatron: Any) -> None:
+def check_layouts(megatron: Any) -> None:
     """Refuse the Accelerator's arguments that ask for what is not there yet.
 
     Args:
-        deepspeed, megatron: the plugins; None: not asked for.
+        megatron: the plugin; None: not asked for.
 
     Raises:
-        UnsupportedError: a layout that is not there yet; the message names it and says what to do today.
+        UnsupportedError: it is not there yet; the message says what to do today.
     """
-    given = {"DeepSpeed": deepspeed, "Megatron-LM": megatron}
-    for layout, asked in given.items():
-        if asked is not None:
-            raise refusal(layout)
+    if megatron is not None:
+        raise refusal("Megatron-LM")

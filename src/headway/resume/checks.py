@@ -5,6 +5,7 @@ What lies in random streams is tried on streams that nobody uses.
 
 import random
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 import numpy
@@ -16,6 +17,7 @@ from headway.checkpoint.values import TAG, decode
 from headway.data.randomness import among_streams, is_generator_text, is_streams_text
 from headway.errors import CheckpointError
 from headway.runtime.device import Hardware
+from headway.weights.pieces import is_spread
 
 _OF_ONE_SHAPE = {
     torch.optim.Adam,
@@ -67,22 +69,23 @@ def unfit(parts: Parts, found: Collected) -> list[str]:
         if type(optimizer) in _OF_ONE_SHAPE:
             for parameter in (each for group in optimizer.param_groups for each in group["params"]):
                 name = names.get(id(parameter), "")
-                problems += _misshapen(name, parameter, decode(entry["values"].get(name, {}), found.tensors))
+                shape = tuple(parts.part_of(parameter).shape)
+                problems += _misshapen(name, shape, decode(entry["values"].get(name, {}), found.tensors))
     for index, (obj, value) in enumerate(zip(parts.others.get("scheduler", ()), found.state.get("scheduler", ()))):
         if type(obj).__module__ == torch.optim.lr_scheduler.__name__:
             problems += _unlike(obj.state_dict(), decode(value, found.tensors), f"schedule {index}'s state")
     return problems
 
 
-def _misshapen(name: str, parameter: torch.Tensor, values: Mapping[Any, Any]) -> list[str]:
+def _misshapen(name: str, shape: tuple[int, ...], values: Mapping[Any, Any]) -> list[str]:
     problems = []
     for key, value in values.items():
-        if not isinstance(value, torch.Tensor | float | int | None):
+        if not isinstance(value, torch.Tensor | float | int | None) and not is_spread(value):
             problems.append(f"the optimizer's {key} of {name} is a {type(value).__name__}, where a tensor belongs")
-        elif isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != parameter.shape:
-            problems.append(
-                f"the optimizer's {key} of {name} has the shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
-            )
+        elif is_spread(value) or isinstance(value, torch.Tensor):
+            found = tuple(value.shape)
+            if prod(found) != 1 and found != shape:
+                problems.append(f"the optimizer's {key} of {name} has the shape {found}, the parameter {shape}")
     return problems
 
 

@@ -198,6 +198,9 @@ class RunState:
             [each.optimizer for each in preparation.optimizers],
             others,
             self._strategy.export_state,
+            part_of=self._strategy.part_of,
+            exposed=self._strategy.exposed,
+            settle=self._strategy.settle,
         )
 
     def collect(self, before: Beginning | None = None, is_alone: bool = False) -> tuple[Collected, dict[str, Any]]:

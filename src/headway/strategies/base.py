@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from headway.collectives.door import Collectives
+from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.data.shard import Shard
 from headway.errors import UnsupportedError
 from headway.precision.base import Precision
@@ -71,6 +72,32 @@ class Strategy(Protocol):
 
     def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
         """Wrap or shard a model once; parameter names are those of the bare model, captured before."""
+
+    def adopt(
+        self, optimizers: Sequence[torch.optim.Optimizer], precision: str, num_steps: int, micro_batches: Sequence[int]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Objects have been prepared: an engine that takes a model and its optimizer together is made here, once.
+
+        Args:
+            optimizers: all that are prepared.
+            precision: "no", "bf16" or "fp16".
+            num_steps: micro-batches per update.
+            micro_batches: rows per rank of each prepared loader that says.
+
+        Returns:
+            Optimizers of the engine's own that it has made, which step for those that are prepared.
+        """
+
+    def stand_for(self, dummy: DummyOptim | DummyScheduler, share: int) -> Any:
+        """The optimizer or schedule that a stand-in stands for, which the engine's own configuration defines.
+
+        Args:
+            dummy: the stand-in.
+            share: of how many processes' updates each one makes its own.
+
+        Raises:
+            PrepareError: the engine has no configuration of its own.
+        """
 
     def materialise(self, model: torch.nn.Module) -> None:
         """Give a model that was built without memory (meta device) its values, alike on all ranks, here or in `setup`.
@@ -178,6 +205,18 @@ class Strategy(Protocol):
 
     def export_state(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's tensors by the bare module's names, one at a time; sharded ones as DTensors, which are never gathered."""
+
+    def whole_state(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same with whole tensors, one at a time; where a rank holds parts, all ranks go through it together."""
+
+    def part_of(self, parameter: torch.Tensor) -> Any:
+        """A parameter as `export_state` gives it: itself, or the piece that this rank holds."""
+
+    def exposed(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[object]:
+        """A block in which a prepared optimizer shows its state, where an engine keeps it elsewhere."""
+
+    def settle(self) -> None:
+        """Values were put into what `export_state` gives, and states into optimizers: go on from them. All ranks call it."""
 
     def import_state(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take tensors by the bare module's names into the model."""

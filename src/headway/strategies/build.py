@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from headway.collectives.door import Collectives
 from headway.config import mesh, outside
+from headway.config.deepspeed import DeepSpeedPlugin
 from headway.config.mesh import Layout
 from headway.config.sharding import ShardingOptions
 from headway.config.strategies import EngineOptions
@@ -25,6 +26,7 @@ def choose_strategy(
     number_format: str = "no",
     is_deferred: bool = False,
     layout: Layout | None = None,
+    deepspeed: DeepSpeedPlugin | None = None,
 ) -> Strategy:
     """The strategy that is asked for: a layout of Headway's own, or what a package has registered.
 
@@ -35,6 +37,7 @@ def choose_strategy(
         number_format: as for `build_strategy`.
         is_deferred: as for `build_strategy`.
         layout: what the text comes to; None: on all processes, as on one machine.
+        deepspeed: as for `build_strategy`.
 
     Raises:
         ConfigError: neither of both; or what was registered is no strategy.
@@ -43,10 +46,8 @@ def choose_strategy(
     registered = outside.find(text)
     if registered is not None:
         return _load(registered, text, collectives, options)
-    if mesh.parse(text).is_deepspeed:
-        raise UnsupportedError(f"strategy {text!r}: DeepSpeed is not there yet; use strategy='fsdp'")
     layout = layout or mesh.parse(text).resolve(collectives.world_size)
-    return build_strategy(collectives, options, layout, number_format, is_deferred)
+    return build_strategy(collectives, options, layout, number_format, is_deferred, deepspeed)
 
 
 def _load(registered: "EntryPoint", text: str, collectives: Collectives, options: EngineOptions) -> Strategy:
@@ -77,6 +78,7 @@ def build_strategy(
     layout: Layout,
     number_format: str = "no",
     is_deferred: bool = False,
+    deepspeed: DeepSpeedPlugin | None = None,
 ) -> Strategy:
     """The layout's strategy; plain PyTorch where there is one process.
 
@@ -86,10 +88,13 @@ def build_strategy(
         layout: how many of them each axis takes.
         number_format: the run's mixed_precision.
         is_deferred: gradients travel once a window, after its last backward, and never while it runs.
+        deepspeed: the settings of DeepSpeed, where that is the engine.
 
     Raises:
         UnsupportedError: a layout that is not there yet.
     """
+    if deepspeed is not None:
+        return _deepspeed(collectives, options, deepspeed, is_deferred)
     if not layout.is_replicas_only:
         if layout.sizes.keys() - {"replicate", "shard", "tp"}:
             raise UnsupportedError(f"the layout {layout} is not there yet")
@@ -103,3 +108,13 @@ def build_strategy(
     if collectives.world_size > 1:
         return DDPStrategy(collectives, options.ddp)
     return SingleStrategy(collectives)
+
+
+def _deepspeed(
+    collectives: Collectives, options: EngineOptions, plugin: DeepSpeedPlugin, is_deferred: bool
+) -> Strategy:
+    if is_deferred:
+        raise UnsupportedError("microbatching='auto' is not there for DeepSpeed; leave it out, or use strategy='fsdp'")
+    from headway.strategies.deepspeed import DeepSpeedStrategy
+
+    return DeepSpeedStrategy(collectives, plugin, options)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from headway.collectives.door import Collectives
+from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.data.shard import Shard
 from headway.errors import PrepareError
 from headway.precision.base import Precision
@@ -33,6 +34,23 @@ class SingleStrategy:
         for transform in transforms:
             transform(model)
         return None
+
+    def adopt(
+        self, optimizers: Sequence[torch.optim.Optimizer], precision: str, num_steps: int, micro_batches: Sequence[int]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Optimizers step by themselves."""
+        return ()
+
+    def stand_for(self, dummy: DummyOptim | DummyScheduler, share: int) -> Any:
+        """Nothing: only DeepSpeed has a configuration that defines optimizers.
+
+        Raises:
+            PrepareError: always.
+        """
+        raise PrepareError(
+            f"{type(dummy).__name__} stands for what DeepSpeed's JSON defines, and this run uses {self.name}; give a real one, or "
+            "strategy='deepspeed'"
+        )
 
     def materialise(self, model: torch.nn.Module) -> None:
         """Refuse: whole models come with their values."""
@@ -152,6 +170,21 @@ class SingleStrategy:
     def export_state(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """The state dict's tensors, as they lie."""
         yield from self.unwrap(model).state_dict().items()
+
+    def whole_state(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """They are whole."""
+        yield from self.export_state(model)
+
+    def part_of(self, parameter: torch.Tensor) -> Any:
+        """Itself."""
+        return parameter
+
+    def exposed(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+        """It shows its state always."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """Everything is where it is used."""
 
     def import_state(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load strictly: missing and unexpected names are torch's error."""

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from headway.batch_size import attempt
 from headway.collectives.streams import share_streams, synchronize_rng_states
 from headway.config.run import DataLoaderConfiguration
+from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.data.build import prepare_loader
 from headway.data.draws import LoaderStream
 from headway.data.loader import LoaderEvents, PreparedLoader
@@ -148,6 +149,7 @@ class Preparation:
                     made[index] = self._one(kind, obj, places[index])
         if "model" in kinds:
             self._check_optimizers()
+        self.adopt()
         return [made[index] for index in range(len(objects))]
 
     def _one(self, kind: str, obj: Any, place: bool | None) -> Any:
@@ -244,6 +246,8 @@ class Preparation:
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
         """Wrap, once."""
+        if isinstance(optimizer, DummyOptim):
+            optimizer = self._strategy.stand_for(optimizer, 1)
         for known in map(_as_made, self.optimizers):
             if optimizer is known or optimizer is known.optimizer:
                 return known
@@ -252,6 +256,14 @@ class Preparation:
         made = PreparedOptimizer(optimizer, self._step, self._clock, self._neighbours)
         self.optimizers.append(made)
         return made
+
+    def adopt(self) -> None:
+        """Let an engine that takes a model and its optimizer together have them, once both are known."""
+        optimizers = [each.optimizer for each in self.optimizers]
+        count = self._strategy.data_shard.count
+        rows = [loader.total_batch_size // count for loader in self.loaders if loader.total_batch_size]
+        for made in self._strategy.adopt(optimizers, self._step.precision.name, self._windows.num_steps, rows):
+            self._neighbours.note_prepared(made, self._step)
 
     def _check_optimizers(self) -> None:
         known = {id(parameter) for model in self.models for parameter in model.parameters()}
@@ -315,6 +327,10 @@ class Preparation:
 
     def scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Wrap, bound to its prepared optimizer; say once how it will tick."""
+        rule = self._rule
+        if isinstance(scheduler, DummyScheduler):
+            scheduler = self._strategy.stand_for(scheduler, self.tick_base[0])
+            rule = UpdateTicks()  # an engine's own configuration counts updates
         for known in self.schedulers:
             if scheduler is known or scheduler is known.scheduler:
                 return cast(PreparedScheduler, known)
@@ -325,9 +341,9 @@ class Preparation:
                 f"{type(scheduler).__name__} follows an optimizer that is not prepared; prepare that optimizer before it or in the "
                 "same call, or pass step_scheduler_with_optimizer=False"
             )
-        made = PreparedScheduler(scheduler, followed, self._rule, self._follows_optimizer, self._step)
+        made = PreparedScheduler(scheduler, followed, rule, self._follows_optimizer, self._step)
         self.schedulers.append(made)
-        if self._follows_optimizer:
+        if self._follows_optimizer and rule is self._rule:
             self._explain(made)
         return made
 
@@ -445,11 +461,11 @@ def _kind(obj: Any) -> str | None:
         return "done"
     if isinstance(obj, torch.nn.Module):
         return "model"
-    if isinstance(obj, torch.optim.Optimizer):
+    if isinstance(obj, torch.optim.Optimizer | DummyOptim):
         return "optimizer"
     if isinstance(obj, DataLoader):
         return "loader"
-    if is_scheduler(obj):
+    if isinstance(obj, DummyScheduler) or is_scheduler(obj):
         return "scheduler"
     return None
 

@@ -315,7 +315,10 @@ class Step(ABC):
     def drop(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
         """The optimizer's gradients are not wanted any more."""
         self.precision.discard(optimizer)
-        optimizer.zero_grad(set_to_none=set_to_none)
+        if set_to_none or not self.strategy.capabilities.whole_gradients:
+            self.strategy.rollback([optimizer])
+        else:
+            optimizer.zero_grad(set_to_none=False)
 
     @abstractmethod
     def tick(self, call: Callable[[], None]) -> None:

@@ -1,6 +1,5 @@
-"""Accelerate's names of layouts: its enumerations, plugins that are refused, and stand-ins for what DeepSpeed defines."""
+"""Accelerate's names of layouts: its enumerations, and plugins that are refused."""
 
-from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -74,16 +73,6 @@ class _Planned:
         raise refusal(self._layout)
 
 
-class DeepSpeedPlugin(_Planned):
-    """Settings of DeepSpeed, a layout that is not there yet.
-
-    Raises:
-        UnsupportedError: always; it says what to do today.
-    """
-
-    _layout = "DeepSpeed"
-
-
 class MegatronLMPlugin(_Planned):
     """Settings of Megatron-LM, a layout that is not there yet.
 
@@ -92,46 +81,3 @@ class MegatronLMPlugin(_Planned):
     """
 
     _layout = "Megatron-LM"
-
-
-class DummyOptim:
-    """Stands for an optimizer that DeepSpeed's configuration defines. Without DeepSpeed nothing steps it.
-
-    Args:
-        params: parameters or groups.
-        lr: learning rate.
-        weight_decay: weight decay.
-        kwargs: kept by name.
-    """
-
-    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
-        self.params = params
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.kwargs = kwargs
-
-
-class DummyScheduler:
-    """Stands for a schedule that DeepSpeed's configuration defines. Without DeepSpeed nothing steps it.
-
-    Args:
-        optimizer: the optimizer, or its stand-in.
-        total_num_steps: updates of the run.
-        warmup_num_steps: updates of warm-up.
-        lr_scheduler_callable: makes the schedule from the optimizer.
-        kwargs: kept by name.
-    """
-
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int | None = None,
-        warmup_num_steps: int = 0,
-        lr_scheduler_callable: Callable[..., Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.optimizer = optimizer
-        self.total_num_steps = total_num_steps
-        self.warmup_num_steps = warmup_num_steps
-        self.lr_scheduler_callable = lr_scheduler_callable
-        self.kwargs = kwargs

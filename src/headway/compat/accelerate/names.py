@@ -20,11 +20,13 @@ from headway.errors import ImportNotServed
 _BY_PLACE = {
     "headway.compiling.regions": "has_compiled_regions is_compiled_module",
     "headway.config.compiling": "TorchDynamoPlugin",
+    "headway.config.deepspeed": "DeepSpeedPlugin HfDeepSpeedConfig",
     "headway.config.layouts": "ParallelismConfig",
     "headway.config.spelled": "DynamoBackend",
+    "headway.config.stand_ins": "DummyOptim DummyScheduler",
     "headway.compat.accelerate.state": "AcceleratorState GradientState PartialState is_initialized wait_for_everyone",
     "headway.compat.accelerate.layouts": """
-        DeepSpeedPlugin DistributedType DummyOptim DummyScheduler MegatronLMPlugin PrecisionType RNGType
+        DistributedType MegatronLMPlugin PrecisionType RNGType
     """,
     "headway.config.plugins": """
         DeepSpeedSequenceParallelConfig FullyShardedDataParallelPlugin TorchContextParallelConfig TorchTensorParallelConfig

@@ -44,7 +44,7 @@ _BY_SENTENCE = {
     """,
     _DEEPSPEED: """
         DEEPSPEED_MULTINODE_LAUNCHERS DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper
-        GatheredParameters HfDeepSpeedConfig compile_regions_deepspeed deepspeed_required get_active_deepspeed_plugin
+        GatheredParameters compile_regions_deepspeed deepspeed_required get_active_deepspeed_plugin
         map_pytorch_optim_to_deepspeed prepare_deepspeed_cmd_env BETA_SP_AVAILABLE_DEEPSPEED_VERSION
     """,
     _MEGATRON: """

@@ -1,0 +1,83 @@
+"""A language model on this library's own source, under DeepSpeed's ZeRO, with settings that fill themselves in.
+
+    pip install deepspeed
+    headway launch --cpu -n 2 examples/deepspeed.py
+
+The loop is the one for any layout. What DeepSpeed needs to know (batch sizes, precision, sizes of its buffers) is "auto" in its
+JSON, and comes from the run.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from headway import Accelerator, DeepSpeedPlugin
+
+LENGTH, WIDTH, UPDATES = 64, 64, 30
+SETTINGS = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1000, "reduce_bucket_size": 100_000},
+}
+
+
+class Model(nn.Module):
+    """Bytes in, logits of the next byte out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 256)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], device=ids.device)
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        return self.head(self.blocks(x, mask=mask, is_causal=True))
+
+
+def windows() -> torch.Tensor:
+    """The source of this file and of its neighbours, cut into rows."""
+    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    ids = torch.tensor(list(text))
+    return ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+
+
+def main() -> float:
+    """Train for some updates; returns the last loss."""
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=SETTINGS), gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    loader = DataLoader(windows(), batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    loss = torch.zeros(())
+    while accelerator.num_updates < UPDATES:
+        for ids in loader:
+            with accelerator.accumulate(model):
+                loss = cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    if accelerator.num_updates % 10 == 0:
+                        accelerator.print(
+                            f"update {accelerator.num_updates}: loss {loss:.3f}, gradient norm {norm:.3f}"
+                        )
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.num_updates == UPDATES:
+                break
+    final = float(accelerator.reduce(loss.detach(), "mean"))
+    accelerator.print(f"after {accelerator.num_updates} updates: loss {final:.3f}")
+    return final
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""Every key of DeepSpeed's JSON accounted for: filled, added, passed on, contradicting, unknown, or refused by name. Torch-free.
+
+::
+
+    "auto"                    filled with what the run knows, or taken out where DeepSpeed's own default applies
+    a number the run knows    must be the run's: train_batch_size, the accumulation, bf16 and fp16 ...
+    what is the run's alone   refused by name: data sampling, tensor parallelism, a changing batch size ...
+    anything else             passed on
+    a name nobody knows       an error with the nearest one
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from math import log2
+from typing import Any
+
+from headway.config.deepspeed import AUTO
+from headway.config.strategies import GradScalerKwargs
+from headway.errors import ConfigError, UnsupportedError
+
+TOP_LEVEL = frozenset(
+    """
+    activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger
+    communication_data_type compile compression_training csv_monitor curriculum_learning data_efficiency
+    data_types dataloader_drop_last datastates_ckpt disable_allgather disable_python_gc dump_state elasticity
+    expert_parallel flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping
+    gradient_predivide_factor hybrid_engine log_level managed_gradient_accumulation memory_breakdown nebula
+    optimizer pipeline prescale_gradients progressive_layer_drop scheduler seq_parallel_communication_data_type
+    sparse_gradients steps_per_print tensor_parallel tensorboard timers torch_autocast train_batch_size
+    train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb
+    weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
+    """.split()  # noqa: SIM905
+)
+
+_LOADER = "batches come from Headway's loaders; leave it out"
+_REFUSED = {
+    "amp": "use mixed_precision='bf16' or 'fp16'",
+    "autotuning": "it runs the script many times over; choose the sizes yourself",
+    "compression_training": "it is not served; leave it out",
+    "curriculum_learning": _LOADER,
+    "data_efficiency": _LOADER,
+    "dataloader_drop_last": "give the DataLoader drop_last",
+    "elasticity": "Headway keeps the global batch when a run goes on with other ranks; leave it out",
+    "expert_parallel": "it is not served; leave it out",
+    "hybrid_engine": "it is not served; leave it out",
+    "pipeline": "it is not served by this engine; leave it out",
+    "progressive_layer_drop": "it is not served; leave it out",
+    "sparse_gradients": "it is not served; leave it out",
+    "tensor_parallel": "it is not served by this engine: see strategy='tp'",
+    "zero_optimization.zenflow": "it is not served; leave it out",
+    "zero_optimization.offload_optimizer.super_offload": "it is not served; leave it out",
+}
+_SECTIONS = ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler")
+_SCALER_KEYS = ("fp16.initial_scale_power", "fp16.loss_scale_window")
+_SIZES = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a run knows when its engine is made.
+
+    Attributes:
+        num_ranks: that read data of their own.
+        num_steps: micro-batches per update.
+        precision: "no", "bf16" or "fp16".
+        micro_batch: rows per rank and micro-batch; None: no loader says.
+        hidden_size: of the model's config; None: it has none.
+        scaler: of fp16, as `GradScalerKwargs` asks for it.
+        optimizer: what a `DummyOptim` says for `optimizer.params`.
+        scheduler: what a `DummyScheduler` says for `scheduler.params`.
+    """
+
+    num_ranks: int
+    num_steps: int
+    precision: str
+    micro_batch: int | None = None
+    hidden_size: int | None = None
+    scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Account:
+    """The JSON as DeepSpeed gets it, and what became of each key.
+
+    Attributes:
+        config: what DeepSpeed gets.
+        told: by dotted name: "filled", "added", "passed", "agrees", "left to DeepSpeed's default".
+        clipping: the JSON's own gradient_clipping; 0: what `clip_grad_norm_` asks for.
+    """
+
+    config: dict[str, Any]
+    told: dict[str, str] = field(default_factory=dict)
+    clipping: float = 0.0
+
+    def lines(self) -> list[str]:
+        """For a log: one line for each kind."""
+        kinds: dict[str, list[str]] = {}
+        for key, kind in self.told.items():
+            kinds.setdefault(kind, []).append(f"{key}={_value(self.config, key)!r}" if _has(self.config, key) else key)
+        return [f"{kind}: {', '.join(keys)}" for kind, keys in kinds.items()]
+
+
+def account_for(given: Mapping[str, Any], facts: Facts, known: Callable[[str], list[str] | None]) -> Account:
+    """Fill DeepSpeed's JSON, and say what became of each key.
+
+    Args:
+        given: the JSON; it stays as it is.
+        facts: of the run.
+        known: from a section's dotted name to the keys that DeepSpeed itself knows in it; None: it takes any.
+
+    Raises:
+        ConfigError: unknown keys, or values that contradict the run; all are named.
+        UnsupportedError: what is not served.
+    """
+    config = deepcopy(dict(given))
+    if "bfloat16" in config:
+        config["bf16"] = config.pop("bfloat16")
+    account = Account(config)
+    _check_known(config, known)
+    _check_served(config)
+    musts, mays = _musts(config, facts), _mays(facts)
+    problems = []
+    for key, value in list(_leaves(config)):
+        if value == AUTO:
+            _fill(account, key, {**mays, **musts})
+        elif key in musts and value != musts[key]:
+            problems.append(f"{key}={value!r} in the JSON, {musts[key]!r} in this run")
+        else:
+            account.told[key] = "agrees" if key in musts else "passed"
+    if problems:
+        raise ConfigError(f"DeepSpeed's JSON contradicts the run: {'; '.join(problems)}. Give the same, or 'auto'")
+    _add(account, facts, musts)
+    account.clipping = float(config["gradient_clipping"])
+    config["gradient_clipping"] = 0.0
+    return account
+
+
+def _musts(config: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
+    """What the JSON must agree with."""
+    by_torch = bool(_value(config, "torch_autocast.enabled"))
+    micro = facts.micro_batch if facts.micro_batch is not None else _value(config, "train_micro_batch_size_per_gpu")
+    if not isinstance(micro, int):
+        total = _value(config, "train_batch_size")
+        micro = max(1, total // (facts.num_steps * facts.num_ranks)) if isinstance(total, int) else 1
+    scale = {}
+    if facts.precision == "fp16" and facts.scaler != GradScalerKwargs():
+        scale = {key: value for key, value in _mays(facts).items() if key in _SCALER_KEYS}
+    return {
+        **scale,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": facts.num_steps,
+        "train_batch_size": micro * facts.num_steps * facts.num_ranks,
+        "bf16.enabled": facts.precision == "bf16" and not by_torch,
+        "fp16.enabled": facts.precision == "fp16",
+        "managed_gradient_accumulation": True,
+        "gradient_allreduce_op": "mean",
+    }
+
+
+def _mays(facts: Facts) -> dict[str, Any]:
+    """What an "auto" stands for, where the JSON may say something else."""
+    found: dict[str, Any] = {
+        "gradient_clipping": 0.0,
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+        "zero_optimization.offload_optimizer.device": "none",
+        "zero_optimization.offload_param.device": "none",
+        "zero_force_ds_cpu_optimizer": True,
+        "zero_allow_untested_optimizer": False,
+        "fp16.loss_scale": 0,
+        "fp16.initial_scale_power": round(log2(facts.scaler.init_scale)),
+        "fp16.loss_scale_window": facts.scaler.growth_interval,
+        "fp16.hysteresis": 2,
+        "fp16.min_loss_scale": 1,
+    }
+    if facts.hidden_size is not None:
+        square = facts.hidden_size**2
+        sizes = (square, int(0.9 * square), 10 * facts.hidden_size)
+        found.update({f"zero_optimization.{key}": max(1, size) for key, size in zip(_SIZES, sizes)})
+    found.update({f"optimizer.params.{key}": value for key, value in facts.optimizer.items()})
+    found.update({f"scheduler.params.{key}": value for key, value in facts.scheduler.items()})
+    return found
+
+
+def _fill(account: Account, key: str, answers: Mapping[str, Any]) -> None:
+    section, _, name = key.rpartition(".")
+    node = account.config if not section else _value(account.config, section)
+    if key in answers:
+        node[name] = answers[key]
+        account.told[key] = "filled"
+    elif key == "data_types.keep_in_fp32_modules":  # DeepSpeed's own "auto"
+        account.told[key] = "passed"
+    elif section.split(".")[0] in _SECTIONS:
+        del node[name]
+        account.told[key] = "left to DeepSpeed's default"
+    else:
+        raise ConfigError(f"{key}='auto' in DeepSpeed's JSON: nothing here knows what to fill in; give a value")
+
+
+def _add(account: Account, facts: Facts, musts: Mapping[str, Any]) -> None:
+    """What DeepSpeed needs to be told and the JSON does not say."""
+    config = account.config
+    stage = _value(config, "zero_optimization.stage")
+    wanted = {
+        key: musts[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    }
+    if musts["bf16.enabled"]:
+        wanted["bf16.enabled"] = True
+    if facts.precision == "fp16":
+        scaler = {key: value for key, value in _mays(facts).items() if key.startswith("fp16.")}
+        if _value(config, "fp16.loss_scale"):  # a fixed one
+            scaler = {}
+        wanted.update({"fp16.enabled": True, **scaler})
+    if facts.precision != "no" and stage != 1:
+        # Gradients of several micro-batches add up in float32, as they do with DDP.
+        wanted["data_types.grad_accum_dtype"] = "fp32"
+    # DeepSpeed's own report of samples per second, every ten steps, is the run's to give.
+    wanted.update({"gradient_clipping": 0.0, "steps_per_print": float("inf"), "log_level": "warning"})
+    for key, value in wanted.items():
+        if not _has(config, key):
+            section, _, name = key.rpartition(".")
+            (config.setdefault(section, {}) if section else config)[name] = value
+            account.told[key] = "added"
+
+
+def _check_known(config: Mapping[str, Any], known: Callable[[str], list[str] | None]) -> None:
+    problems = []
+    for section, names in _sections(config):
+        allowed = sorted(TOP_LEVEL) if not section else known(section)
+        for name in names:
+            if allowed is not None and name not in allowed:
+                near = get_close_matches(name, allowed, 1)
+                told = f"{section}.{name}" if section else name
+                problems.append(f"{told!r}" + (f" (is {near[0]!r} meant?)" if near else ""))
+    if problems:
+        raise ConfigError(f"DeepSpeed's JSON has keys that DeepSpeed does not know: {', '.join(problems)}")
+
+
+def _check_served(config: Mapping[str, Any]) -> None:
+    refused = [f"{key}: {remedy}" for key, remedy in _REFUSED.items() if _is_on(_value(config, key))]
+    if _value(config, "torch_autocast.enabled") and "16" in str(_value(config, "torch_autocast.dtype")).replace(
+        "bfloat16", ""
+    ):
+        refused.append("torch_autocast with float16: use mixed_precision='fp16'")
+    if _value(config, "zero_optimization.stage") == 1 and _value(config, "zero_optimization.overlap_comm") is True:
+        refused.append(
+            "zero_optimization.overlap_comm=true with stage 1, which reduces at the window's end: use stage 2"
+        )
+    is_half = any(_value(config, f"{name}.enabled") not in (None, False) for name in ("bf16", "fp16"))
+    accumulates = _value(config, "data_types.grad_accum_dtype")
+    if is_half and _value(config, "zero_optimization.stage") == 1 and accumulates in ("fp32", "float32"):
+        refused.append("data_types.grad_accum_dtype='fp32' in half precision with stage 1: use stage 2")
+    if refused:
+        raise UnsupportedError(f"DeepSpeed's JSON asks for what is not served: {'; '.join(refused)}")
+
+
+def _is_on(value: Any) -> bool:
+    """Is something asked for? A section that has no `enabled` is, unless it is empty; tensor parallelism over one rank is not."""
+    if not isinstance(value, Mapping):
+        return bool(value)
+    if "enabled" in value or "autotp_size" in value:
+        return bool(value.get("enabled")) or value.get("autotp_size", 1) > 1
+    return bool(value)
+
+
+# -------------------------------------------------------------------- dotted names
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _sections(config: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, list[str]]]:
+    yield name, list(config)
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _sections(value, f"{name}.{key}" if name else key)
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def _has(config: Mapping[str, Any], key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    node = config if not section else _value(config, section)
+    return isinstance(node, Mapping) and name in node

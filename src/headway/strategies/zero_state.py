@@ -1,0 +1,267 @@
+"""What a rank holds of parameters and optimizer state under ZeRO, as pieces for checkpoints: views, never a whole tensor.
+
+ZeRO cuts a parameter as if it were one row: a rank holds a run of it, from one element to another. A run is a few boxes: the rest
+of the row it begins in, whole rows, the beginning of the row it ends in.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from headway.errors import UnsupportedError
+from headway.strategies.zero_engine import ZeroEngine
+from headway.strategies.zero_optimizer import Twin
+from headway.weights.pieces import Box, Piece
+
+
+def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """(offsets, shape, first element) of the boxes that the elements from `start` to `stop` of a tensor are, in order."""
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield (start,) * len(shape), (stop - start,) * len(shape), start
+        return
+    row = prod(shape[1:])
+    if start % row:  # the rest of a row
+        index, end = start // row, min(stop, (start // row + 1) * row)
+        for offsets, sizes, first in boxes_of(shape[1:], start - index * row, end - index * row):
+            yield (index, *offsets), (1, *sizes), first + index * row
+        start = end
+    count = (stop - start) // row
+    if count:
+        yield (start // row, *[0] * (len(shape) - 1)), (count, *shape[1:]), start
+        start += count * row
+    if start < stop:
+        index = start // row
+        for offsets, sizes, first in boxes_of(shape[1:], 0, stop - start):
+            yield (index, *offsets), (1, *sizes), first + index * row
+
+
+@dataclass(frozen=True)
+class Run:
+    """A rank's part of a parameter.
+
+    Attributes:
+        shape: of the whole parameter.
+        start: where its first element is in the parameter, as one row.
+        values: as one row: a view.
+        flat: the tensor that the engine's optimizer steps, of which they are a part.
+        place: where they begin in it.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    values: torch.Tensor
+    flat: torch.Tensor | None = None
+    place: int = 0
+
+    def beside(self, other: torch.Tensor) -> torch.Tensor:
+        """The same part of a tensor that lies beside `flat`."""
+        return other.view(-1).narrow(0, self.place, self.values.numel())
+
+    def piece(self, values: torch.Tensor, is_written: bool = True) -> Piece:
+        """The part of a tensor of the parameter's shape, as boxes."""
+        stop = self.start + values.numel()
+        boxes = tuple(
+            Box(offsets, values.narrow(0, first - self.start, prod(sizes)).view(sizes), is_written)
+            for offsets, sizes, first in boxes_of(self.shape, self.start, stop)
+        )
+        return Piece(self.shape, values.dtype, boxes)
+
+
+class ZeroState:
+    """The state of one engine.
+
+    Args:
+        zero: the engine.
+        twin: its optimizer.
+        model: the user's.
+    """
+
+    def __init__(self, zero: ZeroEngine, twin: Twin, model: torch.nn.Module) -> None:
+        self._zero = zero
+        self._optimizer = zero.optimizer
+        self._twin = twin
+        self._model = model
+        self._learns = {id(p) for p in twin.parameters()}
+
+    def check(self) -> None:
+        """Can its parts be read where they lie?
+
+        Raises:
+            UnsupportedError: they were swapped to a disk.
+        """
+        if getattr(self._optimizer, "swap_optimizer", False) or getattr(
+            self._optimizer, "params_in_nvme_and_cpu", False
+        ):
+            raise UnsupportedError(
+                "checkpoints of what DeepSpeed swapped to NVMe are not served; offload to 'cpu', or save with DeepSpeed's engine"
+            )
+
+    # ---------------------------------------------------------------- parts
+
+    def run(self, parameter: torch.Tensor) -> Run | None:
+        """This rank's part of a parameter; None: every rank holds all of it."""
+        if self._zero.stage == 3:
+            return self._run_3(parameter)
+        if id(parameter) not in self._learns:
+            return None
+        found: Any = parameter
+        mapping, shape = found._hp_mapping, tuple(parameter.shape)
+        if mapping is None:
+            first = self._optimizer.single_partition_of_fp32_groups[0]
+            return Run(shape, 0, first.detach().narrow(0, 0, 0))
+        address = mapping.get_hp_fragment_address()
+        flat = self._optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+        values = flat.detach().narrow(0, address.start, address.numel)
+        return Run(shape, mapping.lp_fragment_address.start, values, flat, address.start)
+
+    def _run_3(self, parameter: Any) -> Run | None:
+        if not hasattr(parameter, "ds_tensor"):
+            return None
+        shape, length = tuple(parameter.ds_shape), parameter.partition_numel()
+        start = min(length * self._optimizer._get_param_partition_rank(parameter), parameter.ds_numel)
+        count = min(length, parameter.ds_numel - start)  # the last partition is padded
+        if id(parameter) not in self._learns:
+            return Run(shape, start, parameter.ds_tensor.detach().view(-1).narrow(0, 0, count))
+        group, place, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+        flat = self._optimizer.fp32_partitioned_groups_flat[group]
+        return Run(shape, start, flat.detach().narrow(0, place, count), flat, place)
+
+    def part_of(self, parameter: torch.Tensor) -> Any:
+        """A parameter as the piece that this rank holds of it."""
+        run = self.run(parameter)
+        return parameter if run is None else run.piece(run.values)
+
+    # ---------------------------------------------------------------- out
+
+    def export(self) -> Iterator[tuple[str, Any]]:
+        """The model's tensors by name; what is parted as pieces, in the engine's full precision."""
+        self.check()
+        made: dict[int, Any] = {}
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        for name, value in self._model.state_dict(keep_vars=True).items():
+            parameter = parameters.get(name)
+            if parameter is None:
+                yield name, value.detach() if isinstance(value, torch.Tensor) else value
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = self.part_of(parameter)
+            part = made[id(parameter)]
+            yield name, part.detach() if isinstance(part, torch.Tensor) else part
+
+    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's tensors by name, whole ones, put together one at a time. All ranks go through it together."""
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        uses = Counter(map(id, parameters.values()))
+        made: dict[int, torch.Tensor] = {}  # what has several names is one tensor
+        for name, value in self._model.state_dict(keep_vars=True).items():
+            parameter = parameters.get(name)
+            if parameter is None:
+                if isinstance(value, torch.Tensor):
+                    yield name, value.detach()
+                continue
+            whole = made.get(id(parameter))
+            if whole is None:
+                whole = self._whole(parameter)
+            if uses[id(parameter)] > 1:
+                made[id(parameter)] = whole
+            yield name, whole
+
+    def _whole(self, parameter: torch.Tensor) -> torch.Tensor:
+        import deepspeed
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if id(parameter) in self._learns:
+            found: torch.Tensor = safe_get_full_fp32_param(parameter).detach()
+            return found
+        if self._zero.stage < 3:
+            return parameter.detach()
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    @contextmanager
+    def exposed(self) -> Iterator[None]:
+        """A block in which the user's optimizer shows what the engine keeps of its parameters, as pieces."""
+        face, inner = self._twin.face, self._optimizer.optimizer
+        for parameter in self._twin.parameters():
+            run = self.run(parameter)
+            if run is None:
+                continue
+            if run.flat is None:  # another rank has all of it: the names must be alike
+                flat = self._any_flat()
+                state = inner.state.get(flat, {}) if flat is not None else {}
+            else:
+                flat, state = run.flat, inner.state.get(run.flat, {})
+            if state and flat is not None:
+                face.state[parameter] = {key: self._shown(run, flat, value) for key, value in state.items()}
+        try:
+            yield
+        finally:
+            face.state.clear()
+
+    def _any_flat(self) -> torch.Tensor | None:
+        return next(iter(self._optimizer.single_partition_of_fp32_groups), None)
+
+    @staticmethod
+    def _shown(run: Run, flat: torch.Tensor, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.numel() == flat.numel() and value.ndim:
+            part = run.beside(value) if run.flat is not None else value.detach().view(-1).narrow(0, 0, 0)
+            return run.piece(part.detach())
+        if isinstance(value, int):  # DeepSpeed's Adam on the host counts steps so, torch's in a tensor
+            return torch.tensor(float(value))
+        return value
+
+    # ---------------------------------------------------------------- in
+
+    def settle(self) -> None:
+        """Values were put into the pieces, and states into the user's optimizer: the engine goes on from them."""
+        face, inner, optimizer = self._twin.face, self._optimizer.optimizer, self._optimizer
+        with torch.no_grad():
+            for parameter in self._twin.parameters():
+                state, run = face.state.get(parameter), self.run(parameter)
+                if state and run is not None and run.flat is not None:
+                    self._take(run, inner.state[run.flat], state, type(inner).__name__ == "DeepSpeedCPUAdam")
+            face.state.clear()
+            if self._zero.stage < 3:
+                optimizer.update_lp_params()
+                return
+            optimizer._partition_all_parameters()
+            for number in range(len(optimizer.fp16_groups)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(number)
+            if optimizer.persistent_parameters:
+                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+    @staticmethod
+    def _take(run: Run, own: dict[str, Any], state: Mapping[str, Any], counts_in_ints: bool) -> None:
+        assert run.flat is not None
+        for key, value in state.items():
+            if isinstance(value, Piece):
+                if key not in own:
+                    own[key] = torch.zeros_like(run.flat, dtype=value.dtype, requires_grad=False)
+                for mine, saved in zip(run.piece(run.beside(own[key])).boxes, value.boxes):
+                    mine.values.copy_(saved.values)
+            elif isinstance(value, torch.Tensor) and tuple(value.shape) == run.shape and value.ndim:
+                if key not in own:
+                    own[key] = torch.zeros_like(run.flat, dtype=value.dtype, requires_grad=False)
+                part = value.reshape(-1).narrow(0, run.start, run.values.numel())
+                run.beside(own[key]).copy_(part)
+            elif isinstance(value, torch.Tensor):
+                own[key] = int(value) if counts_in_ints else value.clone()
+            else:
+                own[key] = value
+
+
+def put_in(own: Any, value: torch.Tensor) -> None:
+    """A whole tensor into a plain one, or into a piece."""
+    if not isinstance(own, Piece):
+        own.copy_(value)
+        return
+    for box in own.boxes:
+        where = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.values.shape))
+        box.values.copy_(value[where])

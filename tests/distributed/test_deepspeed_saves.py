@@ -1,0 +1,170 @@
+"""Checkpoints under ZeRO: parts are written as they lie, and any layout takes them up."""
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headway import Accelerator, DeepSpeedPlugin
+from headway.optional import available
+from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(not available("deepspeed"), reason="deepspeed is not installed: pip install deepspeed")
+
+BEFORE, AFTER = 3, 4
+LAYOUTS = ("zero1", "zero2", "zero3", "offload", "ddp")
+
+
+class Net(nn.Module):
+    """Tied, frozen, a buffer, and sizes that no cut divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(11, 7), nn.Linear(7, 11, bias=False)
+        self.head.weight = self.words.weight
+        self.body, self.fixed = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.fixed.requires_grad_(False)
+        self.register_buffer("scale", torch.full((3,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.body(self.words(x)) + self.fixed(self.words(x))) * self.scale.mean())
+
+
+def start(layout: str) -> tuple[Accelerator, Any, Any, Any]:
+    zero = {"stage": 2 if layout == "offload" else int(layout[-1]) if layout != "ddp" else 0}
+    config: dict[str, Any] = {"zero_optimization": {**zero, "stage3_param_persistence_threshold": 10}}
+    if layout == "offload":
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    plugin = None if layout == "ddp" else DeepSpeedPlugin(hf_ds_config=config)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, scheduler_ticks="updates")
+    torch.manual_seed(accelerator.process_index)  # a load must give all of it
+    model = Net()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    return accelerator, *accelerator.prepare(model, optimizer, schedule)
+
+
+def train(parts: tuple[Accelerator, Any, Any, Any], first: int, count: int) -> list[float]:
+    accelerator, model, optimizer, schedule = parts
+    losses = []
+    for number in range(first, first + count):
+        every = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(number))
+        size = 4 // accelerator.num_processes
+        x = every[accelerator.process_index * size :][:size]
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(x)[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    return losses
+
+
+def save(folder: str) -> dict[str, Any]:
+    """Every layout saves after a few updates, and goes on."""
+    found: dict[str, Any] = {}
+    for layout in LAYOUTS:
+        try:
+            parts = start(layout)
+            train(parts, 0, BEFORE)
+            parts[0].save_state(f"{folder}/{layout}")
+            parts[0].save_model(parts[1], f"{folder}/{layout}_model")
+            found[layout] = train(parts, BEFORE, AFTER)
+            parts[0].free_memory()
+        except Exception:
+            found[layout] = traceback.format_exc()
+    return found
+
+
+def load(folder: str) -> dict[str, Any]:
+    """Every layout takes up what the others saved."""
+    found: dict[str, Any] = {}
+    for layout in LAYOUTS:
+        for source in LAYOUTS:
+            if source not in (layout, "ddp") and layout not in ("ddp", "zero3"):
+                continue
+            try:
+                parts = start(layout)
+                parts[0].load_state(f"{folder}/{source}")
+                found[f"{source} -> {layout}"] = train(parts, BEFORE, AFTER)
+                parts[0].free_memory()
+            except Exception:
+                found[f"{source} -> {layout}"] = traceback.format_exc()
+    return found
+
+
+def alone(folder: str) -> dict[str, Any]:
+    """One plain process takes them up."""
+    found: dict[str, Any] = {}
+    for source in LAYOUTS:
+        parts = start("ddp")
+        parts[0].load_state(f"{folder}/{source}")
+        found[source] = train(parts, BEFORE, AFTER)
+        parts[0].free_memory()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saves")
+
+
+@pytest.fixture(scope="module")
+def saved(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(save, 2, str(folder), timeout=500)
+
+
+def same(found: Any, wanted: Any) -> None:
+    assert isinstance(found, list), found
+    assert max(abs(a - b) for a, b in zip(found, wanted)) < 5e-6, (found, wanted)
+
+
+def test_each_layout_goes_on_as_ddp(saved: list[dict[str, Any]]) -> None:
+    for rank in saved:
+        for layout in LAYOUTS:
+            same(rank[layout], saved[0]["ddp"])
+
+
+def test_each_layout_loads_the_others(saved: list[dict[str, Any]], folder: Path) -> None:
+    assert isinstance(saved[0]["ddp"], list), saved[0]["ddp"]
+    for rank in run_ranks(load, 2, str(folder), timeout=580):
+        for name, found in rank.items():
+            assert isinstance(found, list), f"{name}: {found}"
+            same(found, saved[0]["ddp"])
+
+
+def test_one_process_loads_them(saved: list[dict[str, Any]], folder: Path) -> None:
+    for found in run_ranks(alone, 1, str(folder), timeout=300)[0].values():
+        same(found, saved[0]["ddp"])
+
+
+def test_parts_are_written_once_and_by_their_ranks(saved: list[dict[str, Any]], folder: Path) -> None:
+    """All files of stage 3 hold what DDP's hold, and none of them much more than its rank's half."""
+    from safetensors import safe_open
+
+    def elements(layout: str) -> list[int]:
+        counts = []
+        for path in sorted((folder / layout).rglob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                names = [name for name in file.keys() if name.startswith(("model/", "optimizer/"))]  # noqa: SIM118
+                counts.append(sum(file.get_tensor(name).numel() for name in names if "/step" not in name))
+        return counts
+
+    parts, whole = elements("zero3"), elements("ddp")
+    assert sum(parts) == sum(whole) > 0
+    assert max(parts) < 0.6 * sum(parts)
+
+
+def test_save_model_writes_whole_weights(saved: list[dict[str, Any]], folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    wanted = load_file(folder / "ddp_model" / "model.safetensors")
+    for layout in LAYOUTS:
+        found = load_file(folder / f"{layout}_model" / "model.safetensors")
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert torch.allclose(found[name], value, atol=1e-5), name

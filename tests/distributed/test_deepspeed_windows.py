@@ -1,0 +1,290 @@
+"""DeepSpeed at the edges of windows: several losses, failures, nan, gradients that are left out, and what is refused."""
+
+import copy
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headway import Accelerator, DeepSpeedPlugin
+from headway.errors import ConfigError, HeadwayError, PrepareError, StateError, UnsupportedError
+from headway.optional import available
+from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(not available("deepspeed"), reason="deepspeed is not installed: pip install deepspeed")
+
+STAGES = (1, 2, 3)
+
+
+class Net(nn.Module):
+    """Two bodies, of which a forward may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(6, 10), nn.Linear(6, 10), nn.Linear(10, 1)
+
+    def forward(self, x: torch.Tensor, which: int = 0) -> torch.Tensor:
+        bodies = [self.first(x)] if which == 1 else [self.second(x)] if which == 2 else [self.first(x), self.second(x)]
+        return self.head(torch.tanh(sum(bodies)))
+
+
+def start(stage: int, steps: int = 1, **more: Any) -> tuple[Accelerator, Any, Any, nn.Module, torch.optim.Optimizer]:
+    """(accelerator, model, optimizer) under ZeRO, and the plain twins of the last two."""
+    config = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    accelerator = Accelerator(
+        cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=steps, **more
+    )
+    torch.manual_seed(0)
+    model = Net()
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, model, optimizer, plain, torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
+
+
+def rows(accelerator: Accelerator, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(this rank's rows, those of all ranks)."""
+    every = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+    half = 4 // accelerator.num_processes
+    return every[accelerator.process_index * half :][:half], every
+
+
+def check(accelerator: Accelerator, model: nn.Module, plain: nn.Module, tolerance: float = 1e-6) -> None:
+    found = accelerator.get_state_dict(model)
+    far = max(float((found[name] - value).abs().max()) for name, value in plain.state_dict().items())
+    assert far < tolerance, far
+
+
+def update(plain: nn.Module, optimizer: torch.optim.Optimizer, *losses: torch.Tensor) -> float:
+    (sum(losses) / len(losses)).backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(norm)
+
+
+# ---------------------------------------------------------------- what each rank runs, for each stage
+
+
+def two_losses_in_the_last_micro_batch(stage: int) -> None:
+    """Their gradients add up, though the first has closed the window."""
+    accelerator, model, optimizer, plain, sgd = start(stage, steps=2)
+    for number in range(3):
+        own = []
+        for part in range(2):
+            x, every = rows(accelerator, 10 * number + part)
+            with accelerator.accumulate(model):
+                out = model(x)
+                accelerator.backward(out.square().mean(), retain_graph=True)
+                if stage == 3:
+                    with pytest.raises(UnsupportedError, match="Add the losses up"):
+                        accelerator.backward(out.mean())
+                    accelerator.backward(model(x).mean())
+                else:
+                    accelerator.backward(out.mean())
+                own.append(plain(every).square().mean() + plain(every).mean())
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert abs(update(plain, sgd, *own) - float(norm)) < 1e-6
+        check(accelerator, model, plain)
+    accelerator.free_memory()
+
+
+def by_hand(stage: int) -> None:
+    """Backwards outside accumulate(), and the caller's own step."""
+    accelerator, model, optimizer, plain, sgd = start(stage, steps=2)
+    for number in range(2):
+        own = []
+        for part in range(2):
+            x, every = rows(accelerator, 10 * number + part)
+            accelerator.backward(model(x).square().mean())
+            own.append(plain(every).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        update(plain, sgd, *own)
+        check(accelerator, model, plain)
+    accelerator.free_memory()
+
+
+def failed_window(stage: int) -> None:
+    """An error in the middle leaves no gradient behind."""
+    accelerator, model, optimizer, plain, sgd = start(stage, steps=2)
+    x, _ = rows(accelerator, 99)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x).square().mean() * 7)
+    try:
+        with accelerator.accumulate(model):
+            model(x)
+            raise KeyError("the user's own")
+    except KeyError:
+        pass
+    own = []
+    for part in range(2):
+        x, every = rows(accelerator, part)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            own.append(plain(every).square().mean())
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert abs(update(plain, sgd, *own) - float(norm)) < 1e-6
+    check(accelerator, model, plain)
+    accelerator.free_memory()
+
+
+def left_out(stage: int) -> None:
+    """A parameter that a window's first micro-batch does not use has no gradient of the window before."""
+    accelerator, model, optimizer, plain, sgd = start(stage, steps=2)
+    for number, uses in enumerate([(1, 2), (2, 1), (1, 1), (2, 2)]):
+        own = []
+        for part, which in enumerate(uses):
+            x, every = rows(accelerator, 10 * number + part)
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x, which).square().mean())
+                own.append(plain(every, which).square().mean())
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+                optimizer.step()
+                optimizer.zero_grad()
+        sgd.zero_grad(set_to_none=False)  # ZeRO's gradients of what is not used are zeros
+        for parameter in plain.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        assert abs(update(plain, sgd, *own) - float(norm)) < 1e-6, uses
+        check(accelerator, model, plain)
+    accelerator.free_memory()
+
+
+def weightless(stage: int) -> None:
+    """A nan that weighs nothing is not learned from; a window without weight makes no update."""
+    accelerator, model, optimizer, plain, sgd = start(stage, steps=2)
+    for part in range(2):
+        x, _ = rows(accelerator, part)
+        with accelerator.accumulate(model):
+            loss = model(x).square()
+            is_bad = part == 0 and accelerator.process_index == 1
+            accelerator.backward(loss.mean() * (float("nan") if is_bad else 1.0), weight=0 if is_bad else len(x))
+            optimizer.step()
+            optimizer.zero_grad()
+    every_1, half = rows(accelerator, 1)[1], rows(accelerator, 0)[1][:2]
+    update(plain, sgd, plain(torch.cat([half, every_1])).square().mean())
+    check(accelerator, model, plain)
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean(), weight=0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.step_was_skipped
+    check(accelerator, model, plain)
+    accelerator.free_memory()
+
+
+def overflow_is_skipped(stage: int) -> None:
+    """A gradient that is not finite: DeepSpeed leaves the update out, and that is told."""
+    accelerator, model, optimizer, plain, sgd = start(stage)
+    x, every = rows(accelerator, 0)
+    for factor in (1.0, float("inf"), 1.0):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean() * (factor if accelerator.process_index else 1.0))
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.step_was_skipped == (factor > 1)
+        assert torch.isfinite(norm) == (factor == 1)
+        if factor == 1:
+            update(plain, sgd, plain(every).square().mean())
+    assert accelerator.num_updates == 2
+    check(accelerator, model, plain)
+    accelerator.free_memory()
+
+
+def evaluation(stage: int) -> None:
+    """A forward without gradients in the middle of a window changes nothing."""
+    accelerator, model, optimizer, plain, sgd = start(stage, steps=2)
+    own = []
+    for part in range(2):
+        x, every = rows(accelerator, part)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            own.append(plain(every).square().mean())
+            model.eval()
+            with torch.no_grad():
+                assert torch.allclose(model(x), plain(x), atol=1e-6)
+            model.train()
+            optimizer.step()
+            optimizer.zero_grad()
+    update(plain, sgd, *own)
+    check(accelerator, model, plain)
+    accelerator.free_memory()
+
+
+def refused(stage: int) -> None:
+    """Each wrong use is an error that says what to do."""
+
+    def fails(kind: type[HeadwayError], word: str, action: Callable[[], Any]) -> None:
+        with pytest.raises(kind, match=word):
+            action()
+
+    accelerator, model, optimizer, _, _ = start(stage)
+    x, _ = rows(accelerator, 0)
+    fails(UnsupportedError, "one optimizer", lambda: accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0)))
+    accelerator._preparation.optimizers.pop()
+    fails(UnsupportedError, "prepare one model", lambda: accelerator.prepare(Net()))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x).mean())
+        fails(UnsupportedError, "model.parameters", lambda: accelerator.clip_grad_norm_(model.head.parameters(), 1.0))
+        fails(UnsupportedError, "2-norm", lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, float("inf")))
+        fails(UnsupportedError, "clip_grad_norm_", lambda: accelerator.clip_grad_value_(model.parameters(), 1.0))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        fails(StateError, "after the window", lambda: accelerator.backward(model(x).mean()))
+        fails(UnsupportedError, "closure", lambda: optimizer.step(lambda: 0.0))
+        optimizer.step()
+    accelerator.free_memory()
+    other = Accelerator(cpu=True, strategy=f"zero{stage}")
+    alone = other.prepare(Net())
+    fails(PrepareError, "optimizer", lambda: alone(x))
+    fails(UnsupportedError, "orthogonalises", lambda: other.prepare(torch.optim.Muon([alone.head.weight], lr=0.1)))
+    other.free_memory()
+    config = {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.25, "train_batch_size": 7}
+    third = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    model = Net()
+    loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=2)
+    fails(
+        ConfigError, "train_batch_size=7 in the JSON, 4",
+        lambda: third.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader),
+    )  # fmt: skip
+    third.free_memory()
+
+
+SCENARIOS = [
+    two_losses_in_the_last_micro_batch, by_hand, failed_window, left_out, weightless, overflow_is_skipped, evaluation, refused,
+]  # fmt: skip
+
+
+def every(names: list[str]) -> dict[str, str]:
+    found = {}
+    for scenario in SCENARIOS:
+        for stage in STAGES:
+            if scenario.__name__ not in names:
+                continue
+            try:
+                scenario(stage)
+                found[f"{scenario.__name__} {stage}"] = ""
+            except Exception:
+                found[f"{scenario.__name__} {stage}"] = traceback.format_exc()
+    return found
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, str]]:
+    """One pair of processes for all, because DeepSpeed starts slowly."""
+    return run_ranks(every, 2, [each.__name__ for each in SCENARIOS], timeout=500)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)
+def test_windows(scenario: Callable[[int], None], stage: int, results: list[dict[str, str]]) -> None:
+    for found in results:
+        assert not found[f"{scenario.__name__} {stage}"], found[f"{scenario.__name__} {stage}"]
