@@ -17,7 +17,7 @@ from headway.collectives.streams import stream_names
 from headway.collectives.tree import Tree
 from headway.config import deepspeed
 from headway.config.arguments import caller, is_automatic, loading_settings, project_settings, windows
-from headway.config.choice import Wish, launched_deepspeed
+from headway.config.choice import Wish
 from headway.config.compiling import Backend, TorchDynamoPlugin, compiler
 from headway.config.layouts import ParallelismConfig, check_layouts
 from headway.config.load import UNSET, run_setting
@@ -159,8 +159,8 @@ class Accelerator(RankAware):
         check_layouts(megatron_lm_plugin)
         compiling = compiler(dynamo_backend, dynamo_plugin)
         options = collect_options(kwargs_handlers)
-        is_zero = strategy is None and (deepspeed_plugin or deepspeed_plugins) is not None
-        wish = Wish("deepspeed" if is_zero else strategy, fsdp_plugin, torch_tp_plugin, parallelism_config, origin)
+        zero = deepspeed_plugin or deepspeed_plugins
+        wish = Wish(strategy, fsdp_plugin, torch_tp_plugin, parallelism_config, origin, zero)
         on_cpu, _ = run_setting("cpu", UNSET if cpu is None else cpu, False, code_origin=origin)
         group = options.process_group
         runtime = process.start(cpu=on_cpu, backend=group.backend, init_method=group.init_method, timeout=group.timeout)
@@ -169,20 +169,13 @@ class Accelerator(RankAware):
         asked = str(mixed_precision) if mixed_precision else UNSET
         chosen = wish.decide(options, runtime.world_size, runtime.local_world_size)
         self.options = options = chosen.options
-        zero = deepspeed.chosen_plugin(chosen.text, deepspeed_plugin, deepspeed_plugins, launched_deepspeed())
-        self.mixed_precision, _ = run_setting(
-            "mixed_precision", asked, deepspeed.precision_of(zero), code_origin=origin
-        )
-        if zero is not None and gradient_accumulation_plugin is None:
-            gradient_accumulation_steps = gradient_accumulation_steps or zero.num_steps
-        plugin = windows(gradient_accumulation_steps, gradient_accumulation_plugin, global_batch_size, origin)
+        self.mixed_precision, _ = run_setting("mixed_precision", asked, chosen.precision, code_origin=origin)
+        steps = gradient_accumulation_steps or chosen.num_steps(gradient_accumulation_plugin)
+        plugin = windows(steps, gradient_accumulation_plugin, global_batch_size, origin)
         cuts_batches = is_automatic(microbatching, plugin)
-        self.strategy = choose_strategy(
-            chosen.text, self.collectives, options, self.mixed_precision, cuts_batches, chosen.layout, zero
-        )
-        self.precision = build_precision(
-            self.mixed_precision, runtime.hardware, deepspeed.without_scaler(zero, options), self.strategy
-        )
+        self.strategy = choose_strategy(chosen, self.collectives, self.mixed_precision, cuts_batches)
+        scaling = deepspeed.without_scaler(chosen.deepspeed, options)
+        self.precision = build_precision(self.mixed_precision, runtime.hardware, scaling, self.strategy)
         self.global_batch_size = global_batch_size
         self.clock = Clock()
         self._events = LoaderEvents()

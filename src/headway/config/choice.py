@@ -3,12 +3,13 @@
 Code wins over the config file and the environment; code against the command line is an error, as for every setting.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from headway.config import mesh, outside
+from headway.config import deepspeed, mesh, outside
+from headway.config.deepspeed import DeepSpeedPlugin
 from headway.config.foreign import Foreign
 from headway.config.launch import OF_DEEPSPEED, OF_SHARDS, UNSET, WRAPPING
 from headway.config.layouts import ParallelismConfig
@@ -37,6 +38,8 @@ class Chosen:
         layout: on these ranks.
         options: of the engines.
         fsdp, tensor_parallel: the plugins that were given.
+        given: sizes, as they were given.
+        deepspeed: its settings, where it is the engine.
     """
 
     text: str
@@ -45,6 +48,16 @@ class Chosen:
     fsdp: FullyShardedDataParallelPlugin | None = None
     tensor_parallel: TorchTensorParallelPlugin | None = None
     given: ParallelismConfig | None = None
+    deepspeed: DeepSpeedPlugin | None = None
+
+    @property
+    def precision(self) -> str:
+        """The mixed precision where nobody asks for one: what DeepSpeed's JSON says, or none."""
+        return deepspeed.precision_of(self.deepspeed)
+
+    def num_steps(self, plugin: object) -> int | None:
+        """Micro-batches per update by DeepSpeed's JSON; None where it leaves that open, or an accumulation plugin says it."""
+        return None if self.deepspeed is None or plugin is not None else self.deepspeed.num_steps
 
     @property
     def is_deepspeed(self) -> bool:
@@ -81,6 +94,7 @@ class Wish:
         strategy: as `Accelerator(strategy=...)`.
         fsdp, tensor_parallel, parallelism: Accelerate's plugins.
         origin: what errors call the script's line.
+        zero: DeepSpeed's plugin, or several by name.
 
     Attributes:
         needless: what was given and changes nothing, each with its reason.
@@ -97,6 +111,7 @@ class Wish:
         tensor_parallel: TorchTensorParallelPlugin | None,
         parallelism: ParallelismConfig | None,
         origin: str,
+        zero: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
     ) -> None:
         _check_kind("strategy", strategy, str)
         _check_kind("fsdp_plugin", fsdp, FullyShardedDataParallelPlugin)
@@ -104,7 +119,9 @@ class Wish:
         _check_kind("parallelism_config", parallelism, ParallelismConfig)
         self._fsdp, self._tensor_parallel, self._parallelism = fsdp, tensor_parallel, parallelism
         self.origin = origin
-        self._strategy = None if strategy is None else self._spelled(strategy)
+        self._zero = zero
+        named = "deepspeed" if strategy is None and zero is not None else strategy
+        self._strategy = None if named is None else self._spelled(named)
         read = Foreign() if fsdp is None else fsdp.read("fsdp_plugin")
         if parallelism is not None:
             for name, size in parallelism.sizes.items():
@@ -140,7 +157,8 @@ class Wish:
         _check_typed(text, layout)
         if self.needless:
             log.warning_once("%s: these change nothing here: %s", self.origin, "; ".join(self.needless))
-        return Chosen(text, layout, self.options(given, layout), self._fsdp, self._tensor_parallel, self._parallelism)
+        options, zero = self.options(given, layout), deepspeed.chosen_plugin(text, self._zero, launched_deepspeed())
+        return Chosen(text, layout, options, self._fsdp, self._tensor_parallel, self._parallelism, zero)
 
     # ---------------------------------------------------------------- the layout
 

@@ -269,22 +269,18 @@ def _stage(config: HfDeepSpeedConfig) -> int:
     return int(stage)
 
 
-def chosen_plugin(
-    strategy: str, plugin: Any, plugins: Any, launched: Mapping[str, Any] | None = None
-) -> DeepSpeedPlugin | None:
+def chosen_plugin(strategy: str, given: Any, launched: Mapping[str, Any] | None = None) -> DeepSpeedPlugin | None:
     """What the Accelerator's arguments say about DeepSpeed; None: another engine is meant.
 
     Args:
         strategy: as it was asked for; "ddp" where nobody asked.
-        plugin: `deepspeed_plugin`.
-        plugins: `deepspeed_plugins`.
+        given: `deepspeed_plugin`, or `deepspeed_plugins`.
         launched: what the launcher says, by the plugin's fields; for a plugin that the script does not make.
 
     Raises:
         ConfigError: something else than a plugin, two stages, or another strategy besides.
         UnsupportedError: several plugins.
     """
-    given = plugin if plugin is not None else plugins
     if isinstance(given, Mapping):
         if len(given) != 1:
             raise UnsupportedError(

@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING
 
 from headway.collectives.door import Collectives
-from headway.config import mesh, outside
+from headway.config import outside
+from headway.config.choice import Chosen
 from headway.config.deepspeed import DeepSpeedPlugin
 from headway.config.mesh import Layout
 from headway.config.sharding import ShardingOptions
@@ -11,7 +12,6 @@ from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.strategies.base import Strategy
 from headway.strategies.ddp import DDPStrategy
-from headway.strategies.mesh import MeshStrategy
 from headway.strategies.replica import ReplicaStrategy
 from headway.strategies.single import SingleStrategy
 
@@ -20,34 +20,24 @@ if TYPE_CHECKING:
 
 
 def choose_strategy(
-    text: str,
-    collectives: Collectives,
-    options: EngineOptions,
-    number_format: str = "no",
-    is_deferred: bool = False,
-    layout: Layout | None = None,
-    deepspeed: DeepSpeedPlugin | None = None,
+    chosen: Chosen, collectives: Collectives, number_format: str = "no", is_deferred: bool = False
 ) -> Strategy:
     """The strategy that is asked for: a layout of Headway's own, or what a package has registered.
 
     Args:
-        text: as in "fsdp+tp=2", or a registered name, perhaps with more behind "=".
+        chosen: as it is written, and what that comes to on these processes.
         collectives: all processes.
-        options: of the engines.
         number_format: as for `build_strategy`.
         is_deferred: as for `build_strategy`.
-        layout: what the text comes to; None: on all processes, as on one machine.
-        deepspeed: as for `build_strategy`.
 
     Raises:
         ConfigError: neither of both; or what was registered is no strategy.
         UnsupportedError: a layout that is not there yet.
     """
-    registered = outside.find(text)
+    registered = outside.find(chosen.text)
     if registered is not None:
-        return _load(registered, text, collectives, options)
-    layout = layout or mesh.parse(text).resolve(collectives.world_size)
-    return build_strategy(collectives, options, layout, number_format, is_deferred, deepspeed)
+        return _load(registered, chosen.text, collectives, chosen.options)
+    return build_strategy(collectives, chosen.options, chosen.layout, number_format, is_deferred, chosen.deepspeed)
 
 
 def _load(registered: "EntryPoint", text: str, collectives: Collectives, options: EngineOptions) -> Strategy:
@@ -102,6 +92,8 @@ def build_strategy(
             raise UnsupportedError(
                 "microbatching='auto' needs whole models so far; leave it out, or use strategy='ddp'"
             )
+        from headway.strategies.mesh import MeshStrategy  # brings torch's compiler with it
+
         return MeshStrategy(collectives, layout, options.sharding or ShardingOptions(), number_format, options.tensor)
     if collectives.world_size > 1 and is_deferred:
         return ReplicaStrategy(collectives, options.ddp)

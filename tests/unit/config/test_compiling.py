@@ -6,7 +6,7 @@ import pytest
 
 from headway import Accelerator
 from headway.config.compiling import TorchDynamoPlugin
-from headway.config.layouts import DynamoBackend
+from headway.config.spelled import DynamoBackend
 from headway.config.translate import translate
 from headway.errors import ConfigError
 

@@ -114,18 +114,18 @@ def test_the_strategy_names_the_engine() -> None:
     assert is_named("zero3")
     assert is_named("DeepSpeed")
     assert not is_named("fsdp")
-    assert chosen_plugin("ddp", None, None) is None
-    assert chosen_plugin("zero3", None, None).zero_stage == 3  # type: ignore[union-attr]
-    assert chosen_plugin("deepspeed", None, None).zero_stage == 2  # type: ignore[union-attr]
+    assert chosen_plugin("ddp", None) is None
+    assert chosen_plugin("zero3", None).zero_stage == 3  # type: ignore[union-attr]
+    assert chosen_plugin("deepspeed", None).zero_stage == 2  # type: ignore[union-attr]
     plugin = DeepSpeedPlugin(zero_stage=1)
-    assert chosen_plugin("ddp", plugin, None) is plugin
-    assert chosen_plugin("ddp", None, {"only": plugin}) is plugin
+    assert chosen_plugin("ddp", plugin) is plugin
+    assert chosen_plugin("ddp", {"only": plugin}) is plugin
     for strategy, given, kind in [
         ("fsdp", plugin, ConfigError), ("zero2", plugin, ConfigError), ("ddp", "zero", ConfigError),
         ("ddp", {"a": plugin, "b": plugin}, UnsupportedError),
     ]:  # fmt: skip
         with pytest.raises(kind):
-            chosen_plugin(strategy, given, None)
+            chosen_plugin(strategy, given)
 
 
 def test_the_run_follows_the_json_where_it_says_nothing() -> None:
