@@ -41,7 +41,7 @@ def train(layout, load=None, save=None, is_behind=False):
     from headway import Accelerator, set_seed
 
     set_seed(1)
-    accelerator = Accelerator(cpu=True, strategy=layout)
+    accelerator = Accelerator(cpu=True, strategy=layout, scheduler_ticks="updates")
     model = built()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.03)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
