@@ -239,7 +239,7 @@ def test_every_layout_is_read_into_every_other(tmp_path):
     for entry in read_manifest(tmp_path / "hsdp").tensors.values():
         for chunk in entry.chunks:
             written[int(chunk.file[-17:-12])] += 4 * math.prod(chunk.shape)
-    assert max(written) < 1.3 * min(written), written  # copies share the work
+    assert max(written) < 1.5 * min(written), written  # copies share the work
     for world_size in (4, 3, 2, 1):
         found = run_ranks(load_all, world_size, str(tmp_path))
         assert set(found) == {12 * len(LAYOUTS[world_size])}

@@ -1,5 +1,7 @@
 """Flat ranges as boxes: each value once, in its place."""
 
+import itertools
+
 import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
@@ -14,7 +16,7 @@ def test_partitions_make_up_the_tensor(shape, cuts):
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     places = sorted({0, whole.numel(), *(cut for cut in cuts if cut < whole.numel())})
     made, count = torch.full_like(whole, -1), 0
-    for start, stop in zip(places, places[1:]):
+    for start, stop in itertools.pairwise(places):
         piece = piece_of_range(shape, whole.reshape(-1)[start:stop], start, True)
         assert len(piece.boxes) <= max(1, 2 * len(shape) - 1)
         for box in piece.boxes:
