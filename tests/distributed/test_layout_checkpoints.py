@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="the model is a transformers Llama, w
 
 SAVED = {4: ("fsdp", "hsdp=2", "fsdp+tp=2", "ddp"), 2: ("tp",)}
 LOADED = {4: ("fsdp", "hsdp=2", "fsdp+tp=2", "ddp"), 3: ("fsdp",), 2: ("fsdp", "tp", "ddp"), 1: ("ddp",)}
+BEHIND = ("fsdp", "fsdp+tp=2")  # saved behind the loop; the others in step
 ROWS, WINDOW, UPDATES, STOP = 60, 12, 8, 3  # an epoch has five updates
 
 
@@ -41,7 +42,7 @@ def train(layout, load=None, save=None, is_behind=False):
     from headway import Accelerator, set_seed
 
     set_seed(1)
-    accelerator = Accelerator(cpu=True, strategy=layout)
+    accelerator = Accelerator(cpu=True, strategy=layout, scheduler_ticks="updates")
     model = built()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.03)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
@@ -77,8 +78,7 @@ def train(layout, load=None, save=None, is_behind=False):
 
 def save_all(folder, layouts):
     for layout in layouts:
-        for is_behind in (False, True):
-            train(layout, save=str(Path(folder, f"{layout}{' behind' * is_behind}")), is_behind=is_behind)
+        train(layout, save=str(Path(folder, layout)), is_behind=layout in BEHIND)
 
 
 def load_all(folder, layouts):
@@ -98,11 +98,10 @@ def test_every_layout_goes_on_from_every_other(tmp_path):
     assert max(whole) - min(whole) > 0.1  # it learns
     for world_size, layouts in LOADED.items():
         for found in run_ranks(load_all, world_size, str(tmp_path), layouts, timeout=400):
-            assert len(found) == 10 * len(layouts)
-            for (source, layout), (losses, told) in found.items():
+            assert len(found) == 5 * len(layouts)
+            for (before, layout), (losses, told) in found.items():
                 differences = [abs(one - other) for one, other in zip(losses, whole[STOP:], strict=True)]
-                assert max(differences) < 2e-5, (source, layout, losses, whole)
-                before = source.removesuffix(" behind")
+                assert max(differences) < 2e-5, (before, layout, world_size, losses, whole)
                 is_alike = before == layout and world_size == (2 if before == "tp" else 4)
                 assert any(line.startswith("layout ") for line in told) == (
                     not is_alike and {before, layout} != {"ddp"}

@@ -1,11 +1,12 @@
 """How this run spreads what a checkpoint holds: for each saved tensor, the tensor of this rank that it will be put into or beside."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from headway.checkpoint.optimizers import parameter_keys
 from headway.checkpoint.state import Parts, parameter_names
-from headway.checkpoint.values import logical
+from headway.checkpoint.values import encode, logical
 from headway.weights.pieces import is_spread
 
 
@@ -31,11 +32,23 @@ class Placing:
             for parameter, key in zip(group["params"], keys)
             if is_spread(part := parts.part_of(parameter))
         }
+        self._state = self._other_state(parts) if self._weights or self._parameters else {}
+
+    @staticmethod
+    def _other_state(parts: Parts) -> dict[str, Any]:
+        """What is spread in the states of the other objects, by the names under which a save would keep it."""
+        tensors: dict[str, Any] = {}
+        for kind, objects in parts.others.items():
+            for index, obj in enumerate(objects):
+                with suppress(Exception):  # what cannot be saved as it is now may be loaded all the same
+                    encode(obj.state_dict(), f"{kind}/{index}", tensors)
+        return {name: each for name, each in tensors.items() if is_spread(each)}
 
     def like(self, aliases: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Any]]:
         """For each saved tensor that is spread here, the own tensors that are spread as it will be.
 
-        What an optimizer keeps of a parameter, and has its shape, is spread as the parameter is.
+        What an optimizer keeps of a parameter, and has its shape, is spread as the parameter is; what a registered object keeps, as
+        it is spread now. Anything else comes whole.
 
         Args:
             aliases: tied names, and the name that holds their values.
@@ -48,9 +61,9 @@ class Placing:
             if name in self._weights:
                 found.setdefault(aliases.get(name, name), []).append(self._weights[name])
         for name, shape in shapes.items():
-            parameter = self._parameter(name)
-            if parameter is not None and tuple(parameter.shape) == shape:
-                found[name] = [parameter]
+            own = self._state.get(name, self._parameter(name))
+            if own is not None and tuple(own.shape) == shape:
+                found[name] = [own]
         return found
 
     def _parameter(self, name: str) -> Any:

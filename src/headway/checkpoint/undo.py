@@ -10,6 +10,7 @@ import torch
 from headway.checkpoint.tensors import is_dense
 from headway.checkpoint.values import encode
 from headway.errors import CheckpointError
+from headway.weights.pieces import held, is_dtensor
 from headway.weights.shards import bits, raw_bytes
 
 
@@ -52,7 +53,7 @@ def is_same_state(one: Any, other: Any) -> bool:
             return False
     (first, mine), (second, theirs) = told
     return bool(first == second) and all(
-        tensor.dtype == theirs[name].dtype and torch.equal(raw_bytes(tensor), raw_bytes(theirs[name]))
+        tensor.dtype == theirs[name].dtype and torch.equal(raw_bytes(held(tensor)), raw_bytes(held(theirs[name])))
         for name, tensor in mine.items()
     )
 
@@ -74,6 +75,8 @@ class _Tensor:
 
 
 def _keep(value: Any) -> Any:
+    if is_dtensor(value):
+        return value.detach().clone()
     if isinstance(value, torch.Tensor):
         return _Tensor(value) if is_dense(value) and not value.is_meta else value
     if isinstance(value, numpy.ndarray):

@@ -280,6 +280,7 @@ class Training:
         accelerator.wait_for_save()
         if args.load_best_model_at_end and state.best_model_checkpoint and state.best_global_step != state.global_step:
             log.info("the weights of update %s are loaded: %s", state.best_global_step, state.best_model_checkpoint)
+            accelerator.strategy.at_rest(self._model)
             load_weights(state.best_model_checkpoint, self._model)
         metrics = speed("train", seconds, self._num_samples, state.global_step - self._first_update)
         metrics["train_loss"] = self._losses.mean()
