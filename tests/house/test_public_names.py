@@ -108,6 +108,7 @@ def test_the_accelerators_arguments_are_these():
 
 FLAGS = """
     num_processes cpu multi_gpu gpu_ids num_cpu_threads_per_process enable_cpu_affinity mixed_precision
+    dynamo_backend dynamo_mode dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation
     gradient_accumulation_steps num_machines min_machines machine_rank main_process_ip main_process_port rdzv_backend rdzv_conf
     rdzv_id max_restarts patience monitor_interval machine_patience grace log_dir tee
     role debug quiet module no_python config_file dry_run force
