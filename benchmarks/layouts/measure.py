@@ -16,7 +16,7 @@ def main() -> None:
             [tool("headway"), "launch", "--cpu", "-n", "2", "-m", "benchmarks.layouts.worker", str(path),
              str(num_repeats(20))], check=True,
         )  # fmt: skip
-        save("layouts", "CPU ms per step of one rank", json.loads(path.read_text()))
+        save("layouts", "ms per step", json.loads(path.read_text()))
 
 
 if __name__ == "__main__":

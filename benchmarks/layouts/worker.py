@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import headway
-from benchmarks.timing import HAS_ACCELERATE, interleave, summary
+from benchmarks.timing import HAS_ACCELERATE, interleave, rows_of
 
 STEPS = 5
 ROWS, LENGTH, WORDS = 8, 64, 512
@@ -90,6 +90,8 @@ def by_hand(size: str, ids: torch.Tensor) -> Callable[[], None]:
 def prepared(accelerator: Any, size: str, ids: torch.Tensor) -> Callable[[], None]:
     """The same loop through an Accelerator."""
     model, optimizer = accelerator.prepare(*parts(size))
+    if not isinstance(model, FSDPModule):
+        raise TypeError(f"prepare() gave a {type(model).__name__}, which is not sharded")
 
     def run() -> None:
         for _ in range(STEPS):
@@ -127,7 +129,7 @@ def main() -> None:
     try:
         other = peer()
     except Exception as error:
-        rows["Accelerate"] = f"{type(error).__name__}: {error}"[:200]
+        rows["accelerate"] = f"{type(error).__name__}: {error}"
     for size in SIZES:
         passes = {
             "fully_shard": by_hand(size, ids), "fully_shard, again (A/A)": by_hand(size, ids),
@@ -136,16 +138,11 @@ def main() -> None:
         if other is not None:
             try:
                 passes["accelerate"] = prepared(other, size, ids)
-                passes["accelerate"]()
             except Exception as error:  # on every rank alike, or the launcher ends the run
                 passes.pop("accelerate", None)
-                rows["Accelerate"] = f"{type(error).__name__}: {error}"[:200]
-        found = interleave(passes, repeats)
-        floor = [cpu for _, cpu in found["fully_shard"]]
-        for name, pairs in found.items():
-            used = [cpu for _, cpu in pairs]
-            rows[f"{size}: {name}"] = summary(used, 1e3 / STEPS)
-            rows[f"{size}: {name}, times fully_shard"] = summary([one / base for one, base in zip(used, floor)])
+                rows["accelerate"] = f"{type(error).__name__}: {error}"
+        found = rows_of(interleave(passes, repeats), 1e3 / STEPS)
+        rows |= {f"{size}: {name}": row for name, row in found.items() if not isinstance(row, str)}
     if own.is_main_process:
         path.write_text(json.dumps(rows))
     own.end_training()

@@ -17,13 +17,13 @@ TABLE: dict[str, tuple[int, str, dict[str, Task]]] = {
         "tied llama": Task("llama, tied"),
         "gpt2": Task("gpt2"),
         "ranks' own seeds": Task("gpt", seed_by_rank=True, updates=3),
-        "fused": Task("gpt", optimizer="fused"),
-        "reduced in each micro-batch": Task("gpt", steps=4),
+        "fused": Task("gpt", optimizer="fused", updates=4),
+        "four micro-batches": Task("gpt", steps=4, updates=4),
     }),
     "options of fsdp x2": (2, "fsdp", {
-        "activations computed again": Task("gpt", handlers=(ActivationCheckpointing(),)),
+        "activations computed again": Task("gpt", handlers=(ActivationCheckpointing(),), updates=4),
         "llama's switch for that": Task("llama", handlers=(ActivationCheckpointing(),), updates=4),
-        "host memory": Task("gpt", handlers=(ShardingOptions(cpu_offload=True),), optimizer="sgd"),
+        "host memory": Task("gpt", handlers=(ShardingOptions(cpu_offload=True),), optimizer="sgd", updates=4),
         "parameters kept": Task("gpt", handlers=(ShardingOptions(reshard_after_forward=False),), updates=4),
         "all gathered again": Task("gpt", handlers=(ShardingOptions(reshard_after_forward=True),), updates=4),
         "prefetch": Task("gpt", handlers=(ShardingOptions(forward_prefetch=2, backward_prefetch=2),), updates=4),
@@ -58,7 +58,7 @@ def test_the_hand_written_loop_is_reproduced(row):
 
 def test_bf16_is_that_of_ddp():
     """Blocks are gathered in bf16; their losses are those of autocast over whole float32 weights."""
-    tasks = [Task("gpt", precision="bf16"), Task("llama", precision="bf16")]
+    tasks = [Task("gpt", precision="bf16", updates=4), Task("llama", precision="bf16", updates=4)]
     replicated = run_ranks(train, 2, tasks, "ddp", timeout=200)[0]
     sharded = run_ranks(train, 2, tasks, "fsdp", timeout=200)[0]
     for task, one, other in zip(tasks, replicated, sharded):
