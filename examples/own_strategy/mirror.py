@@ -10,6 +10,7 @@ from headway.collectives.door import Collectives
 from headway.config.strategies import EngineOptions
 from headway.data.shard import Shard
 from headway.errors import ConfigError
+from headway.strategies.base import Capabilities
 from headway.strategies.ddp import DDPStrategy
 
 
@@ -23,6 +24,7 @@ class MirrorStrategy(DDPStrategy):
     """
 
     name = "mirror"
+    capabilities = Capabilities(rollback=False)  # DDP's gradients travel while backward runs: no batch can be run again
 
     def __init__(self, collectives: Collectives, text: str, options: EngineOptions) -> None:
         super().__init__(collectives, options.ddp)

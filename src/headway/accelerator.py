@@ -41,11 +41,11 @@ from headway.tracking.record import Record, TrackerKwargs
 from headway.training.metrics import gather_for_metrics
 from headway.training.neighbours import Neighbours
 from headway.training.optimizer import PreparedOptimizer
-from headway.training.prepare import Preparation, choose_rule
+from headway.training.prepare import Preparation
 from headway.training.prepared import Prepared
 from headway.training.profile import profiling
 from headway.training.run import Run
-from headway.training.scheduler import PreparedScheduler, TickRule
+from headway.training.scheduler import PreparedScheduler, TickRule, choose_rule
 from headway.training.step import Guard, MicroBatch, Moments, NoGuard, Step, WholeStep
 from headway.training.unprepared import build_lookout
 from headway.training.windows import Clock, LossPolicy, WeightedMean, Windows
@@ -167,9 +167,7 @@ class Accelerator(RankAware):
         plugin = windows(gradient_accumulation_steps, gradient_accumulation_plugin, global_batch_size, origin)
         cuts_batches = is_automatic(microbatching, plugin)
         wanted, _ = run_setting("strategy", UNSET if strategy is None else strategy, "ddp", code_origin=origin)
-        self.strategy = choose_strategy(
-            wanted, self.collectives, options, self.mixed_precision, is_deferred=cuts_batches
-        )
+        self.strategy = choose_strategy(wanted, self.collectives, options, self.mixed_precision, cuts_batches)
         self.precision = build_precision(self.mixed_precision, runtime.hardware, options, self.strategy)
         self.global_batch_size = global_batch_size
         self.clock = Clock()

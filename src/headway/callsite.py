@@ -7,6 +7,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from types import FrameType, TracebackType
 
 _GENERATED = ("<frozen ", "<string>", "<__array_function__", "<eval_with_key>", "<attrs generated", "<decorator-gen")
@@ -64,6 +65,12 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def way(depth: int) -> tuple[tuple[int, int], ...]:
+    """The places that lead to the caller's caller, innermost first: alike where a call comes the same way."""
+    frames = islice(_outward(sys._getframe(2)), depth)
+    return tuple((id(frame.f_code), frame.f_lineno) for frame in frames)
 
 
 def users_frame(frame: FrameType | None = None) -> FrameType | None:

@@ -1,6 +1,7 @@
 """Models, the hand-written loop and the prepared one, which tests of layouts compare."""
 
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator, DataLoaderConfiguration
 from headway.strategies.gradients import is_distributed
 
-VOCABULARY, LENGTH, ROWS, ROWS_PER_WINDOW = 50, 12, 37, 8
+VOCABULARY, LENGTH, ROWS = 50, 12, 37
 PADDING = -100
 
 
@@ -100,12 +101,23 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @dataclass(frozen=True)
 class Task:
-    """One training run, alike by hand and prepared."""
+    """One training run, alike by hand and prepared.
+
+    Attributes:
+        model: of `MODELS`.
+        optimizer: "adamw" in two groups, "fused" (the same), or "sgd".
+        steps: micro-batches per update.
+        window: rows per update.
+        seed_by_rank: each rank builds the model from a seed of its own.
+        handlers: for the Accelerator.
+        options: of the Accelerator.
+    """
 
     model: str = "gpt"
     optimizer: str = "adamw"
     updates: int = 8
     steps: int = 2
+    window: int = 8
     clip: float = 0.5
     precision: str = "no"
     seed_by_rank: bool = False
@@ -147,11 +159,11 @@ def sum_of_losses(model: nn.Module, ids: torch.Tensor, targets: torch.Tensor) ->
     )
 
 
-def windows() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def windows(size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     ids, targets = rows()
     while True:
-        for start in range(0, ROWS, ROWS_PER_WINDOW):
-            yield ids[start : start + ROWS_PER_WINDOW], targets[start : start + ROWS_PER_WINDOW]
+        for start in range(0, ROWS, size):
+            yield ids[start : start + size], targets[start : start + size]
 
 
 Curve = dict[str, Any]
@@ -162,7 +174,7 @@ def by_hand(task: Task) -> Curve:
     model = build(task)
     optimizer = optimizer_of(task, model)
     losses, norms = [], []
-    for (ids, targets), _ in zip(windows(), range(task.updates)):
+    for (ids, targets), _ in zip(windows(task.window), range(task.updates)):
         loss = sum_of_losses(model, ids, targets) / (targets != PADDING).sum()
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), task.clip).item())
@@ -180,7 +192,7 @@ def prepared(task: Task, layout: str) -> Curve:
     )  # fmt: skip
     model = build(task, accelerator.process_index)
     optimizer = optimizer_of(task, model)
-    per_step = ROWS_PER_WINDOW // (task.steps * accelerator.strategy.data_shard.count)
+    per_step = task.window // (task.steps * accelerator.strategy.data_shard.count)
     loader = DataLoader(TensorDataset(*rows()), batch_size=per_step)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     curve = run(accelerator, task, model, optimizer, loader)
@@ -227,3 +239,35 @@ def difference(one: Curve, other: Curve) -> dict[str, float]:
     found = {kind: max(abs(a - b) for a, b in zip(one[kind], other[kind], strict=True)) for kind in ("losses", "norms")}
     found["weights"] = max(float((one["weights"][n] - w).abs().max()) for n, w in other["weights"].items())
     return found
+
+
+def start(**options: Any) -> Accelerator:
+    return Accelerator(cpu=True, strategy="fsdp", **options)
+
+
+def text(seed: int = 1, rows: int = 2) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def seeded(seed: int, make: Callable[[], Any]) -> Any:
+    torch.manual_seed(seed)
+    return make()
+
+
+def squares(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids).float().square().mean()  # type: ignore[no-any-return]
+
+
+def norm(accelerator: Accelerator, model: nn.Module) -> float:
+    return float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
+
+
+def each(functions: Sequence[Callable[[], None]], only: str = "") -> list[str]:
+    """Call one after the other in one group of processes; what failed is told by name."""
+    for function in functions:
+        if only in function.__name__:
+            try:
+                function()
+            except Exception as error:  # ranks may have parted: nothing comes after
+                return [f"{function.__name__}: {error!r}\n{traceback.format_exc(limit=-3)}"]
+    return []

@@ -2,24 +2,63 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import tomllib
+import torch
+
+from headway import Accelerator
+from headway.collectives.door import Collectives
+from headway.config.strategies import EngineOptions
+from headway.data.shard import Shard
+from headway.precision.base import Precision
+from headway.strategies.replica import ReplicaStrategy
 
 FOLDER = Path(__file__).parents[2] / "examples" / "own_strategy"
 
 
+class MirroredReplicas(ReplicaStrategy):
+    """The same as the example, gradients travelling once a window: for batches that are run again."""
+
+    def __init__(self, collectives: Collectives, text: str, options: EngineOptions) -> None:
+        super().__init__(collectives, options.ddp)
+        world = collectives.world_size
+        self.data_shard = Shard(collectives.rank // 2, world // 2)
+        self.data_group = collectives.split([range(copy, world, 2) for copy in range(2)])
+        self.gradient_divisor = world // 2
+
+    def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
+        super().backward(loss, factor / 2, precision, **kwargs)
+
+
 def write_entry_points(folder: Path) -> Path:
-    """What pip would write of the package's pyproject.toml."""
+    """What pip would write of the package's pyproject.toml, and of one with the class above."""
+    folder.mkdir(exist_ok=True)
     project = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]
-    about = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
-    points = project["entry-points"].items()
-    lines = [f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in each.items()) for group, each in points]
-    (about / "entry_points.txt").write_text("\n".join(lines))
+    groups = project["entry-points"]
+    write_package(folder, project["name"], groups)
+    own = {"headway.strategies": {"mirrored_replicas": f"{__name__}:{MirroredReplicas.__name__}"}}
+    write_package(folder, "own", own)
     return folder
 
 
+def write_package(folder: Path, name: str, groups: dict[str, dict[str, str]]) -> None:
+    about = folder / f"{name.replace('-', '_')}-0.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+    lines = [
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in each.items())
+        for group, each in groups.items()
+    ]
+    (about / "entry_points.txt").write_text("\n".join(lines))
+
+
 def install(folder: Path) -> None:
-    """Let this process find the package."""
+    """Let this process find the packages."""
     sys.path += [path for path in (str(folder), str(FOLDER)) if path not in sys.path]
+
+
+def mirrored(folder: Path, strategy: str = "mirror", **options: Any) -> Accelerator:
+    """An Accelerator of pairs of ranks."""
+    install(folder)
+    return Accelerator(cpu=True, strategy=strategy, **options)

@@ -1,5 +1,9 @@
-"""Two groups: a data shard of several ranks. The strategy is the example of a package of its own, `mirror`."""
+"""Two groups: parts of the data that several ranks read, with the example of a strategy of one's own (`mirror`)."""
 
+import os
+import random
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,18 +11,16 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
-from headway import Accelerator, DataLoaderConfiguration
-from tests.distributed.mirror import install, write_entry_points
+from headway import Accelerator, DataLoaderConfiguration, Preemption, set_seed
+from tests.distributed.mirror import mirrored, write_entry_points
 from tests.distributed.ranks import run_ranks
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    folder = tmp_path / "site"
-    folder.mkdir()
-    return write_entry_points(folder)
+    return write_entry_points(tmp_path / "site")
 
 
 def make(num_rows: int = 37) -> tuple[nn.Module, TensorDataset]:
@@ -28,15 +30,15 @@ def make(num_rows: int = 37) -> tuple[nn.Module, TensorDataset]:
     return model, TensorDataset(x, x.sum(1, keepdim=True) + 0.1 * torch.randn(num_rows, 1))
 
 
-def mirrored(folder: Path, **options: Any) -> Accelerator:
-    install(folder)
-    return Accelerator(cpu=True, strategy="mirror", **options)
-
-
 # ---------------------------------------------------------------- the same losses as one process
 
 
-def plain(batch: int, steps: int, epochs: int) -> dict[str, torch.Tensor]:
+def told(losses: list[float], norms: list[float], model: nn.Module) -> dict[str, torch.Tensor]:
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return {"losses": torch.tensor(losses), "norms": torch.tensor(norms), "weights": weights}
+
+
+def plain(batch: int, steps: int, epochs: int = 2) -> dict[str, torch.Tensor]:
     model, data = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     x, y = data.tensors
@@ -52,22 +54,15 @@ def plain(batch: int, steps: int, epochs: int) -> dict[str, torch.Tensor]:
     return told(losses, norms, model)
 
 
-def told(losses: list[float], norms: list[float], model: nn.Module) -> dict[str, torch.Tensor]:
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return {"losses": torch.tensor(losses), "norms": torch.tensor(norms), "weights": weights}
-
-
-def trained(folder: Path, batch: int, steps: int, epochs: int, **config: Any) -> dict[str, Any]:
-    accelerator = mirrored(
-        folder, gradient_accumulation_steps=steps, on_non_finite="skip",
-        dataloader_config=DataLoaderConfiguration(**config),
-    )  # fmt: skip
+def trained(folder: Path, steps: int, config: dict[str, Any], epochs: int = 2) -> dict[str, Any]:
+    """Weights by what is real, windows, clipping; batches of 8 over all parts."""
+    loading = DataLoaderConfiguration(**config)
+    accelerator = mirrored(folder, gradient_accumulation_steps=steps, on_non_finite="skip", dataloader_config=loading)
     model, data = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    count = accelerator.strategy.data_shard.count
-    size = batch if config.get("split_batches") else batch // count
-    loader = DataLoader(data, batch_size=size)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    size = 8 if loading.split_batches else 8 // accelerator.strategy.data_shard.count
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=size))
+    assert loader.total_batch_size == 8
     losses, norms, sums = [], [], [0.0, 0]
     for _ in range(epochs):
         for inputs, targets in loader:
@@ -83,28 +78,251 @@ def trained(folder: Path, batch: int, steps: int, epochs: int, **config: Any) ->
                 optimizer.step()
                 optimizer.zero_grad()
     assert accelerator.strategy.check(model)
-    found: dict[str, Any] = told(losses, norms, model)
-    return found | {"total": loader.total_batch_size}
+    return told(losses, norms, model)
+
+
+def train(folder: Path, rows: list[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [trained(folder, steps, config) for steps, config in rows]
 
 
 @pytest.mark.parametrize(
-    ("world", "steps", "config"),
+    ("world", "rows"),
     [
-        (4, 2, {"even_batches": False}),
-        (4, 2, {"dispatch_batches": True}),
-        (4, 1, {"split_batches": True}),
-        (2, 2, {}),
-        (2, 2, {"dispatch_batches": True}),
+        (4, [(2, {"even_batches": False}), (2, {"dispatch_batches": True}), (1, {"split_batches": True}), (2, {})]),
+        (2, [(2, {}), (2, {"dispatch_batches": True})]),
     ],
-    ids=["weights", "dispatched", "split", "one part of the data", "one part, dispatched"],
+    ids=["two parts of the data", "one part"],
 )
-def test_mirrored_ranks_train_as_one_process(package: Path, world: int, steps: int, config: dict[str, Any]) -> None:
-    wanted = plain(8, steps, 2)
-    for found in run_ranks(_train, world, package, steps, config):
-        assert found["total"] == 8
-        for name, values in wanted.items():
-            torch.testing.assert_close(found[name], values, atol=2e-5, rtol=2e-5)
+def test_mirrored_ranks_train_as_one_process(package: Path, world: int, rows: list[Any]) -> None:
+    for found in run_ranks(train, world, package, rows):
+        for (steps, config), one in zip(rows, found):
+            for name, values in plain(8, steps).items():
+                torch.testing.assert_close(one[name], values, atol=2e-5, rtol=2e-5, msg=lambda t: f"{config}: {t}")
 
 
-def _train(package: Path, steps: int, config: dict[str, Any]) -> dict[str, Any]:
-    return trained(package, 8, steps, 2, **config)
+# ---------------------------------------------------------------- what is read, and counted once
+
+
+class Noisy(Dataset[Any]):
+    """Numbers, each with what the dataset drew for it from three streams."""
+
+    def __init__(self, length: int, is_batched: bool = False) -> None:
+        self.length = length
+        self.is_batched = is_batched
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        row = torch.tensor([float(index), torch.rand(()).item(), random.random()])
+        return row[None] if self.is_batched else row
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.tensor([float(i), torch.rand(()).item(), random.random()]) for i in range(10))
+
+
+LOADERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "shuffled": (lambda: DataLoader(Noisy(10), batch_size=2, shuffle=True), {}),
+    "shuffled, seedable": (lambda: DataLoader(Noisy(10), batch_size=2, shuffle=True), {"use_seedable_sampler": True}),
+    "uneven": (lambda: DataLoader(Noisy(10), batch_size=3, shuffle=True), {"even_batches": False}),
+    "workers": (lambda: DataLoader(Noisy(10), batch_size=2, shuffle=True, num_workers=1), {}),
+    "own generator": (
+        lambda: DataLoader(
+            Noisy(10), batch_size=2,
+            sampler=RandomSampler(range(10), generator=torch.Generator().manual_seed(random.randrange(1000))),
+        ),
+        {},
+    ),
+    "batched by the dataset": (lambda: DataLoader(Noisy(10, is_batched=True), batch_size=None, shuffle=True), {}),
+    "stream": (lambda: DataLoader(Stream(), batch_size=2), {}),
+    "dispatched": (lambda: DataLoader(Noisy(10), batch_size=2, shuffle=True), {"dispatch_batches": True}),
+}  # fmt: skip
+
+
+def read(folder: Path) -> dict[str, list[Any]]:
+    torch.manual_seed(100 + int(os.environ["RANK"]))  # ranks that were seeded apart, before any Accelerator
+    random.seed(int(os.environ["RANK"]))
+    found: dict[str, list[Any]] = {}
+    for name, (loader, config) in LOADERS.items():
+        accelerator = mirrored(folder, dataloader_config=DataLoaderConfiguration(**config))
+        prepared = accelerator.prepare(loader())
+        own, seen, valid = [], [], []
+        for _ in range(2):
+            for batch in prepared:
+                rows = batch.reshape(-1, 3)
+                own.append(rows)
+                valid.append(accelerator.gather(torch.tensor([prepared.num_valid])).tolist())
+                gathered = accelerator.gather_for_metrics(rows)
+                seen += gathered[:, 0].tolist()
+                assert accelerator.gather(rows[:1]).shape[0] == accelerator.num_processes
+        found[name] = [accelerator.strategy.data_shard.index, torch.cat(own).tolist(), seen, valid]
+    return found
+
+
+@pytest.mark.parametrize("world", [4, 2])
+def test_a_part_of_the_data_is_read_alike_and_counted_once(package: Path, world: int) -> None:
+    ranks = run_ranks(read, world, package, timeout=240)
+    for name in LOADERS:
+        parts: dict[int, Any] = {}
+        for rank in ranks:
+            index, own, seen, _ = rank[name]
+            assert parts.setdefault(index, own) == own, f"{name}: ranks of one part read different samples"
+            assert sorted(seen) == sorted([*range(10), *range(10)]), f"{name}: {seen}"
+        assert len(parts) == world // 2
+
+
+def streams(folder: Path) -> list[Any]:
+    accelerator = mirrored(folder)
+    set_seed(5, device_specific=True)
+    drawn = torch.rand(3).tolist()
+    total = float(accelerator.reduce_mean(accelerator.strategy.data_shard.index + 1.0, 1.0))
+    gathered = accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
+    return [drawn, total, gathered, accelerator.strategy.data_group.world_size, accelerator.strategy.data_group.rank]
+
+
+def test_device_specific_streams_are_one_for_each_part_of_the_data(package: Path) -> None:
+    first, second, third, fourth = run_ranks(streams, 4, package)
+    assert first[0] == second[0] != third[0] == fourth[0]
+    assert [each[1:] for each in (first, second, third, fourth)] == [
+        [1.5, [0, 1, 2, 3], 2, index] for index in (0, 0, 1, 1)
+    ]
+
+
+# ---------------------------------------------------------------- votes are everyone's
+
+
+def guarded(folder: Path) -> tuple[int, int, str, bool]:
+    accelerator = mirrored(folder, on_non_finite="skip")
+    model, data = make()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = data.tensors
+    for update in range(3):
+        with accelerator.accumulate(model):
+            loss = mse_loss(model(x[:4]), y[:4])
+            is_bad = update == 1 and accelerator.process_index == 3
+            accelerator.backward(loss * (float("inf") if is_bad else 1.0), weight=4)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert accelerator.non_finite is not None
+    is_alike = accelerator.strategy.check(model)
+    return accelerator.num_updates, accelerator.non_finite.num_skipped, accelerator.non_finite.report, is_alike
+
+
+def test_an_infinite_loss_on_one_rank_is_refused_by_all_of_them(package: Path) -> None:
+    for num_updates, num_skipped, report, is_alike in run_ranks(guarded, 4, package):
+        assert (num_updates, num_skipped, is_alike) == (2, 1, True)
+        assert "inf on rank 3" in report
+        assert "skipped on all ranks" in report
+
+
+def preempted(folder: Path, project: Path) -> tuple[int, bool]:
+    accelerator = mirrored(
+        folder, preemption=Preemption(exits=False), project_dir=str(project), gradient_accumulation_steps=2
+    )
+    model, data = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=1))
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.num_updates == 3 and accelerator.process_index == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if accelerator.num_updates == 3:
+            accelerator.wait_for_everyone()
+        if accelerator.preempted:
+            break
+    return accelerator.num_updates, accelerator.preempted
+
+
+def test_a_signal_on_one_rank_stops_all_of_them_at_one_update(package: Path, tmp_path: Path) -> None:
+    found = run_ranks(preempted, 4, package, tmp_path / "project")
+    assert len(set(found)) == 1
+    assert found[0][1]
+    assert 3 <= found[0][0] < 9
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def saved(folder: Path | None, where: Path, stop: int | None, resume: bool) -> dict[str, Any]:
+    """Shuffled, in mid-epoch, with dropout; `stop`: save after so many updates."""
+    accelerator = Accelerator(cpu=True) if folder is None else mirrored(folder)
+    set_seed(3)
+    model, data = make(40)
+    model.append(nn.Dropout(0.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    size = 8 // accelerator.strategy.data_shard.count
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=size, shuffle=True))
+    differences: list[str] = []
+    if resume:
+        differences = accelerator.load_state(where).differences
+    losses: list[float] = []
+    for _ in range(2):
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                loss = mse_loss(model(inputs), targets)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(accelerator.reduce_mean(loss.item() * len(inputs), len(inputs))))
+            if accelerator.num_updates == stop:
+                accelerator.save_state(where)
+    return {
+        "losses": losses[-6:] if not resume else losses[:6],
+        "differences": differences,
+        "draw": torch.rand(()).item(),
+    }
+
+
+def test_checkpoints_go_from_one_layout_to_another(package: Path, tmp_path: Path) -> None:
+    where = tmp_path / "checkpoint"
+    whole = run_ranks(saved, 4, package, where, 4, False)
+    wanted = torch.tensor(whole[0]["losses"])
+    for folder, world, differs in ((package, 4, False), (None, 4, True), (package, 2, True)):
+        for rank, found in enumerate(run_ranks(saved, world, folder, where, None, True)):
+            torch.testing.assert_close(torch.tensor(found["losses"]), wanted, atol=2e-5, rtol=2e-5)
+            assert bool(found["differences"]) == differs, found["differences"]
+            if not differs:
+                assert found["draw"] == whole[rank]["draw"]
+    # Ranks of one part of the data have one stream.
+    assert whole[0]["draw"] == whole[1]["draw"]
+
+
+# ---------------------------------------------------------------- batches that are run again, local SGD
+
+
+def replayed(folder: Path) -> dict[str, Any]:
+    accelerator = mirrored(
+        folder, "mirrored_replicas", microbatching="auto", dataloader_config=DataLoaderConfiguration(even_batches=False)
+    )
+    model, data = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
+    losses, norms, failures = [], [], []
+
+    def run(piece: Any) -> torch.Tensor:
+        if accelerator.process_index == 3 and accelerator.num_updates == 1 and len(piece[0]) > 2:
+            failures.append(len(piece[0]))
+            raise torch.OutOfMemoryError("CUDA out of memory. Simulated")
+        return mse_loss(model(piece[0]), piece[1])
+
+    for _ in range(2):
+        for batch in loader:
+            losses.append(accelerator.forward_backward(batch, run).item())
+            norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return told(losses, norms, model) | {"failures": len(failures)}
+
+
+def test_a_batch_that_ran_out_of_memory_on_one_rank_weighs_each_part_once(package: Path) -> None:
+    found = run_ranks(replayed, 4, package)
+    assert [each.pop("failures") for each in found] == [0, 0, 0, 1]
+    for each in found:
+        for name, values in plain(8, 1).items():
+            torch.testing.assert_close(each[name], values, atol=2e-5, rtol=2e-5)

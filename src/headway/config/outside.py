@@ -6,15 +6,18 @@
     mirror = "my_package.mirror:MirrorStrategy"
 """
 
-from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
 from headway.config.mesh import parse
 from headway.errors import ConfigError
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
 GROUP = "headway.strategies"
 
 
-def find(text: str) -> EntryPoint | None:
+def find(text: str) -> "EntryPoint | None":
     """What a package registered under the name in this text, as in "mirror" or "mirror=2"; None where the text is a layout.
 
     Layouts win over packages; nothing is imported.
@@ -25,6 +28,8 @@ def find(text: str) -> EntryPoint | None:
     try:
         parse(text)
     except ConfigError as error:
+        from importlib.metadata import entry_points  # as long an import as all of a launch
+
         name = text.partition("=")[0].strip()
         registered = entry_points(group=GROUP)
         found = {point.value: point for point in registered if point.name == name}

@@ -255,12 +255,18 @@ def _holds(block: Sequence[ast.stmt], line: int) -> bool:
     return bool(block) and block[0].lineno <= line <= (block[-1].end_lineno or 0)
 
 
+_OBJECT = "__call__"
+"""An object was called, by a name that the stack does not tell: any call may be that one."""
+
+
 def _mentions(block: Sequence[ast.AST], name: str) -> bool:
+    if name == _OBJECT:
+        return any(_calls(part, name) for part in block)
     return any(_named(node) == name for part in block for node in ast.walk(part))
 
 
 def _calls(node: ast.AST, name: str) -> bool:
-    return any(isinstance(each, ast.Call) and _named(each.func) == name for each in ast.walk(node))
+    return any(isinstance(each, ast.Call) and name in (_named(each.func), _OBJECT) for each in ast.walk(node))
 
 
 def _named(node: ast.AST) -> str:

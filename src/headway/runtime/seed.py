@@ -73,6 +73,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def digests() -> list[float]:
     """A number for the state of each of the streams `reseed` knows, in their order; -1: not in use here."""
     states = read_states(_ALL[:-1], None)
+    if "torch" in states:
+        states["torch"] = states["torch"].numpy().tobytes()  # a pickled tensor says where it lay, too
     return [float(zlib.crc32(pickle.dumps(states[name]))) if name in states else -1.0 for name in _ALL[:-1]]
 
 

@@ -84,6 +84,13 @@ class Strategy(Protocol):
     def place(self, model: torch.nn.Module, device: torch.device) -> None:
         """Bring a model to this process's device, before `setup`; what shards it may leave that to `setup`."""
 
+    def accept(self, optimizer: torch.optim.Optimizer) -> None:
+        """See that an optimizer can step on parameters as this strategy leaves them.
+
+        Raises:
+            UnsupportedError: it cannot.
+        """
+
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter that stands where this one stood before `setup`: a shard has taken its place; else itself."""
 

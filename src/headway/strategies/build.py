@@ -1,6 +1,6 @@
 """Which strategy a run uses: the one place that names them."""
 
-from importlib.metadata import EntryPoint
+from typing import TYPE_CHECKING
 
 from headway.collectives.door import Collectives
 from headway.config import mesh, outside
@@ -13,6 +13,9 @@ from headway.strategies.ddp import DDPStrategy
 from headway.strategies.mesh import MeshStrategy
 from headway.strategies.replica import ReplicaStrategy
 from headway.strategies.single import SingleStrategy
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 def choose_strategy(
@@ -38,7 +41,7 @@ def choose_strategy(
     return build_strategy(collectives, options, layout, number_format, is_deferred)
 
 
-def _load(registered: EntryPoint, text: str, collectives: Collectives, options: EngineOptions) -> Strategy:
+def _load(registered: "EntryPoint", text: str, collectives: Collectives, options: EngineOptions) -> Strategy:
     where = f"strategy {text!r}, registered as {registered.value}"
     try:
         make = registered.load()

@@ -25,6 +25,7 @@ from headway.runtime import process
 from headway.strategies import gathered, gradients, values
 from headway.strategies.base import Capabilities, Engine, Transform
 from headway.strategies.formats import check_formats, choose_formats, norms_within
+from headway.strategies.optimizers import check_optimizer
 from headway.strategies.single import SingleStrategy
 from headway.strategies.tensor_parallel import TensorParallel
 from headway.strategies.units import Units, find_units
@@ -197,6 +198,14 @@ class MeshStrategy(SingleStrategy):
                 )
             fsdp.register_fsdp_forward_method(model, name)
         return [*norms, *units.modules]
+
+    def accept(self, optimizer: torch.optim.Optimizer) -> None:
+        """Those that work element by element, and those that know DTensors.
+
+        Raises:
+            UnsupportedError: one that is known to do neither.
+        """
+        check_optimizer(optimizer)
 
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
         """The part that took its place; for a gathered parameter, which the tree shows while it is whole, its part."""

@@ -46,6 +46,9 @@ class SingleStrategy:
         """All of it."""
         move(model, device)
 
+    def accept(self, optimizer: torch.optim.Optimizer) -> None:
+        """Any: parameters are whole."""
+
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
         """Itself: nothing took its place."""
         return parameter

@@ -72,7 +72,13 @@ def _named(model: torch.nn.Module, options: ShardingOptions) -> list[torch.nn.Mo
                 f"ShardingOptions(units=...) names {one!r}, which {type(model).__name__} does not hold; give classes, class names "
                 "or module names"
             )
-    return [m for name, m in model.named_modules() if m is not model and is_wanted(name, m, options.units)]
+    found = [(name, m) for name, m in model.named_modules() if m is not model and is_wanted(name, m, options.units)]
+    for name, module in found:
+        if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
+            raise ConfigError(
+                f"ShardingOptions(units=...) names {name!r}, a {type(module).__name__}, which is never called; name the modules in it"
+            )
+    return [module for _, module in found]
 
 
 def _by_size(module: torch.nn.Module, least: int, is_root: bool = True) -> Iterator[torch.nn.Module]:

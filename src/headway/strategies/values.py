@@ -93,10 +93,15 @@ def _fill_unit(
     for module in modules:
         for name, parameter in module._parameters.items():
             if parameter is not None and (id(parameter) in awaited or parameter.is_meta):
-                if id(parameter) in awaited:
+                is_part = id(parameter) in awaited
+                if is_part:
                     parts.append((module, name, parameter))
-                made = whole.setdefault(id(parameter), _room(parameter, device))
-                module._parameters[name] = made  # type: ignore[assignment]
+                # What is tied begins as its first holder says; the others fill something else meanwhile.
+                room = _room(parameter, device)
+                whole.setdefault(id(parameter), room)
+                module._parameters[name] = room  # type: ignore[assignment]
+                if not is_part:
+                    parts.append((module, name, whole[id(parameter)]))  # type: ignore[arg-type]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = whole.setdefault(id(buffer), _room(buffer, device))
@@ -107,7 +112,8 @@ def _fill_unit(
             module._parameters[name] = parameter
     everyone.broadcast_into([tensor.detach() for tensor in whole.values()])
     for _, _, parameter in parts:
-        gradients.local(parameter.detach()).copy_(whole[id(parameter)][gradients.box(parameter)])
+        if id(parameter) in awaited:
+            gradients.local(parameter.detach()).copy_(whole[id(parameter)][gradients.box(parameter)])
     return sum(tensor.nbytes for tensor in whole.values())
 
 

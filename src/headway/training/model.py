@@ -28,7 +28,7 @@ KeepLocal = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 class _Call:
     """How calls of one prepared model run."""
 
-    __slots__ = ("autocast", "bare_class", "engine", "is_inside", "keep_local", "num_opened", "shards")
+    __slots__ = ("autocast", "bare_class", "engine", "is_inside", "keep_local", "looks", "num_opened", "shards")
 
     def __init__(
         self,
@@ -37,12 +37,14 @@ class _Call:
         autocast: Callable[[], AbstractContextManager[Any]] | None,
         keep_local: KeepLocal | None,
         shards: str | None,
+        looks: Callable[[torch.nn.Module], None] | None,
     ) -> None:
         self.bare_class = bare_class
         self.engine = engine
         self.autocast = autocast
         self.keep_local = keep_local
         self.shards = shards
+        self.looks = looks
         self.is_inside = False
         self.num_opened = 0
 
@@ -56,6 +58,8 @@ class PreparedModel:
         bare = super().__call__  # type: ignore[misc]
         if call.is_inside:
             return bare(*args, **kwargs)
+        if call.looks is not None:
+            call.looks(self)  # type: ignore[arg-type]
         run = call.engine if call.engine is not None and torch.is_grad_enabled() else bare
         call.is_inside = True
         call.num_opened = 0
@@ -126,6 +130,7 @@ def attach(
     autocast: Callable[[], AbstractContextManager[Any]] | None,
     keep_local: KeepLocal | None = None,
     shards: str | None = None,
+    looks: Callable[[torch.nn.Module], None] | None = None,
 ) -> None:
     """Make calls of `model` run through `engine` and `autocast`; with nothing to add, the object is left as it is.
 
@@ -135,11 +140,12 @@ def attach(
         autocast: makes the context of a forward.
         keep_local: for `no_sync()`; None: the model gets neither that nor `module`, as on one process.
         shards: the strategy that left a part of the model on this process, so that it cannot be copied; None: it can.
+        looks: told before each forward that is not within another one.
 
     Raises:
         PrepareError: its class cannot be extended (it defines __slots__ or forbids subclasses).
     """
-    if engine is None and autocast is None and keep_local is None and shards is None:
+    if all(each is None for each in (engine, autocast, keep_local, shards, looks)):
         return
     bare = type(model)
     added: dict[str, Any] = {"__module__": bare.__module__, "__doc__": bare.__doc__}
@@ -157,7 +163,7 @@ def attach(
         raise PrepareError(
             f"the class {bare.__qualname__} cannot be prepared, because it cannot be extended: {error}"
         ) from error
-    model.__dict__[_KEY] = _Call(bare, engine, autocast, keep_local, shards)
+    model.__dict__[_KEY] = _Call(bare, engine, autocast, keep_local, shards, looks)
 
 
 def refuse_copies(model: Any) -> None:

@@ -21,6 +21,7 @@ from headway.offload.spread import spread_over
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
 from headway.training import model as prepared_model
+from headway.training.lone import LoneCalls
 from headway.training.neighbours import Neighbours
 from headway.training.optimizer import PreparedOptimizer, check_owned
 from headway.training.prepared import Optimizing, Scheduling
@@ -98,6 +99,7 @@ class Preparation:
         self._rng_types = rng_types
         self._global_batch_size = global_batch_size
         self._is_sharing = False
+        self._lone_calls = LoneCalls(runtime, self._strategy.name)
         attempt.register(self)
 
     @property
@@ -190,7 +192,8 @@ class Preparation:
             engine,
             self._strategy.forward_context(self._step.precision),
             partial(self._strategy.accumulate, sync=False) if self._is_replicated(model, is_evaluation) else None,
-            None if self._strategy.capabilities.copies else self._strategy.name,
+            None if self._strategy.capabilities.copies or is_evaluation else self._strategy.name,
+            None if self._strategy.capabilities.lone_forward or is_evaluation else self._lone_calls,
         )
         self._prepared.add_model(model)
         if is_evaluation:
@@ -242,6 +245,7 @@ class Preparation:
         for known in map(_as_made, self.optimizers):
             if optimizer is known or optimizer is known.optimizer:
                 return known
+        self._strategy.accept(optimizer)
         repoint(optimizer, self._strategy)
         made = PreparedOptimizer(optimizer, self._step, self._clock, self._neighbours)
         self.optimizers.append(made)
@@ -470,29 +474,3 @@ def _is_whole(length: int, per_epoch: int, slack: int) -> bool:
     """Is `length` a whole number of epochs, up to one rounding of the last window per epoch?"""
     epochs = max(1, round(length / per_epoch))
     return abs(length - epochs * per_epoch) < slack * epochs or length == epochs * per_epoch
-
-
-def choose_rule(given: str | TickRule | None, in_micro_batches: bool, num_processes: int) -> TickRule:
-    """The tick rule that the settings mean.
-
-    Args:
-        given: "updates", a rule object, or None.
-        in_micro_batches: schedules were counted in micro-batches.
-        num_processes: by how much the single-process loop made more updates; 1 where batches are split.
-
-    Raises:
-        ConfigError: an unknown word, or two rules at once.
-    """
-    if given is not None and in_micro_batches:
-        raise ConfigError(
-            "scheduler_ticks and adjust_scheduler_to_accumulation are two rules for one schedule; give one"
-        )
-    if given is None:
-        return MicroBatchTicks(num_processes) if in_micro_batches else PerProcessTicks(num_processes)
-    if given == "updates":
-        return UpdateTicks()
-    if isinstance(given, str):
-        raise ConfigError(
-            f"scheduler_ticks={given!r}; allowed: 'updates', None, or an object with ticks(window_length)"
-        )
-    return given

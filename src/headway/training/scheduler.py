@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from headway.errors import ConfigError
 from headway.log import get_logger
 from headway.training.prepared import Optimizing
 from headway.training.step import Step
@@ -224,3 +225,29 @@ def is_scheduler(obj: Any) -> bool:
     if isinstance(obj, LRScheduler):
         return True
     return all(callable(getattr(obj, name, None)) for name in ("step", "state_dict", "load_state_dict"))
+
+
+def choose_rule(given: str | TickRule | None, in_micro_batches: bool, num_processes: int) -> TickRule:
+    """The tick rule that the settings mean.
+
+    Args:
+        given: "updates", a rule object, or None.
+        in_micro_batches: schedules were counted in micro-batches.
+        num_processes: by how much the single-process loop made more updates; 1 where batches are split.
+
+    Raises:
+        ConfigError: an unknown word, or two rules at once.
+    """
+    if given is not None and in_micro_batches:
+        raise ConfigError(
+            "scheduler_ticks and adjust_scheduler_to_accumulation are two rules for one schedule; give one"
+        )
+    if given is None:
+        return MicroBatchTicks(num_processes) if in_micro_batches else PerProcessTicks(num_processes)
+    if given == "updates":
+        return UpdateTicks()
+    if isinstance(given, str):
+        raise ConfigError(
+            f"scheduler_ticks={given!r}; allowed: 'updates', None, or an object with ticks(window_length)"
+        )
+    return given

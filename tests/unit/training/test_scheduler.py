@@ -12,8 +12,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator
 from headway.config.run import GradientAccumulationPlugin
 from headway.errors import ConfigError, PrepareError
-from headway.training.prepare import choose_rule
-from headway.training.scheduler import MicroBatchTicks, PerProcessTicks, UpdateTicks, schedule_length, ticks_left
+from headway.training.scheduler import (
+    MicroBatchTicks,
+    PerProcessTicks,
+    UpdateTicks,
+    choose_rule,
+    schedule_length,
+    ticks_left,
+)
 
 
 def build(length: int = 100, **options: Any) -> tuple[Accelerator, Any, Any, Any, Any]:

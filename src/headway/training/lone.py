@@ -1,0 +1,44 @@
+"""Models whose forward is an exchange of all ranks: a call that only some ranks make is refused before it waits for ever."""
+
+import torch
+
+from headway.callsite import way
+from headway.errors import UnsupportedError
+from headway.runtime.callers import calling_ranks
+from headway.runtime.process import ProcessRuntime
+
+_DEPTH = 12
+"""How many frames tell one way to a call from another."""
+
+
+class LoneCalls:
+    """Looks, at the first call from each place, whether the conditions around it keep other ranks away.
+
+    Args:
+        runtime: this process.
+        strategy: under which a forward is an exchange, for the message.
+    """
+
+    def __init__(self, runtime: ProcessRuntime, strategy: str) -> None:
+        self._runtime = runtime
+        self._strategy = strategy
+        self._seen: set[tuple[tuple[int, int], ...]] = set()
+
+    def __call__(self, model: torch.nn.Module) -> None:
+        """A forward begins.
+
+        Raises:
+            UnsupportedError: other ranks do not come here.
+        """
+        key = way(_DEPTH)
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        callers = calling_ranks(self._runtime)
+        if len(callers.ranks) < self._runtime.world_size:
+            who = f"rank{'s' if len(callers.ranks) > 1 else ''} {', '.join(map(str, callers.ranks))}"
+            raise UnsupportedError(
+                f"{type(model).__name__} is called at {callers.call_site} on {who} only, {callers.reason}: under the "
+                f"{self._strategy} strategy each rank holds a part of it, and a forward needs all of them. Call it on every rank, "
+                "and leave only what is done with the result under the condition"
+            )

@@ -1,0 +1,242 @@
+"""Sharded models themselves: prepared again, copied, built without memory; number formats and optimizers on parts."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headway import ShardingOptions, init_empty_weights
+from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
+from headway.strategies import gathered, values
+from headway.strategies.gradients import is_distributed, local
+from headway.strategies.units import find_units
+from tests.distributed.layouts import GPT, each, norm, seeded, squares, start, text, whole_weights
+from tests.distributed.ranks import run_ranks
+
+# ---------------------------------------------------------------- prepare again, copies, methods
+
+
+def prepared_again() -> None:
+    accelerator = start()
+    model, optimizer = accelerator.prepare(model := seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(squares(model, text()))
+    optimizer.step()
+    before = whole_weights(model)
+    accelerator.free_memory()
+    assert type(model).__name__ == "FSDPGPT"
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert all(torch.equal(value, before[name]) for name, value in whole_weights(model).items())
+    optimizer.zero_grad()
+    accelerator.backward(squares(model, text()))
+    assert norm(accelerator, model) > 0
+    accelerator.free_memory()
+    with pytest.raises(PrepareError, match="sharded already, in another way"):
+        start(kwargs_handlers=[ShardingOptions(reshard_after_forward=False)]).prepare(model)
+
+
+def copies() -> None:
+    accelerator = start()
+    model = accelerator.prepare(seeded(0, GPT))
+    for copier in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
+        with pytest.raises(UnsupportedError, match="cannot be copied"):
+            copier(model)
+    # An average of the parts needs no copy of the model.
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        average[name].lerp_(parameter.detach(), 0.5)
+    accelerator.free_memory()
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(4, 2)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) * self.head.bias.sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(x)
+
+
+def other_methods() -> None:
+    accelerator = start(kwargs_handlers=[ShardingOptions(forward_methods=("encode",))])
+    model, plain, x = accelerator.prepare(seeded(0, Encoder)), seeded(0, Encoder), torch.ones(2, 4)
+    torch.testing.assert_close(model.encode(x), plain.encode(x))
+    accelerator.backward(model.encode(x).sum())
+    plain.encode(x).sum().backward()
+    torch.testing.assert_close(model.head.bias.grad.full_tensor(), plain.head.bias.grad)
+    accelerator.free_memory()
+    with pytest.raises(PrepareError, match="forward_methods"):
+        start(kwargs_handlers=[ShardingOptions(forward_methods=("encodes",))]).prepare(seeded(0, Encoder))
+
+
+def local_sgd() -> None:
+    accelerator = start()
+    model = accelerator.prepare(seeded(0, GPT))
+    with pytest.raises(HeadwayError, match="local SGD"), accelerator.strategy.keep_local(model):
+        pass
+    accelerator.free_memory()
+
+
+def optimizers() -> None:
+    """What works on parts: one step as on one process."""
+    kinds: dict[str, Any] = {
+        "foreach": lambda ps: torch.optim.AdamW(ps, lr=0.1, foreach=True),
+        "fused": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
+        "nesterov": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+        "muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.1),
+    }
+    accelerator = start()
+    for kind, make in kinds.items():
+        plain = seeded(0, GPT)
+        by_hand = make(list(plain.parameters()))
+        model, optimizer = accelerator.prepare(model := seeded(0, GPT), make(list(model.parameters())))
+        for seed in (1, 2):
+            with accelerator.accumulate(model):
+                accelerator.backward(squares(model, text(seed)))
+                optimizer.step()
+                optimizer.zero_grad()
+            squares(plain, text(seed)).backward()
+            by_hand.step()
+            by_hand.zero_grad()
+        found, expected = squares(model, text()), squares(plain, text())
+        assert found.item() == pytest.approx(expected.item(), rel=1e-2 if kind == "muon" else 1e-5), kind
+        accelerator.free_memory()
+    with pytest.raises(UnsupportedError, match=r"Adafactor cannot train a sharded model.*AdamW"):
+        accelerator.prepare(model := GPT(), torch.optim.Adafactor(model.parameters()))
+
+
+def overflow_on_one_rank() -> None:
+    """fp16: an overflow in one rank's part skips the update on all, and the scale shrinks alike."""
+    accelerator = start(mixed_precision="fp16")
+    model, optimizer = accelerator.prepare(model := seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
+    skipped = []
+    for step in range(3):
+        accelerator.backward(squares(model, text()))
+        if step == 1 and accelerator.process_index == 1:
+            local(dict(model.named_parameters())["norm.weight"].grad).fill_(float("inf"))  # type: ignore[arg-type]
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+    assert skipped == [False, True, False]
+    accelerator.precision.adjust()
+    assert accelerator.precision.gradient_scale() == 32768.0
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in whole_weights(model).values())
+    accelerator.free_memory()
+
+
+def formats() -> None:
+    """Gathered in bf16, kept in float32; what has converted a part is told before the first update."""
+    accelerator = start(mixed_precision="bf16")
+    model, optimizer = accelerator.prepare(model := seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
+    gathered_in: dict[str, torch.dtype] = {}
+    model.blocks[0].up.register_forward_pre_hook(lambda linear, args: gathered_in.update(linear=linear.weight.dtype))
+    model.blocks[0].first.register_forward_pre_hook(
+        lambda norm, args: gathered_in.update(norm=norm.weight.dtype, stream=args[0].dtype)
+    )
+    accelerator.backward(squares(model, text()))
+    assert gathered_in == {"linear": torch.bfloat16, "norm": torch.float32, "stream": torch.float32}
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}  # type: ignore[union-attr]
+    record = next(r for r in gathered.records(model) if r._param_fqn == "blocks.0.up.weight")
+    record.mp_policy = type(record.mp_policy)(param_dtype=torch.float16)
+    with pytest.raises(
+        StateError, match=r"blocks.0.up.weight of FSDPGPT: the gathered parameter is bfloat16 instead of float16"
+    ):
+        optimizer.step()
+    accelerator.free_memory()
+    accelerator = start(kwargs_handlers=[ShardingOptions(param_dtype="bf16", output_dtype="float32")])
+    model = accelerator.prepare(seeded(0, GPT))
+    assert model(text()).dtype == torch.float32
+    assert model.tokens.weight.dtype == torch.float32 or not is_distributed(model.tokens.weight)
+    accelerator.free_memory()
+
+
+# ---------------------------------------------------------------- models without memory
+
+
+class Measured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def without_memory() -> None:
+    accelerator = start()
+    with torch.device("meta"):
+        model = GPT()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(accelerator.process_index)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert model.tokens.weight is model.head.weight
+    found = whole_weights(model)
+    assert float(found["tokens.weight"].std()) == pytest.approx(1.0, abs=0.1)
+    assert torch.equal(found["norm.weight"], torch.ones(16))
+    everywhere = accelerator.strategy.everyone.gather_objects({n: t.double().sum().item() for n, t in found.items()})
+    assert everywhere[0] == everywhere[1]
+    accelerator.backward(squares(model, text()))
+    optimizer.step()
+    accelerator.free_memory()
+    # In the order of its modules, each unit begins as it would by itself.
+    with init_empty_weights():
+        model = Measured()
+    torch.manual_seed(3)
+    model = accelerator.prepare(model)
+    torch.manual_seed(3)
+    for index, block in enumerate(model.blocks):
+        expected = nn.Linear(64, 64)
+        torch.testing.assert_close(block[0].weight.full_tensor(), expected.weight.detach(), msg=str(index))
+    accelerator.free_memory()
+    # Beside its parts, a rank holds one unit at a time.
+    with torch.device("meta"):
+        model = Measured()
+    units = find_units(model, ShardingOptions())
+    inner = accelerator.strategy._shard(model, units)  # type: ignore[attr-defined]
+    largest = values.fill(model, inner, torch.device("cpu"), accelerator.collectives)
+    assert largest == 64 * 67 * 4
+    assert largest * 6 == sum(p.numel() * p.element_size() for p in model.parameters())
+    accelerator.free_memory()
+
+
+class Nameless(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def without_memory_refused() -> None:
+    accelerator = start()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), Nameless())
+    with pytest.raises(PrepareError, match=r"cannot make their values: 1\. .*reset_parameters"):
+        accelerator.prepare(model)
+    with torch.device("meta" if accelerator.process_index else "cpu"):
+        model = nn.Linear(3, 3)
+    with pytest.raises(PrepareError, match="on ranks 1 alone"):
+        accelerator.prepare(model)
+
+
+GROUPS = {
+    "formats": (optimizers, overflow_on_one_rank, formats),
+    "models": (prepared_again, copies, other_methods, local_sgd, without_memory, without_memory_refused),
+}  # fmt: skip
+
+
+def go(group: str, only: str = "") -> list[str]:
+    return each(GROUPS[group], only)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_sharded_models(group):
+    for failed in run_ranks(go, 2, group):
+        assert not failed, failed[0]

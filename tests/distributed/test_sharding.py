@@ -1,0 +1,311 @@
+"""Sharded models in loops: the traps that are silent in bare torch, several models, losses and micro-batches."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from headway import GradientAccumulationPlugin, ShardingOptions
+from headway.errors import StateError
+from headway.strategies import gathered
+from headway.strategies.gradients import is_distributed, local
+from tests.distributed.layouts import GPT, LENGTH, each, norm, seeded, squares, start, text, whole_weights
+from tests.distributed.ranks import run_ranks
+
+# ---------------------------------------------------------------- the traps
+
+
+def trap_old_optimizer() -> None:
+    """2: an optimizer and a list of parameters from before prepare() go on with the parts."""
+    accelerator = start()
+    model = seeded(0, GPT)
+    listed = list(model.parameters())
+    optimizer = torch.optim.SGD(listed, lr=1.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    before = whole_weights(model)
+    with accelerator.accumulate(model):
+        accelerator.backward(squares(model, text()))
+        assert float(accelerator.clip_grad_norm_(listed, 1e9)) == norm(accelerator, model) > 0
+        optimizer.step()
+    after = whole_weights(model)
+    assert all(not torch.equal(before[name], after[name]) for name in ("tokens.weight", "blocks.0.up.weight"))
+    accelerator.free_memory()
+
+
+def trap_not_finite_on_one_rank() -> None:
+    """3: what is not finite in one rank's part alone is not finite in the norm of all."""
+    accelerator = start(on_non_finite="skip")
+    model, optimizer = accelerator.prepare(model := seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
+    for bad in (float("inf"), float("nan")):
+        accelerator.backward(squares(model, text()))
+        if accelerator.process_index == 1:
+            local(dict(model.named_parameters())["blocks.0.up.weight"].grad).fill_(bad)  # type: ignore[arg-type]
+        for norm_type in (2.0, 1.0, float("inf")):
+            assert not torch.isfinite(accelerator.strategy.total_norm(list(model.parameters()), norm_type))
+        optimizer.step()
+        assert optimizer.step_was_skipped
+        optimizer.zero_grad()
+    accelerator.backward(squares(model, text()))
+    plain = seeded(0, GPT)
+    squares(plain, text()).backward()
+    for norm_type in (2.0, 1.0, float("inf")):
+        found = accelerator.strategy.total_norm(list(model.parameters()), norm_type)
+        expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)  # type: ignore[misc]
+        assert not is_distributed(found)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    accelerator.free_memory()
+
+
+def trap_weightless_nan() -> None:
+    """4: a loss that weighs nothing and is 0/0 leaves no trace in the gradients, on the rank where it came from or elsewhere."""
+    accelerator = start()
+    model, optimizer = accelerator.prepare(model := seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            weights = torch.ones(2, LENGTH) * (accelerator.process_index == 0)
+            loss = (model(text()).square().mean(-1) * weights).sum() / weights.sum()
+            accelerator.backward(loss, weight=float(weights.sum()))
+            assert 0 < norm(accelerator, model) < float("inf")
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in whole_weights(model).values())
+    accelerator.free_memory()
+
+
+def trap_failed_window() -> None:
+    """5: gradients of a window that failed do not leak into the next one."""
+    norms = []
+    for fails in (False, True):
+        accelerator = start(gradient_accumulation_steps=2)
+        model = accelerator.prepare(seeded(0, GPT))
+        if fails:
+            with accelerator.accumulate(model):
+                accelerator.backward(squares(model, text(5)))
+            assert any(gathered.whole_parameter(r).grad is not None for r in gathered.records(model))  # type: ignore[union-attr]
+            with contextlib.suppress(KeyError), accelerator.accumulate(model):
+                squares(model, text(6))  # a forward without its backward
+                raise KeyError
+        for seed in (1, 2):
+            with accelerator.accumulate(model):
+                accelerator.backward(squares(model, text(seed)))
+        norms.append(norm(accelerator, model))
+        accelerator.free_memory()
+    assert norms[1] == norms[0]
+
+
+def trap_after_evaluation() -> None:
+    """6: after an evaluation forward, names and parameters are those of before."""
+    accelerator = start()
+    model, _optimizer = accelerator.prepare(model := seeded(0, GPT), torch.optim.SGD(model.parameters(), lr=0.1))
+    parts = [id(p) for p in model.parameters()]
+    model.eval()
+    with torch.no_grad():
+        model(text())
+    assert [id(p) for p in model.parameters()] != parts  # the root is whole now
+    assert [id(accelerator.strategy.current(p)) for p in model.parameters()] == parts
+    accelerator.strategy.at_rest(model)
+    assert [id(p) for p in model.parameters()] == parts
+    model(text())
+    exported = dict(accelerator.strategy.export_state(model))
+    assert all(is_distributed(tensor) for tensor in exported.values())
+    assert list(exported) == list(seeded(0, GPT).state_dict())
+    accelerator.free_memory()
+
+
+class Shared(nn.Module):
+    """Two of three blocks share a matrix with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3))
+        self.blocks[2][0].weight = self.blocks[0][0].weight  # type: ignore[index]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+def trap_ties() -> None:
+    """7: what was tied stays tied, in the root or across blocks, and its gradient is the sum over its uses."""
+    accelerator = start()
+    model = accelerator.prepare(seeded(0, GPT))
+    squares(model, text())
+    accelerator.strategy.at_rest(model)
+    assert model.tokens.weight is model.head.weight
+    x, plain = torch.randn(3, 4, generator=torch.Generator().manual_seed(2)), seeded(1, Shared)
+    model = accelerator.prepare(seeded(1, Shared))
+    assert model.blocks[0][0].weight is model.blocks[2][0].weight
+    assert (
+        len(list(gathered.shards(model))) == 4
+    )  # the root, blocks.1, and in each opened block what it shares with nobody
+    accelerator.backward(model(x).square().sum())
+    plain(x).square().sum().backward()
+    grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}  # type: ignore[union-attr]
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad)
+    accelerator.free_memory()
+
+
+def trap_seeds() -> None:
+    """8: models made from different seeds begin with rank 0's values everywhere, buffers among them."""
+    accelerator = start()
+    made = seeded(accelerator.process_index, lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    made[1].running_mean.fill_(accelerator.process_index)
+    expected = {**seeded(0, lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))).state_dict()}
+    found = whole_weights(accelerator.prepare(made))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    accelerator.free_memory()
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, uses_second: bool) -> torch.Tensor:
+        return self.second(self.first(x)) if uses_second else self.first(x)
+
+
+def trap_unused_parameters() -> None:
+    """10: used on one rank only: the sum over the ranks. Used nowhere: no gradient, so that weight decay leaves it alone."""
+    accelerator = start()
+    torch.manual_seed(0)
+    model = Two()
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    by_hand = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
+    for users in ([0], [], [0, 1], [1]):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x, accelerator.process_index in users).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        sum(plain(x, rank in users).square().mean() / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
+        by_hand.step()
+        by_hand.zero_grad()
+        found = whole_weights(model)
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+    accelerator.free_memory()
+    # Where the first update used everything, nobody asks again; what comes later is told, or asked for.
+    for asks in (False, True):
+        accelerator = start(kwargs_handlers=[ShardingOptions(find_unused_parameters=asks)])
+        model = accelerator.prepare(nn.Sequential(first := nn.Linear(4, 4), second := nn.Linear(4, 4)))
+        accelerator.backward(model(x).sum())
+        accelerator.strategy.drop_gradients(list(model.parameters()))
+        hidden = model.register_forward_hook(
+            lambda m, args, out: out * 0 + first.bias.sum() if False else out.detach() + m[0].bias.sum()
+        )
+        if asks:
+            accelerator.backward(model(x).sum())
+            assert second.weight.grad is None
+            assert first.bias.grad is not None
+        else:
+            with pytest.raises(StateError, match=r"3 parameters .*find_unused_parameters"):
+                accelerator.backward(model(x).sum())
+        hidden.remove()
+        accelerator.free_memory()
+
+
+# ---------------------------------------------------------------- several models, losses, micro-batches
+
+
+def second_loss_and_retained_graph() -> None:
+    accelerator = start()
+    model = accelerator.prepare(seeded(0, GPT))
+    with accelerator.accumulate(model):
+        out = model(text())
+        accelerator.backward(out.square().mean(), retain_graph=True)
+        once = norm(accelerator, model)
+        accelerator.backward(out.square().mean())
+        assert norm(accelerator, model) == pytest.approx(2 * once, rel=1e-6)
+    accelerator.free_memory()
+
+
+def gradients_of_each_batch() -> None:
+    """Reduced once a window, or in each micro-batch: the same; by hand with no_sync too, and through forward_backward."""
+    norms = []
+    for is_each in (False, True):
+        plugin = GradientAccumulationPlugin(num_steps=3, sync_each_batch=is_each)
+        accelerator = start(gradient_accumulation_plugin=plugin)
+        model = accelerator.prepare(seeded(0, GPT))
+        for seed in range(3):
+            with accelerator.accumulate(model):
+                accelerator.backward(squares(model, text(seed + 7 * accelerator.process_index)))
+            is_last = seed == 2
+            assert (model.tokens.weight.grad is None) == (not is_each and not is_last)
+        norms.append(norm(accelerator, model))
+        accelerator.free_memory()
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+    accelerator = start()
+    model = accelerator.prepare(seeded(0, GPT))
+    with model.no_sync():
+        accelerator.backward(squares(model, text(0 + 7 * accelerator.process_index)) / 3)
+    assert model.tokens.weight.grad is None
+    for seed in (1, 2):
+        accelerator.backward(squares(model, text(seed + 7 * accelerator.process_index)) / 3)
+    assert norm(accelerator, model) == pytest.approx(norms[0], rel=1e-6)
+    accelerator.strategy.drop_gradients(list(model.parameters()))
+    loss = accelerator.forward_backward(text(rows=4), lambda ids: squares(model, ids))
+    assert float(loss) == pytest.approx(squares(seeded(0, GPT), text(rows=4)).item(), rel=1e-6)
+    accelerator.free_memory()
+
+
+def several_models() -> None:
+    """Two models that take turns, and one that only evaluates."""
+    accelerator = start()
+    one, other, teacher = seeded(0, GPT), seeded(1, GPT), seeded(2, GPT)
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, other))
+    expected = []
+    for seed in range(3):
+        plain = seeded(seed, GPT)
+        if seed < 2:
+            (squares(plain, text()) / (1 + 0 * seed)).backward()
+            torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        expected.append(plain.state_dict())
+    one, other, first, second = accelerator.prepare(one, other, first, second)
+    teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+    for model, optimizer in ((one, first), (other, second)):
+        with accelerator.accumulate(model):
+            accelerator.backward(squares(model, text()))
+            optimizer.step()
+            optimizer.zero_grad()
+    if accelerator.process_index == 0:  # a teacher is whole, and may run on one rank alone
+        teacher(text())
+    for model, values in zip((one, other, teacher), expected):
+        for name, value in whole_weights(model).items():
+            torch.testing.assert_close(value, values[name])
+    accelerator.free_memory()
+
+
+def buffers_follow_rank_0() -> None:
+    accelerator = start()
+    model = accelerator.prepare(seeded(0, lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))))
+    with accelerator.accumulate(model):
+        generator = torch.Generator().manual_seed(accelerator.process_index)
+        accelerator.backward(model(torch.randn(4, 4, generator=generator)).mean())
+    plain = seeded(0, lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+    plain(torch.randn(4, 4, generator=torch.Generator().manual_seed(0)))
+    torch.testing.assert_close(model[1].running_mean, plain[1].running_mean)
+    accelerator.free_memory()
+
+
+GROUPS = {
+    "traps": (trap_old_optimizer, trap_not_finite_on_one_rank, trap_weightless_nan, trap_failed_window, trap_after_evaluation,
+              trap_ties, trap_seeds, trap_unused_parameters),
+    "loops": (second_loss_and_retained_graph, gradients_of_each_batch, several_models, buffers_follow_rank_0),
+}  # fmt: skip
+
+
+def go(group: str, only: str = "") -> list[str]:
+    return each(GROUPS[group], only)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_sharded_models_in_loops(group):
+    for failed in run_ranks(go, 2, group):
+        assert not failed, failed[0]
