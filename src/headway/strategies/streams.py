@@ -27,7 +27,7 @@ class Streams:
         self._start: torch.Tensor | None = None
         self._kind: str = axis.mesh.device_type
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def part(self) -> None:
         """From here on activations are cut."""
         if self._common is None:
@@ -36,7 +36,7 @@ class Streams:
             self._start = torch.Generator(self._kind).manual_seed(seed * 65_537 + self._axis.rank).get_state()
             self._write(self._start)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join(self) -> None:
         """From here on they are whole; the common stream goes on where it was, one number further if any was drawn."""
         if self._common is None:
