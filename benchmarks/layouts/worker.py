@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import headway
 from benchmarks.timing import HAS_ACCELERATE, interleave, summary
@@ -90,6 +90,8 @@ def by_hand(size: str, ids: torch.Tensor) -> Callable[[], None]:
 def prepared(accelerator: Any, size: str, ids: torch.Tensor) -> Callable[[], None]:
     """The same loop through an Accelerator."""
     model, optimizer = accelerator.prepare(*parts(size))
+    if not isinstance(model, FSDPModule):
+        raise TypeError(f"prepare() gave a {type(model).__name__}, which is not sharded")
 
     def run() -> None:
         for _ in range(STEPS):
@@ -136,7 +138,6 @@ def main() -> None:
         if other is not None:
             try:
                 passes["accelerate"] = prepared(other, size, ids)
-                passes["accelerate"]()
             except Exception as error:  # on every rank alike, or the launcher ends the run
                 passes.pop("accelerate", None)
                 rows["Accelerate"] = f"{type(error).__name__}: {error}"[:200]

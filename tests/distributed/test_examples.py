@@ -52,7 +52,14 @@ def test_the_comparison_can_fail():
 
 def test_the_table_names_every_example():
     table = (EXAMPLES / "README.md").read_text()
-    for path in [EXAMPLES / "text.py", EXAMPLES / "vision.py", EXAMPLES / "trainer.py", BASE, *FEATURES]:
+    for path in [
+        EXAMPLES / "text.py",
+        EXAMPLES / "vision.py",
+        EXAMPLES / "fsdp.py",
+        EXAMPLES / "trainer.py",
+        BASE,
+        *FEATURES,
+    ]:
         assert f"{path.relative_to(EXAMPLES)}" in table
 
 
@@ -126,3 +133,9 @@ def test_the_trainer_learns_digits_and_text(tmp_path):
     text, largest = map(float, re.search(r"text: ([\d.]+) of .* alone gives ([\d.]+)", out).groups())
     assert text > largest + 0.05
     assert (tmp_path / "runs" / "trainer" / "text" / "weights" / "config.json").exists()
+
+
+def test_the_sharded_gpt_learns_to_count_alike_on_one_process_and_on_two():
+    for num_ranks in (1, 2):
+        for found in run_ranks(accuracies, num_ranks, str(EXAMPLES / "fsdp.py")):
+            assert found["fsdp"] < 0.5

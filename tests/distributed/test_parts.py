@@ -139,6 +139,11 @@ def with_state(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": model[0].parameters(), "lr": 0.1}], lr=0.05)  # type: ignore[index]
 
 
+def _number(optimizer: Any, parameter: torch.Tensor) -> int:
+    flat = [p for group in optimizer.param_groups for p in group["params"]]
+    return next(index for index, each in enumerate(flat) if each is parameter)
+
+
 def early() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, prepare in PREPARATIONS.items():
@@ -163,6 +168,17 @@ def early() -> dict[str, Any]:
             name
         )
         found[name] = torch.tensor(norms), whole(model)
+        # A state of whole tensors, as another library has saved it, is cut like the parameters.
+        state = prepared.state_dict()
+        plain = {
+            key: {n: getattr(v, "full_tensor", lambda v=v: v)() for n, v in each.items()}
+            for key, each in state["state"].items()
+        }
+        prepared.load_state_dict({**state, "state": plain})
+        for parameter, each in optimizer.state.items():
+            torch.testing.assert_close(
+                each["exp_avg"].to_local(), state["state"][_number(prepared, parameter)]["exp_avg"].to_local()
+            )
         accelerator.free_memory()
     return found
 

@@ -284,11 +284,14 @@ def test_checkpoints_go_from_one_layout_to_another(package: Path, tmp_path: Path
     whole = run_ranks(saved, 4, package, where, 4, False)
     wanted = torch.tensor(whole[0]["losses"])
     for folder, world, differs in ((package, 4, False), (None, 4, True), (package, 2, True)):
-        for rank, found in enumerate(run_ranks(saved, world, folder, where, None, True)):
+        ranks = run_ranks(saved, world, folder, where, None, True)
+        for rank, found in enumerate(ranks):
             torch.testing.assert_close(torch.tensor(found["losses"]), wanted, atol=2e-5, rtol=2e-5)
             assert bool(found["differences"]) == differs, found["differences"]
             if not differs:
                 assert found["draw"] == whole[rank]["draw"]
+        if differs:  # streams are derived: one for each part of the data
+            assert len({found["draw"] for found in ranks}) == (world if folder is None else world // 2)
     # Ranks of one part of the data have one stream.
     assert whole[0]["draw"] == whole[1]["draw"]
 

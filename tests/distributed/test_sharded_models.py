@@ -12,7 +12,7 @@ from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedEr
 from headway.strategies import gathered, values
 from headway.strategies.gradients import is_distributed, local
 from headway.strategies.units import find_units
-from tests.distributed.layouts import GPT, each, norm, seeded, squares, start, text, whole_weights
+from tests.distributed.layouts import GPT, each, gpt2, llama, norm, seeded, squares, start, text, whole_weights
 from tests.distributed.ranks import run_ranks
 
 # ---------------------------------------------------------------- prepare again, copies, methods
@@ -214,6 +214,25 @@ class Nameless(nn.Module):
         self.scale = nn.Parameter(torch.ones(3))
 
 
+def models_of_transformers() -> None:
+    """Built without memory, they begin as their own `_init_weights` says; `generate` runs on all ranks alike."""
+    accelerator = start()
+    for make in (lambda: llama(tied=True), gpt2):
+        with torch.device("meta"):
+            model = make()
+        found, expected = whole_weights(accelerator.prepare(model)), seeded(0, make).state_dict()
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert float(found[name].std()) == pytest.approx(float(value.std()), abs=0.004), name
+            assert float(found[name].mean()) == pytest.approx(float(value.mean()), abs=0.006), name
+        assert bool(torch.isfinite(model(text()).logits).all())
+        accelerator.free_memory()
+    model, plain = accelerator.prepare(seeded(0, llama)).eval(), seeded(0, llama).eval()
+    how = {"max_new_tokens": 5, "do_sample": False, "use_cache": False}
+    assert torch.equal(model.generate(text()[:, :4], **how), plain.generate(text()[:, :4], **how))
+    accelerator.free_memory()
+
+
 def without_memory_refused() -> None:
     accelerator = start()
     with torch.device("meta"):
@@ -228,7 +247,7 @@ def without_memory_refused() -> None:
 
 GROUPS = {
     "formats": (optimizers, overflow_on_one_rank, formats),
-    "models": (prepared_again, copies, other_methods, local_sgd, without_memory, without_memory_refused),
+    "models": (prepared_again, copies, other_methods, local_sgd, without_memory, models_of_transformers, without_memory_refused),
 }  # fmt: skip
 
 

@@ -350,7 +350,7 @@ class Collectives:
         entry = pending.entry
         lines = self._all_gather_objects((entry.operation, entry.call_site, pending.signature, pending.num_numbers))
         told = "\n".join(
-            f"  rank {rank}: {operation} #{entry.sequence} at {site} of {signature or 'nothing'}"
+            f"  rank {self._global_rank(rank)}: {operation} #{entry.sequence} at {site} of {signature or 'nothing'}"
             for rank, (operation, site, signature, _) in enumerate(lines)
         )
         saving = [rank for rank, (operation, *_) in enumerate(lines) if operation == SAVE]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from headway.errors import UnsupportedError
 from headway.optional import Later
 
 fsdp = Later("torch.distributed.fsdp")
@@ -25,7 +26,10 @@ def groups(model: torch.nn.Module) -> Iterator[Any]:
     """FSDP's groups of parameters that are gathered together, each once."""
     seen: set[int] = set()
     for module in shards(model):
-        for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        # Older torch has one group a unit, or none.
+        found = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        for group in filter(None, found):
             if id(group) not in seen:
                 seen.add(id(group))
                 yield group
@@ -42,6 +46,13 @@ def whole_parameter(record: Any) -> torch.Tensor | None:
     return getattr(record, "_unsharded_param", None)
 
 
+def sum_unused_too(model: torch.nn.Module) -> None:
+    """Whoever uses a parameter, and whoever does not: all ranks send the same. Older torch has no switch for it."""
+    for module in shards(model):
+        if hasattr(module, "set_reduce_scatter_unused_params"):
+            module.set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]
+
+
 def reshard(model: torch.nn.Module) -> None:
     """Let the module tree show shards again: nothing is gathered any more."""
     for module in shards(model):
@@ -49,8 +60,17 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def forget_gradients(model: torch.nn.Module) -> None:
-    """Drop what an interrupted forward or backward has left, and gradients that have not been reduced."""
+    """Drop what an interrupted forward or backward has left, and gradients that have not been reduced.
+
+    Raises:
+        UnsupportedError: this torch cannot.
+    """
     if isinstance(model, fsdp.FSDPModule):
+        if not hasattr(model, "reset_iter_state"):
+            raise UnsupportedError(
+                f"to go on after a failed window under sharding takes torch 2.13, and this is torch {torch.__version__}: what the "
+                "interrupted forward has gathered cannot be given back; end the run, and go on from a checkpoint"
+            )
         model.reset_iter_state()
     for record in records(model):
         record.unsharded_accumulated_grad = None

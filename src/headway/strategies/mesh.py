@@ -186,9 +186,7 @@ class MeshStrategy(SingleStrategy):
             fsdp.fully_shard(unit, reshard_after_forward=reshard, mp_policy=formats.blocks, **given)
         whole_root = reshard if isinstance(reshard, bool) else None
         fsdp.fully_shard(model, reshard_after_forward=whole_root, mp_policy=formats.root, **given)
-        for module in gathered.shards(model):
-            # Whoever uses a parameter, and whoever does not: all ranks send the same.
-            module.set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]
+        gathered.sum_unused_too(model)
         wanted = set(map(id, units.modules))
         _prefetch([module for module in model.modules() if id(module) in wanted], chosen)
         for name in chosen.forward_methods:

@@ -58,7 +58,7 @@ def test_layouts_win_over_packages(installed: Path) -> None:
     [
         ("nobody", r"'nobody' is unknown; allowed: ddp, .* Installed packages register: .*lonely"),
         ("gone", r"registered as .*:Gone, cannot be loaded: .*; mend or uninstall that package"),
-        ("bare", r"lacks accumulate, .*capabilities.*; let its class extend SingleStrategy or DDPStrategy"),
+        ("bare", r"lacks accept, accumulate, .*capabilities.*; let its class extend SingleStrategy or DDPStrategy"),
         ("lost", r"on rank 0 data_shard is 1 of 2, but this process is number 0 of 1 in data_group"),
     ],
 )
