@@ -20,7 +20,7 @@ tensor = Later("torch.distributed.tensor")
 
 def is_lendable(value: Any) -> bool:
     """Is it a parameter that this axis alone has cut or kept whole? Under FSDP: one that is gathered at the moment."""
-    return isinstance(value, tensor.DTensor) and value.device_mesh.ndim == 1  # type: ignore[no-any-return]
+    return isinstance(value, tensor.DTensor) and value.device_mesh.ndim == 1
 
 
 class Loan:
@@ -45,7 +45,8 @@ class Loan:
         if any(isinstance(value, tensor.DTensor) for value in (*args, *kwargs.values())):
             return
         for holder in self._modules:
-            for key, value in holder._parameters.items():
+            held: dict[str, Any] = holder._parameters
+            for key, value in held.items():
                 if value is not None and is_lendable(value):
                     is_whole = value.placements[0].is_replicate()
                     if not self._only_whole or is_whole:

@@ -35,12 +35,12 @@ class Axis:
 
 def spread(whole: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Whole on, for computations that are cut: gradients that come back are terms."""
-    return whole if axis.size == 1 else _Spread.apply(whole, axis)  # type: ignore[no-any-return, no-untyped-call]
+    return whole if axis.size == 1 else _Spread.apply(whole, axis)  # type: ignore[no-untyped-call]
 
 
 def total(term: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum of the ranks' terms, whole."""
-    return term if axis.size == 1 else _Total.apply(term, axis)  # type: ignore[no-any-return, no-untyped-call]
+    return term if axis.size == 1 else _Total.apply(term, axis)  # type: ignore[no-untyped-call]
 
 
 def join(part: torch.Tensor, axis: Axis, dim: int, size: int | None = None) -> torch.Tensor:
@@ -59,12 +59,12 @@ def join(part: torch.Tensor, axis: Axis, dim: int, size: int | None = None) -> t
 
 def join_for_terms(part: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """The whole of the ranks' parts, for computations that are cut: gradients that come back are terms."""
-    return part if axis.size == 1 else _Join.apply(part, axis, dim, None, True)  # type: ignore[no-any-return, no-untyped-call]
+    return part if axis.size == 1 else _Join.apply(part, axis, dim, None, True)  # type: ignore[no-untyped-call]
 
 
 def part_of(whole: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """This rank's part of what all hold alike."""
-    return whole if axis.size == 1 else _Part.apply(whole, axis, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return whole if axis.size == 1 else _Part.apply(whole, axis, dim)  # type: ignore[no-untyped-call]
 
 
 def part_of_total(term: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
@@ -129,7 +129,7 @@ class _Spread(torch.autograd.Function):
         return whole.view_as(whole)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return _sum(grad, ctx.axis), None
 
 
@@ -139,7 +139,7 @@ class _Total(torch.autograd.Function):
         return _sum(term, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad, None
 
 
@@ -152,7 +152,7 @@ class _Join(torch.autograd.Function):
         return _gather(part, axis, dim, size)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         found = _sum_part(grad, ctx.axis, ctx.dim) if ctx.is_for_terms else cut(grad, ctx.axis, ctx.dim).contiguous()
         return found, None, None, None, None
 
@@ -164,7 +164,7 @@ class _Part(torch.autograd.Function):
         return cut(whole, axis, dim).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return _gather(grad, ctx.axis, ctx.dim, ctx.size), None, None
 
 
@@ -175,5 +175,5 @@ class _PartOfTotal(torch.autograd.Function):
         return _sum_part(term, axis, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return _gather(grad, ctx.axis, ctx.dim, None), None, None

@@ -7,6 +7,7 @@ that follows from the common state and its number. It needs no memory: whoever c
 """
 
 import zlib
+from collections.abc import Callable
 
 import torch
 
@@ -19,6 +20,10 @@ class Streams:
 
     Args:
         axis: the ranks among which it is cut.
+
+    Attributes:
+        part: from here on activations are cut.
+        join: from here on they are whole again.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -26,9 +31,11 @@ class Streams:
         self._common: torch.Tensor | None = None
         self._start: torch.Tensor | None = None
         self._kind: str = axis.mesh.device_type
+        # Not by decorators: what they import takes longer than torch.
+        self.part: Callable[[], None] = torch.compiler.disable(self._part)  # type: ignore[no-untyped-call]
+        self.join: Callable[[], None] = torch.compiler.disable(self._join)  # type: ignore[no-untyped-call]
 
-    @torch.compiler.disable
-    def part(self) -> None:
+    def _part(self) -> None:
         """From here on activations are cut."""
         if self._common is None:
             self._common = self._read()
@@ -36,8 +43,7 @@ class Streams:
             self._start = torch.Generator(self._kind).manual_seed(seed * 65_537 + self._axis.rank).get_state()
             self._write(self._start)
 
-    @torch.compiler.disable
-    def join(self) -> None:
+    def _join(self) -> None:
         """From here on they are whole; the common stream goes on where it was, one number further if any was drawn."""
         if self._common is None:
             return

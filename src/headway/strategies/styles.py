@@ -211,8 +211,9 @@ class EmbeddingRowwise(Style):
     def misfit(self, module: torch.nn.Module, size: int) -> str | None:
         """A plain embedding is needed, with rows for all."""
         found = _embedding_misfit(module)
-        if found is None and module.weight.shape[0] <= -(-module.weight.shape[0] // size) * (size - 1):  # type: ignore[union-attr, index, operator]
-            return f"its {len(module.weight)} rows are too few for {size} ranks"  # type: ignore[arg-type]
+        num_rows = int(getattr(module, "num_embeddings", 0))
+        if found is None and num_rows <= -(-num_rows // size) * (size - 1):
+            return f"its {num_rows} rows are too few for {size} ranks"
         return found
 
     def dim(self, key: str, parameter: torch.Tensor) -> int | None:
@@ -230,8 +231,9 @@ class EmbeddingRowwise(Style):
             module.padding_idx = padding - first if first <= padding < last else None
 
         def local(ids: torch.Tensor) -> torch.Tensor:
-            site.held["elsewhere"] = (ids < first) | (ids >= last)
-            return (ids - first).masked_fill(site.held["elsewhere"], 0)
+            elsewhere = site.held["elsewhere"] = (ids < first) | (ids >= last)
+            found: torch.Tensor = (ids - first).masked_fill(elsewhere, 0)
+            return found
 
         return with_first(args, kwargs, local)
 
@@ -323,7 +325,7 @@ def _embedding_misfit(module: torch.nn.Module) -> str | None:
 
 def make(name: str) -> Style:
     """The style of this name; `config.tensor.STYLES` has the names."""
-    return {
+    known: dict[str, Callable[[], Style]] = {
         "colwise": Colwise,
         "colwise_gather_output": lambda: Colwise(is_gathered=True),
         "colwise_rep": lambda: Colwise(is_gathered=True),
@@ -342,4 +344,5 @@ def make(name: str) -> Style:
         "moe_identity_expert": IdentityExpert,
         "local_params": Style,
         "replicate": Style,
-    }[name]()
+    }
+    return known[name]()

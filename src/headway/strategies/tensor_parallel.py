@@ -164,7 +164,8 @@ def _find_head(model: torch.nn.Module, cuts: Cuts) -> Site:
     gathered = [
         site for site in cuts.sites.values() if isinstance(site.style, styles.Colwise) and site.style.is_gathered
     ]
-    own = model.get_output_embeddings() if callable(getattr(model, "get_output_embeddings", None)) else None
+    ask: Any = getattr(model, "get_output_embeddings", None)
+    own = ask() if callable(ask) else None
     found = [site for site in gathered if own is None or site.module is own]
     if len(found) != 1:
         raise ConfigError(
