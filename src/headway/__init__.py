@@ -92,6 +92,7 @@ _PLACES = {
     "offload_state_dict": "headway.offload.dat_folder",
     "offload_weight": "headway.offload.dat_folder",
     "on_main_process": "headway.tracking.base",
+    "plan": "headway.planning.compare",
     "print_gpu_utilization": "headway.memory.use",
     "print_summary": "headway.memory.use",
     "read_offload_index": "headway.offload.dat_folder",
@@ -161,7 +162,6 @@ if TYPE_CHECKING:
     from headway.config.run import GradientAccumulationPlugin as GradientAccumulationPlugin
     from headway.config.run import ProjectConfiguration as ProjectConfiguration
     from headway.config.sharding import ShardingOptions as ShardingOptions
-    from headway.config.tensor import TensorParallelOptions as TensorParallelOptions
     from headway.config.strategies import ActivationCheckpointing as ActivationCheckpointing
     from headway.config.strategies import AutocastKwargs as AutocastKwargs
     from headway.config.strategies import DDPCommunicationHookType as DDPCommunicationHookType
@@ -169,6 +169,7 @@ if TYPE_CHECKING:
     from headway.config.strategies import GradScalerKwargs as GradScalerKwargs
     from headway.config.strategies import InitProcessGroupKwargs as InitProcessGroupKwargs
     from headway.config.strategies import ProfileKwargs as ProfileKwargs
+    from headway.config.tensor import TensorParallelOptions as TensorParallelOptions
     from headway.data.skip import skip_first_batches as skip_first_batches
     from headway.launch.notebook import debug_launcher as debug_launcher
     from headway.launch.notebook import notebook_launcher as notebook_launcher
@@ -212,6 +213,7 @@ if TYPE_CHECKING:
     from headway.placement.skeleton import init_empty_weights as init_empty_weights
     from headway.placement.skeleton import init_on_device as init_on_device
     from headway.placement.workload import Workload as Workload
+    from headway.planning.compare import plan as plan
     from headway.progress import track as track
     from headway.runtime.seed import set_seed as set_seed
     from headway.tracking.base import GeneralTracker as GeneralTracker

@@ -13,8 +13,9 @@ from headway.units import format_bytes, format_number, parse_bytes
 
 _ABOUT = """Say what training MODEL takes on so many ranks, layout by layout, the cheapest that fits first.
 
-MODEL is a folder with a transformers `config.json`, such a file, a transformers model type ("llama"), or `module:function`: a function that
-returns a model, or a model and a step (model -> loss). The model is prepared as in a run, without memory and without other processes.
+MODEL is a folder with a transformers `config.json`, such a file, a transformers model type ("llama"), or `module:function`: a function
+that returns a model, or a model and a step (model -> loss). The model is prepared as in a run, without memory and without other
+processes.
 """
 
 _EPILOG = examples(
@@ -38,9 +39,7 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], json_: bool, **give
     from headway.planning.table import describe, tabulate
 
     source = find(model, given["batch"], given["sequence"])
-    cluster = Cluster(
-        given["machine_ranks"], given["intra"] * 1e9, given["inter"] * 1e9, given["flops"] * 1e12, memory
-    )
+    cluster = Cluster(given["machine_ranks"], given["intra"] * 1e9, given["inter"] * 1e9, given["flops"] * 1e12, memory)
     found = compare(
         source.make,
         strategy or candidates(ranks, cluster.machine_ranks, source.has_plan),
@@ -91,7 +90,12 @@ command = GroupedCommand(
     params=[
         click.Argument(["model"], metavar="MODEL"),
         GroupedOption(
-            ["--ranks"], metavar="N", group="Run", type=click.IntRange(min=1), required=True, help="Processes of the run."
+            ["--ranks"],
+            metavar="N",
+            group="Run",
+            type=click.IntRange(min=1),
+            required=True,
+            help="Processes of the run.",
         ),
         GroupedOption(
             ["--strategy"],
@@ -141,7 +145,9 @@ command = GroupedCommand(
         _number("--inter", "GB/S", 40.0, "What a rank sends to other machines.", _ABOVE_0),
         _number("--flops", "TFLOPS", 400.0, "What a rank computes a second, as reached, not as advertised.", _ABOVE_0),
         _number("--memory", "SIZE", None, "Memory of a device, such as 80GB; what needs more does not fit.", str),
-        GroupedOption(["--json", "json_"], group="Output", is_flag=True, help="Print JSON, every number in bytes or seconds."),
+        GroupedOption(
+            ["--json", "json_"], group="Output", is_flag=True, help="Print JSON, every number in bytes or seconds."
+        ),
     ],
     help=_ABOUT,
     epilog=_EPILOG,

@@ -197,9 +197,13 @@ def _numel(piece: Piece) -> int:
 
 def _gathered(volumes: dict[Exchange, Volume]) -> int:
     """What lies gathered at once: the unit that computes, the one fetched ahead, and the root, which stays; gradients of one unit."""
-    gathers = [volume for exchange, volume in volumes.items() if exchange.kind == "all_gather" and "shard" in exchange.axis]
+    gathers = [
+        volume for exchange, volume in volumes.items() if exchange.kind == "all_gather" and "shard" in exchange.axis
+    ]
     reductions = [
-        volume.largest for exchange, volume in volumes.items() if exchange.kind == "reduce_scatter" and "shard" in exchange.axis
+        volume.largest
+        for exchange, volume in volumes.items()
+        if exchange.kind == "reduce_scatter" and "shard" in exchange.axis
     ]
     if not gathers:
         return 0

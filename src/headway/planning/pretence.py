@@ -71,7 +71,9 @@ class RealStaysReal(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _has_no_values(args: tuple[Any, ...]) -> bool:
-    return bool(args) and isinstance(args[0], torch.Tensor) and (is_fake(args[0]) or args[0].is_meta) and args[0].dim() > 0
+    return (
+        bool(args) and isinstance(args[0], torch.Tensor) and (is_fake(args[0]) or args[0].is_meta) and args[0].dim() > 0
+    )
 
 
 def _chunks(tensor: torch.Tensor, chunks: int, dim: int = 0) -> list[torch.Tensor]:

@@ -52,7 +52,9 @@ def _cuts(tensor: torch.Tensor) -> dict[int, tuple[str, ...]]:
         return {}
     names: Sequence[str] = tensor.device_mesh.mesh_dim_names or ()
     found: dict[int, list[str]] = {}
-    is_strided = any(not isinstance(placement, Shard) and hasattr(placement, "split_factor") for placement in tensor.placements)
+    is_strided = any(
+        not isinstance(placement, Shard) and hasattr(placement, "split_factor") for placement in tensor.placements
+    )
     placed: list[tuple[str, Placement]] = list(zip(names, tensor.placements))
     # fully_shard cuts what tensor parallelism has cut before it, and marks that by a stride.
     for name, placement in reversed(placed) if is_strided else placed:

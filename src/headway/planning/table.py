@@ -12,7 +12,18 @@ _NOT_COUNTED = "not counted"
 
 def tabulate(comparison: Comparison) -> list[str]:
     """The layouts beside each other, then why some do not fit."""
-    head = ["strategy", "weights", "gradients", "optimizer", "activations", "gathered", "together", "sent", "update", "waits for"]
+    head = [
+        "strategy",
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "gathered",
+        "together",
+        "sent",
+        "update",
+        "waits for",
+    ]
     has_tokens = any(row.cost is not None and row.cost.tokens_per_second for row in comparison.rows)
     head += ["tokens/s"] if has_tokens else []
     head.append("")
@@ -76,7 +87,10 @@ def describe(plan: Plan, found: Cost | None = None) -> list[str]:
         lines.append("one update sends nothing")
     lines.append(f"one update computes {format_number((plan.flops or 0) / 1e12)} TFLOP a rank")
     if found is not None:
-        parts = [f"computing {_seconds(found.compute)}", *(f"{axis} {_seconds(s)}" for axis, s in found.by_axis.items())]
+        parts = [
+            f"computing {_seconds(found.compute)}",
+            *(f"{axis} {_seconds(s)}" for axis, s in found.by_axis.items()),
+        ]
         lines.append(f"at least {_seconds(found.seconds)} ({', '.join(parts)}); it waits for {found.bottleneck}")
     return lines
 
@@ -100,8 +114,8 @@ def _gaps(plan: Plan) -> Iterable[str]:
         return
     num_holders, name = plan.shares.thinnest
     yield (
-        f"{plan.shares.num_with_gaps:,} parameters are too short for all ranks; of {name} only {num_holders:,} ranks hold a part, and "
-        f"{plan.shares.num_empty:,} ranks hold no part of anything"
+        f"{plan.shares.num_with_gaps:,} parameters are too short for all ranks; of {name} only {num_holders:,} ranks hold a "
+        f"part, and {plan.shares.num_empty:,} ranks hold no part of anything"
     )
 
 

@@ -27,7 +27,9 @@ def test_a_chain_of_matrices_by_hand():
     matrix, batch = 24 * 24, 5
     assert found.weights == found.gradients == 3 * matrix * 4 // 4
     assert found.optimizer_state == 2 * found.weights + 3 * 4  # two moments, and a count of steps for each matrix
-    gather, scatter = (Exchange(phase, kind, "shard", 4) for phase, kind in (("forward", "all_gather"), ("backward", "reduce_scatter")))
+    gather, scatter = (
+        Exchange(phase, kind, "shard", 4) for phase, kind in (("forward", "all_gather"), ("backward", "reduce_scatter"))
+    )
     assert found.volumes[gather] == found.volumes[scatter] == Volume(3, 3 * matrix * 4, matrix * 4)
     forward = 3 * 2 * batch * matrix
     # The first matrix needs no gradient of its input.
@@ -45,7 +47,10 @@ def test_replicas_reduce_all_gradients():
 def test_hybrid_shards_send_along_both_axes():
     found = rehearse(chain, parse("hsdp=2").resolve(8), 0, chain_loss, adamw)
     whole = 3 * 24 * 24 * 4
-    by_axis = {(exchange.kind, exchange.axis): (exchange.num_ranks, volume.num_bytes) for exchange, volume in found.volumes.items()}
+    by_axis = {
+        (exchange.kind, exchange.axis): (exchange.num_ranks, volume.num_bytes)
+        for exchange, volume in found.volumes.items()
+    }
     assert by_axis["all_reduce", "replicate"] == (4, whole // 2)
     assert by_axis["reduce_scatter", "shard"] == (2, whole)
 
