@@ -93,6 +93,7 @@ _PLACES = {
     "offload_state_dict": "headway.offload.dat_folder",
     "offload_weight": "headway.offload.dat_folder",
     "on_main_process": "headway.tracking.base",
+    "plan": "headway.planning.compare",
     "print_gpu_utilization": "headway.memory.use",
     "print_summary": "headway.memory.use",
     "read_offload_index": "headway.offload.dat_folder",
@@ -221,6 +222,7 @@ if TYPE_CHECKING:
     from headway.placement.skeleton import init_empty_weights as init_empty_weights
     from headway.placement.skeleton import init_on_device as init_on_device
     from headway.placement.workload import Workload as Workload
+    from headway.planning.compare import plan as plan
     from headway.progress import track as track
     from headway.runtime.seed import set_seed as set_seed
     from headway.tracking.base import GeneralTracker as GeneralTracker

@@ -18,9 +18,13 @@ LENGTH = 24
 def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = dict(
-        hidden_size=42, intermediate_size=50, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1
-    )
+    sizes = {
+        "hidden_size": 42,
+        "intermediate_size": 50,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+    }
     # 31, 42, 50 and 14 rows: cut among four ranks, the last one has fewer, and is padded.
     return unmasked(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=31, use_cache=False)))
 
@@ -68,9 +72,13 @@ def even():
     """Matrices of which tensor parallelism cuts each dimension evenly, and FSDP does not."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = dict(
-        hidden_size=36, intermediate_size=50, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2
-    )
+    sizes = {
+        "hidden_size": 36,
+        "intermediate_size": 50,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    }
     return unmasked(LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=30, use_cache=False)))
 
 

@@ -26,8 +26,8 @@ NAMES = [
     "infer_auto_device_map", "init_empty_weights", "init_on_device", "is_out_of_memory",
     "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_offloaded_weight",
     "load_offloaded_weights", "memory_report", "memory_use", "named_module_tensors", "notebook_launcher",
-    "offload_pace", "offload_state_dict", "offload_weight", "on_main_process", "print_gpu_utilization",
-    "print_summary", "read_offload_index", "release_memory", "remove_hook_from_module",
+    "offload_pace", "offload_state_dict", "offload_weight", "on_main_process", "plan",
+    "print_gpu_utilization", "print_summary", "read_offload_index", "release_memory", "remove_hook_from_module",
     "remove_hook_from_submodules", "save_offload_index", "set_seed", "skip_first_batches",
     "synchronize_rng_states", "track",
 ]  # fmt: skip

@@ -18,7 +18,8 @@ from headway.placement.estimate import config_of, skeleton_of
 from headway.placement.skeleton import init_empty_weights
 from headway.planning.trial import Step
 
-_KINDS = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel")
+# Encoders are known as causal models too, so what a model was made for comes first.
+_KINDS = ("AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
 _LEARNS_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 _SEQUENCE = 4096
 _UNMASKED = "headway_unmasked"

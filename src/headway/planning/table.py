@@ -114,8 +114,8 @@ def _gaps(plan: Plan) -> Iterable[str]:
         return
     num_holders, name = plan.shares.thinnest
     yield (
-        f"{plan.shares.num_with_gaps:,} parameters are too short for all ranks; of {name} only {num_holders:,} ranks hold a part, and "
-        f"{plan.shares.num_empty:,} ranks hold no part of anything"
+        f"{plan.shares.num_with_gaps:,} parameters are too short for all ranks; of {name} only {num_holders:,} ranks hold a "
+        f"part, and {plan.shares.num_empty:,} ranks hold no part of anything"
     )
 
 

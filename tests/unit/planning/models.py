@@ -7,7 +7,13 @@ from headway.placement.skeleton import init_empty_weights
 from headway.planning.sources import unmasked
 
 LENGTH = 16
-SIZES = dict(hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def config(**more):

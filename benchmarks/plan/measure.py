@@ -1,0 +1,98 @@
+"""How long a plan takes and how much memory it needs, by number of ranks: Llama 8B and 70B, each in a process of its own."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from datetime import date
+from pathlib import Path
+
+from benchmarks.timing import machine
+
+FOLDER = Path(__file__).parent
+LLAMAS = {
+    "8B": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 128256, "max_position_embeddings": 8192,
+    },
+    "70B": {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "vocab_size": 128256, "max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+CASES = [
+    ("8B", "fsdp", 64),
+    ("8B", "fsdp", 1024),
+    ("8B", "fsdp", 16384),
+    ("8B", "hsdp=8", 16384),
+    ("8B", "fsdp+tp=8", 16384),
+    ("70B", "fsdp", 16384),
+    ("70B", "fsdp+tp=8", 16384),
+    ("8B", "fsdp, cut as torch cuts", 1024),
+]
+
+
+def one(size: str, strategy: str, num_ranks: int) -> None:
+    """Plan one layout, and print what it took."""
+    began = time.perf_counter()
+    from transformers import LlamaConfig
+
+    from headway.planning import preparation
+    from headway.planning.compare import plan
+    from headway.planning.sources import of_config
+
+    if "," in strategy:
+        preparation.OneOfEach = nullcontext  # type: ignore[misc, assignment]
+    source = of_config(LlamaConfig(**LLAMAS[size], architectures=["LlamaForCausalLM"]), size)
+    found = plan(
+        source.make, strategy.partition(",")[0], num_ranks, step=source.step, precision="bf16", tokens=source.tokens
+    )
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    told = {
+        "model": size,
+        "strategy": strategy,
+        "ranks": num_ranks,
+        "cpu_s": round(used.ru_utime + used.ru_stime, 1),
+        "wall_s": round(time.perf_counter() - began, 1),
+        "peak_mib": used.ru_maxrss // 1024,
+        "bytes_a_rank": found.rank0.num_bytes,
+        "empty_ranks": found.shares.num_empty,
+    }
+    print(json.dumps(told))
+
+
+def main() -> None:
+    """Each case in a process of its own; writes result.json and result.md after every one."""
+    rows = []
+    for case in CASES:
+        command = [sys.executable, "-W", "ignore", __file__, *map(str, case)]
+        ran = subprocess.run(
+            command, capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        rows.append(json.loads(ran.stdout.splitlines()[-1]))
+        print(rows[-1], flush=True)
+        result = {"date": date.today().isoformat(), "machine": machine(), "rows": rows}
+        (FOLDER / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+        (FOLDER / "result.md").write_text(table(rows, result["date"]))
+
+
+def table(rows: list[dict[str, object]], day: str) -> str:
+    """The rows in Markdown."""
+    head = "| model | strategy | ranks | CPU s | wall s | peak memory, MiB | empty ranks |\n|---|---|---|---|---|---|---|\n"
+    lines = [
+        f"| {row['model']} | {row['strategy']} | {row['ranks']:,} | {row['cpu_s']} | {row['wall_s']} | {row['peak_mib']} | "
+        f"{row['empty_ranks']:,} |\n"
+        for row in rows
+    ]
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    return f"{head}{''.join(lines)}\n{day}, `python -m benchmarks.plan.measure`; load average at the end {load}.\n"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4:
+        one(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    else:
+        main()
