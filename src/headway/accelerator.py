@@ -148,12 +148,7 @@ class Accelerator(RankAware):
         traces.install(lambda: not is_debugging())
         origin = caller()
         compiling = check_layouts(
-            fsdp_plugin,
-            torch_tp_plugin,
-            megatron_lm_plugin,
-            dynamo_backend,
-            dynamo_plugin,
-            parallelism_config,
+            fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, dynamo_backend, dynamo_plugin, parallelism_config
         )
         options = collect_options(kwargs_handlers)
         wanted, _ = run_setting("strategy", UNSET if strategy is None else strategy, "ddp", code_origin=origin)
@@ -165,15 +160,10 @@ class Accelerator(RankAware):
         super().__init__(runtime, Collectives(runtime))
         self.options = options
         asked = str(mixed_precision) if mixed_precision else UNSET
-        self.mixed_precision, _ = run_setting(
-            "mixed_precision", asked, deepspeed.precision_of(zero), code_origin=origin
-        )
-        self.precision = build_precision(
-            self.mixed_precision, runtime.hardware, deepspeed.without_scaler(zero, options)
-        )
-        if zero is not None and gradient_accumulation_plugin is None:
-            gradient_accumulation_steps = gradient_accumulation_steps or zero.num_steps
-        plugin = windows(gradient_accumulation_steps, gradient_accumulation_plugin, global_batch_size, origin)
+        self.mixed_precision, _ = run_setting("mixed_precision", asked, deepspeed.precision(zero), code_origin=origin)
+        self.precision = build_precision(self.mixed_precision, runtime.hardware, deepspeed.unscaled(zero, options))
+        steps = deepspeed.steps(zero, gradient_accumulation_steps, gradient_accumulation_plugin)
+        plugin = windows(steps, gradient_accumulation_plugin, global_batch_size, origin)
         cuts_batches = is_automatic(microbatching, plugin)
         layout = mesh.parse("ddp" if zero is not None else wanted).resolve(runtime.world_size)
         self.strategy = build_strategy(self.collectives, options, layout, cuts_batches, zero)
