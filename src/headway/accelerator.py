@@ -159,8 +159,8 @@ class Accelerator(RankAware):
         check_layouts(megatron_lm_plugin)
         compiling = compiler(dynamo_backend, dynamo_plugin)
         options = collect_options(kwargs_handlers)
-        zero = deepspeed_plugin or deepspeed_plugins
-        wish = Wish(strategy, fsdp_plugin, torch_tp_plugin, parallelism_config, origin, zero)
+        engine = deepspeed_plugin or deepspeed_plugins
+        wish = Wish(strategy, fsdp_plugin, torch_tp_plugin, parallelism_config, origin, engine)
         on_cpu, _ = run_setting("cpu", UNSET if cpu is None else cpu, False, code_origin=origin)
         group = options.process_group
         runtime = process.start(cpu=on_cpu, backend=group.backend, init_method=group.init_method, timeout=group.timeout)
@@ -169,12 +169,13 @@ class Accelerator(RankAware):
         asked = str(mixed_precision) if mixed_precision else UNSET
         chosen = wish.decide(options, runtime.world_size, runtime.local_world_size)
         self.options = options = chosen.options
-        self.mixed_precision, _ = run_setting("mixed_precision", asked, chosen.precision, code_origin=origin)
-        steps = gradient_accumulation_steps or chosen.num_steps(gradient_accumulation_plugin)
+        zero = chosen.deepspeed
+        self.mixed_precision, _ = run_setting("mixed_precision", asked, deepspeed.precision(zero), code_origin=origin)
+        steps = deepspeed.steps(zero, gradient_accumulation_steps, gradient_accumulation_plugin)
         plugin = windows(steps, gradient_accumulation_plugin, global_batch_size, origin)
         cuts_batches = is_automatic(microbatching, plugin)
         self.strategy = choose_strategy(chosen, self.collectives, self.mixed_precision, cuts_batches)
-        scaling = deepspeed.without_scaler(chosen.deepspeed, options)
+        scaling = deepspeed.unscaled(zero, options)
         self.precision = build_precision(self.mixed_precision, runtime.hardware, scaling, self.strategy)
         self.global_batch_size = global_batch_size
         self.clock = Clock()

@@ -134,6 +134,11 @@ def zero(recipe: Recipe) -> dict[str, Any]:
         mixed_precision=recipe.precision, dataloader_config=DataLoaderConfiguration(even_batches=False),
         scheduler_ticks="updates",
     )  # fmt: skip
+    if recipe.precision == "fp16":
+        from deepspeed import get_accelerator
+
+        # DeepSpeed refuses float16 on CPUs, which are slow at it; the arithmetic is the same.
+        get_accelerator().is_fp16_supported = lambda: True
     model, optimizer, schedule, ids = make(recipe, accelerator.process_index if recipe.seed_by_rank else 0)
     loader = DataLoader(TensorDataset(ids), batch_size=BATCH // accelerator.num_processes)
     given = model

@@ -51,15 +51,6 @@ class Chosen:
     deepspeed: DeepSpeedPlugin | None = None
 
     @property
-    def precision(self) -> str:
-        """The mixed precision where nobody asks for one: what DeepSpeed's JSON says, or none."""
-        return deepspeed.precision_of(self.deepspeed)
-
-    def num_steps(self, plugin: object) -> int | None:
-        """Micro-batches per update by DeepSpeed's JSON; None where it leaves that open, or an accumulation plugin says it."""
-        return None if self.deepspeed is None or plugin is not None else self.deepspeed.num_steps
-
-    @property
     def is_deepspeed(self) -> bool:
         """Does DeepSpeed's engine run it?"""
         return self.text in mesh.ENGINES

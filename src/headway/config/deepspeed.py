@@ -302,11 +302,16 @@ def chosen_plugin(strategy: str, given: Any, launched: Mapping[str, Any] | None 
     return given
 
 
-def precision_of(plugin: DeepSpeedPlugin | None) -> str:
+def precision(plugin: DeepSpeedPlugin | None) -> str:
     """The mixed precision of a run where nobody asked for one."""
     return "no" if plugin is None else plugin.precision or "no"
 
 
-def without_scaler(plugin: DeepSpeedPlugin | None, options: EngineOptions) -> EngineOptions:
+def unscaled(plugin: DeepSpeedPlugin | None, options: EngineOptions) -> EngineOptions:
     """Options for the precision: under DeepSpeed, which scales fp16 losses itself, torch's scaler stays off."""
     return options if plugin is None else replace(options, scaler=replace(options.scaler, enabled=False))
+
+
+def steps(plugin: DeepSpeedPlugin | None, given: int | None, windows: object) -> int | None:
+    """Micro-batches per update where the Accelerator is told so; else, and where no plugin for windows is given, the JSON's."""
+    return given if plugin is None or given is not None or windows is not None else plugin.num_steps

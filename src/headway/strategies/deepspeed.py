@@ -159,6 +159,10 @@ class DeepSpeedStrategy(SingleStrategy):
         if _ensure_group(device):
             process.at_end(self._end_group, is_engine=True)
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
+        if account.config.get("fp16", {}).get("enabled") and not deepspeed.get_accelerator().is_fp16_supported():
+            raise UnsupportedError(
+                f"DeepSpeed does not compute in float16 on {device.type}; use mixed_precision='bf16'"
+            )
         _name_blocks(model, self._plugin)
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=twin.inner, config=account.config, dist_init_required=False
@@ -269,12 +273,12 @@ class DeepSpeedStrategy(SingleStrategy):
             raise StateError(
                 f"{type(optimizer).__name__} is not the optimizer that DeepSpeed was given; prepare it with the model"
             )
-        groups = engine.optimizer.param_groups
+        groups = engine.inner.param_groups
         twin.push(groups)
         did_step = engine.step(0.0 if self.account is None else self.account.clipping)
         twin.pull(groups)
         # torch asks a schedule's optimizer whether it ever stepped.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+        twin.face._opt_called = True  # type: ignore[attr-defined]
         return did_step
 
     def rollback(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -346,7 +350,8 @@ def _ensure_group(device: torch.device) -> bool:
     if dist.is_initialized():
         return False
     backend = dist.get_default_backend_for_device(device.type)
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     return True
 
 

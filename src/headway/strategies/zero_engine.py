@@ -26,7 +26,7 @@ class ZeroEngine:
         stage: 1, 2 or 3.
 
     Attributes:
-        optimizer: DeepSpeed's, around the one it steps.
+        inner: DeepSpeed's optimizer, around the one it steps.
         is_dirty: gradients have been made since the last step.
 
     Raises:
@@ -35,14 +35,14 @@ class ZeroEngine:
 
     def __init__(self, engine: Any, stage: int) -> None:
         self.engine = engine
-        self.optimizer = engine.optimizer
+        self.inner = engine.optimizer
         self.stage = stage
-        lacking = [name for name in _NEEDED if not hasattr(self.optimizer, name)]
+        lacking = [name for name in _NEEDED if not hasattr(self.inner, name)]
         if lacking:
             import deepspeed
 
             raise UnsupportedError(
-                f"DeepSpeed {deepspeed.__version__} made a {type(self.optimizer).__name__} without {', '.join(lacking)}; "
+                f"DeepSpeed {deepspeed.__version__} made a {type(self.inner).__name__} without {', '.join(lacking)}; "
                 "Headway is tested with DeepSpeed 0.19.8: pip install 'deepspeed>=0.19.8'"
             )
         self.is_dirty = self._is_final = self._is_forwarded = self._is_closed = False
@@ -80,7 +80,7 @@ class ZeroEngine:
         self._num_open -= 1
         if not self._is_forwarded:
             # Another loss over the same forward: DeepSpeed tells one gradient from the next by its forwards.
-            self.optimizer.clear_backward_seen_flag()
+            self.inner.clear_backward_seen_flag()
         self._is_forwarded, self._is_closed, self.is_dirty = False, False, True
         scaled = loss * (factor / self._correction)
         self.engine.backward(scaled, retain_graph=bool(kwargs.get("retain_graph")), scale_wrt_gas=False)
@@ -100,10 +100,10 @@ class ZeroEngine:
         return [part for part in parts if part is not None]
 
     def _part(self, parameter: Any) -> torch.Tensor | None:
-        optimizer = self.optimizer
+        inner = self.inner
         if self.stage == 3:
-            is_known = hasattr(parameter, "ds_id") and optimizer.get_param_id(parameter) in optimizer.grad_position
-            return optimizer._get_fp32_grad_state_partition(parameter, True)[0] if is_known else None
+            is_known = hasattr(parameter, "ds_id") and inner.get_param_id(parameter) in inner.grad_position
+            return inner._get_fp32_grad_state_partition(parameter, True)[0] if is_known else None
         mapping = getattr(parameter, "_hp_mapping", None)
         part: torch.Tensor | None = None
         if mapping is not None:
@@ -127,10 +127,10 @@ class ZeroEngine:
 
         self._finalise()
         if self.stage == 3:
-            raw = combine_grad_norm_groups(self.optimizer._get_norm_groups())
+            raw = combine_grad_norm_groups(self.inner._get_norm_groups())
         else:
-            raw = self.optimizer.scaled_global_norm()
-        norm: torch.Tensor = raw.detach().float() * (self._correction / float(self.optimizer.loss_scale))
+            raw = self.inner.scaled_global_norm()
+        norm: torch.Tensor = raw.detach().float() * (self._correction / float(self.inner.loss_scale))
         return norm
 
     def limit(self, max_norm: float) -> None:
@@ -144,7 +144,7 @@ class ZeroEngine:
         if self.stage == 1:
             self.engine.allreduce_gradients()
         else:
-            self.optimizer.finalize_gradient_accumulation_boundary()
+            self.inner.finalize_gradient_accumulation_boundary()
         self._is_final = True
 
     # ---------------------------------------------------------------- the end of a window
@@ -160,16 +160,16 @@ class ZeroEngine:
         from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
         self._finalise()
-        optimizer, scaler = self.optimizer, self.optimizer.loss_scaler
+        inner, scaler = self.inner, self.inner.loss_scaler
         # DeepSpeed adjusts the scale before it divides by it, so gradients would be halved whenever the scale grows: the step
         # sees a fixed one.
-        optimizer.loss_scaler = LossScaler(scaler.cur_scale / self._correction)
-        optimizer.clip_grad = self._limit or limit
+        inner.loss_scaler = LossScaler(scaler.cur_scale / self._correction)
+        inner.clip_grad = self._limit or limit
         try:
             self.engine.step()
         finally:
-            optimizer.loss_scaler, optimizer.clip_grad = scaler, 0.0
-        has_overflowed = bool(optimizer.overflow)
+            inner.loss_scaler, inner.clip_grad = scaler, 0.0
+        has_overflowed = bool(inner.overflow)
         if getattr(scaler, "dynamic", False):
             scaler.update_scale(has_overflowed)
         self._start_over()
@@ -179,13 +179,13 @@ class ZeroEngine:
         """Forget the window's gradients, wherever its backward has come to."""
         if self.is_dirty or self._is_forwarded:
             drop = _drop_3 if self.stage == 3 else _drop_12
-            drop(self.optimizer)
+            drop(self.inner)
         self._start_over()
 
     def _start_over(self) -> None:
         if self.stage == 3:
             # A parameter that the next window's first micro-batch leaves out would keep this one's gradient.
-            buffer = getattr(self.optimizer, "grad_partitions_flat_buffer", None)
+            buffer = getattr(self.inner, "grad_partitions_flat_buffer", None)
             if buffer is not None:
                 buffer.zero_()
         self.engine.set_gradient_accumulation_boundary(False)
@@ -193,38 +193,38 @@ class ZeroEngine:
         self._correction, self._limit, self._num_open = 1.0, 0.0, 0
 
 
-def _drop_12(optimizer: Any) -> None:
-    optimizer.zero_grad(set_to_none=True)
-    optimizer._release_preflattened_grad_buffers()
-    for held in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+def _drop_12(inner: Any) -> None:
+    inner.zero_grad(set_to_none=True)
+    inner._release_preflattened_grad_buffers()
+    for held in (inner.averaged_gradients, inner.all_grad_tensors):
         for key in held:
             held[key] = None
-    if optimizer.cpu_offload:
-        optimizer.reset_cpu_buffers()
-        optimizer._offload_accumulated_param_ids = set()
-    for bucket in optimizer.ipg_buckets.values():
+    if inner.cpu_offload:
+        inner.reset_cpu_buffers()
+        inner._offload_accumulated_param_ids = set()
+    for bucket in inner.ipg_buckets.values():
         bucket.clear()
-    optimizer.extra_large_param_to_reduce.clear()
-    optimizer._release_ipg_buffers()
-    _reduce_anew(optimizer.params_already_reduced)
-    optimizer.micro_step_id = -1
-    _leave_backward(optimizer)
+    inner.extra_large_param_to_reduce.clear()
+    inner._release_ipg_buffers()
+    _reduce_anew(inner.params_already_reduced)
+    inner.micro_step_id = -1
+    _leave_backward(inner)
 
 
-def _drop_3(optimizer: Any) -> None:
-    optimizer.zero_grad(set_to_none=True)
-    optimizer.averaged_gradients = {}
-    optimizer._offload_boundary_param_ids = set()
-    if optimizer.offload_optimizer:
-        optimizer.reset_cpu_buffers()
-    for bucket in optimizer.ipg_buckets.values():
+def _drop_3(inner: Any) -> None:
+    inner.zero_grad(set_to_none=True)
+    inner.averaged_gradients = {}
+    inner._offload_boundary_param_ids = set()
+    if inner.offload_optimizer:
+        inner.reset_cpu_buffers()
+    for bucket in inner.ipg_buckets.values():
         bucket.clear_params()
         bucket.elements = 0
         bucket.process_group = None
-    _reduce_anew(optimizer.params_already_reduced)
-    optimizer._partition_all_parameters()
-    _leave_backward(optimizer)
-    optimizer.micro_step_id = 0
+    _reduce_anew(inner.params_already_reduced)
+    inner._partition_all_parameters()
+    _leave_backward(inner)
+    inner.micro_step_id = 0
 
 
 def _reduce_anew(flags: Any) -> None:
@@ -233,11 +233,11 @@ def _reduce_anew(flags: Any) -> None:
         flags[key] = False
 
 
-def _leave_backward(optimizer: Any) -> None:
+def _leave_backward(inner: Any) -> None:
     """A backward that failed never left it."""
-    while optimizer._backward_active_depth > 0:
-        optimizer.exit_backward()
-    optimizer.clear_backward_seen_flag()
+    while inner._backward_active_depth > 0:
+        inner.exit_backward()
+    inner.clear_backward_seen_flag()
 
 
 def quieten() -> None:

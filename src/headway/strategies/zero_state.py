@@ -85,7 +85,7 @@ class ZeroState:
 
     def __init__(self, zero: ZeroEngine, twin: Twin, model: torch.nn.Module) -> None:
         self._zero = zero
-        self._optimizer = zero.optimizer
+        self._optimizer = zero.inner
         self._twin = twin
         self._model = model
         self._learns = {id(p) for p in twin.parameters()}

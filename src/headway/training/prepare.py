@@ -246,8 +246,7 @@ class Preparation:
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
         """Wrap, once."""
-        if isinstance(optimizer, DummyOptim):
-            optimizer = self._strategy.stand_for(optimizer, 1)
+        optimizer = self._strategy.stand_for(optimizer, 1) if isinstance(optimizer, DummyOptim) else optimizer
         for known in map(_as_made, self.optimizers):
             if optimizer is known or optimizer is known.optimizer:
                 return known
@@ -259,8 +258,7 @@ class Preparation:
 
     def adopt(self) -> None:
         """Let an engine that takes a model and its optimizer together have them, once both are known."""
-        optimizers = [each.optimizer for each in self.optimizers]
-        count = self._strategy.data_shard.count
+        optimizers, count = [each.optimizer for each in self.optimizers], self._strategy.data_shard.count
         rows = [loader.total_batch_size // count for loader in self.loaders if loader.total_batch_size]
         for made in self._strategy.adopt(optimizers, self._step.precision.name, self._windows.num_steps, rows):
             self._neighbours.note_prepared(made, self._step)
@@ -330,7 +328,7 @@ class Preparation:
         rule = self._rule
         if isinstance(scheduler, DummyScheduler):
             scheduler = self._strategy.stand_for(scheduler, self.tick_base[0])
-            rule = UpdateTicks()  # an engine's own configuration counts updates
+            rule = UpdateTicks()  # such a configuration counts updates
         for known in self.schedulers:
             if scheduler is known or scheduler is known.scheduler:
                 return cast(PreparedScheduler, known)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import headway
-from headway.config.deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig, chosen_plugin, is_named, without_scaler
+from headway.config.deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig, chosen_plugin, is_named, unscaled
 from headway.config.deepspeed_keys import TOP_LEVEL, Facts, account_for
 from headway.config.strategies import EngineOptions, GradScalerKwargs
 from headway.errors import ConfigError, UnsupportedError
@@ -137,8 +137,8 @@ def test_the_run_follows_the_json_where_it_says_nothing() -> None:
 
 def test_torchs_scaler_stays_off() -> None:
     options = EngineOptions()
-    assert without_scaler(None, options) is options
-    assert not without_scaler(DeepSpeedPlugin(), options).scaler.enabled
+    assert unscaled(None, options) is options
+    assert not unscaled(DeepSpeedPlugin(), options).scaler.enabled
 
 
 # ---------------------------------------------------------------- every key accounted for
