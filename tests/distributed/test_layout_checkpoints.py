@@ -47,7 +47,9 @@ def train(layout, load=None, save=None, is_behind=False):
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.03)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
     loader = DataLoader(Rows(), batch_size=WINDOW // accelerator.strategy.data_shard.count, shuffle=True)
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    torch.manual_seed(2)  # a layout may have drawn from the stream that the loader's seed comes from
+    loader = accelerator.prepare(loader)
     told, losses = [], []
     if load is not None:
         told = accelerator.resume(load).differences
