@@ -14,8 +14,8 @@ from headway.units import format_bytes, format_number, parse_bytes
 _ABOUT = """Say what training MODEL takes on so many ranks, layout by layout, the cheapest that fits first.
 
 MODEL is a folder with a transformers `config.json`, such a file, a transformers model type ("llama"), or `module:function`: a
-function that returns a model, or a model and a step (model -> loss). The model is prepared as in a run, without memory and without other
-processes.
+function that returns a model, or a model and a step (model -> loss). The model is prepared as in a run, without memory and
+without other processes.
 """
 
 _EPILOG = examples(

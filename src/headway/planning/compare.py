@@ -12,6 +12,7 @@ from headway.errors import ConfigError, HeadwayError, StateError
 from headway.planning.costs import Cluster, Cost, cost
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.outcome import Plan, outcome
+from headway.planning.table import tabulate
 from headway.planning.trial import Step, rehearse
 from headway.units import format_bytes
 
@@ -53,8 +54,6 @@ class Comparison:
         return next((row for row in self.rows if not row.reason), None)
 
     def __str__(self) -> str:
-        from headway.planning.table import tabulate
-
         return "\n".join(tabulate(self))
 
 

@@ -122,7 +122,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _axis(self, args: tuple[Any, ...]) -> tuple[str, int]:
         name = _group_name(args)
         if name not in self._groups:
-            ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name))
+            c10d: Any = dist.distributed_c10d
+            ranks = dist.get_process_group_ranks(c10d._resolve_process_group(name))
             self._groups[name] = axes_of(ranks, self._layout), len(ranks)
         return self._groups[name]
 
@@ -140,7 +141,7 @@ def axes_of(ranks: list[int], layout: Layout) -> str:
 def _group_name(args: tuple[Any, ...]) -> str:
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().name():  # type: ignore[attr-defined]
-            return str(dist.ProcessGroup.unbox(value).group_name)  # type: ignore[attr-defined]
+            return str(dist.ProcessGroup.unbox(value).group_name)
     names = [value for value in args if isinstance(value, str)]
     return names[-1]
 
@@ -159,11 +160,11 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 # torch counts the kernels of accelerators only, and plans run on none.
 _NOT_REGISTERED: dict[str, Callable[..., int]] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda query, key, value, *_: sdpa_flop_count(
-        query.shape, key.shape, value.shape
+    "aten::_scaled_dot_product_flash_attention_for_cpu": lambda query, key, value, *_: int(
+        sdpa_flop_count(query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
     ),
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda grad, query, key, value, *_: (
-        sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": lambda grad, query, key, value, *_: int(
+        sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)  # type: ignore[no-untyped-call]
     ),
 }
 

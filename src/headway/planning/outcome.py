@@ -9,6 +9,7 @@ import torch
 from headway.config.mesh import Layout
 from headway.planning.meter import Exchange, Volume
 from headway.planning.shares import Piece, Ranks
+from headway.planning.table import describe
 from headway.planning.trial import StateOf, Trial
 
 
@@ -170,8 +171,6 @@ class Plan:
         return dict(found)
 
     def __str__(self) -> str:
-        from headway.planning.table import describe
-
         return "\n".join(describe(self))
 
 

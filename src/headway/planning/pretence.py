@@ -66,7 +66,7 @@ class RealStaysReal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors or any(map(is_fake, tensors)):
             return func(*args, **kwargs)
-        with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+        with unset_fake_temporarily():
             return func(*args, **kwargs)
 
 

@@ -1,11 +1,16 @@
 """Plans as text."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
 
-from headway.planning.compare import Comparison, Row
-from headway.planning.costs import Cost
-from headway.planning.outcome import Plan, Share
 from headway.units import format_bytes, format_number
+
+# Each of these prints itself by this file, which therefore imports none of them.
+Comparison: TypeAlias = Any
+Row: TypeAlias = Any
+Plan: TypeAlias = Any
+Share: TypeAlias = Any
+Cost: TypeAlias = Any
 
 _NOT_COUNTED = "not counted"
 

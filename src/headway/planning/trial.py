@@ -97,7 +97,7 @@ def rehearse(
             _fill(model)
         # Outside of the mode, in which the numbers of a mesh would have no values either.
         spread(model, strategy, options)
-        found = run(model, layout, step, make_optimizer, precision, within=[fake, RealStaysReal()])
+        found = run(model, layout, step, make_optimizer, precision, within=[fake, RealStaysReal()])  # type: ignore[no-untyped-call]
         if strategy is not None:
             strategy.release()
         del model, strategy
