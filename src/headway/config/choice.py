@@ -149,7 +149,10 @@ class Wish:
         _check_typed(text, layout)
         if self.needless:
             log.warning_once("%s: these change nothing here: %s", self.origin, "; ".join(self.needless))
-        options, zero = self.options(given, layout), deepspeed.chosen_plugin(text, self._given_zero(), launched_deepspeed())
+        options, zero = (
+            self.options(given, layout),
+            deepspeed.chosen_plugin(text, self._given_zero(), launched_deepspeed()),
+        )
         return Chosen(text, layout, options, self._fsdp, self._tensor_parallel, self._parallelism, zero)
 
     def _given_zero(self) -> DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None:
