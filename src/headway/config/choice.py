@@ -111,8 +111,7 @@ class Wish:
         self._fsdp, self._tensor_parallel, self._parallelism = fsdp, tensor_parallel, parallelism
         self.origin = origin
         self._zero = zero
-        named = "deepspeed" if strategy is None and zero is not None else strategy
-        self._strategy = None if named is None else self._spelled(named)
+        self._strategy = None if strategy is None else self._spelled(strategy)
         read = Foreign() if fsdp is None else fsdp.read("fsdp_plugin")
         if parallelism is not None:
             for name, size in parallelism.sizes.items():
@@ -120,6 +119,8 @@ class Wish:
                     read.size(f"{name}_size", size, f"parallelism_config.{name}_size")
         if tensor_parallel is not None:
             _add_tensor_parallel(read, tensor_parallel, parallelism)
+        if zero is not None:
+            read.use_deepspeed("deepspeed_plugin")
         for key, reason in read.refused.items():
             raise UnsupportedError(f"{key}: {reason}")
         self._read, self._asked = read, read.strategy()
@@ -148,8 +149,19 @@ class Wish:
         _check_typed(text, layout)
         if self.needless:
             log.warning_once("%s: these change nothing here: %s", self.origin, "; ".join(self.needless))
-        options, zero = self.options(given, layout), deepspeed.chosen_plugin(text, self._zero, launched_deepspeed())
+        options, zero = (
+            self.options(given, layout),
+            deepspeed.chosen_plugin(text, self._given_zero(), launched_deepspeed()),
+        )
         return Chosen(text, layout, options, self._fsdp, self._tensor_parallel, self._parallelism, zero)
+
+    def _given_zero(self) -> DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None:
+        """The script's plugin; None where the command line may say its options instead (`--force`)."""
+        given = self._zero
+        for name in OF_DEEPSPEED if given is not None else ():
+            _, by = run_setting(name, self._zero, None, code_origin=f"deepspeed_plugin of {self.origin}")
+            given = given if by.startswith("code") else None
+        return given
 
     # ---------------------------------------------------------------- the layout
 
@@ -185,7 +197,9 @@ class Wish:
         wanted, keys = self._asked
         is_outside = outside.find(self._strategy) is not None
         asked = mesh.parse("ddp" if is_outside else self._strategy)
-        if self._read.has_sizes:
+        if wanted == "deepspeed":
+            fits = self._strategy in mesh.ENGINES
+        elif self._read.has_sizes:
             fits = resolve(self._strategy) == resolve(wanted)
         elif wanted == "ddp":
             fits = not asked.sizes.keys() - {"replicate"}
@@ -204,6 +218,10 @@ class Wish:
         is_only_sharded = self._strategy is None and not self._read.has_sizes and said == "fsdp"
         if is_only_sharded and outside.find(launched) is None and "shard" in mesh.parse(launched).sizes:
             return launched
+        if said == "deepspeed" and launched in mesh.ENGINES:
+            return launched
+        if (said in mesh.ENGINES) != (launched in mesh.ENGINES):  # alike in their groups, and another engine
+            return said
         try:
             return launched if resolve(launched) == resolve(said) else said
         except ConfigError:

@@ -11,6 +11,7 @@ from headway import (
     TorchTensorParallelPlugin,
 )
 from headway.config.choice import WHOLE_MODEL, Wish, launched_deepspeed
+from headway.config.deepspeed import DeepSpeedPlugin
 from headway.config.mesh import Layout
 from headway.config.sharding import ShardingOptions
 from headway.config.strategies import EngineOptions
@@ -19,8 +20,8 @@ from headway.errors import ConfigError, UnsupportedError
 HERE = "Accelerator(...) at train.py:12"
 
 
-def wish(strategy=None, fsdp=None, tensor_parallel=None, parallelism=None):
-    return Wish(strategy, fsdp, tensor_parallel, parallelism, HERE)
+def wish(strategy=None, fsdp=None, tensor_parallel=None, parallelism=None, deepspeed=None):
+    return Wish(strategy, fsdp, tensor_parallel, parallelism, HERE, deepspeed)
 
 
 def decide(num_ranks=8, options=None, **said):
@@ -275,10 +276,12 @@ def test_what_changes_nothing_is_said_once(caplog):
 
 
 def test_what_the_launcher_says_for_deepspeed(launched):
-    launched(strategy="zero3", deepspeed_config_file="ds.json", offload_param_device="cpu", gradient_clipping=1.0)
+    launched(strategy="zero3", offload_param_device="cpu", gradient_clipping=1.0)
     chosen = decide()
     assert (chosen.text, chosen.is_deepspeed, chosen.parallelism) == ("zero3", True, None)
-    assert launched_deepspeed() == {"hf_ds_config": "ds.json", "offload_param_device": "cpu", "gradient_clipping": 1.0}
+    assert launched_deepspeed() == {"offload_param_device": "cpu", "gradient_clipping": 1.0}
+    assert (chosen.deepspeed.zero_stage, chosen.deepspeed.offload_param_device) == (3, "cpu")
+    assert chosen.deepspeed.get_value("gradient_clipping") == 1.0
     launched(gradient_clipping=1.0)
     with pytest.raises(ConfigError, match="belongs to DeepSpeed, and this one is fsdp: 8 shards; take it out"):
         decide(strategy="fsdp")
@@ -287,3 +290,29 @@ def test_what_the_launcher_says_for_deepspeed(launched):
     launched(strategy="zero3", fsdp_offload_params=True)
     with pytest.raises(ConfigError, match="belongs to a layout with shards, and this one is zero3"):
         decide()
+
+
+def test_a_plugin_of_deepspeeds(launched):
+    plugin = DeepSpeedPlugin(zero_stage=2)
+    assert decide(deepspeed=plugin).deepspeed is plugin
+    assert decide(deepspeed=plugin).text == "deepspeed"
+    assert decide(deepspeed=plugin, strategy="zero2").text == "zero2"
+    launched(strategy="zero2")
+    assert decide(deepspeed=plugin).text == "zero2"
+    launched(strategy="zero3")
+    with pytest.raises(ConfigError, match="strategy='zero3', but the DeepSpeed plugin has zero_stage=2"):
+        decide(deepspeed=plugin)
+    launched(strategy="fsdp")
+    with pytest.raises(ConfigError, match=r"deepspeed_plugin of .*against --strategy fsdp"):
+        decide(deepspeed=plugin)
+    launched(strategy="zero2", gradient_clipping=1.0)
+    with pytest.raises(ConfigError, match=r"deepspeed_plugin of .*against --gradient_clipping 1.0"):
+        decide(deepspeed=plugin)
+    launched(strategy="zero2", gradient_clipping=1.0, force=True)
+    assert decide(deepspeed=plugin).deepspeed.get_value("gradient_clipping") == 1.0
+    launched()
+    with pytest.raises(ConfigError, match="strategy='fsdp' against deepspeed_plugin"):
+        decide(deepspeed=plugin, strategy="fsdp")
+    with pytest.raises(ConfigError, match="deepspeed_plugin ask for DeepSpeed, and fsdp_plugin for torch's own engine"):
+        decide(deepspeed=plugin, fsdp=FullyShardedDataParallelPlugin())
+    assert decide(deepspeed=plugin, num_ranks=1).deepspeed is plugin

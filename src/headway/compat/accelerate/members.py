@@ -10,6 +10,7 @@ from headway.accelerator import Accelerator
 from headway.compat.accelerate.layouts import DistributedType
 from headway.compat.accelerate.not_served import member_advice
 from headway.compat.accelerate.state import AcceleratorState, GradientState
+from headway.config.deepspeed import DeepSpeedPlugin
 from headway.config.layouts import ParallelismConfig
 from headway.errors import UnsupportedError
 from headway.log import get_logger
@@ -49,8 +50,8 @@ class Members:
         return self.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU)
 
     @property
-    def deepspeed_plugin(self) -> None:
-        """None: DeepSpeed is not there yet."""
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """DeepSpeed's settings, where it is the engine."""
         return self.state.deepspeed_plugin
 
     @property

@@ -15,6 +15,7 @@ from headway.collectives.door import Collectives
 from headway.collectives.ranks import RankAware
 from headway.compat.accelerate.layouts import DistributedType, distributed_type
 from headway.config.compiling import TorchDynamoPlugin
+from headway.config.deepspeed import DeepSpeedPlugin
 from headway.config.layouts import ParallelismConfig
 from headway.config.load import UNSET, run_setting
 from headway.config.plugins import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
@@ -239,8 +240,16 @@ class AcceleratorState(PartialState):
         """torch's device mesh, its axes named as in `headway.config.mesh`; None where replicas need none."""
         return None if self._run is None else self._run.device_mesh
 
-    deepspeed_plugin = None
-    deepspeed_plugins = None
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """DeepSpeed's settings, where it is the engine."""
+        return None if self._run is None else self._run.chosen.deepspeed
+
+    @property
+    def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
+        """The same, under the name "default"."""
+        return None if self.deepspeed_plugin is None else {"default": self.deepspeed_plugin}
+
     megatron_lm_plugin = None
 
     def __repr__(self) -> str:
