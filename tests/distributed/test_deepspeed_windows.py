@@ -3,6 +3,7 @@
 import copy
 import traceback
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from headway import Accelerator, DeepSpeedPlugin
 from headway.errors import ConfigError, HeadwayError, PrepareError, StateError, UnsupportedError
 from headway.optional import available
+from headway.training.finite import FiniteGuard
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not available("deepspeed"), reason="deepspeed is not installed: pip install deepspeed")
@@ -220,6 +222,31 @@ def evaluation(stage: int) -> None:
     accelerator.free_memory()
 
 
+def guarded(stage: int) -> None:
+    """A loss or a gradient that is not finite on one rank: the guard leaves the update out on all, and says why."""
+    accelerator, model, optimizer, plain, sgd = start(stage, on_non_finite="skip")
+    x, every = rows(accelerator, 0)
+    for factor in (1.0, float("nan"), 1.0):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean() * (factor if accelerator.process_index else 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.step_was_skipped == (factor != 1)
+        if factor == 1:
+            update(plain, sgd, plain(every).square().mean())
+    assert "loss of micro-batch 1 was nan on rank 1" in accelerator.non_finite.report
+    hook = model.first.weight.register_hook(lambda grad: grad * float("inf"))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    hook.remove()
+    assert "(first.weight)" in accelerator.non_finite.report
+    assert accelerator.num_updates == 2
+    check(accelerator, model, plain)
+    accelerator.free_memory()
+
+
 def refused(stage: int) -> None:
     """Each wrong use is an error that says what to do."""
 
@@ -261,6 +288,8 @@ def refused(stage: int) -> None:
 SCENARIOS = [
     two_losses_in_the_last_micro_batch, by_hand, failed_window, left_out, weightless, overflow_is_skipped, evaluation, refused,
 ]  # fmt: skip
+if "strategy" in signature(FiniteGuard).parameters:  # the guard asks the strategy for gradients that lie in parts
+    SCENARIOS.append(guarded)
 
 
 def every(names: list[str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """A language model on this library's own source, under DeepSpeed's ZeRO, with settings that fill themselves in.
 
     pip install deepspeed
-    headway launch --cpu -n 2 examples/deepspeed.py
+    headway launch --cpu -n 2 examples/zero.py
 
 The loop is the one for any layout. What DeepSpeed needs to know (batch sizes, precision, sizes of its buffers) is "auto" in its
 JSON, and comes from the run.
