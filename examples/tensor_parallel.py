@@ -75,11 +75,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sequence_parallel", action="store_true")
     parser.add_argument("--loss_parallel", action="store_true")
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args(arguments)
 
     options = TensorParallelOptions(PLAN, args.sequence_parallel, args.loss_parallel)
-    accelerator = Accelerator(cpu=args.cpu, strategy=args.layout, kwargs_handlers=[options])
+    accelerator = Accelerator(strategy=args.layout, kwargs_handlers=[options])
     set_seed(1)
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
