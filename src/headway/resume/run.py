@@ -413,9 +413,8 @@ class RunState:
     def _agree(self, failure: str | None) -> list[str]:
         """What failed on any rank: all of them take the state up, or none."""
         told = self._collectives.gather_objects(failure)
-        return [
-            text if len(told) == 1 else f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None
-        ]
+        several = len(told) > 1
+        return [f"rank {rank}: {text}" if several else text for rank, text in enumerate(told) if text is not None]
 
     def _compare(self, saved: SavedRun) -> list[str]:
         """What is not as it was; nothing is changed."""
