@@ -202,6 +202,35 @@ def overflow_is_skipped(stage: int) -> None:
     accelerator.free_memory()
 
 
+def overflow_under_the_guard(stage: int) -> None:
+    """fp16's first scale is too large as a rule: the guard leaves that to DeepSpeed, whose scale goes down."""
+    from deepspeed import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses float16 on CPUs
+    accelerator, model, optimizer, *_ = start(stage, on_non_finite="raise", mixed_precision="fp16")
+    x, _ = rows(accelerator, 0)
+    skipped = []
+    for number in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).float().square().mean() * (1e5 if number < 2 else 1.0))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+    assert skipped[0]
+    assert accelerator.num_updates == 4 - sum(skipped) > 0
+    accelerator.free_memory()
+
+
+def copied(stage: int) -> None:
+    """Under stage 3 a rank holds a part of the model."""
+    accelerator, model, *_ = start(stage)
+    if stage == 3:
+        with pytest.raises(UnsupportedError, match="cannot be copied"):
+            copy.deepcopy(model)
+    accelerator.free_memory()
+
+
 def evaluation(stage: int) -> None:
     """A forward without gradients in the middle of a window changes nothing."""
     accelerator, model, optimizer, plain, sgd = start(stage, steps=2)
@@ -286,7 +315,8 @@ def refused(stage: int) -> None:
 
 
 SCENARIOS = [
-    two_losses_in_the_last_micro_batch, by_hand, failed_window, left_out, weightless, overflow_is_skipped, evaluation, refused,
+    two_losses_in_the_last_micro_batch, by_hand, failed_window, left_out, weightless, overflow_is_skipped,
+    overflow_under_the_guard, copied, evaluation, refused,
 ]  # fmt: skip
 if "strategy" in signature(FiniteGuard).parameters:  # the guard asks the strategy for gradients that lie in parts
     SCENARIOS.append(guarded)

@@ -197,6 +197,12 @@ def without_memory() -> None:
         expected = nn.Linear(64, 64)
         torch.testing.assert_close(block[0].weight.full_tensor(), expected.weight.detach(), msg=str(index))
     accelerator.free_memory()
+    # What has memory already is rank 0's, too.
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(3, 3))
+    model.register_buffer("scale", torch.full((2,), 1.0 + accelerator.process_index))
+    assert accelerator.prepare(model).scale.tolist() == [1.0, 1.0]
+    accelerator.free_memory()
     # Beside its parts, a rank holds one unit at a time.
     with torch.device("meta"):
         model = Measured()
@@ -239,6 +245,8 @@ def without_memory_refused() -> None:
         model = nn.Sequential(nn.Linear(3, 3), Nameless())
     with pytest.raises(PrepareError, match=r"cannot make their values: 1\. .*reset_parameters"):
         accelerator.prepare(model)
+    with pytest.raises(PrepareError, match=r"to evaluate with, is without memory"):
+        accelerator.prepare_model(nn.Linear(3, 3, device="meta"), evaluation_mode=True)
     with torch.device("meta" if accelerator.process_index else "cpu"):
         model = nn.Linear(3, 3)
     with pytest.raises(PrepareError, match="on ranks 1 alone"):

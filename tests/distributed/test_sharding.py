@@ -255,10 +255,20 @@ def gradients_of_each_batch() -> None:
     accelerator.free_memory()
 
 
+class Teacher(GPT):
+    """Notes that it was moved."""
+
+    device: object = None
+
+    def to(self, device: object) -> "Teacher":
+        self.device = device
+        return super().to(device)
+
+
 def several_models() -> None:
     """Two models that take turns, and one that only evaluates."""
     accelerator = start()
-    one, other, teacher = seeded(0, GPT), seeded(1, GPT), seeded(2, GPT)
+    one, other, teacher = seeded(0, GPT), seeded(1, GPT), seeded(2, Teacher)
     first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, other))
     expected = []
     for seed in range(3):
@@ -269,6 +279,7 @@ def several_models() -> None:
         expected.append(plain.state_dict())
     one, other, first, second = accelerator.prepare(one, other, first, second)
     teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+    assert teacher.device == accelerator.device
     for model, optimizer in ((one, first), (other, second)):
         with accelerator.accumulate(model):
             accelerator.backward(squares(model, text()))

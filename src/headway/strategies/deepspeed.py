@@ -7,6 +7,7 @@ the engine's loss scale (`zero_engine.py`).
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class DeepSpeedStrategy(SingleStrategy):
         rollback=False,
         lone_forward=False,
         whole_gradients=False,
+        scales_losses=True,
     )
 
     def __init__(self, collectives: Collectives, plugin: DeepSpeedPlugin, options: EngineOptions) -> None:
@@ -61,6 +63,8 @@ class DeepSpeedStrategy(SingleStrategy):
         self.gradient_divisor = collectives.world_size
         self.account: Account | None = None
         self._stage = int(plugin.zero_stage or 0)
+        if self._stage == 3:
+            self.capabilities = replace(self.capabilities, copies=False)
         self._plugin = plugin
         self._options = options
         self._stand_ins = StandIns(plugin.hf_ds_config)

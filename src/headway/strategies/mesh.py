@@ -143,14 +143,14 @@ class MeshStrategy(SingleStrategy):
                 f"{type(model).__name__} was built without memory (meta device), which tensor parallelism cannot give values to yet; "
                 "build it with its values on each rank"
             )
-        if not lacks_values:
-            # Where they lie: parts of models that were made from different seeds would make a patchwork.
-            self.everyone.broadcast_into([*model.parameters(), *model.buffers()])
+        # Where they lie: parts of models that were made from different seeds would make a patchwork.
+        self.everyone.broadcast_into([each for each in (*model.parameters(), *model.buffers()) if not each.is_meta])
         if self.layout.tp > 1:
             cut = TensorParallel(model, self.mesh["tp"], self._tensor, is_sharded=self.layout.shard > 1)
             self._cuts.append((model, cut))
         super().setup(model, transforms)
         if not is_sharded:
+            bring_buffers(model, self.everyone.runtime.device)
             return
         units = find_units(model, self._options)
         if units.split:
@@ -363,6 +363,14 @@ class Sharded:
                 f"{before[2]!r}); build it anew, and load its values from a checkpoint"
             )
         return before is not None
+
+
+def bring_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    """Move a model's buffers; its parameters, as DTensors, lie there already. (`fully_shard` moves them itself.)"""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
 
 
 def _build_mesh(device_type: str, layout: Layout) -> Any:

@@ -235,7 +235,7 @@ def _check_size(name: str, parameter: torch.Tensor, dim: int, factor: int, axis:
             f"{name!r} packs {factor} matrices along dimension {dim} of {tuple(parameter.shape)}, which does not divide among "
             f"{axis.size} ranks; use another number of ranks, or leave it out of the plan"
         )
-    if size < axis.size:
+    if size <= -(-size // axis.size) * (axis.size - 1):  # the last rank would have nothing, and draw nothing
         raise PrepareError(
             f"{name!r} of shape {tuple(parameter.shape)} cannot be cut along dimension {dim} among {axis.size} ranks; use fewer "
             "ranks, or leave it out of the plan"

@@ -103,7 +103,8 @@ class FiniteGuard:
         prepared: its models; names are asked for only where something is wrong.
         clock: the run's.
         strategy: knows which part of the gradients is here, and who takes part in a verdict.
-        has_scaler: fp16's scaler looks at gradients itself; what is left to the guard is whether a loss was the reason.
+        has_scaler: fp16's scaler (torch's or an engine's) looks at gradients itself; what is left to the guard is whether a loss
+            was the reason.
 
     Attributes:
         num_skipped: updates that were left out.
@@ -352,7 +353,8 @@ def build_guard(
     """
     policy = chosen if isinstance(chosen, NonFinitePolicy) else NonFinitePolicy(chosen)
     scaler = precision.scaler
-    return FiniteGuard(policy, windows, prepared, clock, strategy, scaler is not None and scaler.is_enabled())
+    has_scaler = scaler is not None and (scaler.is_enabled() or strategy.capabilities.scales_losses)
+    return FiniteGuard(policy, windows, prepared, clock, strategy, has_scaler)
 
 
 # ---------------------------------------------------------------- finiteness

@@ -39,6 +39,7 @@ from headway.training.scheduler import (
 )
 from headway.training.step import Step
 from headway.training.windows import Clock
+from headway.weights.moving import move
 
 log = get_logger(__name__)
 
@@ -181,8 +182,14 @@ class Preparation:
         self._share_streams()
         is_moved = self._is_moved(model, place, is_evaluation)
         if any(parameter.is_meta for parameter in model.parameters()):
+            if is_evaluation:
+                raise PrepareError(
+                    f"{type(model).__name__}, to evaluate with, is without memory (meta device); load it before"
+                )
             self._strategy.materialise(model)
-        if is_moved:
+        if is_moved and is_evaluation:
+            move(model, self._runtime.device)  # it stays whole, whatever the strategy cuts
+        elif is_moved:
             self._strategy.place(model, self._runtime.device)
         elif self._is_spread:
             self._check_device(model)

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator, GradScalerKwargs, NonFinitePolicy
 from headway.errors import ConfigError, NonFiniteError
 from headway.runtime import events
+from headway.strategies.base import Capabilities
+from headway.strategies.single import SingleStrategy
 from headway.training import finite
 
 NAN, INF = float("nan"), float("inf")
@@ -344,6 +346,18 @@ def test_fp16_reports_losses_and_leaves_overflows_to_the_scaler(told):
     assert same(before, values(model, optimizer))
     assert "update 1: the loss of micro-batch 1 was nan" in told[0]
     assert accelerator.non_finite.num_skipped == 1
+
+
+def test_overflows_are_left_to_an_engine_that_scales_losses_itself(told, monkeypatch):
+    monkeypatch.setattr(SingleStrategy, "capabilities", Capabilities(scales_losses=True))
+    accelerator, model, optimizer = build(
+        "raise", mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)]
+    )
+    accelerator.backward(model(torch.ones(1, 3)).float().mean())
+    model.weight.grad.fill_(INF)
+    optimizer.step()  # the engine would not
+    assert accelerator.num_updates == 1
+    assert told == []
 
 
 def test_buffers_that_no_skip_takes_back_are_named(told):

@@ -1,0 +1,31 @@
+"""Parts of sharded layouts that need no ranks."""
+
+import pytest
+import torch
+from torch import nn
+
+from headway.errors import PrepareError
+from headway.strategies.crossings import Axis
+from headway.strategies.mesh import bring_buffers
+from headway.strategies.tensor_parallel import _check_size
+
+
+def test_buffers_go_to_the_device_and_parameters_stay() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    bring_buffers(model, torch.device("meta"))
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("size", "fits"), [(3, False), (4, True), (5, False), (6, False), (7, True), (9, False), (10, True)]
+)
+def test_no_rank_is_left_without_a_part(size: int, fits: bool) -> None:
+    axis = Axis(None, None, 0, 4)
+    weight = torch.empty(size, 2)
+    assert fits == (len(weight.chunk(4)) == 4)
+    if fits:
+        _check_size("weight", weight, 0, 1, axis)
+    else:
+        with pytest.raises(PrepareError, match="cannot be cut along dimension 0 among 4 ranks"):
+            _check_size("weight", weight, 0, 1, axis)
