@@ -394,3 +394,23 @@ def test_a_weightless_loss_that_is_nan_leaves_no_trace() -> None:
     for is_fine, norm in run_ranks(silenced, 2, timeout=240):
         assert is_fine
         assert 0 < norm < 1e3
+
+
+def prepared_again() -> list[float]:
+    """Logits that stay cut need losses that know them, also after free_memory()."""
+    accelerator = Accelerator(cpu=True, strategy="tp", kwargs_handlers=[replace(GIVEN, loss_parallel=True)])
+    torch.manual_seed(0)
+    model, losses = GPT(), []
+    for _ in range(2):
+        model = accelerator.prepare(model)
+        loss = cross_entropy(model(ids()).flatten(0, 1), ids().roll(-1, 1).flatten())
+        accelerator.backward(loss)
+        losses.append(full(loss.detach()).item())
+        accelerator.free_memory()
+    accelerator.end_training()
+    return losses
+
+
+def test_a_model_with_a_cut_head_is_prepared_again() -> None:
+    for first, second in run_ranks(prepared_again, 2, timeout=240):
+        assert first == second

@@ -55,7 +55,7 @@ def prepare_loader(
     """
     if isinstance(loader, PreparedLoader):
         return loader
-    _check(loader, shard, config)
+    _check(loader, shard, config, is_shared=everyone is not None and everyone.world_size > 1)
     # What workers read comes from torch's pinning thread; without them the transfer pins, or the user's loader if it says so.
     transfer = transfer_to(device, config.non_blocking, are_pinned_fresh=loader.pin_memory or loader.num_workers > 0)
     recipe = _Recipe(
@@ -226,7 +226,7 @@ def _listeners(loader: DataLoader[Any], feed: Feed) -> list[Any]:
     return list(found.values())
 
 
-def _check(loader: DataLoader[Any], shard: Shard, config: DataLoaderConfiguration) -> None:
+def _check(loader: DataLoader[Any], shard: Shard, config: DataLoaderConfiguration, is_shared: bool) -> None:
     """Refuse what cannot be shared out, before anything is read."""
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata."):
@@ -241,10 +241,10 @@ def _check(loader: DataLoader[Any], shard: Shard, config: DataLoaderConfiguratio
                 "data, and Headway would share out that part again; leave the sampler out and pass shuffle= to the "
                 "DataLoader"
             )
-    if shard.count > 1:
+    if shard.count > 1 or is_shared:  # also where all ranks read the same: parts of their own would be other batches
         _check_unsplit(loader.dataset)
-        if config.split_batches:
-            _check_split(loader, shard.count)
+    if shard.count > 1 and config.split_batches:
+        _check_split(loader, shard.count)
 
 
 def _check_unsplit(dataset: Any) -> None:

@@ -299,12 +299,6 @@ class DeepSpeedStrategy(SingleStrategy):
             return super().export_state(model)
         return self._state.export()
 
-    def whole_state(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Put together one at a time."""
-        if self._state is None or model is not self._model:
-            return super().export_state(model)
-        return self._state.whole()
-
     def part_of(self, parameter: torch.Tensor) -> Any:
         """The piece of it that this rank holds."""
         return parameter if self._state is None else self._state.part_of(parameter)

@@ -109,10 +109,12 @@ class MeshStrategy(SingleStrategy):
         """
         known = self.everyone.runtime.scope.own(Sharded)
         how = (self.layout, self._options, self._number_format, self._tensor)
-        if not known.is_sharded(model, how):
+        if known.is_sharded(model, how):
+            self._cut_again(known.cut_of(model), model)
+        else:
             before = list(model.named_parameters(remove_duplicate=False))
             self._set_up(model, transforms)
-            known.note(model, how)
+            known.note(model, how, next((cut for one, cut in self._cuts if one is model), None))
             after = dict(model.named_parameters(remove_duplicate=False))
             for name, parameter in before:
                 if after[name] is not parameter:
@@ -126,6 +128,11 @@ class MeshStrategy(SingleStrategy):
             (id(record.sharded_param), record.sharded_param.dtype) for record in gathered.records(model)
         )
         return None
+
+    def _cut_again(self, cut: TensorParallel | None, model: torch.nn.Module) -> None:
+        if cut is not None and not any(one is model for one, _ in self._cuts):
+            cut.resume()
+            self._cuts.append((model, cut))
 
     def _set_up(self, model: torch.nn.Module, transforms: Iterable[Transform]) -> None:
         is_sharded = self.layout.num_data_shards > 1
@@ -271,6 +278,7 @@ class MeshStrategy(SingleStrategy):
         super().drop_gradients([self.current(p) for p in parameters])  # type: ignore[misc]
         for model in self._models:
             gathered.forget_gradients(model)
+            self._usage[id(model)].forget()
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """Gradients have travelled in backward; what nobody used has none, and buffers follow rank 0."""
@@ -345,10 +353,18 @@ class Sharded:
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+        self._cuts: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 
-    def note(self, model: torch.nn.Module, how: Any) -> None:
-        """It has been sharded."""
+    def note(self, model: torch.nn.Module, how: Any, cut: TensorParallel | None) -> None:
+        """It has been sharded; weakly, because what cut it holds the model, whose hooks hold what needs it."""
         self._known[model] = how
+        if cut is not None:
+            self._cuts[model] = weakref.ref(cut)
+
+    def cut_of(self, model: torch.nn.Module) -> TensorParallel | None:
+        """What has cut its matrices, where any of that reaches beyond the model."""
+        found = self._cuts.get(model)
+        return None if found is None else found()
 
     def is_sharded(self, model: torch.nn.Module, how: Any) -> bool:
         """Has it been sharded before, in this very way?

@@ -59,8 +59,8 @@ class TensorParallel:
         foreign = self._apply_foreign(model, cuts)
         _place(model, where, self.axis)
         self._hook(model, cuts, stack, foreign, head)
-        if head is not None:
-            self._ends.enter_context(parallel.loss_parallel())
+        self._has_head = head is not None
+        self.resume()
 
     def check_gradients(self) -> None:
         """At the first update: are those of whole parameters alike on all ranks?
@@ -71,8 +71,13 @@ class TensorParallel:
         if not self._is_checked:
             self._is_checked = agreement.check(self._model, self.axis)
 
+    def resume(self) -> None:
+        """Do what reaches beyond the model: losses understand logits that are cut."""
+        if self._has_head:
+            self._ends.enter_context(parallel.loss_parallel())
+
     def release(self) -> None:
-        """Undo what reaches beyond the model."""
+        """Undo that."""
         self._ends.close()
 
     def _apply_foreign(self, model: torch.nn.Module, cuts: Cuts) -> set[torch.nn.Module]:

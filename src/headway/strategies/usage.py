@@ -54,6 +54,10 @@ class Usage:
         """A further backward belongs to the same window."""
         self._is_settled = False
 
+    def forget(self) -> None:
+        """The window failed: what it has used says nothing."""
+        self._is_settled = True
+
     def settle(self) -> None:
         """After a window's last backward: parameters that no rank used have no gradient.
 

@@ -4,7 +4,6 @@ ZeRO cuts a parameter as if it were one row: a rank holds a run of it, from one 
 of the row it begins in, whole rows, the beginning of the row it ends in.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -154,36 +153,6 @@ class ZeroState:
                 made[id(parameter)] = self.part_of(parameter)
             part = made[id(parameter)]
             yield name, part.detach() if isinstance(part, torch.Tensor) else part
-
-    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's tensors by name, whole ones, put together one at a time. All ranks go through it together."""
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        uses = Counter(map(id, parameters.values()))
-        made: dict[int, torch.Tensor] = {}  # what has several names is one tensor
-        for name, value in self._model.state_dict(keep_vars=True).items():
-            parameter = parameters.get(name)
-            if parameter is None:
-                if isinstance(value, torch.Tensor):
-                    yield name, value.detach()
-                continue
-            whole = made.get(id(parameter))
-            if whole is None:
-                whole = self._whole(parameter)
-            if uses[id(parameter)] > 1:
-                made[id(parameter)] = whole
-            yield name, whole
-
-    def _whole(self, parameter: torch.Tensor) -> torch.Tensor:
-        import deepspeed
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        if id(parameter) in self._learns:
-            found: torch.Tensor = safe_get_full_fp32_param(parameter).detach()
-            return found
-        if self._zero.stage < 3:
-            return parameter.detach()
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().clone()
 
     @contextmanager
     def exposed(self) -> Iterator[None]:

@@ -9,6 +9,9 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 from torch.utils.data.datapipes.iter import IterableWrapper
 
+from headway import DataLoaderConfiguration
+from headway.data import build
+from headway.data.shard import Shard
 from headway.errors import DataError, OptionalDependencyMissing
 from tests.unit.data.fakes import Numbers, Stream, on_ranks, prepare
 
@@ -48,6 +51,10 @@ def test_data_that_is_shared_out_already():
         prepare(DataLoader(split), 0, 2)
     with pytest.raises(DataError, match="data pipes, which shard themselves"):
         prepare(DataLoader(IterableWrapper(range(8))), 0, 2)
+    with pytest.raises(
+        DataError, match="went through split_dataset_by_node"
+    ):  # all ranks read the same (tensor parallel)
+        build._check(DataLoader(split), Shard(0, 1), DataLoaderConfiguration(), is_shared=True)
 
 
 def test_ranks_with_different_data():
