@@ -287,6 +287,8 @@ def refused(stage: int) -> None:
     x, _ = rows(accelerator, 0)
     fails(UnsupportedError, "one optimizer", lambda: accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0)))
     accelerator._preparation.optimizers.pop()
+    fails(UnsupportedError, "save_state", optimizer.state_dict)
+    fails(UnsupportedError, "load_state", lambda: optimizer.load_state_dict({}))
     fails(UnsupportedError, "prepare one model", lambda: accelerator.prepare(Net()))
     with accelerator.accumulate(model):
         accelerator.backward(model(x).mean())

@@ -31,6 +31,7 @@ class Capabilities:
         lone_forward: a model may be called on one rank alone; False: its forward is an exchange.
         whole_gradients: each rank's gradients are all of them, alike on all ranks; False: a rank holds a part.
         copies: a prepared model can be copied and pickled; False: a rank holds a part, and a copy would lose its engine.
+        optimizer_state: a prepared optimizer's state_dict() is its state; False: an engine keeps it, and checkpoints have it.
         scales_losses: an engine scales fp16 losses itself, and skips updates whose gradients overflow.
     """
 
@@ -41,6 +42,7 @@ class Capabilities:
     lone_forward: bool = True
     whole_gradients: bool = True
     copies: bool = True
+    optimizer_state: bool = True
     scales_losses: bool = False
 
     def require(self, name: str, strategy: str, remedy: str) -> None:

@@ -54,6 +54,7 @@ class DeepSpeedStrategy(SingleStrategy):
         rollback=False,
         lone_forward=False,
         whole_gradients=False,
+        optimizer_state=False,
         scales_losses=True,
     )
 

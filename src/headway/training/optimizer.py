@@ -18,6 +18,8 @@ from headway.training.windows import Clock
 
 log = get_logger(__name__)
 
+_BY_CHECKPOINT = "its engine keeps that: use accelerator.save_state() and accelerator.load_state()"
+
 
 @dataclass
 class _Counts:
@@ -116,11 +118,21 @@ class PreparedOptimizer(torch.optim.Optimizer):
         repoint(self.optimizer, self._strategy)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state."""
+        """The wrapped optimizer's state.
+
+        Raises:
+            UnsupportedError: an engine keeps it elsewhere.
+        """
+        self._strategy.capabilities.require("optimizer_state", self._strategy.name, _BY_CHECKPOINT)
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state."""
+        """Load the wrapped optimizer's state.
+
+        Raises:
+            UnsupportedError: an engine keeps it elsewhere, and would not see it.
+        """
+        self._strategy.capabilities.require("optimizer_state", self._strategy.name, _BY_CHECKPOINT)
         self.optimizer.load_state_dict(state_dict)
         fit_state(self.optimizer, self._strategy)
 
