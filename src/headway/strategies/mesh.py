@@ -80,7 +80,7 @@ class MeshStrategy(SingleStrategy):
         self._replaced: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
     def _meet(self) -> None:
-        """Make the groups; all ranks do, again where the process group they are parts of was renewed (`find_executable_batch_size`)."""
+        """Make the groups; all ranks do, again where the process group was renewed (`find_executable_batch_size`)."""
         self.mesh = _build_mesh(self.everyone.runtime.device.type, self.layout)
         if self.layout.num_data_shards < self.layout.num_ranks:
             self.data_group = self.everyone.split(self.layout.data_groups)
