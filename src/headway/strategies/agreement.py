@@ -14,6 +14,8 @@ from headway.strategies.crossings import Axis
 _RELATIVE = 1e-3
 _OF_LARGEST = 1e-6
 """Kernels that add in any order make small differences: of this gradient's norm, and of the largest one's."""
+_BLOCK = 2**22
+"""Elements that are looked at at once."""
 
 
 def check(model: torch.nn.Module, axis: Axis) -> bool:
@@ -49,6 +51,11 @@ def check(model: torch.nn.Module, axis: Axis) -> bool:
 
 
 def _digest(grad: torch.Tensor) -> torch.Tensor:
-    flat = grad.reshape(-1).double() if grad.device.type != "mps" else grad.reshape(-1).float()
-    waves = torch.arange(flat.numel(), device=flat.device, dtype=flat.dtype).cos()
-    return torch.stack([flat.norm(), flat @ waves])
+    """Its norm and one projection, in blocks: whole and in float64, an embedding's would take many times the gradient's memory."""
+    flat, wide = grad.reshape(-1), torch.float32 if grad.device.type == "mps" else torch.float64
+    sums = torch.zeros(2, device=flat.device, dtype=wide)
+    for start in range(0, flat.numel(), _BLOCK):
+        part = flat[start : start + _BLOCK].to(wide)
+        waves = torch.arange(start, start + part.numel(), device=flat.device, dtype=wide).cos()
+        sums += torch.stack([part @ part, part @ waves])
+    return torch.stack([sums[0].sqrt(), sums[1]])

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from headway.errors import PrepareError
+from headway.strategies import agreement
 from headway.strategies.crossings import Axis
 from headway.strategies.mesh import bring_buffers
 from headway.strategies.tensor_parallel import _check_size
@@ -29,3 +30,12 @@ def test_no_rank_is_left_without_a_part(size: int, fits: bool) -> None:
     else:
         with pytest.raises(PrepareError, match="cannot be cut along dimension 0 among 4 ranks"):
             _check_size("weight", weight, 0, 1, axis)
+
+
+def test_a_digest_is_the_same_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    grad = torch.randn(3, 5)
+    whole = agreement._digest(grad)
+    monkeypatch.setattr(agreement, "_BLOCK", 4)
+    torch.testing.assert_close(agreement._digest(grad), whole)
+    torch.testing.assert_close(whole, torch.stack([grad.norm(), grad.flatten() @ torch.arange(15.0).cos()]).double())
+    assert agreement._digest(torch.empty(0)).tolist() == [0.0, 0.0]
