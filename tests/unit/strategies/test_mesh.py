@@ -37,5 +37,6 @@ def test_a_digest_is_the_same_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     whole = agreement._digest(grad)
     monkeypatch.setattr(agreement, "_BLOCK", 4)
     torch.testing.assert_close(agreement._digest(grad), whole)
-    torch.testing.assert_close(whole, torch.stack([grad.norm(), grad.flatten() @ torch.arange(15.0).cos()]).double())
+    flat = grad.double().flatten()
+    torch.testing.assert_close(whole, torch.stack([flat.norm(), flat @ torch.arange(15.0).double().cos()]))
     assert agreement._digest(torch.empty(0)).tolist() == [0.0, 0.0]
