@@ -128,7 +128,9 @@ class Foreign:
             self._needless(key, "there is no sequence parallelism of DeepSpeed's here")
         elif name == "sp_size":
             self.refuse(
-                key, "DeepSpeed's sequence parallelism (Ulysses) is not served; cut sequences with --strategy fsdp+cp=N"
+                key,
+                "DeepSpeed's sequence parallelism (Ulysses) is not served; where activations are too large, checkpoint them "
+                "(--fsdp_activation_checkpointing true), or cut sequences under tensor parallelism (docs/tensor_parallel.md)",
             )
         elif name in _AXES:
             size = _number(value, key, 1)

@@ -171,10 +171,6 @@ class SingleStrategy:
         """The state dict's tensors, as they lie."""
         yield from self.unwrap(model).state_dict().items()
 
-    def whole_state(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """They are whole."""
-        yield from self.export_state(model)
-
     def part_of(self, parameter: torch.Tensor) -> Any:
         """Itself."""
         return parameter

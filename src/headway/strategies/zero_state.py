@@ -4,11 +4,9 @@ ZeRO cuts a parameter as if it were one row: a rank holds a run of it, from one 
 of the row it begins in, whole rows, the beginning of the row it ends in.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -16,30 +14,8 @@ import torch
 from headway.errors import UnsupportedError
 from headway.strategies.zero_engine import ZeroEngine
 from headway.strategies.zero_optimizer import Twin
-from headway.weights.pieces import Box, Piece
-
-
-def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """(offsets, shape, first element) of the boxes that the elements from `start` to `stop` of a tensor are, in order."""
-    if start >= stop:
-        return
-    if len(shape) < 2:
-        yield (start,) * len(shape), (stop - start,) * len(shape), start
-        return
-    row = prod(shape[1:])
-    if start % row:  # the rest of a row
-        index, end = start // row, min(stop, (start // row + 1) * row)
-        for offsets, sizes, first in boxes_of(shape[1:], start - index * row, end - index * row):
-            yield (index, *offsets), (1, *sizes), first + index * row
-        start = end
-    count = (stop - start) // row
-    if count:
-        yield (start // row, *[0] * (len(shape) - 1)), (count, *shape[1:]), start
-        start += count * row
-    if start < stop:
-        index = start // row
-        for offsets, sizes, first in boxes_of(shape[1:], 0, stop - start):
-            yield (index, *offsets), (1, *sizes), first + index * row
+from headway.weights.partitions import piece_of_range
+from headway.weights.pieces import Piece
 
 
 @dataclass(frozen=True)
@@ -66,12 +42,7 @@ class Run:
 
     def piece(self, values: torch.Tensor, is_written: bool = True) -> Piece:
         """The part of a tensor of the parameter's shape, as boxes."""
-        stop = self.start + values.numel()
-        boxes = tuple(
-            Box(offsets, values.narrow(0, first - self.start, prod(sizes)).view(sizes), is_written)
-            for offsets, sizes, first in boxes_of(self.shape, self.start, stop)
-        )
-        return Piece(self.shape, values.dtype, boxes)
+        return piece_of_range(self.shape, values, self.start, is_written)
 
 
 class ZeroState:
@@ -154,36 +125,6 @@ class ZeroState:
                 made[id(parameter)] = self.part_of(parameter)
             part = made[id(parameter)]
             yield name, part.detach() if isinstance(part, torch.Tensor) else part
-
-    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's tensors by name, whole ones, put together one at a time. All ranks go through it together."""
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        uses = Counter(map(id, parameters.values()))
-        made: dict[int, torch.Tensor] = {}  # what has several names is one tensor
-        for name, value in self._model.state_dict(keep_vars=True).items():
-            parameter = parameters.get(name)
-            if parameter is None:
-                if isinstance(value, torch.Tensor):
-                    yield name, value.detach()
-                continue
-            whole = made.get(id(parameter))
-            if whole is None:
-                whole = self._whole(parameter)
-            if uses[id(parameter)] > 1:
-                made[id(parameter)] = whole
-            yield name, whole
-
-    def _whole(self, parameter: torch.Tensor) -> torch.Tensor:
-        import deepspeed
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        if id(parameter) in self._learns:
-            found: torch.Tensor = safe_get_full_fp32_param(parameter).detach()
-            return found
-        if self._zero.stage < 3:
-            return parameter.detach()
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().clone()
 
     @contextmanager
     def exposed(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +97,26 @@ def gathered(tensors: Mapping[str, Any], collectives: Collectives) -> dict[str, 
     """The tensors, those that are spread to be asked for as whole ones; every rank calls it with the same.
 
     Raises:
-        CheckpointError: ranks hold other tensors, or cut otherwise; or values that were not reduced.
+        CheckpointError: ranks hold other tensors, or cut otherwise, or not all of one; or values that were not reduced.
     """
     cutter = Cutter()
     pieces = {name: cutter.piece(each) if is_dtensor(each) else each for name, each in tensors.items()}
     told = [(name, tuple(each.shape), str(each.dtype), _cut(each)) for name, each in pieces.items() if is_spread(each)]
-    hashes = collectives.gather_objects(hashlib.sha256(repr(told).encode()).hexdigest())
-    if len(set(hashes)) > 1:
+    brought = {name: _brought(each) for name, each in pieces.items() if isinstance(each, Piece) and each.split is None}
+    answers = collectives.gather_objects((hashlib.sha256(repr(told).encode()).hexdigest(), list(brought.values())))
+    if len({found for found, _ in answers}) > 1:
         raise CheckpointError("the ranks hold different sharded tensors; give the same model on every rank")
+    for name, *numbers in zip(brought, *(each for _, each in answers)):
+        wanted, there = prod(pieces[name].shape), sum(numbers)
+        if there != wanted:  # the rest of it would be whatever lies in new memory
+            raise CheckpointError(
+                f"{name} has {wanted:,} values, and the ranks' parts of it {there:,}: they do not make it up"
+            )
     return {name: Gathered(each, collectives) if isinstance(each, Piece) else each for name, each in pieces.items()}
+
+
+def _brought(piece: Piece) -> int:
+    return sum(box.values.numel() for box in piece.boxes if box.is_written)
 
 
 def _cut(piece: Piece) -> Any:
@@ -112,12 +124,17 @@ def _cut(piece: Piece) -> Any:
 
 
 def whole_state(tensors: Iterable[tuple[str, Any]], collectives: Collectives) -> dict[str, torch.Tensor]:
-    """A state dict of whole tensors: where any is spread, on rank 0's host, and empty elsewhere; every rank calls it."""
+    """A state dict of whole tensors: where any is spread, on rank 0's host, and empty elsewhere; every rank calls it.
+
+    Raises:
+        CheckpointError: ranks hold other tensors, or not all of one.
+    """
     named = dict(tensors)
     if not any(map(is_spread, named.values())):
         return named
-    kept, tied = untied(named.items())
-    found = {
+    values = {name: each for name, each in named.items() if isinstance(each, torch.Tensor) or is_spread(each)}
+    kept, tied = untied(values.items())
+    found = named | {
         name: each.whole() if isinstance(each, Gathered) else each for name, each in gathered(kept, collectives).items()
     }
     return {name: found[tied.get(name, name)] for name in named} if collectives.rank == 0 else {}
