@@ -217,7 +217,9 @@ class Foreign:
             raise ConfigError(f"{' and '.join(self._sharding)} ask for different layouts; keep one")
         if self.has_sizes:
             by = ", ".join(self._sized_by)
-            if self._sharding and self._sizes.get("shard", 1) == 1 and self._sizes.get("cp", 1) == 1:
+            if kinds == {"ddp"} and self._sizes.get("shard", 1) > 1:
+                raise ConfigError(f"{' and '.join(self._sharding)} ask for whole models, but {by} for shards; keep one")
+            if self.asks_for_shards and self._sizes.get("shard", 1) == 1 and self._sizes.get("cp", 1) == 1:
                 raise ConfigError(
                     f"{next(iter(self._sharding))} asks for a sharded model, but {by} leave no processes to shard over; give "
                     "dp_shard_size, or take FSDP out"
