@@ -120,10 +120,8 @@ class Foreign:
             ConfigError: a size that is not a number of processes.
         """
         key = key or f"parallelism_config_{name}"
-        if name == "cp_backend":
-            self._needless(key, "context parallelism has one engine here")
-        elif name == "cp_comm_strategy":
-            self._needless(key, "keys and values are gathered")
+        if name in ("cp_backend", "cp_comm_strategy"):
+            self._needless(key, "there is no context parallelism here yet")
         elif name.startswith("sp_") and (name != "sp_size" or _number(value, key, 1) == 1):
             self._needless(key, "there is no sequence parallelism of DeepSpeed's here")
         elif name == "sp_size":
