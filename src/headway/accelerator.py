@@ -668,7 +668,7 @@ class Accelerator(RankAware):
 
         It is on the disk when this returns. A kill at any moment before leaves the former checkpoint as it was. Called under a
         condition that lets one rank pass only (`if accelerator.is_main_process:`), that rank writes everything but the other
-        ranks' random streams, and says so once.
+        ranks' random streams, and says so once; of a sharded model that is an error.
 
         Args:
             output_dir: its folder; a checkpoint that is there is exchanged for the new one. Not read with automatic naming,

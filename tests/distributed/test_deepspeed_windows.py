@@ -305,6 +305,14 @@ def refused(stage: int) -> None:
     fails(PrepareError, "optimizer", lambda: alone(x))
     fails(UnsupportedError, "orthogonalises", lambda: other.prepare(torch.optim.Muon([alone.head.weight], lr=0.1)))
     other.free_memory()
+    scaled = Net()
+    scaled.scale = torch.nn.Parameter(torch.tensor(1.0))
+    fourth = Accelerator(cpu=True, strategy=f"zero{stage}")
+    fails(
+        UnsupportedError, r"scale of Net .* of shape \(1,\)",
+        lambda: fourth.prepare(scaled, torch.optim.SGD(scaled.parameters(), lr=0.1)),
+    )  # fmt: skip
+    fourth.free_memory()
     config = {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.25, "train_batch_size": 7}
     third = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
     model = Net()

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from headway.errors import HeadwayError
 from headway.weights.files import open_checkpoint
-from headway.weights.gathered import save_gathered, whole_state
+from headway.weights.gathered import Gathered, save_gathered, whole_state
+from headway.weights.partitions import piece_of_range
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_boxes import MB, ROWS, Anonymous, door, made, numbered, values
 
@@ -47,6 +49,10 @@ def test_whole_weights_of_every_layout(tmp_path):
         assert found.ties == {"head.weight": "embedding.weight"}
 
 
+def out_of_memory(self):
+    raise MemoryError("no more of it")
+
+
 def failing(folder):
     door_to_all, world_size = collectives()
     model, _, _ = made("fsdp", world_size, 1)
@@ -68,15 +74,31 @@ def failing(folder):
         whole_state(own.items(), door_to_all)
     except HeadwayError as error:
         messages.append(str(error))
+    part = piece_of_range((4,), torch.ones(1), door_to_all.rank, True)
+    try:
+        whole_state([("half", part)], door_to_all)  # nobody brings the last two values
+    except HeadwayError as error:
+        messages.append(str(error))
+    with pytest.MonkeyPatch.context() as patch:
+        if door_to_all.rank == 0:
+            patch.setattr(Gathered, "whole", out_of_memory)
+        try:
+            whole_state(model.state_dict().items(), door_to_all)
+        except (HeadwayError, MemoryError) as error:
+            messages.append(str(error))
+    found = whole_state([("weight", model.first.weight), ("first._extra_state", {"count": 3})], door_to_all)
+    assert found.get("first._extra_state") == (None if door_to_all.rank else {"count": 3})
     return messages
 
 
 def test_a_failure_on_rank_0_is_one_on_every_rank(tmp_path):
     for messages in run_ranks(failing, 2, str(tmp_path)):
-        assert len(messages) == 3
+        assert len(messages) == 5
         assert "is a file" in messages[0]
         assert "complex128" in messages[1]
         assert "different sharded tensors" in messages[2]
+        assert "half has 4 values, and the ranks' parts of it 2" in messages[3]
+        assert "no more of it" in messages[4]
     assert open_checkpoint(tmp_path / "good").tensors
     assert not list((tmp_path / "new").glob("*.safetensors"))
 

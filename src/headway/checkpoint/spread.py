@@ -84,10 +84,7 @@ def _grid(name: str, piece: Piece) -> Grid:
 def _chunks(name: str, piece: Piece, tensors: Mapping[str, Any]) -> Iterator[Chunk]:
     """The boxes of a tensor of which a rank writes several."""
     assert piece.split is not None
-    along = []
-    for sizes in piece.split.sizes:
-        starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        along.append(list(zip(starts, sizes)))
+    along = [list(zip(starts, sizes)) for starts, sizes in zip(piece.split.starts, piece.split.sizes)]
     for number, (place, writer) in enumerate(zip(product(*along), piece.split.writers)):
         offsets, shape = tuple(start for start, _ in place), tuple(size for _, size in place)
         yield Chunk(offsets, shape, file_of(pattern_of(name), writer), _key(name, number, tensors))

@@ -120,15 +120,15 @@ class Foreign:
             ConfigError: a size that is not a number of processes.
         """
         key = key or f"parallelism_config_{name}"
-        if name == "cp_backend":
-            self._needless(key, "context parallelism has one engine here")
-        elif name == "cp_comm_strategy":
-            self._needless(key, "keys and values are gathered")
+        if name in ("cp_backend", "cp_comm_strategy"):
+            self._needless(key, "there is no context parallelism here yet")
         elif name.startswith("sp_") and (name != "sp_size" or _number(value, key, 1) == 1):
             self._needless(key, "there is no sequence parallelism of DeepSpeed's here")
         elif name == "sp_size":
             self.refuse(
-                key, "DeepSpeed's sequence parallelism (Ulysses) is not served; cut sequences with --strategy fsdp+cp=N"
+                key,
+                "DeepSpeed's sequence parallelism (Ulysses) is not served; where activations are too large, checkpoint them "
+                "(--fsdp_activation_checkpointing true), or cut sequences under tensor parallelism (docs/tensor_parallel.md)",
             )
         elif name in _AXES:
             size = _number(value, key, 1)
@@ -215,7 +215,9 @@ class Foreign:
             raise ConfigError(f"{' and '.join(self._sharding)} ask for different layouts; keep one")
         if self.has_sizes:
             by = ", ".join(self._sized_by)
-            if self._sharding and self._sizes.get("shard", 1) == 1 and self._sizes.get("cp", 1) == 1:
+            if kinds == {"ddp"} and self._sizes.get("shard", 1) > 1:
+                raise ConfigError(f"{' and '.join(self._sharding)} ask for whole models, but {by} for shards; keep one")
+            if self.asks_for_shards and self._sizes.get("shard", 1) == 1 and self._sizes.get("cp", 1) == 1:
                 raise ConfigError(
                     f"{next(iter(self._sharding))} asks for a sharded model, but {by} leave no processes to shard over; give "
                     "dp_shard_size, or take FSDP out"

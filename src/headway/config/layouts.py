@@ -14,11 +14,11 @@ from headway.optional import Later
 
 meshes = Later("torch.distributed.device_mesh")
 
-_PLANNED = "It is planned; until then "
-_REPLICAS = f"{_PLANNED}replicas train with DDP: leave the plugin out"
-_MEMORY = ", and where memory is short use microbatching='auto' or accelerator.checkpoint_activations(model)"
 _ADVICE = {
-    "Megatron-LM": f"Megatron-LM (tensor and pipeline parallelism) is not there yet. {_REPLICAS}",
+    "Megatron-LM": (
+        "Megatron-LM is not there yet. It is planned; until then leave the plugin out: strategy='tp' or 'fsdp+tp=2' cuts matrices "
+        "(docs/tensor_parallel.md)"
+    ),
 }
 
 

@@ -16,12 +16,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, UnsupportedError
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
 """From the outermost to the innermost: neighbours in rank are neighbours along the last axis."""
 DATA_AXES = ("replicate", "shard")
 """Ranks that differ along these read data of their own; those that differ along the others read the same."""
+SERVED = ("replicate", "shard", "tp")
+"""Axes that a run may have today; the others are words for layouts that are not there yet."""
 ENGINES = ("deepspeed", "zero1", "zero2", "zero3")
 """Words that stand alone: DeepSpeed's own engine, and its stages."""
 _TERMS = {"ddp": "replicate", "fsdp": "shard", "cp": "cp", "tp": "tp", "pp": "pp"}
@@ -44,7 +46,7 @@ _OTHER_WORDS = {
     "pipeline": "pp",
     "tensor": "tp",
     "context": "cp",
-    "sp": "tp, which takes sequence parallelism as an option, or cp",
+    "sp": "tp, which takes sequence parallelism as an option",
     "none": "ddp",
     "no": "ddp",
     "auto": "ddp",
@@ -251,6 +253,19 @@ def parse(text: str) -> Asked:
     return Asked(text, sizes, is_by_machine)
 
 
+def check_served(layout: Layout) -> None:
+    """Refuse axes that no strategy serves.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    lacking = [f"{_WORDS[axis]} ({axis}={size})" for axis, size in layout.sizes.items() if axis not in SERVED]
+    if lacking:
+        raise UnsupportedError(
+            f"{' and '.join(lacking)} are not there yet; a layout is made of ddp, fsdp, hsdp and tp, as in fsdp+tp=2"
+        )
+
+
 def normal(text: str) -> str:
     """The one spelling of a layout: small letters, no spaces."""
     return "".join(text.lower().split())
@@ -263,7 +278,8 @@ def _meant(name: str) -> str:
         return f"; write {_OTHER_WORDS[name]}"
     close = get_close_matches(name, (*_TERMS, "hsdp"), n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    words = f"{', '.join((*_TERMS, 'hsdp'))}, joined by '+', each with =RANKS or without, as in fsdp+tp=2"
+    served = (*(term for term, axis in _TERMS.items() if axis in SERVED), "hsdp")
+    words = f"{', '.join(served)}, joined by '+', each with =RANKS or without, as in fsdp+tp=2"
     return f"{hint or ';'} allowed: {words}; or {', '.join(ENGINES)}"
 
 

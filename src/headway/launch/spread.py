@@ -4,7 +4,7 @@ from headway.config import mesh, outside
 from headway.config.launch import OF_DEEPSPEED, OF_SHARDS
 from headway.config.load import COMMAND_LINE, Resolved
 from headway.config.mesh import Layout
-from headway.errors import ConfigError
+from headway.errors import ConfigError, UnsupportedError
 
 
 def layout(resolved: Resolved, num_machines: int, num_local: int) -> Layout | None:
@@ -17,6 +17,7 @@ def layout(resolved: Resolved, num_machines: int, num_local: int) -> Layout | No
 
     Raises:
         ConfigError: it does not fit the processes, or those that a run goes on with after machines are lost.
+        UnsupportedError: a layout that is not there yet.
     """
     text = resolved.get("strategy")
     if text is None or outside.find(text) is not None:
@@ -25,8 +26,9 @@ def layout(resolved: Resolved, num_machines: int, num_local: int) -> Layout | No
     fewest = min(resolved.get("min_machines", num_machines), num_machines)
     try:
         found = asked.resolve(num_machines * num_local, num_local)
-    except ConfigError as error:
-        raise ConfigError(f"{error} ({resolved.origin('strategy')})") from None
+        mesh.check_served(found)
+    except (ConfigError, UnsupportedError) as error:
+        raise type(error)(f"{error} ({resolved.origin('strategy')})") from None
     for count in range(fewest, num_machines):
         try:
             asked.resolve(count * num_local, num_local)

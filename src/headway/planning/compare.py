@@ -8,7 +8,7 @@ from torch import nn
 
 from headway.config.mesh import Layout, parse
 from headway.config.strategies import collect_options
-from headway.errors import ConfigError, HeadwayError, StateError
+from headway.errors import ConfigError, HeadwayError, StateError, UnsupportedError
 from headway.planning.costs import Cluster, Cost, cost
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.outcome import Plan, outcome
@@ -92,7 +92,7 @@ def plan(
         raise ConfigError(f"num_ranks={num_ranks!r}; give the number of ranks of the run, 1 or more")
     if precision not in PRECISIONS:
         raise ConfigError(f"precision={precision!r}; allowed: {', '.join(PRECISIONS)}")
-    layout = parse(strategy).resolve(num_ranks) if isinstance(strategy, str) else strategy
+    layout = _resolved(strategy, num_ranks, machine_ranks) if isinstance(strategy, str) else strategy
     if layout.num_ranks != num_ranks:
         raise ConfigError(f"the layout {layout} takes {layout.num_ranks} ranks, but the run has {num_ranks}")
     name = strategy if isinstance(strategy, str) else "+".join(f"{k}={v}" for k, v in layout.sizes.items())
@@ -141,6 +141,15 @@ def compare(
             continue
         rows.append(Row(strategy, found, cost(found, cluster), _too_much(found, cluster)))
     return Comparison(tuple(sorted(rows, key=_order)), cluster)
+
+
+def _resolved(strategy: str, num_ranks: int, machine_ranks: int) -> Layout:
+    asked = parse(strategy)
+    if asked.is_deepspeed:
+        raise UnsupportedError(
+            f"{strategy} is DeepSpeed's engine, which is not planned; fsdp cuts what zero3 does, and says what that takes"
+        )
+    return asked.resolve(num_ranks, machine_ranks)
 
 
 def candidates(num_ranks: int, machine_ranks: int, has_plan: bool = False) -> Sequence[str]:

@@ -208,7 +208,7 @@ class Strategy(Protocol):
         """
 
     def export_state(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's tensors by the bare module's names, one at a time; sharded ones as DTensors, which are never gathered."""
+        """The model's tensors by the bare module's names, one at a time; sharded ones as DTensors or pieces, never gathered."""
 
     def part_of(self, parameter: torch.Tensor) -> Any:
         """A parameter as `export_state` gives it: itself, or the piece that this rank holds."""

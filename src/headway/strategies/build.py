@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from headway.collectives.door import Collectives
-from headway.config import outside
+from headway.config import mesh, outside
 from headway.config.choice import Chosen
 from headway.config.deepspeed import DeepSpeedPlugin
 from headway.config.mesh import Layout
@@ -86,8 +86,7 @@ def build_strategy(
     if deepspeed is not None:
         return _deepspeed(collectives, options, deepspeed, is_deferred)
     if not layout.is_replicas_only:
-        if layout.sizes.keys() - {"replicate", "shard", "tp"}:
-            raise UnsupportedError(f"the layout {layout} is not there yet")
+        mesh.check_served(layout)
         if is_deferred:
             raise UnsupportedError(
                 "microbatching='auto' needs whole models so far; leave it out, or use strategy='ddp'"

@@ -104,7 +104,7 @@ class DeepSpeedStrategy(SingleStrategy):
             The twin of the user's optimizer, when the engine was made.
 
         Raises:
-            UnsupportedError: several optimizers, or one that ZeRO cannot train with.
+            UnsupportedError: several optimizers, one that ZeRO cannot train with, or a parameter that it cannot.
             ConfigError: the JSON contradicts the run.
         """
         if len(optimizers) > 1:
@@ -122,6 +122,7 @@ class DeepSpeedStrategy(SingleStrategy):
             self.data_group.world_size, num_steps, precision, picked, _hidden_size(self._model), self._options.scaler,
             self._stand_ins.optimizer, self._stand_ins.scheduler,
         )  # fmt: skip
+        _check_shapes(self._model)
         account = account_for(plugin.deepspeed_config, facts, known_keys)
         is_own = self._stand_ins.optimizer and account.config.pop("optimizer", None) is not None
         account.config.pop("scheduler", None)
@@ -332,11 +333,7 @@ class DeepSpeedStrategy(SingleStrategy):
             dist.destroy_process_group()
 
     def release(self, model: torch.nn.Module | None = None) -> None:
-        """Let go of the engine.
-
-        Raises:
-            UnsupportedError: stage 3, where the model would be left in parts.
-        """
+        """Let go of the engine; a model of stage 3 stays in parts, because a whole one need not fit here."""
         super().release()
         zero, self._zero, self._twin, self._model, self._state = self._zero, None, None, None, None
         if zero is not None:
@@ -363,6 +360,16 @@ def _check_scaler(options: EngineOptions, precision: str) -> None:
     power = scaler.init_scale
     if power < 1 or power != 2.0 ** (int(power).bit_length() - 1):
         raise ConfigError(f"GradScalerKwargs(init_scale={power!r}): DeepSpeed begins with a power of two; give one")
+
+
+def _check_shapes(model: torch.nn.Module) -> None:
+    """DeepSpeed sends parameters as bytes, which torch cannot look at a tensor without dims as."""
+    name = next((name for name, parameter in model.named_parameters() if not parameter.ndim), None)
+    if name is not None:
+        raise UnsupportedError(
+            f"{name} of {type(model).__name__} is a parameter without dimensions, which DeepSpeed cannot send to the other ranks; "
+            "make it of shape (1,)"
+        )
 
 
 def _hidden_size(model: torch.nn.Module) -> int | None:

@@ -7,7 +7,6 @@ of the row it begins in, whole rows, the beginning of the row it ends in.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -15,30 +14,8 @@ import torch
 from headway.errors import UnsupportedError
 from headway.strategies.zero_engine import ZeroEngine
 from headway.strategies.zero_optimizer import Twin
-from headway.weights.pieces import Box, Piece
-
-
-def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """(offsets, shape, first element) of the boxes that the elements from `start` to `stop` of a tensor are, in order."""
-    if start >= stop:
-        return
-    if len(shape) < 2:
-        yield (start,) * len(shape), (stop - start,) * len(shape), start
-        return
-    row = prod(shape[1:])
-    if start % row:  # the rest of a row
-        index, end = start // row, min(stop, (start // row + 1) * row)
-        for offsets, sizes, first in boxes_of(shape[1:], start - index * row, end - index * row):
-            yield (index, *offsets), (1, *sizes), first + index * row
-        start = end
-    count = (stop - start) // row
-    if count:
-        yield (start // row, *[0] * (len(shape) - 1)), (count, *shape[1:]), start
-        start += count * row
-    if start < stop:
-        index = start // row
-        for offsets, sizes, first in boxes_of(shape[1:], 0, stop - start):
-            yield (index, *offsets), (1, *sizes), first + index * row
+from headway.weights.partitions import piece_of_range
+from headway.weights.pieces import Piece
 
 
 @dataclass(frozen=True)
@@ -65,12 +42,7 @@ class Run:
 
     def piece(self, values: torch.Tensor, is_written: bool = True) -> Piece:
         """The part of a tensor of the parameter's shape, as boxes."""
-        stop = self.start + values.numel()
-        boxes = tuple(
-            Box(offsets, values.narrow(0, first - self.start, prod(sizes)).view(sizes), is_written)
-            for offsets, sizes, first in boxes_of(self.shape, self.start, stop)
-        )
-        return Piece(self.shape, values.dtype, boxes)
+        return piece_of_range(self.shape, values, self.start, is_written)
 
 
 class ZeroState:

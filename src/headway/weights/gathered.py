@@ -1,10 +1,11 @@
 """Sharded tensors as whole ones on rank 0, one at a time: for files of plain weights and whole state dicts."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +15,7 @@ from headway.weights.export import order_of, save_weights, untied
 from headway.weights.pieces import Cutter, Piece, is_dtensor, is_spread
 from headway.weights.shards import bits, raw_bytes
 
+_T = TypeVar("_T")
 _BLOCK = 16 * 2**20
 """Bytes that travel at once."""
 
@@ -96,15 +98,26 @@ def gathered(tensors: Mapping[str, Any], collectives: Collectives) -> dict[str, 
     """The tensors, those that are spread to be asked for as whole ones; every rank calls it with the same.
 
     Raises:
-        CheckpointError: ranks hold other tensors, or cut otherwise; or values that were not reduced.
+        CheckpointError: ranks hold other tensors, or cut otherwise, or not all of one; or values that were not reduced.
     """
     cutter = Cutter()
     pieces = {name: cutter.piece(each) if is_dtensor(each) else each for name, each in tensors.items()}
     told = [(name, tuple(each.shape), str(each.dtype), _cut(each)) for name, each in pieces.items() if is_spread(each)]
-    hashes = collectives.gather_objects(hashlib.sha256(repr(told).encode()).hexdigest())
-    if len(set(hashes)) > 1:
+    brought = {name: _brought(each) for name, each in pieces.items() if isinstance(each, Piece) and each.split is None}
+    answers = collectives.gather_objects((hashlib.sha256(repr(told).encode()).hexdigest(), list(brought.values())))
+    if len({found for found, _ in answers}) > 1:
         raise CheckpointError("the ranks hold different sharded tensors; give the same model on every rank")
+    for name, *numbers in zip(brought, *(each for _, each in answers)):
+        wanted, there = prod(pieces[name].shape), sum(numbers)
+        if there != wanted:  # the rest of it would be whatever lies in new memory
+            raise CheckpointError(
+                f"{name} has {wanted:,} values, and the ranks' parts of it {there:,}: they do not make it up"
+            )
     return {name: Gathered(each, collectives) if isinstance(each, Piece) else each for name, each in pieces.items()}
+
+
+def _brought(piece: Piece) -> int:
+    return sum(box.values.numel() for box in piece.boxes if box.is_written)
 
 
 def _cut(piece: Piece) -> Any:
@@ -112,15 +125,23 @@ def _cut(piece: Piece) -> Any:
 
 
 def whole_state(tensors: Iterable[tuple[str, Any]], collectives: Collectives) -> dict[str, torch.Tensor]:
-    """A state dict of whole tensors: where any is spread, on rank 0's host, and empty elsewhere; every rank calls it."""
+    """A state dict of whole tensors: where any is spread, on rank 0's host, and empty elsewhere; every rank calls it.
+
+    Raises:
+        CheckpointError: on every rank: they hold other tensors, or not all of one, or rank 0 failed.
+    """
     named = dict(tensors)
     if not any(map(is_spread, named.values())):
         return named
-    kept, tied = untied(named.items())
-    found = {
-        name: each.whole() if isinstance(each, Gathered) else each for name, each in gathered(kept, collectives).items()
-    }
-    return {name: found[tied.get(name, name)] for name in named} if collectives.rank == 0 else {}
+    values = {name: each for name, each in named.items() if isinstance(each, torch.Tensor) or is_spread(each)}
+    kept, tied = untied(values.items())
+    whole = gathered(kept, collectives)
+
+    def put_together() -> dict[str, torch.Tensor]:
+        found = named | {name: each.whole() if isinstance(each, Gathered) else each for name, each in whole.items()}
+        return {name: found[tied.get(name, name)] for name in named}
+
+    return _on_rank_0(put_together, whole, list(whole), collectives) or {}
 
 
 def save_gathered(
@@ -137,13 +158,21 @@ def save_gathered(
     kept, tied = untied(named)
     whole = gathered(kept, collectives)
     every = [(name, whole[tied.get(name, name)]) for name, _ in named]
+    _on_rank_0(lambda: save_weights(every, folder, max_shard_size), whole, order_of(whole, max_shard_size), collectives)
+
+
+def _on_rank_0(
+    act: Callable[[], _T], whole: Mapping[str, Any], order: Iterable[str], collectives: Collectives
+) -> _T | None:
+    """Act on rank 0, which asks for the tensors in that order; the others send them. Where it fails there, they go on together."""
+    result: _T | None = None
     failure: Exception | None = None
     try:
         if collectives.rank == 0:
-            save_weights(every, folder, max_shard_size)
+            result = act()
     except Exception as error:
         failure = error
-    for name in order_of(whole, max_shard_size):  # what rank 0 writes, and where that failed, the rest of it
+    for name in order:  # what rank 0 asks for, and where that failed, the rest of it
         each = whole[name]
         if isinstance(each, Gathered) and not each.is_done:
             each.pass_by()
@@ -151,4 +180,5 @@ def save_gathered(
     if failure is not None:
         raise failure
     if told is not None:
-        raise CheckpointError(f"rank 0 could not write the weights: {told}")
+        raise CheckpointError(f"rank 0 could not put the weights together, or write them: {told}")
+    return result

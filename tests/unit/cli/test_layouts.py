@@ -40,6 +40,7 @@ def launch(monkeypatch, capsys, tmp_path):
         ("-n 8 --use_fsdp", Layout(shard=8)),
         ("-n 8 --use-fsdp --fsdp-sharding-strategy SHARD_GRAD_OP", Layout(shard=8)),
         ("-n 8 --fsdp_sharding_strategy NO_SHARD", Layout(replicate=8)),
+        ("-n 8 --fsdp_sharding_strategy NO_SHARD --parallelism_config_dp_replicate_size 8", Layout(replicate=8)),
         ("-n 8 --use_fsdp --strategy hsdp=4", Layout(replicate=2, shard=4)),
         (
             "-n 8 --use_parallelism_config --parallelism_config_dp_shard_size 4 --parallelism_config_tp_size 2",
@@ -150,6 +151,10 @@ WRONG = [
     ("-n 8 --use_fsdp --fsdp_ignored_modules head", "--fsdp_ignored_modules: name the frozen modules"),
     ("-n 8 --use_fsdp --strategy ddp", "--strategy ddp against --use_fsdp, which ask for fsdp: take one of them out"),
     ("-n 8 --strategy fsdp --fsdp_sharding_strategy HYBRID_SHARD", "--strategy fsdp against --fsdp_sharding_strategy"),
+    (
+        "-n 8 --fsdp_sharding_strategy NO_SHARD --parallelism_config_dp_shard_size 8",
+        "--fsdp_sharding_strategy ask for whole models, but --parallelism_config_dp_shard_size for shards; keep one",
+    ),
     ("-n 8 --use_fsdp --parallelism_config_tp_size 8", "--parallelism_config_tp_size leave no processes to shard over"),
     ("-n 8 --parallelism_config_tp_size 0", "--parallelism_config_tp_size='0'; give a whole number, 1 or more"),
     (
@@ -157,6 +162,9 @@ WRONG = [
         "takes 4 ranks, but the run has 8; the nearest that fit 8: tp=8, ddp=2+tp=4",
     ),
     ("-n 8 --parallelism_config_sp_size 2", "Ulysses) is not served"),
+    ("-n 8 --strategy fsdp+cp=2", "parts of a sequence (cp=2) are not there yet; a layout is made of ddp, fsdp, hsdp"),
+    ("-n 8 --strategy pp=2+ddp", "pipeline stages (pp=2) are not there yet"),
+    ("-n 8 --parallelism_config_cp_size 8", "parts of a sequence (cp=8) are not there yet"),
     ("-n 8 --strategy zero3+tp=2", "and 'zero3' stands alone"),
     (
         "-n 8 --use_deepspeed --use_fsdp",

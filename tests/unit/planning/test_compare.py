@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headway.config.mesh import Layout, parse
-from headway.errors import ConfigError
+from headway.errors import ConfigError, UnsupportedError
 from headway.planning.compare import candidates, compare, plan
 from headway.planning.costs import Cluster, cost
 from headway.planning.meter import Exchange, axes_of
@@ -130,6 +130,19 @@ def test_wrong_use(wrong, said):
     given = {"strategy": "fsdp", "num_ranks": 4, "optimizer": "adamw", "precision": "no"} | wrong
     with pytest.raises(ConfigError, match=said):
         plan(chain, given.pop("strategy"), given.pop("num_ranks"), **given)
+
+
+@pytest.mark.parametrize("engine", ["zero1", "zero3", "DeepSpeed"])
+def test_deepspeed_is_not_planned_as_something_else(engine):
+    with pytest.raises(UnsupportedError, match=f"{engine} is DeepSpeed's engine, which is not planned"):
+        plan(chain, engine, 4)
+    found = compare(chain, [engine, "fsdp"], 4)
+    assert [row.plan is None for row in found.rows] == [False, True]
+
+
+def test_shards_within_machines():
+    assert plan(chain, "hsdp", 8, machine_ranks=4).layout == Layout(replicate=2, shard=4)
+    assert compare(chain, ["hsdp"], 8, Cluster(machine_ranks=2)).rows[0].plan.layout == Layout(replicate=4, shard=2)
 
 
 def test_a_wrong_cluster():

@@ -1,4 +1,4 @@
-"""Accelerate's names of layouts: its enumerations, and plugins that are refused."""
+"""Accelerate's names of layouts: its enumerations, and the plugin that is refused."""
 
 from enum import Enum
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from headway.runtime.process import ProcessRuntime
 
 
 class DistributedType(str, Enum):
-    """How processes share the work. Headway's are NO, FSDP and MULTI_*, by the kind of device (GPU: any without a name)."""
+    """How work is shared. Headway's are NO, FSDP, DEEPSPEED and MULTI_*, by the kind of device (GPU: any without a name)."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"

@@ -4,8 +4,14 @@ _FSDP = (
     "sharded layouts need no calls of their own: `headway launch --strategy fsdp` or Accelerator(strategy='fsdp'), then prepare, "
     "save_state and save_model as ever (docs/layouts.md)"
 )
-_DEEPSPEED = "DeepSpeed is not there yet; it is planned. Until then replicas train with DDP"
-_MEGATRON = "Megatron-LM is not there yet; it is planned. Until then replicas train with DDP"
+_DEEPSPEED = (
+    "DeepSpeed needs no calls of its own: `headway launch --strategy zero2` or Accelerator(strategy='zero2'), then prepare, "
+    "save_state and save_model as ever (docs/deepspeed.md)"
+)
+_MEGATRON = (
+    "Megatron-LM is not there yet; it is planned. Until then cut matrices with Accelerator(strategy='fsdp+tp=2') "
+    "(docs/tensor_parallel.md)"
+)
 _PIPELINE = (
     "pipelines are not there yet; `load_checkpoint_and_dispatch(..., device_map='auto')` spreads a model over devices"
 )

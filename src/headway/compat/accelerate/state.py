@@ -210,7 +210,7 @@ class AcceleratorState(PartialState):
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
-        """What the Accelerator was given; its backend is NO."""
+        """What the Accelerator was given; else one whose backend is NO."""
         return TorchDynamoPlugin() if self._run is None else self._run.dynamo_plugin
 
     @property
