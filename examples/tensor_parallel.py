@@ -1,7 +1,8 @@
 """A small GPT whose matrices are split across the ranks: `headway launch -n 2 --cpu examples/tensor_parallel.py`.
 
 The loop is the same as for one process. On one process the model stays whole. `--layout fsdp+tp=2` splits the matrices within pairs
-of ranks and shards the parameters across the pairs. `--sequence_parallel` splits the activations between the matrices along the sequence.
+of ranks and shards the parameters across the pairs. `--sequence_parallel` splits the activations between the matrices along the
+sequence.
 """
 
 import argparse

@@ -88,4 +88,4 @@ def _check_one(typed: str | None, asked: tuple[str, str]) -> None:
         or (text == "fsdp" and ("fsdp" in typed.lower() or "hsdp" in typed.lower()))
     ):
         return
-    raise ConfigError(f"--strategy {typed} against {keys}, which ask for {text}: take one of them out")
+    raise ConfigError(f"--strategy {typed} contradicts {text} from {keys}; remove one of them")

@@ -41,9 +41,9 @@ def check(model: torch.nn.Module, axis: Axis) -> bool:
         raise PrepareError(
             f"the gradients of {len(names)} parameters that the tensor-parallel plan leaves whole differ between its ranks: "
             f"{', '.join(names[:4])}{' and others' if len(names) > 4 else ''}. They act on "
-            'activations that are cut. Give their modules the style "replicated_with_grad_allreduce", which sums their gradients; if '
-            "their inputs are whole, something before them draws other random numbers on each rank, or the ranks of one group read "
-            "different batches"
+            'activations that are split. Give their modules the style "replicated_with_grad_allreduce", which sums their gradients; '
+            "if their inputs are whole, something before them draws different random numbers on each rank, or the ranks of a group "
+            "read different batches"
         )
     return True
 

@@ -83,7 +83,7 @@ def check_divides(whole: torch.Tensor, axis: Axis, dim: int) -> None:
     """
     if whole.shape[dim] % axis.size:
         raise DataError(
-            f"sequence parallel cuts sequences among {axis.size} ranks, but one has the length {whole.shape[dim]} (dimension "
+            f"sequence_parallel=True splits sequences across {axis.size} ranks, but one has the length {whole.shape[dim]} (dimension "
             f"{dim} of {tuple(whole.shape)}); pad batches to a multiple of {axis.size}"
         )
 

@@ -100,7 +100,7 @@ class ZeroState:
             self._optimizer, "params_in_nvme_and_cpu", False
         ):
             raise UnsupportedError(
-                "checkpoints of what DeepSpeed swapped to NVMe are not served; offload to 'cpu', or save with DeepSpeed's engine"
+                "checkpoints of state that DeepSpeed swapped to NVMe are not supported; offload to 'cpu', or save with DeepSpeed"
             )
 
     # ---------------------------------------------------------------- parts
