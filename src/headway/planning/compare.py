@@ -172,7 +172,7 @@ def _too_much(found: Plan, cluster: Cluster) -> str:
     }
     most = max(parts, key=lambda name: parts[name])
     return (
-        f"needs {format_bytes(found.peak)} per rank, {format_bytes(found.peak - cluster.memory)} more than available; most of it "
+        f"needs {format_bytes(found.peak)} per rank, {format_bytes(found.peak - cluster.memory)} more than available; mostly "
         f"{most} ({format_bytes(parts[most])})"
     )
 

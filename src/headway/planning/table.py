@@ -24,7 +24,7 @@ def tabulate(comparison: Comparison) -> list[str]:
         "optimizer",
         "activations",
         "gathered",
-        "together",
+        "total",
         "sent",
         "update",
         "waits for",
@@ -76,7 +76,7 @@ def describe(plan: Plan, found: Cost | None = None) -> list[str]:
     sizes = " x ".join(f"{size} {axis}" for axis, size in plan.layout.sizes.items()) or "one process"
     lines = [
         f"{plan.strategy} on {plan.num_ranks:,} ranks ({sizes}): {plan.num_parameters:,} parameters",
-        *_columns([["rank", "weights", "of which padding", "gradients", "optimizer state", "together"], *_ranks(plan)]),
+        *_columns([["rank", "weights", "of which padding", "gradients", "optimizer state", "total"], *_ranks(plan)]),
         *_gaps(plan),
         f"activations kept for backward, without temporaries: {_counted(plan.activations)}",
         f"gathered parameters and their gradients, estimated: {_counted(plan.gathered if plan.exchanges is not None else None)}",
