@@ -32,7 +32,7 @@ def repoint(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
             given[:] = now
     if num_exchanged:
         log.info_once(
-            "%s was made before prepare(): it now holds the %d parameters that took the place of those it was made with",
+            "%s was created before prepare(): %d of its parameters were replaced by the prepared ones",
             type(optimizer).__name__,
             num_exchanged,
         )

@@ -103,7 +103,7 @@ def gathered(tensors: Mapping[str, Any], collectives: Collectives) -> dict[str, 
     told = [(name, tuple(each.shape), str(each.dtype), _cut(each)) for name, each in pieces.items() if is_spread(each)]
     hashes = collectives.gather_objects(hashlib.sha256(repr(told).encode()).hexdigest())
     if len(set(hashes)) > 1:
-        raise CheckpointError("the ranks hold different sharded tensors; give the same model on every rank")
+        raise CheckpointError("the ranks hold different sharded tensors; pass the same model on every rank")
     return {name: Gathered(each, collectives) if isinstance(each, Piece) else each for name, each in pieces.items()}
 
 

@@ -96,5 +96,5 @@ def test_groups_hold_each_rank_once() -> None:
     assert (alone.rank, alone.world_size, alone.group) == (0, 1, None)
     assert alone.gather_numbers([3.0]) == [[3.0]]
     for groups in ([], [[0], [0]], [[0, 1]]):
-        with pytest.raises(CollectiveError, match="do not hold each of 1 ranks once"):
+        with pytest.raises(CollectiveError, match="do not contain each of 1 ranks once"):
             door.split(groups)
