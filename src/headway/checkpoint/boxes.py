@@ -1,4 +1,4 @@
-"""The boxes that a tensor lies in: listed one by one, or as a grid in a few numbers, however many ranks wrote it. Torch-free."""
+"""The boxes that make up a saved tensor: listed one by one, or stored as a grid, whatever the number of ranks. Torch-free."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a rank writes of tensors that are spread over ranks, and what the manifest says of them.
+"""What a rank writes of tensors that are sharded across ranks, and what the manifest says about them.
 
 How a DTensor is cut follows from its placements: every rank knows the whole grid, and rank 0 needs no list of boxes from the
 others, only that they found the same (a hash). Of other pieces each rank knows its own boxes, and lists them.

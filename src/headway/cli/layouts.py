@@ -1,4 +1,4 @@
-"""Accelerate's launch flags for layouts, which scripts have: taken without a place in the help, and answered for one by one."""
+"""Accelerate's launch flags for layouts: accepted but not shown in the help, and each one translated, ignored or refused."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""DeepSpeed's settings as they are asked for: its JSON read from anywhere, and Accelerate's plugin. Torch-free.
+"""DeepSpeed's settings as requested: its JSON from any source, and Accelerate's plugin. Torch-free.
 
 `headway.config.deepspeed_keys` fills in what the JSON leaves to the run, and accounts for every key.
 """

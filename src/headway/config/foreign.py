@@ -1,4 +1,4 @@
-"""What Accelerate's words for layouts become here: one table for its launch flags, its config files and its plugins.
+"""How Accelerate's settings for layouts are translated: one table for its launch flags, its config files and its plugins.
 
 Each key is served (it decides a setting), needless (it changes nothing here, and the reason is told) or refused by name.
 """

@@ -1,4 +1,4 @@
-"""How parameters are sharded (FSDP2 and HSDP): what is gathered together, when, and in which number format. Torch-free."""
+"""How parameters are sharded (FSDP2 and HSDP): what is gathered together, when, and in which dtype. Torch-free."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Options of tensor parallelism: how a layer's matrices are cut over the ranks of the `tp` axis. Torch-free."""
+"""Options of tensor parallelism: how a layer's matrices are split across the ranks of the `tp` axis. Torch-free."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Several layouts of one run beside each other, the cheapest that fits first."""
+"""Compares several layouts of one run, starting with the cheapest that fits."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

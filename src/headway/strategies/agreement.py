@@ -1,4 +1,4 @@
-"""Gradients of whole parameters must be alike on all ranks of tensor parallelism: looked at once, at the first update.
+"""Gradients of whole parameters must be the same on all ranks of tensor parallelism: checked once, at the first update.
 
 A parameter that the plan leaves whole, but that acts on cut activations (a scale within an attention, a trained activation
 function between two matrices), gets another gradient on each rank. The ranks would drift apart, and nothing would fail.

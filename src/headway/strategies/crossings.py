@@ -1,4 +1,4 @@
-"""Where activations cross from whole to cut and back: each exchange together with that of its gradient.
+"""Where activations change from whole to split and back: each collective together with that of its gradient.
 
 `whole` is what all ranks of the axis hold alike, `part` a rank's own slice, `term` one summand of it on each rank.
 """

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO as a strategy: optimizer state (1), gradients (2) and parameters (3) parted among the ranks.
+"""DeepSpeed's ZeRO as a strategy: optimizer state (1), gradients (2) and parameters (3) partitioned among the ranks.
 
 The engine needs the model and its optimizer: `setup` takes the model, `adopt` makes the engine when prepare() knows
 both. The model stays the user's own object, and so does the optimizer (`zero_optimizer.py`); the windows' arithmetic goes through

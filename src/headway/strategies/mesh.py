@@ -1,4 +1,4 @@
-"""Sharded layouts on torch's own engines: a device mesh with named axes, along which parameters lie in parts (DTensors).
+"""Sharded layouts on torch's own engines: a device mesh with named axes, along which parameters are sharded (DTensors).
 
 FSDP2 (`fully_shard`) cuts each parameter along its first dimension over the axis "shard", gathers a unit's parameters before its
 forward and its backward, and sums gradients into parts again; HSDP adds the axis "replicate". What follows from parts: optimizers

@@ -1,4 +1,4 @@
-"""Optimizers that cannot work on parts of parameters, by name.
+"""Optimizers that do not work on sharded parameters, by name.
 
 Most can: what they compute is computed element by element. Those below take means over rows and columns of a whole matrix, or keep
 their state in blocks of memory that know no DTensor; torch's own errors in the first step say neither.

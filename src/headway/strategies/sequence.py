@@ -1,4 +1,4 @@
-"""Sequence parallel: between the matrices of a stack of blocks, each rank computes its part of the sequence.
+"""Sequence parallelism: between the matrices of a stack of blocks, each rank computes its part of the sequence.
 
 The first block cuts the sequence and the last one joins it. Within a block, what holds cut matrices gets the whole
 sequence and gives back a part of the sum; norms and dropouts between work on parts.

@@ -1,4 +1,4 @@
-"""The ways in which one module can be cut: which dimension of its parameters, and what crosses at its input and output.
+"""The ways to split one module: which dimension of its parameters, and which collectives run at its input and output.
 
 All compute on plain local tensors. Sequence parallel changes two crossings: see `Crossing`.
 """

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model's matrices are cut over the ranks of one axis, in place.
+"""Tensor parallelism: a model's matrices are split across the ranks of one axis, in place.
 
 Parameters become DTensors on that axis: cut ones, and whole ones too, so that an optimizer has one kind of tensor and
 `fully_shard` can shard what is left along other axes. Forward computes on plain local tensors (`calls`), and crossings

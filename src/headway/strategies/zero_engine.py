@@ -1,4 +1,4 @@
-"""DeepSpeed's engine under Headway's windows: gradients add up until they are asked for, and one correction makes them exact.
+"""DeepSpeed's engine with Headway's windows: gradients are accumulated until they are needed, and one correction makes them exact.
 
 DeepSpeed keeps gradients in buffers of its own, divides what it has by its loss scale at the step, and clips there. So
 the window's correction is a loss scale for that one step, and clipping a limit for it; norms are asked for beforehand::

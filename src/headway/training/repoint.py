@@ -1,4 +1,4 @@
-"""Optimizers made before prepare(), which hold the parameters as they were: a strategy that shards puts others in their place."""
+"""Optimizers created before prepare() hold the original parameters: a strategy that shards replaces them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Sharded tensors as whole ones on rank 0, one at a time: for files of plain weights and whole state dicts."""
+"""Sharded tensors gathered as whole ones on rank 0, one at a time: for plain weight files and whole state dicts."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
