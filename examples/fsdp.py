@@ -1,4 +1,4 @@
-"""A GPT whose parameters, gradients and optimizer state are cut over the ranks: the loop is the one of a single process.
+"""A GPT whose parameters, gradients and optimizer state are sharded across the ranks. The loop is the same as for one process.
 
 headway launch --cpu -n 2 examples/fsdp.py
 """
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A small GPT, whose head shares the matrix of its embedding."""
+    """A small GPT whose head shares its matrix with the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits of the next word at each place."""
+        """Logits of the next word at each position."""
         x = self.tokens(ids) * 0.1
         for block in self.blocks:
             x = block(x)
@@ -49,7 +49,7 @@ class GPT(nn.Module):
 
 
 def counting() -> TensorDataset:
-    """Rows that count upwards from some number, in steps of one, two or three."""
+    """Rows that count upwards from a random number, in steps of one, two or three."""
     first, step = torch.randint(0, WORDS, (512, 1)), torch.randint(1, 4, (512, 1))
     return TensorDataset((first + step * torch.arange(LENGTH)) % WORDS)
 

@@ -1,7 +1,8 @@
-"""A small GPT whose matrices are cut over the ranks: `headway launch -n 2 --cpu examples/tensor_parallel.py`.
+"""A small GPT whose matrices are split across the ranks: `headway launch -n 2 --cpu examples/tensor_parallel.py`.
 
-The loop is that of one process. On one process the model stays whole. `--layout fsdp+tp=2` also shards what is left over pairs
-of ranks, and `--sequence_parallel` cuts what lies between the matrices along the sequence.
+The loop is the same as for one process. On one process the model stays whole. `--layout fsdp+tp=2` splits the matrices within pairs
+of ranks and shards the parameters across the pairs. `--sequence_parallel` splits the activations between the matrices along the
+sequence.
 """
 
 import argparse
@@ -31,7 +32,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # -1, and not the number of heads: a rank has some of them.
+        # -1 instead of the number of heads: each rank has only some of them.
         q, k, v = (part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.q, self.k, self.v))
         return self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
 

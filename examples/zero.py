@@ -1,10 +1,10 @@
-"""A language model on this library's own source, under DeepSpeed's ZeRO, with settings that fill themselves in.
+"""A language model trained on the source of these examples with DeepSpeed's ZeRO. Its settings are filled in from the run.
 
     pip install deepspeed
     headway launch --cpu -n 2 examples/zero.py
 
-The loop is the one for any layout. What DeepSpeed needs to know (batch sizes, precision, sizes of its buffers) is "auto" in its
-JSON, and comes from the run.
+The loop is the same as for any layout. Values that DeepSpeed needs (batch sizes, accumulation, precision) are "auto" in its JSON,
+and Headway fills them in.
 """
 
 from pathlib import Path
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def windows() -> torch.Tensor:
-    """The source of this file and of its neighbours, cut into rows."""
+    """The source of the example files, split into rows."""
     text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     ids = torch.tensor(list(text))
     return ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)

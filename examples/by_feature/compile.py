@@ -1,4 +1,4 @@
-"""Repeated blocks compiled once by torch.compile, and run for all of them: the model stays the same object."""
+"""Repeated blocks are compiled once with torch.compile, and all of them use the compiled code. The model stays the same object."""
 
 import torch
 from sklearn.datasets import load_digits

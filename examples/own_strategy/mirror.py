@@ -1,4 +1,4 @@
-"""A strategy of your own: pairs of ranks read the same data and hold the same weights, as a check of each other's memory.
+"""An example strategy: pairs of ranks read the same data and hold the same weights, so that each rank checks the other.
 
 headway launch -n 4 --strategy mirror train.py      two parts of the data, each read by two ranks
 headway launch -n 6 --strategy mirror=3 train.py    two parts of the data, each read by three ranks
@@ -15,12 +15,12 @@ from headway.strategies.ddp import DDPStrategy
 
 
 class MirrorStrategy(DDPStrategy):
-    """DDP over all ranks, of which `copies` neighbours count as one.
+    """DDP over all ranks, of which `copies` neighbouring ranks count as one.
 
     Args:
         collectives: all processes.
-        text: what was asked for: "mirror" or "mirror=COPIES".
-        options: of the engines underneath.
+        text: the requested strategy: "mirror" or "mirror=COPIES".
+        options: of the engines.
     """
 
     name = "mirror"

@@ -371,7 +371,7 @@ def refused(folder, what):
     [
         ("alone", "call it on every rank"),
         ("partial", "not reduced yet"),
-        ("differing", "has other sharded tensors, or other placements, than rank 0"),
+        ("differing", "has different sharded tensors or placements than rank 0"),
         ("own disks", "storage that all machines share"),
     ],
 )

@@ -82,7 +82,7 @@ def two_losses_in_the_last_micro_batch(stage: int) -> None:
                 out = model(x)
                 accelerator.backward(out.square().mean(), retain_graph=True)
                 if stage == 3:
-                    with pytest.raises(UnsupportedError, match="Add the losses up"):
+                    with pytest.raises(UnsupportedError, match="Add the losses and"):
                         accelerator.backward(out.mean())
                     accelerator.backward(model(x).mean())
                 else:
@@ -318,7 +318,7 @@ def refused(stage: int) -> None:
     model = Net()
     loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=2)
     fails(
-        ConfigError, "train_batch_size=7 in the JSON, 4",
+        ConfigError, "train_batch_size=7 in the JSON, but 4",
         lambda: third.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader),
     )  # fmt: skip
     third.free_memory()

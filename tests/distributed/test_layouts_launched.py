@@ -88,7 +88,7 @@ def test_by_flags_of_headways_and_of_accelerates(tmp_path, alone):
     theirs = told(ran)
     check_sharded(theirs, alone)
     assert all(one["units"] == ["Block"] and one["checkpoints"] for one in theirs)
-    assert "without effect: --fsdp_version (FSDP2 is what shards here)" in ran.stderr
+    assert "without effect: --fsdp_version (Headway uses FSDP2)" in ran.stderr
 
 
 def test_by_a_file_of_accelerates_and_by_a_plugin(tmp_path, alone):
@@ -108,7 +108,7 @@ def test_by_a_file_of_accelerates_and_by_a_plugin(tmp_path, alone):
     both = told(ran)
     check_sharded(both, alone)
     assert all(one["units"] == ["Block"] for one in both)
-    assert ran.stderr.count("these change nothing here: fsdp_plugin.fsdp_version") == 1
+    assert ran.stderr.count("these have no effect here: fsdp_plugin.fsdp_version") == 1
 
 
 def test_the_script_against_the_command_line(tmp_path):

@@ -210,7 +210,7 @@ def frozen_models() -> None:
 
 def what_cannot_be() -> None:
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(PrepareError, match="without memory"):
+    with pytest.raises(PrepareError, match="on the meta device"):
         accelerator.prepare(nn.Linear(2, 2, device="meta"))
     with pytest.raises(PrepareError, match="DistributedDataParallel; give the bare model"):
         accelerator.prepare(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))

@@ -286,7 +286,7 @@ def test_a_model_in_parts_is_not_called_on_one_rank_alone() -> None:
 def unborn() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
-    with pytest.raises(PrepareError, match="Linear has 2 parameters without memory"):
+    with pytest.raises(PrepareError, match="Linear has 2 parameters on the meta device"):
         Accelerator(cpu=True).prepare(model)
 
 

@@ -51,7 +51,7 @@ def prepared_again() -> None:
     accelerator.backward(squares(model, text()))
     assert norm(accelerator, model) > 0
     accelerator.free_memory()
-    with pytest.raises(PrepareError, match="sharded already, in another way"):
+    with pytest.raises(PrepareError, match="already sharded in another way"):
         start(kwargs_handlers=[ShardingOptions(reshard_after_forward=False)]).prepare(model)
 
 
@@ -262,13 +262,13 @@ def without_memory_refused() -> None:
     accelerator = start()
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), Nameless())
-    with pytest.raises(PrepareError, match=r"cannot make their values: 1\. .*reset_parameters"):
+    with pytest.raises(PrepareError, match=r"cannot initialise themselves: 1\. .*reset_parameters"):
         accelerator.prepare(model)
     with pytest.raises(PrepareError, match=r"to evaluate with, is without memory"):
         accelerator.prepare_model(nn.Linear(3, 3, device="meta"), evaluation_mode=True)
     with torch.device("meta" if accelerator.process_index else "cpu"):
         model = nn.Linear(3, 3)
-    with pytest.raises(PrepareError, match="on ranks 1 alone"):
+    with pytest.raises(PrepareError, match="on ranks 1 only"):
         accelerator.prepare(model)
 
 

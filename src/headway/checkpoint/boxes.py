@@ -1,4 +1,4 @@
-"""The boxes that a tensor lies in: listed one by one, or as a grid in a few numbers, however many ranks wrote it. Torch-free."""
+"""The boxes that make up a saved tensor: listed one by one, or stored as a grid, whatever the number of ranks. Torch-free."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -167,10 +167,10 @@ class GridReader:
         sizes = tuple(tuple((_count(size, 1), _count(times, 1)) for size, times in dim) for dim in told["sizes"])
         parts = tuple((_count(first), _count(step, 1), _count(times, 1)) for first, step, times in told["parts"])
         if not isinstance(file, str) or file.count("*") != 1:
-            raise CheckpointError(f"the manifest has {file!r} where a file's name with one '*' belongs")
+            raise CheckpointError(f"the manifest has {file!r} instead of a file name with one '*'")
         grid = Grid(name, sizes, file, parts)
         if grid.shape != shape or len(grid) > len(self._files) or len(grid) != sum(each[2] for each in parts):
-            raise CheckpointError(f"the boxes of {name!r} do not make up its shape {shape}, each in a file of its own")
+            raise CheckpointError(f"the boxes of {name!r}, each in its own file, do not cover its shape {shape}")
         self._check_files(name, grid)
         return grid
 
@@ -179,13 +179,13 @@ class GridReader:
             return
         self._left -= len(grid)
         if self._left < 0:
-            raise CheckpointError(f"the manifest's tensors lie in more than {_MOST_FILES:,} files altogether")
+            raise CheckpointError(f"the tensors of the manifest are in more than {_MOST_FILES:,} files")
         found: set[str] = set()
         for first, step, times in grid.parts:
             found.update(file_of(grid.file, number) for number in range(first, first + step * times, step))
         absent = next((file for file in found if file not in self._files), None)
         if absent is not None:
-            raise CheckpointError(f"the tensor {name!r} lies in {absent!r}, which the manifest does not list")
+            raise CheckpointError(f"the tensor {name!r} is in {absent!r}, which the manifest does not list")
         if len(found) != len(grid):
             raise CheckpointError(f"the manifest places two boxes of {name!r} in one file")
         self._known.add((grid.file, grid.parts))
@@ -193,5 +193,5 @@ class GridReader:
 
 def _count(value: Any, least: int = 0) -> int:
     if type(value) is not int or not least <= value <= MOST:
-        raise CheckpointError(f"the manifest has {value!r} where a whole number, {least} or more, belongs")
+        raise CheckpointError(f"the manifest has {value!r} instead of a whole number, {least} or more")
     return value

@@ -329,7 +329,7 @@ def _check_room(tensors: Mapping[str, Entry], files: Mapping[str, Written]) -> N
     taken: set[tuple[str, str]] = set()
     in_grids = {name for name, entry in tensors.items() if isinstance(entry.chunks, Grid)}
     if sum(tensors[name].num_bytes for name in in_grids) > sum(room.values()):
-        raise CheckpointError("the manifest places more in its files than their bytes hold")
+        raise CheckpointError("the manifest places more bytes in its files than they have")
     for entry in (entry for name, entry in tensors.items() if name not in in_grids):
         for chunk in entry.chunks:
             if (chunk.file, chunk.key) in taken or chunk.key in in_grids:

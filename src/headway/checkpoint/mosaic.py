@@ -1,4 +1,4 @@
-"""Saved tensors that lie in several boxes: any box of one is put together from the parts of files that it needs, one at a time."""
+"""Saved tensors that consist of several boxes: any box of one is assembled from the file parts that it needs, one at a time."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

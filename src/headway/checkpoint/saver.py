@@ -311,11 +311,11 @@ def _check_spread(collected: Collected, share: Share, is_alone: bool) -> None:
     name = next((name for name, value in collected.tensors.items() if is_spread(value)), None)
     if name is not None and is_alone:
         raise CheckpointError(
-            f"{name} is sharded, and save_state was called on one rank only, which holds a part of it: call it on every rank"
+            f"{name} is sharded, but save_state was called on one rank only, which holds only a part: call it on every rank"
         )
     if name is not None and share.is_own_disk:
         raise CheckpointError(
-            f"{name} is sharded over machines that do not see one folder: each would hold a part that no other can read. Give a "
+            f"{name} is sharded across machines that do not share a folder: each would hold a part that no other can read. Give a "
             "project_dir on storage that all machines share, or a layout without sharding"
         )
 

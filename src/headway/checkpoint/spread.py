@@ -1,4 +1,4 @@
-"""What a rank writes of tensors that are spread over ranks, and what the manifest says of them.
+"""What a rank writes of tensors that are sharded across ranks, and what the manifest says about them.
 
 How a DTensor is cut follows from its placements: every rank knows the whole grid, and rank 0 needs no list of boxes from the
 others, only that they found the same (a hash). Of other pieces each rank knows its own boxes, and lists them.
@@ -48,7 +48,7 @@ class Spread:
         if piece.split is not None:
             keys = {chunk.offsets: chunk.key for chunk in _own(name, piece, self._tensors, file, part)}
             if keys.keys() != {box.offsets for box in own}:
-                raise CheckpointError(f"{name} lies on this rank otherwise than its placements say")
+                raise CheckpointError(f"{name} is laid out on this rank differently from its placements")
             values = [(keys[box.offsets], box.values) for box in own]
         else:
             values = [(_key(name, number, self._tensors), box.values) for number, box in enumerate(own)]
@@ -130,8 +130,8 @@ def entries(tensors: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> di
     differing = [part for part, each in enumerate(told) if each["grids"] != told[0]["grids"]]
     if differing:
         raise CheckpointError(
-            f"rank {differing[0]} has other sharded tensors, or other placements, than rank 0: a checkpoint needs the same model "
-            "and optimizer, sharded alike, on every rank"
+            f"rank {differing[0]} has different sharded tensors or placements than rank 0: a checkpoint needs the same model "
+            "and optimizer, sharded in the same way, on every rank"
         )
     listed: dict[str, list[Chunk]] = {}
     for each in told:

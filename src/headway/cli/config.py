@@ -109,7 +109,7 @@ def _import(foreign: str, config_file: str | None, force: bool) -> None:
     for key, text in made.lines:
         click.echo(f"{key:<{width}}  {text}")
     if made.num_lost:
-        click.echo(f"{made.num_lost} of {made.num_keys} keys could not be kept: a run will differ in what they say")
+        click.echo(f"{made.num_lost} of {made.num_keys} keys could not be kept: runs will not use them")
     path = _path(config_file)
     if path.exists() and not force:
         raise ConfigError(f"{path} exists already; add --force to write over it, or --config_file to write elsewhere")

@@ -1,4 +1,4 @@
-"""Accelerate's launch flags for layouts, which scripts have: taken without a place in the help, and answered for one by one."""
+"""Accelerate's launch flags for layouts: accepted but not shown in the help, and each one translated, ignored or refused."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -88,4 +88,4 @@ def _check_one(typed: str | None, asked: tuple[str, str]) -> None:
         or (text == "fsdp" and ("fsdp" in typed.lower() or "hsdp" in typed.lower()))
     ):
         return
-    raise ConfigError(f"--strategy {typed} against {keys}, which ask for {text}: take one of them out")
+    raise ConfigError(f"--strategy {typed} contradicts {text} from {keys}; remove one of them")

@@ -1,4 +1,4 @@
-"""`headway plan`: what each rank of a run would hold and send, for any layout and number of ranks, found on this machine alone."""
+"""`headway plan`: what each rank of a run would hold and send, for any layout and number of ranks, computed on this machine alone."""
 
 import json
 from typing import Any
@@ -11,18 +11,18 @@ from headway.config.strategies import ActivationCheckpointing
 from headway.errors import ConfigError
 from headway.units import format_bytes, format_number, parse_bytes
 
-_ABOUT = """Say what training MODEL takes on so many ranks, layout by layout, the cheapest that fits first.
+_ABOUT = """Show what training MODEL takes on N ranks, for each layout, starting with the cheapest that fits.
 
-MODEL is a folder with a transformers `config.json`, such a file, a transformers model type ("llama"), or `module:function`: a
-function that returns a model, or a model and a step (model -> loss). The model is prepared as in a run, without memory and
-without other processes.
+MODEL is a folder with a transformers `config.json`, the path of such a file, a transformers model type ("llama"), or
+`module:function`: a function that returns a model, or a model and a step (model -> loss). The model is prepared as in a run, but
+without allocating its tensors and without other processes.
 """
 
 _EPILOG = examples(
     [
-        "headway plan llama/ --ranks 64                                    layouts worth a look",
+        "headway plan llama/ --ranks 64                                    common layouts",
         "headway plan llama/ --ranks 16384 --strategy fsdp --strategy hsdp=8 --memory 80GB",
-        "headway plan models:build --ranks 256 --strategy fsdp             one layout, in full",
+        "headway plan models:build --ranks 256 --strategy fsdp             one layout in full",
     ]
 )
 
@@ -57,8 +57,8 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], json_: bool, **give
         click.echo(json.dumps(as_dict(found), indent=1))
         return
     lines = [
-        f"{source.title}; {source.batch} a data shard; {given['optimizer']}; precision {given['precision']}",
-        f"{ranks:,} ranks, {cluster.machine_ranks} a machine, {_rates(cluster)}",
+        f"{source.title}; {source.batch} per data shard; {given['optimizer']}; precision {given['precision']}",
+        f"{ranks:,} ranks, {cluster.machine_ranks} per machine, {_rates(cluster)}",
         "",
     ]
     if len(found.rows) == 1 and (row := found.rows[0]).plan is not None:
@@ -70,9 +70,9 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], json_: bool, **give
 
 
 def _rates(cluster: Any) -> str:
-    memory = "" if cluster.memory is None else f"; {format_bytes(cluster.memory)} of memory a rank"
+    memory = "" if cluster.memory is None else f"; {format_bytes(cluster.memory)} of memory per rank"
     return (
-        f"{format_number(cluster.intra / 1e9)} GB/s a rank within and {format_number(cluster.inter / 1e9)} GB/s between machines, "
+        f"{format_number(cluster.intra / 1e9)} GB/s per rank within and {format_number(cluster.inter / 1e9)} GB/s between machines, "
         f"{format_number(cluster.flops / 1e12)} TFLOP/s{memory}"
     )
 
@@ -95,14 +95,14 @@ command = GroupedCommand(
             group="Run",
             type=click.IntRange(min=1),
             required=True,
-            help="Processes of the run.",
+            help="Number of processes in the run.",
         ),
         GroupedOption(
             ["--strategy"],
             metavar="LAYOUT",
             group="Run",
             multiple=True,
-            help="fsdp, hsdp=8, fsdp+tp=8 ...; several may be given.  [default: those worth a look]",
+            help="fsdp, hsdp=8, fsdp+tp=8 ...; several may be given.  [default: common layouts]",
         ),
         GroupedOption(
             ["--batch"],
@@ -110,14 +110,14 @@ command = GroupedCommand(
             group="Run",
             type=click.IntRange(min=1),
             default=1,
-            help="Samples at once on a data shard.  [default: 1]",
+            help="Micro-batch size of each data shard.  [default: 1]",
         ),
         GroupedOption(
             ["--sequence"],
             metavar="N",
             group="Run",
             type=click.IntRange(min=1),
-            help="Tokens of a sample.  [default: what the model allows, up to 4096]",
+            help="Tokens per sample.  [default: what the model allows, up to 4096]",
         ),
         GroupedOption(
             ["--optimizer"],
@@ -132,21 +132,21 @@ command = GroupedCommand(
             type=click.Choice(("no", "bf16", "fp16")),
             metavar="no|bf16|fp16",
             default="bf16",
-            help="As mixed_precision of a run.  [default: bf16]",
+            help="Same as mixed_precision of a run.  [default: bf16]",
         ),
         GroupedOption(
             ["--checkpoint_activations"],
             group="Run",
             is_flag=True,
-            help="Blocks keep their inputs alone for backward, and compute the rest again.",
+            help="Keep only the inputs of blocks for backward, and recompute the rest.",
         ),
         _number("--machine_ranks", "N", 8, "Ranks on one machine.", click.IntRange(min=1)),
-        _number("--intra", "GB/S", 300.0, "What a rank sends within its machine.", _ABOVE_0),
-        _number("--inter", "GB/S", 40.0, "What a rank sends to other machines.", _ABOVE_0),
-        _number("--flops", "TFLOPS", 400.0, "What a rank computes a second, as reached, not as advertised.", _ABOVE_0),
-        _number("--memory", "SIZE", None, "Memory of a device, such as 80GB; what needs more does not fit.", str),
+        _number("--intra", "GB/S", 300.0, "Bandwidth of a rank within its machine.", _ABOVE_0),
+        _number("--inter", "GB/S", 40.0, "Bandwidth of a rank to other machines.", _ABOVE_0),
+        _number("--flops", "TFLOPS", 400.0, "TFLOP/s that a rank achieves in practice, not the peak.", _ABOVE_0),
+        _number("--memory", "SIZE", None, "Memory of a device, such as 80GB; layouts that need more do not fit.", str),
         GroupedOption(
-            ["--json", "json_"], group="Output", is_flag=True, help="Print JSON, every number in bytes or seconds."
+            ["--json", "json_"], group="Output", is_flag=True, help="Print JSON, with all numbers in bytes or seconds."
         ),
     ],
     help=_ABOUT,

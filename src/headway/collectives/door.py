@@ -86,8 +86,8 @@ class Collectives:
         self.world_size = dist.get_world_size(group) if is_joined else 1
         if group is not None and self.world_size > 1 and not carries_cpu(group):
             raise CollectiveError(
-                f"a group of {self.world_size} processes has no engine for CPU tensors, in which ranks agree before each exchange; "
-                "make it by Collectives.split, or with backend='cpu:gloo,cuda:nccl'"
+                f"a group of {self.world_size} processes has no engine for CPU tensors, which ranks need to agree before each "
+                "collective; create it with Collectives.split, or with backend='cpu:gloo,cuda:nccl'"
             )
         self.ledger = Ledger()
         self._last: tuple[torch.Tensor, ...] = ()
@@ -103,7 +103,7 @@ class Collectives:
         """
         world = range(self.runtime.world_size)
         if sorted(rank for ranks in groups for rank in ranks) != list(world) or self.world_size != len(world):
-            raise CollectiveError(f"groups {[list(g) for g in groups]} do not hold each of {len(world)} ranks once")
+            raise CollectiveError(f"groups {[list(g) for g in groups]} do not contain each of {len(world)} ranks once")
         own: dist.ProcessGroup | None = None
         for ranks in groups:
             if len(ranks) > 1 and len(ranks) < len(world):  # all ranks make all groups, in this order

@@ -76,7 +76,8 @@ def share_streams(everyone: Collectives, index: int) -> list[str]:
             begun.append(name)
     if "torch" in begun:
         log.warning_once(
-            "ranks that read the same part of the data had different random streams: torch's begin anew, alike on these ranks. To "
-            "seed ranks apart, call set_seed(seed, device_specific=True) after the Accelerator is made"
+            "ranks that read the same part of the data had different random streams: torch's are now seeded again, with "
+            "the same seed on these ranks. To seed ranks differently, call set_seed(seed, device_specific=True) after you create the "
+            "Accelerator"
         )
     return begun

@@ -48,20 +48,20 @@ def compile_model(
         return model
     name = type(model).__name__
     if has_compiled_regions(model):
-        log.info_once(f"{name} is compiled already: it stays as it is")
+        log.info_once(f"{name} is already compiled and is not compiled again")
         return model
     check_toolchain(plugin, device)
     has_blocks = bool(find_blocks(model))
     if has_blocks and is_gathered and not plugin.use_regional_compilation:
         log.warning_once(
-            f"{name} will be sharded, so it is compiled by regions: parameters are gathered in front of each block, where the graph "
-            "of a whole model breaks. TorchDynamoPlugin(use_regional_compilation=True) does the same without this warning"
+            f"{name} will be sharded, so regional compilation is used: parameters are gathered before each block, which breaks the "
+            "graph of a whole model. TorchDynamoPlugin(use_regional_compilation=True) does the same without this warning"
         )
     if has_blocks and (plugin.use_regional_compilation or is_gathered):
         return compile_regions(model, **plugin.to_kwargs())
     if plugin.use_regional_compilation:
         log.warning_once(
-            f"regional compilation: {name} holds no repeated blocks (no two modules of one class, with parts of their own, in a "
+            f"regional compilation: {name} has no repeated blocks (no two modules of one class, with submodules, in a "
             "ModuleList, Sequential or ModuleDict), so it is compiled whole"
         )
     _compile([model], plugin.to_kwargs())

@@ -30,7 +30,7 @@ def check_toolchain(plugin: TorchDynamoPlugin, device: torch.device) -> None:
     if plugin.name not in known:
         raise ConfigError(
             f"dynamo_backend={plugin.name!r}: torch {torch.__version__} has no such backend here. It has {', '.join(known)}; "
-            "choose one of them, or import the package that registers it before"
+            "choose one of them, or import the package that registers it first"
         )
     if plugin.name == "cudagraphs" and device.type != "cuda":
         raise ConfigError(
@@ -40,7 +40,7 @@ def check_toolchain(plugin: TorchDynamoPlugin, device: torch.device) -> None:
         _check_inductor(device)
         if plugin.mode == "reduce-overhead" and device.type == "cpu":
             log.warning_once(
-                "mode='reduce-overhead' is about CUDA graphs, which a CPU has none of: it changes nothing here"
+                "mode='reduce-overhead' uses CUDA graphs, which do not exist on a CPU: it has no effect here"
             )
 
 
@@ -52,18 +52,18 @@ def _check_inductor(device: torch.device) -> None:
             cpp_builder.get_cpp_compiler()
         except (exc.InvalidCxxCompiler, RuntimeError) as error:
             raise OptionalDependencyMissing(
-                "torch.compile's inductor needs a C++ compiler on a CPU, and none was found: install one (apt-get install g++, dnf "
+                "torch.compile's inductor needs a C++ compiler on a CPU, but none was found: install one (apt-get install g++, dnf "
                 "install gcc-c++, xcode-select --install), or name one in the variable CXX, or choose dynamo_backend='aot_eager', "
-                "which compiles no code"
+                "which generates no code"
             ) from error
         return
     if device.type in ("cuda", "xpu"):
         if not available("triton"):
             raise OptionalDependencyMissing(
                 f"torch.compile's inductor needs triton on {device.type}, which is not installed: pip install triton, or choose "
-                "dynamo_backend='aot_eager', which compiles no code"
+                "dynamo_backend='aot_eager', which generates no code"
             )
         if not any(map(shutil.which, ("cc", "gcc", "clang"))) and not env.get("CC"):
             raise OptionalDependencyMissing(
-                "triton needs a C compiler, and none was found: install one (apt-get install gcc), or name one in the variable CC"
+                "triton needs a C compiler, but none was found: install one (apt-get install gcc), or name one in the variable CC"
             )

@@ -148,7 +148,7 @@ class Wish:
         text, layout = self.layout(num_ranks, ranks_on_machine)
         _check_typed(text, layout)
         if self.needless:
-            log.warning_once("%s: these change nothing here: %s", self.origin, "; ".join(self.needless))
+            log.warning_once("%s: these have no effect here: %s", self.origin, "; ".join(self.needless))
         options, zero = (
             self.options(given, layout),
             deepspeed.chosen_plugin(text, self._given_zero(), launched_deepspeed()),
@@ -207,7 +207,7 @@ class Wish:
             fits = set(mesh.parse(wanted).sizes) <= set(asked.sizes)
         if not fits:
             raise ConfigError(
-                f"strategy={self._strategy!r} against {keys}, which ask for {wanted!r}, in {self.origin}: keep one of them"
+                f"strategy={self._strategy!r} contradicts {wanted!r} from {keys} in {self.origin}; keep one of them"
             )
         return self._strategy
 
@@ -237,7 +237,9 @@ class Wish:
         """
         if given.sharding is not None and (self._read.settings or self._read.dtypes):
             keys = ", ".join(key for _, key in self._read.settings.values()) or "fsdp_plugin.mixed_precision_policy"
-            raise ConfigError(f"ShardingOptions in kwargs_handlers against {keys} in {self.origin}: keep one of them")
+            raise ConfigError(
+                f"ShardingOptions in kwargs_handlers contradicts {keys} in {self.origin}; keep one of them"
+            )
         sharding = self._sharding(given.sharding or ShardingOptions(), layout)
         return replace(given, sharding=sharding, checkpointing=self._checkpointing(given.checkpointing, sharding))
 
@@ -277,7 +279,7 @@ class Wish:
             return classes, 0
         if classes:
             raise ConfigError(
-                f"fsdp_auto_wrap_policy={policy} does not go by classes, but {', '.join(classes)} are named to be wrapped; drop "
+                f"fsdp_auto_wrap_policy={policy} does not use classes, but these are named to be wrapped: {', '.join(classes)}; drop "
                 "one of the two"
             )
         if policy == by_size or (policy is None and number):
@@ -292,8 +294,8 @@ class Wish:
         if given is not None or not wanted:
             if offload and not wanted:
                 raise ConfigError(
-                    "fsdp_activation_checkpointing_offload keeps what checkpointed blocks need; add "
-                    "--fsdp_activation_checkpointing true, or take it out"
+                    "fsdp_activation_checkpointing_offload needs activation checkpointing; add "
+                    "--fsdp_activation_checkpointing true, or remove it"
                 )
             return given if wanted else None
         names = tuple(unit for unit in sharding.units if isinstance(unit, str))
@@ -324,7 +326,7 @@ def _check_typed(text: str, layout: Layout) -> None:
             value, origin = run_setting(name, UNSET, None)
             if value is not None and origin.startswith(COMMAND_LINE):
                 raise ConfigError(
-                    f"{name} ({origin}) belongs to {what}, and this one is {text}: {layout.describe()}; take it out"
+                    f"{name} ({origin}) needs {what}, but the layout is {text}: {layout.describe()}; remove it"
                 )
 
 
@@ -332,11 +334,11 @@ def _add_tensor_parallel(
     read: Foreign, plugin: TorchTensorParallelPlugin, parallelism: ParallelismConfig | None
 ) -> None:
     if plugin.torch_device_mesh is not None:
-        read.refuse("torch_tp_plugin.torch_device_mesh", "the Accelerator makes the mesh; give sizes only")
+        read.refuse("torch_tp_plugin.torch_device_mesh", "the Accelerator creates the mesh; give only sizes")
     said = 1 if parallelism is None else parallelism.sizes["tp"]
     if said not in (1, plugin.tp_size):
         raise ConfigError(
-            f"parallelism_config.tp_size={said} against torch_tp_plugin.tp_size={plugin.tp_size}: keep one of them"
+            f"parallelism_config.tp_size={said} contradicts torch_tp_plugin.tp_size={plugin.tp_size}; keep one of them"
         )
     if plugin.tp_size > 1:
         read.size("tp_size", plugin.tp_size, "torch_tp_plugin.tp_size")

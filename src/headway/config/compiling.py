@@ -62,7 +62,7 @@ class TorchDynamoPlugin:
             raise ConfigError(f"give torch.compile mode={self.mode!r} or options={self.options!r}, not both")
         if self.compiles and self.backend is not DynamoBackend.INDUCTOR:
             raise ConfigError(
-                f"mode={self.mode!r} is for the backend inductor; leave it out with {self.name}, or choose inductor"
+                f"mode={self.mode!r} only works with the backend inductor; leave it out with {self.name}, or choose inductor"
             )
 
     @property
@@ -103,7 +103,7 @@ def dynamo_backend(name: DynamoBackend | str | None) -> DynamoBackend:
     except ValueError:
         allowed = ", ".join(sorted(DynamoBackend.list()))
         raise ConfigError(
-            f"dynamo_backend={name!r} is unknown; allowed: {allowed}, in any case, or a callable as torch.compile takes it"
+            f"dynamo_backend={name!r} is unknown; allowed: {allowed} in upper or lower case, or a callable as in torch.compile"
         ) from None
 
 

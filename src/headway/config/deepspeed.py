@@ -1,4 +1,4 @@
-"""DeepSpeed's settings as they are asked for: its JSON read from anywhere, and Accelerate's plugin. Torch-free.
+"""DeepSpeed's settings as requested: its JSON from any source, and Accelerate's plugin. Torch-free.
 
 `headway.config.deepspeed_keys` fills in what the JSON leaves to the run, and accounts for every key.
 """
@@ -175,11 +175,11 @@ class DeepSpeedPlugin:
 
     def __post_init__(self) -> None:
         if self.enable_msamp:
-            raise UnsupportedError("enable_msamp: MS-AMP is not served; use mixed_precision='bf16'")
+            raise UnsupportedError("enable_msamp: MS-AMP is not supported; use mixed_precision='bf16'")
         if self.zero3_init_flag:
             raise UnsupportedError(
-                "zero3_init_flag=True: a model is built whole on each process and parted at prepare(). Leave the flag out; where the "
-                "model does not fit, use strategy='fsdp', which takes models from the meta device"
+                "zero3_init_flag=True: a model is built whole on each process and partitioned in prepare(). Leave the flag out. If "
+                "the model does not fit, use strategy='fsdp', which supports models on the meta device"
             )
         _check_offloads(self)
         self.hf_ds_config = HfDeepSpeedConfig({} if self.hf_ds_config in (None, "none") else self.hf_ds_config)
@@ -191,7 +191,7 @@ class DeepSpeedPlugin:
         """Fields into the JSON, and all that contradicts told at once."""
         config: HfDeepSpeedConfig = self.hf_ds_config
         if isinstance(config.config.get("zero_optimization"), bool):
-            raise ConfigError("zero_optimization is a truth value, DeepSpeed's oldest form; give {'stage': 1, 2 or 3}")
+            raise ConfigError("zero_optimization is true or false, DeepSpeed's oldest form; give {'stage': 1, 2 or 3}")
         problems = []
         for field, key in _FIELDS.items():
             value = getattr(self, field)
@@ -201,9 +201,9 @@ class DeepSpeedPlugin:
             if there is None or there == AUTO:
                 config.set_value(key, value)
             else:
-                problems.append(f"{field}={value!r} against {key}={there!r} in the JSON")
+                problems.append(f"{field}={value!r}, but {key}={there!r} in the JSON")
         if problems:
-            raise ConfigError(f"DeepSpeedPlugin contradicts itself: {'; '.join(problems)}; give one of each")
+            raise ConfigError(f"DeepSpeedPlugin contradicts itself: {'; '.join(problems)}; give each only once")
         if config.get_value("zero_optimization.stage") in (None, AUTO):
             config.set_value("zero_optimization.stage", DEFAULT_STAGE)
 
@@ -261,7 +261,7 @@ def _check_offloads(plugin: DeepSpeedPlugin) -> None:
 def _stage(config: HfDeepSpeedConfig) -> int:
     stage = config.get_value("zero_optimization.stage")
     if stage == 0:
-        raise UnsupportedError("ZeRO stage 0 shards nothing: leave the plugin out, and replicas train with DDP")
+        raise UnsupportedError("ZeRO stage 0 shards nothing; leave the plugin out to train replicas with DDP")
     if isinstance(stage, bool) or stage not in STAGES:
         raise ConfigError(f"zero_stage={stage!r}; allowed: 1, 2, 3")
     if stage < 3 and config.get_value("zero_optimization.offload_param.device") in ("cpu", "nvme"):
@@ -283,9 +283,7 @@ def chosen_plugin(strategy: str, given: Any, launched: Mapping[str, Any] | None 
     """
     if isinstance(given, Mapping):
         if len(given) != 1:
-            raise UnsupportedError(
-                "several DeepSpeed plugins are not served: one model trains with one; give one plugin"
-            )
+            raise UnsupportedError("several DeepSpeed plugins are not supported; give one plugin")
         given = next(iter(given.values()))
     is_asked = is_named(strategy)
     stage = _NAMES.get(strategy.strip().lower())
@@ -294,7 +292,7 @@ def chosen_plugin(strategy: str, given: Any, launched: Mapping[str, Any] | None 
     if not isinstance(given, DeepSpeedPlugin):
         raise ConfigError(f"deepspeed_plugin is a {type(given).__name__}; give a headway.DeepSpeedPlugin")
     if not is_asked and strategy != "ddp":
-        raise ConfigError(f"deepspeed_plugin and strategy={strategy!r} ask for two engines; give one")
+        raise ConfigError(f"deepspeed_plugin and strategy={strategy!r} ask for different engines; give one")
     if stage is not None and stage != given.zero_stage:
         raise ConfigError(
             f"strategy={strategy!r}, but the DeepSpeed plugin has zero_stage={given.zero_stage}; give one"

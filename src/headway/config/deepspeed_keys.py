@@ -37,20 +37,20 @@ TOP_LEVEL = frozenset(
 _LOADER = "batches come from Headway's loaders; leave it out"
 _REFUSED = {
     "amp": "use mixed_precision='bf16' or 'fp16'",
-    "autotuning": "it runs the script many times over; choose the sizes yourself",
-    "compression_training": "it is not served; leave it out",
+    "autotuning": "it runs the script many times; choose the sizes yourself",
+    "compression_training": "it is not supported; leave it out",
     "curriculum_learning": _LOADER,
     "data_efficiency": _LOADER,
-    "dataloader_drop_last": "give the DataLoader drop_last",
-    "elasticity": "Headway keeps the global batch when a run goes on with other ranks; leave it out",
-    "expert_parallel": "it is not served; leave it out",
-    "hybrid_engine": "it is not served; leave it out",
-    "pipeline": "it is not served by this engine; leave it out",
-    "progressive_layer_drop": "it is not served; leave it out",
-    "sparse_gradients": "it is not served; leave it out",
-    "tensor_parallel": "it is not served by this engine: see strategy='tp'",
-    "zero_optimization.zenflow": "it is not served; leave it out",
-    "zero_optimization.offload_optimizer.super_offload": "it is not served; leave it out",
+    "dataloader_drop_last": "set drop_last on the DataLoader",
+    "elasticity": "Headway keeps the global batch when a run continues on another number of ranks; leave it out",
+    "expert_parallel": "it is not supported; leave it out",
+    "hybrid_engine": "it is not supported; leave it out",
+    "pipeline": "it is not supported with this engine; leave it out",
+    "progressive_layer_drop": "it is not supported; leave it out",
+    "sparse_gradients": "it is not supported; leave it out",
+    "tensor_parallel": "it is not supported with this engine; see strategy='tp'",
+    "zero_optimization.zenflow": "it is not supported; leave it out",
+    "zero_optimization.offload_optimizer.super_offload": "it is not supported; leave it out",
 }
 _SECTIONS = ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler")
 _SCALER_KEYS = ("fp16.initial_scale_power", "fp16.loss_scale_window")
@@ -128,11 +128,13 @@ def account_for(given: Mapping[str, Any], facts: Facts, known: Callable[[str], l
         if value == AUTO:
             _fill(account, key, {**mays, **musts})
         elif key in musts and value != musts[key]:
-            problems.append(f"{key}={value!r} in the JSON, {musts[key]!r} in this run")
+            problems.append(f"{key}={value!r} in the JSON, but {musts[key]!r} in this run")
         else:
             account.told[key] = "agrees" if key in musts else "passed"
     if problems:
-        raise ConfigError(f"DeepSpeed's JSON contradicts the run: {'; '.join(problems)}. Give the same, or 'auto'")
+        raise ConfigError(
+            f"DeepSpeed's JSON contradicts the run: {'; '.join(problems)}. Give the same values, or 'auto'"
+        )
     _add(account, facts, musts)
     account.clipping = float(config["gradient_clipping"])
     config["gradient_clipping"] = 0.0
@@ -197,7 +199,7 @@ def _fill(account: Account, key: str, answers: Mapping[str, Any]) -> None:
         del node[name]
         account.told[key] = "left to DeepSpeed's default"
     else:
-        raise ConfigError(f"{key}='auto' in DeepSpeed's JSON: nothing here knows what to fill in; give a value")
+        raise ConfigError(f"{key}='auto' in DeepSpeed's JSON: Headway does not know what to fill in; give a value")
 
 
 def _add(account: Account, facts: Facts, musts: Mapping[str, Any]) -> None:
@@ -234,7 +236,7 @@ def _check_known(config: Mapping[str, Any], known: Callable[[str], list[str] | N
             if allowed is not None and name not in allowed:
                 near = get_close_matches(name, allowed, 1)
                 told = f"{section}.{name}" if section else name
-                problems.append(f"{told!r}" + (f" (is {near[0]!r} meant?)" if near else ""))
+                problems.append(f"{told!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
     if problems:
         raise ConfigError(f"DeepSpeed's JSON has keys that DeepSpeed does not know: {', '.join(problems)}")
 
@@ -254,7 +256,7 @@ def _check_served(config: Mapping[str, Any]) -> None:
     if is_half and _value(config, "zero_optimization.stage") == 1 and accumulates in ("fp32", "float32"):
         refused.append("data_types.grad_accum_dtype='fp32' in half precision with stage 1: use stage 2")
     if refused:
-        raise UnsupportedError(f"DeepSpeed's JSON asks for what is not served: {'; '.join(refused)}")
+        raise UnsupportedError(f"DeepSpeed's JSON asks for features that are not supported: {'; '.join(refused)}")
 
 
 def _is_on(value: Any) -> bool:

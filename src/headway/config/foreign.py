@@ -1,4 +1,4 @@
-"""What Accelerate's words for layouts become here: one table for its launch flags, its config files and its plugins.
+"""How Accelerate's settings for layouts are translated: one table for its launch flags, its config files and its plugins.
 
 Each key is served (it decides a setting), needless (it changes nothing here, and the reason is told) or refused by name.
 """
@@ -25,21 +25,21 @@ _NEEDLESS = {
     "use_orig_params": "FSDP2 always keeps the model's own parameters",
     "sync_module_states": "prepare() gives all ranks the values of rank 0",
     "cpu_ram_efficient_loading": (
-        "prepare() gives all ranks the values of rank 0, and a model built under init_empty_weights() takes no memory before it"
+        "prepare() gives all ranks the values of rank 0, and a model built under init_empty_weights() takes no memory until then"
     ),
-    "limit_all_gathers": "FSDP2 keeps at most two blocks gathered by itself",
+    "limit_all_gathers": "FSDP2 itself keeps at most two blocks gathered",
     "forward_prefetch": "FSDP2 gathers the next block while this one computes",
-    "state_dict_config": "checkpoints are sharded, and load under any layout",
-    "optim_state_dict_config": "checkpoints are sharded, and load under any layout",
+    "state_dict_config": "checkpoints are sharded and can be loaded under any layout",
+    "optim_state_dict_config": "checkpoints are sharded and can be loaded under any layout",
 }
 _CHECKED = {"state_dict_type": "state_dict_config", "backward_prefetch": "forward_prefetch"}
 """Further keys that change nothing, for the reason of another, but whose values are checked."""
 _REFUSED = {
     "ignored_modules": (
-        "name the frozen modules that are to stay whole: Accelerator(kwargs_handlers=[ShardingOptions(ignored=(...))])"
+        "name the frozen modules that should stay whole: Accelerator(kwargs_handlers=[ShardingOptions(ignored=(...))])"
     ),
     "param_init_fn": (
-        "a model on the meta device gets its values from its modules' own reset_parameters(); give those classes one"
+        "a model on the meta device is initialised by its modules' reset_parameters(); give those classes one"
     ),
 }
 _NEEDLESS_OF_DEEPSPEED = {
@@ -51,15 +51,15 @@ _NEEDLESS_OF_DEEPSPEED = {
             "deepspeed_inclusion_filter",
             "deepspeed_multinode_launcher",
         ),
-        "`headway launch` starts the processes, one launcher a machine",
+        "`headway launch` starts the processes, with one launcher per machine",
     ),
 }
 _REFUSED_OF_DEEPSPEED = {
     "zero3_init_flag": (
-        "a model is built whole on each process and parted at prepare(); leave it out, and where the model does not fit use "
-        "--strategy fsdp, which takes models from the meta device"
+        "a model is built whole on each process and partitioned in prepare(); leave it out. If the model does not fit, use "
+        "--strategy fsdp, which supports models on the meta device"
     ),
-    "deepspeed_moe_layer_cls_names": "mixtures of experts are cut like other layers; leave it out",
+    "deepspeed_moe_layer_cls_names": "mixtures of experts are partitioned like other layers; leave it out",
 }
 DEEPSPEED_KEYS = ("zero_stage", *OF_DEEPSPEED, *_NEEDLESS_OF_DEEPSPEED, *_REFUSED_OF_DEEPSPEED)
 """Options of DeepSpeed that this table knows."""
@@ -111,7 +111,7 @@ class Foreign:
         elif name in _READERS:
             _READERS[name](self, value, key)
         else:
-            raise ConfigError(f"{key} is not an option of FSDP; take it out")
+            raise ConfigError(f"{key} is not an FSDP option; remove it")
 
     def size(self, name: str, value: Any, key: str | None = None) -> None:
         """Read one key of a ParallelismConfig, without its prefix.
@@ -123,22 +123,22 @@ class Foreign:
         if name in ("cp_backend", "cp_comm_strategy"):
             self._needless(key, "there is no context parallelism here yet")
         elif name.startswith("sp_") and (name != "sp_size" or _number(value, key, 1) == 1):
-            self._needless(key, "there is no sequence parallelism of DeepSpeed's here")
+            self._needless(key, "DeepSpeed's sequence parallelism is not supported")
         elif name == "sp_size":
             self.refuse(
                 key,
-                "DeepSpeed's sequence parallelism (Ulysses) is not served; where activations are too large, checkpoint them "
-                "(--fsdp_activation_checkpointing true), or cut sequences under tensor parallelism (docs/tensor_parallel.md)",
+                "DeepSpeed's sequence parallelism (Ulysses) is not supported; if activations are too large, checkpoint them "
+                "(--fsdp_activation_checkpointing true), or use sequence parallelism with tensor parallelism (docs/tensor_parallel.md)",
             )
         elif name in _AXES:
             size = _number(value, key, 1)
             self._sizes[_AXES[name]] = size
             self._sized_by += [key] if size > 1 else []
             self.lines.append(
-                (key, "one: nothing is cut along it" if size == 1 else f"strategy: {_AXES[name]} = {size}")
+                (key, "size 1: nothing is split along it" if size == 1 else f"strategy: {_AXES[name]} = {size}")
             )
         else:
-            raise ConfigError(f"{key} is not a key of a parallelism_config; take it out")
+            raise ConfigError(f"{key} is not a key of parallelism_config; remove it")
 
     def use_deepspeed(self, key: str) -> None:
         """DeepSpeed is to be the engine, whatever else is said."""
@@ -167,13 +167,13 @@ class Foreign:
         elif name in OF_DEEPSPEED:
             self._take(name, str(value), key)
         else:
-            raise ConfigError(f"{key} is not an option of DeepSpeed; take it out")
+            raise ConfigError(f"{key} is not a DeepSpeed option; remove it")
 
     def _stage(self, value: Any, key: str) -> None:
         stage = _number(value, key, 0)
         if stage not in (1, 2, 3):
             raise ConfigError(
-                f"{key}={value!r}; allowed: 1, 2, 3{'; stage 0 shards nothing, leave it out' if stage == 0 else ''}"
+                f"{key}={value!r}; allowed: 1, 2, 3{'; stage 0 shards nothing; leave it out' if stage == 0 else ''}"
             )
         self._stages[key] = f"zero{stage}"
         self.lines.append((key, f"strategy: 'zero{stage}'"))
@@ -205,7 +205,7 @@ class Foreign:
         if self._stages and (self._sharding or self.has_sizes):
             others = ", ".join([*self._sharding, *self._sized_by])
             raise ConfigError(
-                f"{', '.join(self._stages)} ask for DeepSpeed, and {others} for torch's own engine; keep one"
+                f"DeepSpeed ({', '.join(self._stages)}) and torch's own engine ({others}) are both requested; keep one"
             )
         if self._stages:
             stages = sorted(set(self._stages.values()) - {"deepspeed"}) or ["deepspeed"]
@@ -219,8 +219,8 @@ class Foreign:
                 raise ConfigError(f"{' and '.join(self._sharding)} ask for whole models, but {by} for shards; keep one")
             if self.asks_for_shards and self._sizes.get("shard", 1) == 1 and self._sizes.get("cp", 1) == 1:
                 raise ConfigError(
-                    f"{next(iter(self._sharding))} asks for a sharded model, but {by} leave no processes to shard over; give "
-                    "dp_shard_size, or take FSDP out"
+                    f"{next(iter(self._sharding))} asks for a sharded model, but with {by} no processes are left to shard "
+                    "across; give dp_shard_size, or remove FSDP"
                 )
             return mesh.written(dict(self._sizes)), by
         if not self._sharding:
@@ -246,9 +246,7 @@ class Foreign:
     def _version(self, value: Any, key: str) -> None:
         if str(value) not in ("1", "2"):
             raise ConfigError(f"{key}={value!r}; allowed: 1, 2")
-        self._needless(
-            key, f"FSDP2 is what shards here{', and reads the keys of version 1' if str(value) == '1' else ''}"
-        )
+        self._needless(key, f"Headway uses FSDP2{', and accepts the keys of FSDP1' if str(value) == '1' else ''}")
 
     def _sharding_strategy(self, value: Any, key: str) -> None:
         word = _word(value, SHARDING, key, first=1)
@@ -298,7 +296,7 @@ class Foreign:
                 self._parameters(number, key)
         else:
             self.refuse(
-                key, "a policy of your own is not served; name the blocks' classes in transformer_cls_names_to_wrap"
+                key, "custom policies are not supported; name the blocks' classes in transformer_cls_names_to_wrap"
             )
 
     def _classes(self, value: Any, key: str) -> None:
@@ -310,7 +308,7 @@ class Foreign:
         if number:
             self._take("fsdp_min_num_params", number, key)
         else:
-            self._needless(key, "no size: blocks are found")
+            self._needless(key, "no size: blocks are detected")
 
     def _truths(self, setting: str) -> Callable[[Any, str], None]:
         def read(value: Any, key: str) -> None:
@@ -382,9 +380,9 @@ def in_a_file(key: str) -> str | None:
     if key in _NEEDLESS_OF_DEEPSPEED or key in _REFUSED_OF_DEEPSPEED:
         return _NEEDLESS_OF_DEEPSPEED.get(key) or _REFUSED_OF_DEEPSPEED[key]
     if key == "use_parallelism_config" or key.removeprefix("parallelism_config_") in SIZE_KEYS:
-        return "write sizes into the strategy: fsdp=4+tp=2"
+        return "write the sizes in the strategy: fsdp=4+tp=2"
     if key == f"fsdp_{name}" and name in (*_NEEDLESS, *_CHECKED):
-        return f"it changes nothing here: {_NEEDLESS[_CHECKED.get(name, name)]}"
+        return f"it has no effect here: {_NEEDLESS[_CHECKED.get(name, name)]}"
     return _REFUSED.get(name) if key != name else None
 
 

@@ -1,4 +1,4 @@
-"""Layouts by Accelerate's names: sizes of parallelism, and one error for what is not there yet."""
+"""Layouts by Accelerate's names: sizes of parallelism, and one error for layouts that are not supported yet."""
 
 from dataclasses import dataclass
 from math import prod

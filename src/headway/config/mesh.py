@@ -171,12 +171,12 @@ class Asked:
             listed = ", ".join(f"hsdp={size}" for size in fit[-3:])
             raise ConfigError(
                 f"strategy {self.text!r} without a size shards within each machine, and this run has only one; "
-                + (f"give the ranks that share a copy ({listed}), or use fsdp" if fit else "use fsdp")
+                + (f"give the number of ranks that share a copy ({listed}), or use fsdp" if fit else "use fsdp")
             )
         if ranks_per_machine % inner or ranks_per_machine == inner:
             raise ConfigError(
                 f"strategy {self.text!r} shards within each machine, but {ranks_per_machine} ranks on a machine leave no shards "
-                f"beside {inner} parts of a matrix or sequence; give hsdp a size"
+                f"for {inner} parts of a matrix or sequence; give hsdp a size"
             )
         return ranks_per_machine // inner
 
@@ -241,15 +241,17 @@ def parse(text: str) -> Asked:
         elif name in _TERMS:
             found = {_TERMS[name]: size}
         else:
-            alone = f", and {name!r} stands alone" if name in ENGINES else f": {name!r} is unknown{_meant(name)}"
+            alone = (
+                f", but {name!r} cannot be combined with other terms"
+                if name in ENGINES
+                else f": {name!r} is unknown{_meant(name)}"
+            )
             raise ConfigError(f"strategy {text!r}{alone}")
         if found.keys() & sizes.keys():
-            raise ConfigError(f"strategy {text!r} gives the axis of {name!r} twice")
+            raise ConfigError(f"strategy {text!r} gives a size for {name!r} twice")
         sizes |= found
     if list(sizes.values()).count(None) - is_by_machine > 1:
-        raise ConfigError(
-            f"strategy {text!r} leaves more than one size open; give all but one, as in hsdp=8 or fsdp+tp=2"
-        )
+        raise ConfigError(f"strategy {text!r} omits more than one size; give all but one, as in hsdp=8 or fsdp+tp=2")
     return Asked(text, sizes, is_by_machine)
 
 
@@ -279,7 +281,7 @@ def _meant(name: str) -> str:
     close = get_close_matches(name, (*_TERMS, "hsdp"), n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     served = (*(term for term, axis in _TERMS.items() if axis in SERVED), "hsdp")
-    words = f"{', '.join(served)}, joined by '+', each with =RANKS or without, as in fsdp+tp=2"
+    words = f"{', '.join(served)}, joined by '+', each with or without =RANKS, as in fsdp+tp=2"
     return f"{hint or ';'} allowed: {words}; or {', '.join(ENGINES)}"
 
 

@@ -82,7 +82,7 @@ class FullyShardedDataParallelPlugin:
     def _check_version_of(self, word: str) -> None:
         if self.fsdp_version == 2 and word.lower() not in ("true", "false"):
             raise ConfigError(
-                f"reshard_after_forward={word!r} is a word of version 1; with fsdp_version=2 give True or False"
+                f"reshard_after_forward={word!r} is a value of FSDP1; with fsdp_version=2 give True or False"
             )
 
     def read(self, name: str, into: Foreign | None = None) -> Foreign:

@@ -11,11 +11,11 @@ from headway.errors import ConfigError
 
 ALL, SOME, NONE = "all of them", "some of them", "none: the CPU"
 SPREADS = {
-    "ddp": "ddp: a copy of the model on every process; the fastest where it fits",
-    "fsdp": "fsdp: weights, gradients and optimizer state cut over all processes",
-    "hsdp": "hsdp: cut over the processes of a group, with a copy on each group; for several machines",
-    "tp": "tp: every matrix cut over all processes; for large layers, few processes and fast links",
-    "fsdp+tp": "fsdp+tp: matrices cut within a group, all else over the groups; for the largest models",
+    "ddp": "ddp: a replica of the model on every process; fastest if the model fits",
+    "fsdp": "fsdp: weights, gradients and optimizer state sharded across all processes",
+    "hsdp": "hsdp: sharded within groups of processes, with a replica in each group; for several machines",
+    "tp": "tp: every matrix split across all processes; for large layers, few processes and fast links",
+    "fsdp+tp": "fsdp+tp: matrices split within groups, parameters sharded across the groups; for the largest models",
 }
 """The layouts that are offered, each with what is cut."""
 _SIZED = {"hsdp": "hsdp={}", "fsdp+tp": "fsdp+tp={}"}
@@ -107,11 +107,11 @@ def interview(ask: Ask, accelerator: str | None, num_devices: int, device_ids: t
 
 def _ask_spread(ask: Ask, answers: dict[str, str], num_processes: int, per_machine: int) -> None:
     """The layout: what is cut, and over how many processes where that is a choice."""
-    text = ask(Question("spread", "How is the model spread?", SPREADS["ddp"], tuple(SPREADS.values())))
+    text = ask(Question("spread", "How should the model be split?", SPREADS["ddp"], tuple(SPREADS.values())))
     kind = text.partition(":")[0]
     if kind in _SIZED:
         is_tp = kind == "fsdp+tp"
-        over = "How many processes share a matrix?" if is_tp else "Over how many processes is a copy of the model cut?"
+        over = "How many processes share a matrix?" if is_tp else "Across how many processes is each replica sharded?"
         groups = [n for n in range(2, num_processes) if num_processes % n == 0 and (is_tp or n <= per_machine)] or [2]
         offered = str(groups[0] if is_tp else groups[-1])
         size = ask(Question("group", over, offered, written=_SIZED[kind], num_processes=num_processes))

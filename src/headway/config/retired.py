@@ -2,7 +2,7 @@
 
 from headway.errors import ConfigError
 
-_SHARDING = "say how the model is spread with --strategy fsdp, and see `headway launch --help` for its options"
+_SHARDING = "set the layout with --strategy fsdp, and see `headway launch --help` for its options"
 _DEEPSPEED = "DeepSpeed is a strategy: --strategy zero2, with --deepspeed_config_file where it has a JSON"
 _MESH = "sizes are part of the layout: --strategy fsdp+tp=2"
 _MEGATRON = "Headway does not drive Megatron-LM"
@@ -35,7 +35,7 @@ _ONE = {
     "env": f"{_TPU}; set variables before the command: NAME=value headway launch SCRIPT",
     "main_training_function": f"{_TPU}; other runs start SCRIPT itself",
     "downcast_bf16": _TPU,
-    "same_network": "it changes nothing here: machines meet at --main_process_ip and --main_process_port",
+    "same_network": "it has no effect here: machines meet at --main_process_ip and --main_process_port",
     "ipex": "Intel's extension is part of torch now; take the flag out",
     "use_xpu": "accelerators are found by themselves; take the flag out",
     "use_mps_device": "accelerators are found by themselves; take the flag out",

@@ -1,4 +1,4 @@
-"""How parameters are sharded (FSDP2 and HSDP): what is gathered together, when, and in which number format. Torch-free."""
+"""How parameters are sharded (FSDP2 and HSDP): what is gathered together, when, and in which dtype. Torch-free."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +54,7 @@ class ShardingOptions:
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"ShardingOptions({name}={value!r}); give a whole number, 0 or more")
         if self.units and self.min_num_params:
-            raise ConfigError("ShardingOptions has both units and min_num_params, two rules for one thing; give one")
+            raise ConfigError("ShardingOptions has both units and min_num_params; give one of them")
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             object.__setattr__(self, name, _dtype(getattr(self, name), name))
         chosen = self.reshard_after_forward

@@ -1,4 +1,4 @@
-"""Options of tensor parallelism: how a layer's matrices are cut over the ranks of the `tp` axis. Torch-free."""
+"""Options of tensor parallelism: how a layer's matrices are split across the ranks of the `tp` axis. Torch-free."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,8 +38,8 @@ class TensorParallelOptions:
     def __post_init__(self) -> None:
         if self.plan is not None and not self.plan:
             raise ConfigError(
-                "the tensor-parallel plan is empty, so nothing would be cut; name modules and styles, as in "
-                '{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or leave it out for the model\'s own'
+                "the tensor-parallel plan is empty, so nothing would be split; name modules and styles, as in "
+                '{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, or leave it out to use the model\'s own plan'
             )
         for name, style in (self.plan or {}).items():
             if isinstance(style, str) and style not in STYLES:
@@ -54,6 +54,6 @@ def unknown_style(name: str, style: str) -> str:
     expert = style in ("grouped_gemm", "ep_dispatch_experts", "ep_router")
     return (
         f"the tensor-parallel plan gives {name!r} the style {style!r}"
-        + (", which is one of expert parallelism: there is no such axis" if expert else ", which is not served")
+        + (", which belongs to expert parallelism, which is not supported" if expert else ", which is not supported")
         + f"; allowed: {', '.join(STYLES)}, or a ParallelStyle object of torch.distributed.tensor.parallel"
     )

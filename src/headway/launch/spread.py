@@ -34,8 +34,8 @@ def layout(resolved: Resolved, num_machines: int, num_local: int) -> Layout | No
             asked.resolve(count * num_local, num_local)
         except ConfigError as error:
             raise ConfigError(
-                f"min_machines={fewest} ({resolved.origin('min_machines')}) lets the run go on with {count} of {num_machines} "
-                f"machines, and there {error}"
+                f"min_machines={fewest} ({resolved.origin('min_machines')}) lets the run continue with {count} of {num_machines} "
+                f"machines, but then {error}"
             ) from None
     return found
 
@@ -64,7 +64,7 @@ def check_options(resolved: Resolved, found: Layout | None) -> tuple[str, ...]:
             is_of = f"this one is {resolved.get('strategy')}: {found.describe()}"
             text = f"{name} ({origin}) belongs to {what}, and {is_of}"
             if origin.startswith(COMMAND_LINE):
-                raise ConfigError(f"{text}: take it out, or add {remedy}")
+                raise ConfigError(f"{text}: remove it, or add {remedy}")
             notes.append(f"without effect: {text}")
     return tuple(notes)
 

@@ -129,7 +129,7 @@ def config_of(folder: str | Path) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise ConfigError(f"{folder}: transformers builds no model of its config.json: {error}") from error
+        raise ConfigError(f"{folder}: transformers cannot build a model from its config.json: {error}") from error
 
 
 def skeleton_of(
@@ -156,7 +156,7 @@ def skeleton_of(
                 auto = next((auto for auto in autos if type(config) in auto._model_mapping), autos[-1])
                 model = auto.from_config(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise ConfigError(f"{where}: transformers builds no model of its config.json: {error}") from error
+        raise ConfigError(f"{where}: transformers cannot build a model from its config.json: {error}") from error
     assert isinstance(model, nn.Module)
     return model
 

@@ -1,4 +1,4 @@
-"""Several layouts of one run beside each other, the cheapest that fits first."""
+"""Compares several layouts of one run, starting with the cheapest that fits."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -181,7 +181,7 @@ def _too_much(found: Plan, cluster: Cluster) -> str:
     }
     most = max(parts, key=lambda name: parts[name])
     return (
-        f"needs {format_bytes(found.peak)} a rank, {format_bytes(found.peak - cluster.memory)} more than there is; most of it "
+        f"needs {format_bytes(found.peak)} per rank, {format_bytes(found.peak - cluster.memory)} more than available; mostly "
         f"{most} ({format_bytes(parts[most])})"
     )
 

@@ -33,7 +33,7 @@ class Cluster:
         if self.machine_ranks < 1 or min(self.intra, self.inter, self.flops) <= 0:
             raise ConfigError(
                 f"a cluster of machine_ranks={self.machine_ranks}, intra={self.intra:g}, inter={self.inter:g} and "
-                f"flops={self.flops:g}; all of them are above 0"
+                f"flops={self.flops:g}; all of them must be above 0"
             )
 
     def is_within_machine(self, axis: str, layout: Layout) -> bool:

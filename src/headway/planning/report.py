@@ -1,4 +1,4 @@
-"""Plans as JSON: plain dicts, every number in bytes, seconds or FLOPs."""
+"""Plans as JSON: plain dicts, with all numbers in bytes, seconds or FLOPs."""
 
 from dataclasses import asdict
 from typing import Any

@@ -65,7 +65,7 @@ def find(text: str, batch: int = 1, sequence: int | None = None) -> Source:
     if colon:
         return _of_function(module, function, text)
     if path.is_dir():
-        raise ConfigError(f"{text}: there is no config.json in this folder; give one as save_pretrained() writes it")
+        raise ConfigError(f"{text}: there is no config.json in this folder; save_pretrained() writes one")
     transformers = require("transformers", f"planning the model type {text!r} needs", "transformers")
     known = sorted(transformers.CONFIG_MAPPING.keys())
     if text not in known:
@@ -118,7 +118,7 @@ def _step_of(model: nn.Module, where: str, batch: int, sequence: int | None) -> 
     if kind == "pixel_values":
         size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
         if not isinstance(size, int):
-            return None, 0, "no batch: the config does not say how large an image is"
+            return None, 0, "no batch: the config does not give the image size"
         return _Images((batch, channels, size, size)), 0, f"{batch} image(s) of {size} x {size}"
     if kind != "input_ids":
         return None, 0, f"no batch: {type(model).__name__} takes {kind or 'unknown inputs'}"
@@ -127,7 +127,7 @@ def _step_of(model: nn.Module, where: str, batch: int, sequence: int | None) -> 
     length = sequence or min(_SEQUENCE, limit or _SEQUENCE)
     if limit is not None and length > limit:
         raise ConfigError(
-            f"{where}: a sequence of {length} tokens, but the model has positions for {limit} (max_position_embeddings); give "
+            f"{where}: a sequence of {length} tokens, but the model has {limit} positions (max_position_embeddings); give "
             f"{limit} or less"
         )
     return _Tokens(batch, length, _learns(model)), batch * length, f"{batch} x {length:,} tokens"
@@ -206,6 +206,6 @@ def _parts(made: Any, text: str) -> tuple[nn.Module, Step | None]:
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
         return made[0], made[1]
     raise ConfigError(
-        f"{text} returned {type(made).__name__}; it must return a torch.nn.Module, or (module, step) where step(module) gives the "
+        f"{text} returned {type(made).__name__}; it must return a torch.nn.Module, or (module, step) where step(module) returns the "
         "loss of one batch"
     )

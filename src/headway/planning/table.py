@@ -24,7 +24,7 @@ def tabulate(comparison: Comparison) -> list[str]:
         "optimizer",
         "activations",
         "gathered",
-        "together",
+        "total",
         "sent",
         "update",
         "waits for",
@@ -76,21 +76,21 @@ def describe(plan: Plan, found: Cost | None = None) -> list[str]:
     sizes = " x ".join(f"{size} {axis}" for axis, size in plan.layout.sizes.items()) or "one process"
     lines = [
         f"{plan.strategy} on {plan.num_ranks:,} ranks ({sizes}): {plan.num_parameters:,} parameters",
-        *_columns([["rank", "weights", "of it padding", "gradients", "optimizer state", "together"], *_ranks(plan)]),
+        *_columns([["rank", "weights", "of which padding", "gradients", "optimizer state", "total"], *_ranks(plan)]),
         *_gaps(plan),
         f"activations kept for backward, without temporaries: {_counted(plan.activations)}",
         f"gathered parameters and their gradients, estimated: {_counted(plan.gathered if plan.exchanges is not None else None)}",
-        f"a checkpoint: {plan.saved.num_files:,} file(s), {format_bytes(plan.saved.num_bytes)}, of which a rank writes at most "
+        f"a checkpoint: {plan.saved.num_files:,} file(s), {format_bytes(plan.saved.num_bytes)}, of which each rank writes at most "
         f"{format_bytes(plan.saved.per_rank)}",
     ]
     if plan.exchanges is None:
-        return [*lines, "exchanges and FLOPs: not counted, because there is no step to run"]
+        return [*lines, "communication and FLOPs: not counted, because there is no step to run"]
     if plan.exchanges:
-        head = ["phase", "collective", "axis", "ranks", "calls", "bytes", "a rank sends"]
+        head = ["phase", "collective", "axis", "ranks", "calls", "bytes", "sent per rank"]
         lines += ["one update sends:", *_columns([head, *_exchanges(plan)])]
     else:
         lines.append("one update sends nothing")
-    lines.append(f"one update computes {format_number((plan.flops or 0) / 1e12)} TFLOP a rank")
+    lines.append(f"one update computes {format_number((plan.flops or 0) / 1e12)} TFLOP per rank")
     if found is not None:
         parts = [
             f"computing {_seconds(found.compute)}",
@@ -119,8 +119,8 @@ def _gaps(plan: Plan) -> Iterable[str]:
         return
     num_holders, name = plan.shares.thinnest
     yield (
-        f"{plan.shares.num_with_gaps:,} parameters are too short for all ranks; of {name} only {num_holders:,} ranks hold a "
-        f"part, and {plan.shares.num_empty:,} ranks hold no part of anything"
+        f"{plan.shares.num_with_gaps:,} parameters have fewer rows than there are ranks; only {num_holders:,} ranks hold a "
+        f"part of {name}, and {plan.shares.num_empty:,} ranks hold no part of any parameter"
     )
 
 

@@ -177,8 +177,8 @@ def _called(step: Step, model: nn.Module) -> torch.Tensor:
         raise
     except Exception as error:
         raise UnsupportedError(
-            f"the step could not be run on {type(model).__name__} without values: {type(error).__name__}: {error}. Where it reads a "
-            "value (.item(), if tensor:), leave that out; a plan without a step counts no exchanges"
+            f"the step could not be run on {type(model).__name__} without values: {type(error).__name__}: {error}. If it reads a "
+            "value (.item(), if tensor:), remove that; a plan without a step counts no communication"
         ) from error
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Gradients of whole parameters must be alike on all ranks of tensor parallelism: looked at once, at the first update.
+"""Gradients of whole parameters must be the same on all ranks of tensor parallelism: checked once, at the first update.
 
 A parameter that the plan leaves whole, but that acts on cut activations (a scale within an attention, a trained activation
 function between two matrices), gets another gradient on each rank. The ranks would drift apart, and nothing would fail.
@@ -43,9 +43,9 @@ def check(model: torch.nn.Module, axis: Axis) -> bool:
         raise PrepareError(
             f"the gradients of {len(names)} parameters that the tensor-parallel plan leaves whole differ between its ranks: "
             f"{', '.join(names[:4])}{' and others' if len(names) > 4 else ''}. They act on "
-            'activations that are cut. Give their modules the style "replicated_with_grad_allreduce", which sums their gradients; if '
-            "their inputs are whole, something before them draws other random numbers on each rank, or the ranks of one group read "
-            "different batches"
+            'activations that are split. Give their modules the style "replicated_with_grad_allreduce", which sums their gradients; '
+            "if their inputs are whole, something before them draws different random numbers on each rank, or the ranks of a group "
+            "read different batches"
         )
     return True
 

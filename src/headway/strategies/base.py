@@ -52,7 +52,7 @@ class Capabilities:
             UnsupportedError: it is.
         """
         if not getattr(self, name):
-            raise UnsupportedError(f"the {strategy} strategy cannot do {name.replace('_', ' ')}; {remedy}")
+            raise UnsupportedError(f"the {strategy} strategy does not support {name.replace('_', ' ')}; {remedy}")
 
 
 class Strategy(Protocol):

@@ -31,7 +31,7 @@ def find_blocks(model: torch.nn.Module, wanted: tuple[Any, ...] = ()) -> list[to
         for one in wanted:
             if not any(is_wanted(name, module, (one,)) for name, module in model.named_modules()):
                 raise ConfigError(
-                    f"blocks names {one!r}, which {type(model).__name__} does not hold; give classes, class names or module names"
+                    f"blocks names {one!r}, which {type(model).__name__} does not contain; give classes, class names or module names"
                 )
         matching = {id(module) for name, module in model.named_modules() if is_wanted(name, module, wanted)}
     else:

@@ -45,19 +45,19 @@ def _load(registered: "EntryPoint", text: str, collectives: Collectives, options
     try:
         make = registered.load()
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{where}, cannot be loaded: {error}; mend or uninstall that package") from error
+        raise ConfigError(f"{where}, cannot be loaded: {error}; fix or uninstall that package") from error
     made: Strategy = make(collectives, text, options)
     wanted = {*Strategy.__annotations__, *(name for name in vars(Strategy) if not name.startswith("_"))}
     missing = sorted(name for name in wanted if not hasattr(made, name))
     if missing:
         raise ConfigError(
-            f"{where}, lacks {', '.join(missing)}; let its class extend SingleStrategy or DDPStrategy, which have them all"
+            f"{where}, lacks {', '.join(missing)}; derive its class from SingleStrategy or DDPStrategy, which have them all"
         )
     group, shard = made.data_group, made.data_shard
     if (group.rank, group.world_size) != (shard.index, shard.count):
         raise ConfigError(
-            f"{where}: on rank {collectives.rank} data_shard is {shard.index} of {shard.count}, but this process is number "
-            f"{group.rank} of {group.world_size} in data_group, which must hold one process of each shard, in the shards' order"
+            f"{where}: on rank {collectives.rank} data_shard is {shard.index} of {shard.count}, but this process is rank "
+            f"{group.rank} of {group.world_size} in data_group, which must contain one process of each shard, in order"
         )
     return made
 
@@ -89,7 +89,7 @@ def build_strategy(
         mesh.check_served(layout)
         if is_deferred:
             raise UnsupportedError(
-                "microbatching='auto' needs whole models so far; leave it out, or use strategy='ddp'"
+                "microbatching='auto' only works with whole models so far; leave it out, or use strategy='ddp'"
             )
         from headway.strategies.mesh import MeshStrategy  # brings torch's compiler with it
 
@@ -105,7 +105,9 @@ def _deepspeed(
     collectives: Collectives, options: EngineOptions, plugin: DeepSpeedPlugin, is_deferred: bool
 ) -> Strategy:
     if is_deferred:
-        raise UnsupportedError("microbatching='auto' is not there for DeepSpeed; leave it out, or use strategy='fsdp'")
+        raise UnsupportedError(
+            "microbatching='auto' is not supported with DeepSpeed; leave it out, or use strategy='fsdp'"
+        )
     from headway.strategies.deepspeed import DeepSpeedStrategy
 
     return DeepSpeedStrategy(collectives, plugin, options)

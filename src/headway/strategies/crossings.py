@@ -1,4 +1,4 @@
-"""Where activations cross from whole to cut and back: each exchange together with that of its gradient.
+"""Where activations change from whole to split and back: each collective together with that of its gradient.
 
 `whole` is what all ranks of the axis hold alike, `part` a rank's own slice, `term` one summand of it on each rank.
 """
@@ -83,7 +83,7 @@ def check_divides(whole: torch.Tensor, axis: Axis, dim: int) -> None:
     """
     if whole.shape[dim] % axis.size:
         raise DataError(
-            f"sequence parallel cuts sequences among {axis.size} ranks, but one has the length {whole.shape[dim]} (dimension "
+            f"sequence_parallel=True splits sequences across {axis.size} ranks, but one has the length {whole.shape[dim]} (dimension "
             f"{dim} of {tuple(whole.shape)}); pad batches to a multiple of {axis.size}"
         )
 

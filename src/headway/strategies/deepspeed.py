@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO as a strategy: optimizer state (1), gradients (2) and parameters (3) parted among the ranks.
+"""DeepSpeed's ZeRO as a strategy: optimizer state (1), gradients (2) and parameters (3) partitioned among the ranks.
 
 The engine needs the model and its optimizer: `setup` takes the model, `adopt` makes the engine when prepare() knows
 both. The model stays the user's own object, and so does the optimizer (`zero_optimizer.py`); the windows' arithmetic goes through
@@ -110,7 +110,7 @@ class DeepSpeedStrategy(SingleStrategy):
         if len(optimizers) > 1:
             names = ", ".join(type(each).__name__ for each in optimizers)
             raise UnsupportedError(
-                f"DeepSpeed trains a model with one optimizer, and {len(optimizers)} are prepared ({names}); give one with several "
+                f"DeepSpeed trains a model with one optimizer, but {len(optimizers)} were prepared ({names}); give one with several "
                 "parameter groups"
             )
         if self._model is None or not optimizers or self._zero is not None:
@@ -128,8 +128,8 @@ class DeepSpeedStrategy(SingleStrategy):
         account.config.pop("scheduler", None)
         if not is_own and "optimizer" in account.config:
             raise ConfigError(
-                f"the JSON has an optimizer, and a {type(face).__name__} was prepared; prepare a headway.DummyOptim, or take "
-                "'optimizer' out of the JSON"
+                f"the JSON has an optimizer, but a {type(face).__name__} was prepared; prepare a headway.DummyOptim, or remove "
+                "'optimizer' from the JSON"
             )
         self._twin = self._make_twin(face, account)
         self._zero = self._initialise(self._model, self._twin, account)
@@ -159,16 +159,14 @@ class DeepSpeedStrategy(SingleStrategy):
         device = next(model.parameters()).device
         if deepspeed.get_accelerator().device_name() != device.type:
             raise ConfigError(
-                f"DeepSpeed computes on {deepspeed.get_accelerator().device_name()} here, and this run on {device.type}; "
+                f"DeepSpeed computes on {deepspeed.get_accelerator().device_name()} here, but this run uses {device.type}; "
                 f"set DS_ACCELERATOR={device.type} in the environment"
             )
         if _ensure_group(device):
             process.at_end(self._end_group, is_engine=True)
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         if account.config.get("fp16", {}).get("enabled") and not deepspeed.get_accelerator().is_fp16_supported():
-            raise UnsupportedError(
-                f"DeepSpeed does not compute in float16 on {device.type}; use mixed_precision='bf16'"
-            )
+            raise UnsupportedError(f"DeepSpeed does not support float16 on {device.type}; use mixed_precision='bf16'")
         _name_blocks(model, self._plugin)
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=twin.inner, config=account.config, dist_init_required=False
@@ -191,7 +189,7 @@ class DeepSpeedStrategy(SingleStrategy):
         Raises:
             UnsupportedError: always.
         """
-        raise UnsupportedError("local SGD needs whole models on each rank, which ZeRO has not; use strategy='ddp'")
+        raise UnsupportedError("local SGD needs a whole model on each rank, but ZeRO partitions it; use strategy='ddp'")
 
     def accumulate(self, model: torch.nn.Module, sync: bool) -> AbstractContextManager[Any]:
         """Gradients add up until they are asked for, whichever micro-batch they are of."""
@@ -233,7 +231,7 @@ class DeepSpeedStrategy(SingleStrategy):
             UnsupportedError: another norm than the Euclidean one, or other parameters than the optimizer's.
         """
         if norm_type != 2:
-            raise UnsupportedError(f"DeepSpeed clips by the 2-norm; norm_type={norm_type!r} is not served")
+            raise UnsupportedError(f"DeepSpeed clips by the 2-norm; norm_type={norm_type!r} is not supported")
         engine = self._engine()
         self._check_whole(parameters)
         return engine.norm()
@@ -245,7 +243,7 @@ class DeepSpeedStrategy(SingleStrategy):
         if not learns <= given:
             raise UnsupportedError(
                 f"DeepSpeed clips all gradients of the optimizer together, and {len(learns - given)} of its {len(learns)} parameters "
-                "are not among those given; use clip_grad_norm_(model.parameters(), ...)"
+                "were not passed; use clip_grad_norm_(model.parameters(), ...)"
             )
 
     def clip(
@@ -259,7 +257,7 @@ class DeepSpeedStrategy(SingleStrategy):
         fixed = 0.0 if self.account is None else self.account.clipping
         if fixed and fixed != max_norm:
             raise ConfigError(
-                f"clip_grad_norm_(..., {max_norm!r}), and gradient_clipping={fixed!r} in DeepSpeed's JSON; give one, or 'auto'"
+                f"clip_grad_norm_(..., {max_norm!r}), but gradient_clipping={fixed!r} in DeepSpeed's JSON; give only one, or 'auto'"
             )
         norm = self.total_norm(parameters, norm_type) if known is None else known
         self._engine().limit(float(max_norm))
@@ -274,10 +272,12 @@ class DeepSpeedStrategy(SingleStrategy):
         """
         engine, twin = self._engine(), self._twin
         if closure is not None:
-            raise UnsupportedError("optimizer.step(closure) is not served under DeepSpeed; step without a closure")
+            raise UnsupportedError(
+                "optimizer.step(closure) is not supported with DeepSpeed; call step() without a closure"
+            )
         if twin is None or optimizer is not twin.face:
             raise StateError(
-                f"{type(optimizer).__name__} is not the optimizer that DeepSpeed was given; prepare it with the model"
+                f"{type(optimizer).__name__} is not the optimizer that was prepared for DeepSpeed; prepare it with the model"
             )
         groups = engine.inner.param_groups
         twin.push(groups)
@@ -322,7 +322,7 @@ class DeepSpeedStrategy(SingleStrategy):
         given, own = dict(tensors), dict(self._state.export())
         if given.keys() != own.keys():
             odd = sorted(given.keys() ^ own.keys())
-            raise CheckpointError(f"the state has other names than {type(model).__name__}: {', '.join(odd[:5])}")
+            raise CheckpointError(f"the names of the state and of {type(model).__name__} differ: {', '.join(odd[:5])}")
         with torch.no_grad():
             for name, part in own.items():
                 put_in(part, given[name])
@@ -356,10 +356,14 @@ def _check_scaler(options: EngineOptions, precision: str) -> None:
     if precision != "fp16":
         return
     if scaler.growth_factor != 2.0 or scaler.backoff_factor != 0.5:
-        raise UnsupportedError("DeepSpeed's fp16 scale doubles and halves; leave growth_factor and backoff_factor out")
+        raise UnsupportedError(
+            "DeepSpeed's fp16 loss scale always doubles and halves; leave growth_factor and backoff_factor out"
+        )
     power = scaler.init_scale
     if power < 1 or power != 2.0 ** (int(power).bit_length() - 1):
-        raise ConfigError(f"GradScalerKwargs(init_scale={power!r}): DeepSpeed begins with a power of two; give one")
+        raise ConfigError(
+            f"GradScalerKwargs(init_scale={power!r}): DeepSpeed starts with a power of two; give a power of two"
+        )
 
 
 def _check_shapes(model: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""In which number formats sharded parameters are gathered and their gradients summed.
+"""In which dtypes sharded parameters are gathered and their gradients summed.
 
 Under mixed precision forwards run under autocast, as everywhere. Autocast alone would keep a half-precision copy of each whole weight
 from forward to backward, which sharding is there to avoid; so blocks are gathered in half precision to begin with, and autocast has
@@ -73,8 +73,8 @@ def choose_formats(options: ShardingOptions, number_format: str, device_type: st
     # Autocast computes these norms in float32 on accelerators, whatever their weights are; on a CPU torch refuses the mixture.
     norms = (_WITH_STATISTICS, *_NORMS) if device_type == "cpu" else (_WITH_STATISTICS,)
     told = (
-        f"mixed_precision={number_format!r}: blocks are gathered in {_short(param)}, the root and its residual stream stay as they "
-        f"are; gradients of blocks are summed in {_short(reduce or torch.float32)}, and the optimizer's parameters keep their type"
+        f"mixed_precision={number_format!r}: blocks are gathered in {_short(param)}, the root and its residual stream keep their "
+        f"dtype; gradients of blocks are summed in {_short(reduce or torch.float32)}, and the optimizer's parameters keep their dtype"
     )
     return Formats(blocks, root, norms, told)
 

@@ -68,8 +68,8 @@ def forget_gradients(model: torch.nn.Module) -> None:
     if isinstance(model, fsdp.FSDPModule):
         if not hasattr(model, "reset_iter_state"):
             raise UnsupportedError(
-                f"to go on after a failed window under sharding takes torch 2.13, and this is torch {torch.__version__}: what the "
-                "interrupted forward has gathered cannot be given back; end the run, and go on from a checkpoint"
+                f"continuing after a failed window with a sharded model needs torch 2.13, but this is torch {torch.__version__}: the "
+                "parameters that the interrupted forward gathered cannot be freed; end the run, and resume from a checkpoint"
             )
         model.reset_iter_state()
     for record in records(model):

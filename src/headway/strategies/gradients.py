@@ -1,4 +1,4 @@
-"""Gradients that lie in parts on the ranks (DTensors): this rank's parts, and their norm over all ranks in one exchange."""
+"""Gradients that are sharded across the ranks (DTensors): this rank's shards, and their norm over all ranks in one collective."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -43,8 +43,8 @@ def _check_whole(name: str, parent: torch.nn.Module, outputs: int, size: int) ->
         width = getattr(parent, key, None)
         if isinstance(width, int) and width > 1 and outputs % width == 0 and outputs // width % size:
             raise PrepareError(
-                f"{name!r} has {outputs // width} heads, which do not divide among {size} ranks of tensor parallelism; use a number "
-                "of ranks that divides them, or leave the attention out of the plan"
+                f"{name!r} has {outputs // width} heads, which cannot be divided among {size} ranks of tensor parallelism; use a "
+                "number of ranks that divides them, or leave the attention out of the plan"
             )
     config = getattr(parent, "config", None)
     leaf = name.rpartition(".")[2]
@@ -52,7 +52,7 @@ def _check_whole(name: str, parent: torch.nn.Module, outputs: int, size: int) ->
     count = getattr(config, counts.get(leaf, ""), None)
     if isinstance(count, int) and count % size:
         raise PrepareError(
-            f"{name!r} has {counts[leaf]}={count}, which does not divide among {size} ranks of tensor parallelism; use a number of "
+            f"{name!r} has {counts[leaf]}={count}, which cannot be divided among {size} ranks of tensor parallelism; use a number of "
             "ranks that divides it, or leave the attention out of the plan"
         )
 
@@ -63,9 +63,9 @@ def _check_counts(name: str, parent: torch.nn.Module, size: int, options: Tensor
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 1 and _COUNTS.fullmatch(key)
         if is_count and not any(plans.fits(pattern, path) for pattern in (*options.divide, *options.keep)):
             raise PrepareError(
-                f"{name or type(parent).__name__!r} counts {key}={value}, but each rank has {value}/{size} of them once its matrices "
-                f"are cut. If its forward uses the count (in view or reshape), have it divided: divide=({path!r},), with '*' for the "
-                f"parts that differ between blocks; if not (view(..., -1, head_dim)), say so: keep=({path!r},)"
+                f"{name or type(parent).__name__!r} has {key}={value}, but each rank has {value}/{size} of them once its matrices "
+                f"are split. If its forward uses this number (in view or reshape), have it divided: divide=({path!r},), with '*' for "
+                f"the parts that differ between blocks; if not (view(..., -1, head_dim)), say so: keep=({path!r},)"
             )
 
 
@@ -79,7 +79,7 @@ def _check_names(model: torch.nn.Module, size: int, options: TensorParallelOptio
         for name, module, key in found:
             if pattern in options.divide and getattr(module, key) % size:
                 raise ConfigError(
-                    f"{name!r} is {getattr(module, key)}, which does not divide among {size} ranks of tensor parallelism; use a "
+                    f"{name!r} is {getattr(module, key)}, which cannot be divided among {size} ranks of tensor parallelism; use a "
                     "number of ranks that divides it"
                 )
 

@@ -1,4 +1,4 @@
-"""Sharded layouts on torch's own engines: a device mesh with named axes, along which parameters lie in parts (DTensors).
+"""Sharded layouts on torch's own engines: a device mesh with named axes, along which parameters are sharded (DTensors).
 
 FSDP2 (`fully_shard`) cuts each parameter along its first dimension over the axis "shard", gathers a unit's parameters before its
 forward and its backward, and sums gradients into parts again; HSDP adds the axis "replicate". What follows from parts: optimizers
@@ -153,11 +153,11 @@ class MeshStrategy(SingleStrategy):
         if len(set(lacking)) > 1:
             ranks = ", ".join(str(rank) for rank, lacks in enumerate(lacking) if lacks)
             raise PrepareError(
-                f"{type(model).__name__} was built without memory (meta device) on ranks {ranks} alone; build it alike on all ranks"
+                f"{type(model).__name__} was built on the meta device on ranks {ranks} only; build it the same way on all ranks"
             )
         if lacks_values and self.layout.tp > 1:
             raise PrepareError(
-                f"{type(model).__name__} was built without memory (meta device), which tensor parallelism cannot give values to yet; "
+                f"{type(model).__name__} was built on the meta device, which tensor parallelism does not support yet; "
                 "build it with its values on each rank"
             )
         if lacks_values:
@@ -174,15 +174,17 @@ class MeshStrategy(SingleStrategy):
         units = find_units(model, self._options)
         if units.split:
             log.info(
-                "%s share parameters with modules outside of them; their parts that share none are gathered one by one, and what is "
-                "shared with the root",
+                "%s share parameters with modules outside them; their submodules that share none are gathered one by one, and the "
+                "shared parameters with the root",
                 ", ".join(units.split),
             )
         inner = self._shard(model, units)
         if lacks_values:
             largest = values.fill(model, inner, self.everyone.runtime.device, self.everyone)
             log.info(
-                "%s got its values unit by unit; the largest takes %s", type(model).__name__, format_bytes(largest)
+                "%s was initialised unit by unit; the largest unit takes %s",
+                type(model).__name__,
+                format_bytes(largest),
             )
 
     def _shard(self, model: torch.nn.Module, units: Units) -> list[torch.nn.Module]:
@@ -387,8 +389,8 @@ class Sharded:
         before = self._known.get(model)
         if before is not None and before != how:
             raise PrepareError(
-                f"{type(model).__name__} is sharded already, in another way ({before[0]}, {before[1]}, mixed_precision="
-                f"{before[2]!r}); build it anew, and load its values from a checkpoint"
+                f"{type(model).__name__} is already sharded in another way ({before[0]}, {before[1]}, mixed_precision="
+                f"{before[2]!r}); build it again, and load its values from a checkpoint"
             )
         return before is not None
 

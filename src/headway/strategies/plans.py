@@ -59,7 +59,9 @@ def read(model: torch.nn.Module, axis: Axis, options: TensorParallelOptions) -> 
             else:
                 cuts.parameters[name] = _parameter_style(name, style)
     if not chosen:
-        raise ConfigError(f"the plan of {type(model).__name__} names no module that it has: {', '.join(plan)}")
+        raise ConfigError(
+            f"the plan of {type(model).__name__} names only modules that the model does not have: {', '.join(plan)}"
+        )
     _check_nesting(cuts)
     return cuts
 
@@ -86,8 +88,8 @@ def _own_plan(model: torch.nn.Module) -> Mapping[str, Any]:
         )
     if packed := faults(plan):
         raise PrepareError(
-            f"the plan of {type(model).__name__} cuts {packed[0]!r} as one matrix ('colwise'), but it packs two, gate and up, and "
-            "each rank would compute with other halves; correct it: "
+            f"the plan of {type(model).__name__} splits {packed[0]!r} as one matrix ('colwise'), but it packs two, gate and up, and "
+            "each rank would compute with mismatched halves; correct it: "
             'TensorParallelOptions(plan={**model.tp_plan, name: "packed_colwise"})'
         )
     return plan
@@ -102,8 +104,8 @@ def _refuse_pattern(pattern: str, names: list[str], model: torch.nn.Module) -> N
     near = difflib.get_close_matches(pattern, [name for name in names if name], n=3, cutoff=0.4)
     raise ConfigError(
         f"the tensor-parallel plan names {pattern!r}, but {type(model).__name__} has no such module or parameter"
-        + (f"; near it: {', '.join(near)}" if near else "")
-        + ". '*' stands for one part of a name, between dots"
+        + (f"; similar names: {', '.join(near)}" if near else "")
+        + ". '*' matches one component of a name, between dots"
     )
 
 
@@ -137,7 +139,9 @@ def _fact(model: torch.nn.Module, name: str, fact: str) -> int:
         for holder in (module, getattr(module, "config", None)):
             if isinstance(value := getattr(holder, fact, None), int):
                 return value
-    raise PrepareError(f"the style of {name!r} needs {fact}, which no module around it has, nor its configuration")
+    raise PrepareError(
+        f"the style of {name!r} needs {fact}, which neither the modules around it nor its configuration have"
+    )
 
 
 def _parameter_style(name: str, style: str) -> Style:
@@ -146,7 +150,7 @@ def _parameter_style(name: str, style: str) -> Style:
     made = styles.make(style)
     if name.endswith("bias") and isinstance(made, styles.Rowwise):
         raise PrepareError(
-            f"the plan gives the bias {name!r} the style {style!r}: a term of a sum on each rank, it would be added as many "
+            f"the plan gives the bias {name!r} the style {style!r}: each rank would add it, so it would count as many "
             "times as there are ranks; leave it out of the plan"
         )
     return made
@@ -158,12 +162,14 @@ def _check_nesting(cuts: Cuts) -> None:
         owner, _, key = name.rpartition(".")
         site = cuts.sites.get(owner)
         if owner in cuts.foreign or (site is not None and site.style.dim(key, torch.empty(0, 0)) is not None):
-            raise ConfigError(f"the tensor-parallel plan cuts {name!r} twice: by its own name and by that of {owner!r}")
+            raise ConfigError(
+                f"the tensor-parallel plan splits {name!r} twice: by its own name and by that of {owner!r}"
+            )
     for name in (*cuts.sites, *cuts.foreign):
         for around in ancestors(name):
             if around in cuts.foreign and any(True for _ in _own_parameters_of(cuts, around)):
                 raise ConfigError(
-                    f"the tensor-parallel plan cuts {name!r} twice: a ParallelStyle cuts {around!r} around it"
+                    f"the tensor-parallel plan splits {name!r} twice: a ParallelStyle splits {around!r} around it"
                 )
 
 

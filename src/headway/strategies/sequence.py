@@ -1,4 +1,4 @@
-"""Sequence parallel: between the matrices of a stack of blocks, each rank computes its part of the sequence.
+"""Sequence parallelism: between the matrices of a stack of blocks, each rank computes its part of the sequence.
 
 The first block cuts the sequence and the last one joins it. Within a block, what holds cut matrices gets the whole
 sequence and gives back a part of the sum; norms and dropouts between work on parts.
@@ -36,8 +36,8 @@ def arrange(model: torch.nn.Module, cuts: Cuts) -> Stack:
     """
     if cuts.foreign:
         raise PrepareError(
-            "sequence_parallel=True arranges styles given by name; a plan of ParallelStyle objects says itself where "
-            "sequences are cut (torch's SequenceParallel and PrepareModuleInput): leave the option out"
+            "sequence_parallel=True works with styles given by name; a plan of ParallelStyle objects says itself where "
+            "sequences are split (torch's SequenceParallel and PrepareModuleInput): leave the option out"
         )
     stack = Stack(_blocks(model, cuts))
     for name in stack.blocks:
@@ -60,7 +60,7 @@ def _blocks(model: torch.nn.Module, cuts: Cuts) -> list[str]:
             found.append(blocks)
     if len(found) != 1:
         raise PrepareError(
-            f"sequence_parallel=True needs one ModuleList of blocks each of which has a rowwise matrix, but {type(model).__name__} "
+            f"sequence_parallel=True needs one ModuleList of blocks that each have a rowwise matrix, but {type(model).__name__} "
             f"has {len(found)} under this plan; leave the option out, or give torch's ParallelStyle objects"
         )
     return found[0]
@@ -72,7 +72,7 @@ def _arrange_child(name: str, child: torch.nn.Module, cuts: Cuts, stack: Stack) 
     if named or any(not _is_known(site) for site in inside.values()):
         odd = named or [path for path, site in inside.items() if not _is_known(site)]
         raise PrepareError(
-            f"sequence_parallel=True knows the styles colwise, packed_colwise, rowwise and replicated_with_grad_allreduce within "
+            f"sequence_parallel=True supports the styles colwise, packed_colwise, rowwise and replicated_with_grad_allreduce within "
             f"blocks, but the plan gives {odd[0]!r} another; leave the option out"
         )
     cutting = {path: site for path, site in inside.items() if not isinstance(site.style, PartialGradients)}
@@ -86,13 +86,11 @@ def _arrange_child(name: str, child: torch.nn.Module, cuts: Cuts, stack: Stack) 
         full = f"{name}.{path}" if path else name
         if full not in inside and any(True for _ in module.parameters(recurse=False)):
             raise PrepareError(
-                f"sequence_parallel=True: {full!r} ({type(module).__name__}) stays whole among cut matrices of {name!r}, where its "
-                "gradient would be counted once for each rank; cut it, or leave the option out"
+                f"sequence_parallel=True: {full!r} ({type(module).__name__}) stays whole among split matrices of {name!r}, where its "
+                "gradient would be counted once for each rank; split it, or leave the option out"
             )
     if not any(isinstance(site.style, Rowwise) for site in cutting.values()):
-        raise PrepareError(
-            f"sequence_parallel=True: {name!r} has colwise matrices but no rowwise one that would end them"
-        )
+        raise PrepareError(f"sequence_parallel=True: {name!r} has colwise matrices, but no rowwise matrix after them")
     stack.gathered.append(name)
     for site in cutting.values():
         site.crossing = Crossing.SEQUENCE if isinstance(site.style, Rowwise) else Crossing.GATHERED

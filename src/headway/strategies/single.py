@@ -48,15 +48,15 @@ class SingleStrategy:
             PrepareError: always.
         """
         raise PrepareError(
-            f"{type(dummy).__name__} stands for what DeepSpeed's JSON defines, and this run uses {self.name}; give a real one, or "
-            "strategy='deepspeed'"
+            f"{type(dummy).__name__} is a placeholder for what DeepSpeed's JSON defines, but this run uses {self.name}; give a real "
+            "one, or strategy='deepspeed'"
         )
 
     def materialise(self, model: torch.nn.Module) -> None:
         """Refuse: whole models come with their values."""
         lazy = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         raise PrepareError(
-            f"{type(model).__name__} has {len(lazy)} parameters without memory (meta device), such as {lazy[0]!r}; "
+            f"{type(model).__name__} has {len(lazy)} parameters on the meta device, such as {lazy[0]!r}; "
             "load or initialise them before prepare()"
         )
 

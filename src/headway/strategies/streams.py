@@ -1,4 +1,4 @@
-"""Random numbers on cut activations: a stream of each rank's own, and back to the common one afterwards.
+"""Random numbers on split activations: each rank uses its own stream, and returns to the common one afterwards.
 
 Ranks of one tensor-parallel group hold the same state, so that dropout on whole activations is alike on all of them. On
 activations that are cut, the same state would give each rank's heads the same mask. There a rank goes on with a stream

@@ -1,4 +1,4 @@
-"""The ways in which one module can be cut: which dimension of its parameters, and what crosses at its input and output.
+"""The ways to split one module: which dimension of its parameters, and which collectives run at its input and output.
 
 All compute on plain local tensors. Sequence parallel changes two crossings: see `Crossing`.
 """
@@ -143,7 +143,7 @@ class PackedColwise(Colwise):
         """A linear layer whose outputs divide."""
         found = super().misfit(module, size)
         outputs = getattr(module, "out_features", 0)
-        return found or (f"its {outputs} outputs do not divide by 2 x {size}" if outputs % (2 * size) else None)
+        return found or (f"its {outputs} outputs cannot be divided by 2 x {size}" if outputs % (2 * size) else None)
 
 
 class Rowwise(Style):
@@ -308,18 +308,18 @@ class LatentKeys(Style):
 
 def _linear_misfit(module: torch.nn.Module, size: str) -> str | None:
     if not isinstance(getattr(module, size, None), int):
-        return f"it is no linear layer ({size} is missing)"
+        return f"it is not a linear layer ({size} is missing)"
     if not isinstance(module._parameters.get("weight"), torch.nn.Parameter):
-        return "its weight is no parameter of its own (it is computed, or quantized)"
+        return "its weight is not a parameter (it is computed, or quantized)"
     return None
 
 
 def _embedding_misfit(module: torch.nn.Module) -> str | None:
     if not isinstance(module, torch.nn.Embedding):
-        return "it is no torch.nn.Embedding"
+        return "it is not a torch.nn.Embedding"
     for option in ("max_norm", "sparse", "scale_grad_by_freq"):
         if getattr(module, option):
-            return f"it has {option}={getattr(module, option)!r}, which looks at all rows"
+            return f"it has {option}={getattr(module, option)!r}, which needs all rows"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model's matrices are cut over the ranks of one axis, in place.
+"""Tensor parallelism: a model's matrices are split across the ranks of one axis, in place.
 
 Parameters become DTensors on that axis: cut ones, and whole ones too, so that an optimizer has one kind of tensor and
 `fully_shard` can shard what is left along other axes. Forward computes on plain local tensors (`calls`), and crossings
@@ -151,8 +151,8 @@ def _refuse_within_attention(model: torch.nn.Module, cuts: Cuts) -> None:
         for around in plans.ancestors(name):
             if isinstance(model.get_submodule(around), torch.nn.MultiheadAttention):
                 raise PrepareError(
-                    f"{name!r} is part of a torch.nn.MultiheadAttention, which computes with its parts' weights but does not call "
-                    "them, so it cannot be cut; leave it out of the plan (it stays whole), or write attention with linear layers"
+                    f"{name!r} is part of a torch.nn.MultiheadAttention, which uses the weights of its submodules but does not call "
+                    "them, so it cannot be split; leave it out of the plan (it stays whole), or write attention with linear layers"
                 )
 
 
@@ -160,8 +160,8 @@ def _refuse_packed_rows(model: torch.nn.Module, where: "Where") -> None:
     for name, parameter in model.named_parameters():
         if where.get(id(parameter), (1, 1))[0] == 0 and where[id(parameter)][1] > 1:
             raise PrepareError(
-                f"{name!r} packs several matrices along its first dimension, along which the layout shards it too; use tensor "
-                "parallelism alone or with ddp, or give it 'colwise_gather_output' and the next matrix 'rowwise_split_input'"
+                f"{name!r} packs several matrices along its first dimension, along which the layout also shards it; use tensor "
+                "parallelism alone or with ddp, or use 'colwise_gather_output' for it and for the next matrix 'rowwise_split_input'"
             )
 
 
@@ -174,7 +174,7 @@ def _find_head(model: torch.nn.Module, cuts: Cuts) -> Site:
     found = [site for site in gathered if own is None or site.module is own]
     if len(found) != 1:
         raise ConfigError(
-            "loss_parallel=True needs one head whose plan is 'colwise_gather_output', so that its logits can stay cut along the "
+            "loss_parallel=True needs one head whose plan is 'colwise_gather_output', so that its logits can stay split along the "
             f"vocabulary; the plan has {', '.join(site.name for site in found) or 'none'}"
         )
     return found[0]
@@ -212,7 +212,7 @@ def _dimensions(model: torch.nn.Module, cuts: Cuts, axis: Axis) -> Where:
             )
         if len(wanted) > 1:
             raise ConfigError(
-                f"{' and '.join(asked)} are one parameter, but the tensor-parallel plan cuts it in two ways"
+                f"{' and '.join(asked)} are one parameter, but the tensor-parallel plan splits it in two ways"
             )
         if not wanted:
             continue
@@ -237,12 +237,12 @@ def _check_size(name: str, parameter: torch.Tensor, dim: int, factor: int, axis:
     size = parameter.shape[dim] if dim < parameter.dim() else 0
     if factor > 1 and size % (factor * axis.size):
         raise PrepareError(
-            f"{name!r} packs {factor} matrices along dimension {dim} of {tuple(parameter.shape)}, which does not divide among "
+            f"{name!r} packs {factor} matrices along dimension {dim} of {tuple(parameter.shape)}, which cannot be divided among "
             f"{axis.size} ranks; use another number of ranks, or leave it out of the plan"
         )
     if size <= -(-size // axis.size) * (axis.size - 1):  # the last rank would have nothing, and draw nothing
         raise PrepareError(
-            f"{name!r} of shape {tuple(parameter.shape)} cannot be cut along dimension {dim} among {axis.size} ranks; use fewer "
+            f"{name!r} of shape {tuple(parameter.shape)} cannot be split along dimension {dim} across {axis.size} ranks; use fewer "
             "ranks, or leave it out of the plan"
         )
 
@@ -258,8 +258,8 @@ def _tied_site(model: torch.nn.Module, name: str, key: str, dim: int, cuts: Cuts
     reason = "the plan keeps it whole" if style is None else style.misfit(module, axis.size)
     if style is None or reason is not None:
         raise PrepareError(
-            f"{name!r} shares its {key} with a module that the plan cuts, but cannot be cut alike: {reason}; give both a style, "
-            "or neither"
+            f"{name!r} shares its {key} with a module that the plan splits, but cannot be split in the same way: {reason}; give both "
+            "a style, or none"
         )
     return Site(module, name, axis, style)
 

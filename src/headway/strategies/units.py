@@ -69,14 +69,14 @@ def _named(model: torch.nn.Module, options: ShardingOptions) -> list[torch.nn.Mo
     for one in options.units:
         if not any(is_wanted(name, module, (one,)) for name, module in model.named_modules()):
             raise ConfigError(
-                f"ShardingOptions(units=...) names {one!r}, which {type(model).__name__} does not hold; give classes, class names "
+                f"ShardingOptions(units=...) names {one!r}, which {type(model).__name__} does not contain; give classes, class names "
                 "or module names"
             )
     found = [(name, m) for name, m in model.named_modules() if m is not model and is_wanted(name, m, options.units)]
     for name, module in found:
         if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict):
             raise ConfigError(
-                f"ShardingOptions(units=...) names {name!r}, a {type(module).__name__}, which is never called; name the modules in it"
+                f"ShardingOptions(units=...) names {name!r}, a {type(module).__name__}, which is never called; name its submodules"
             )
     return [module for _, module in found]
 
@@ -125,15 +125,15 @@ def _ignored(model: torch.nn.Module, wanted: tuple[object, ...]) -> set[torch.nn
         direct = [p for name, p in model.named_parameters() if name == one]
         if not matching and not direct:
             raise ConfigError(
-                f"ShardingOptions(ignored=...) names {one!r}, which {type(model).__name__} does not hold; give classes, class "
+                f"ShardingOptions(ignored=...) names {one!r}, which {type(model).__name__} does not contain; give classes, class "
                 "names, module names or names of parameters"
             )
         found.update(direct, *(m.parameters() for _, m in matching))
     learning = [name for name, p in model.named_parameters() if p in found and p.requires_grad]
     if learning:
         raise PrepareError(
-            f"ShardingOptions(ignored=...) holds parameters that learn ({_told(learning)}): nobody would sum their gradients over "
-            "the ranks. Freeze them with requires_grad_(False), or shard them"
+            f"ShardingOptions(ignored=...) contains trainable parameters ({_told(learning)}): their gradients would not be summed "
+            "over the ranks. Freeze them with requires_grad_(False), or shard them"
         )
     return found
 
@@ -147,15 +147,15 @@ def _check_wrapped(model: torch.nn.Module) -> None:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel) or (
             type(module).__name__ == "FullyShardedDataParallel"
         ):
-            raise PrepareError(f"{where} is a {type(module).__name__}; give the bare model, prepare() shards it")
+            raise PrepareError(f"{where} is a {type(module).__name__}; give the bare model; prepare() shards it")
         if isinstance(module, fsdp.FSDPModule):
             raise PrepareError(
-                f"{where} is sharded already (fully_shard); give the bare model, or take the sharding out of the script: prepare() "
+                f"{where} is already sharded (fully_shard); give the bare model, or remove the sharding from the script: prepare() "
                 "does it"
             )
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             raise PrepareError(
-                f"{where} makes sparse gradients, which cannot be summed in shards; build it with sparse=False"
+                f"{where} produces sparse gradients, which cannot be sharded; build it with sparse=False"
             )
 
 
@@ -170,13 +170,13 @@ def _check_parameters(
             raise PrepareError(f"{kind} has the lazy parameter {name!r}; run one forward pass before prepare()")
         if parameter.ndim == 0:
             raise PrepareError(
-                f"the parameter {name!r} of {kind} is a scalar, which has no dimension to cut along; give it one: "
+                f"the parameter {name!r} of {kind} is a scalar, which has no dimension to shard along; give it one: "
                 "torch.nn.Parameter(value.reshape(1))"
             )
         if not parameter.is_contiguous():
             raise PrepareError(
                 f"the parameter {name!r} of {kind} is not contiguous (shape {tuple(parameter.shape)}, strides "
-                f"{parameter.stride()}), and is cut along its first dimension; before prepare(): "
+                f"{parameter.stride()}), but it is sharded along its first dimension; before prepare(): "
                 "parameter.data = parameter.data.contiguous()"
             )
     taken: set[int] = set()
@@ -191,8 +191,8 @@ def _check_parameters(
         if len(by_dtype) > 1:
             told = "; ".join(f"{str(dtype).removeprefix('torch.')}: {_told(n)}" for dtype, n in by_dtype.items())
             raise PrepareError(
-                f"parameters that learn and are gathered together must have one dtype, but a unit of {kind} has several ({told}). "
-                "Convert them, or make their modules units of their own: kwargs_handlers=[ShardingOptions(units=[...])]"
+                f"trainable parameters that are gathered together must have one dtype, but a unit of {kind} has several ({told}). "
+                "Convert them, or make their modules separate units: kwargs_handlers=[ShardingOptions(units=[...])]"
             )
 
 

@@ -76,8 +76,8 @@ class Usage:
             names = ", ".join(str(record._param_fqn) for record in unused[:_NUM_NAMES])
             more = ", ..." if len(unused) > _NUM_NAMES else ""
             raise StateError(
-                f"{len(unused)} parameters ({names}{more}) took no part in this update's losses on this rank, and did at the first "
-                "update: nobody has asked whether another rank used them. Where that changes, pass "
+                f"{len(unused)} parameters ({names}{more}) took no part in this update's losses on this rank, but did in the first "
+                "update. Headway did not check whether another rank used them. If the parameters in use change, pass "
                 "kwargs_handlers=[ShardingOptions(find_unused_parameters=True)]"
             )
 

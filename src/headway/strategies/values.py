@@ -35,8 +35,8 @@ def check_initialisers(model: torch.nn.Module) -> None:
     if helpless:
         more = f" and {len(helpless) - _NUM_NAMES} more" if len(helpless) > _NUM_NAMES else ""
         raise PrepareError(
-            f"{type(model).__name__} was built without memory (meta device), and these of its modules cannot make their values: "
-            f"{', '.join(helpless[:_NUM_NAMES])}{more}. Give their classes a method reset_parameters(), which fills the module's own "
+            f"{type(model).__name__} was built on the meta device, and these of its modules cannot initialise themselves: "
+            f"{', '.join(helpless[:_NUM_NAMES])}{more}. Give their classes a method reset_parameters() that fills the module's own "
             "parameters and buffers; or build the model with its values; for buffers alone, build it under init_empty_weights()"
         )
 
@@ -134,8 +134,8 @@ def _initialise(model: torch.nn.Module, modules: list[torch.nn.Module], awaited:
             initialise()
         elif any(id(tensor) in waiting for tensor in _own(module)):
             raise PrepareError(
-                f"{type(module).__name__} was built without memory (meta device), and initialises tensors of its own together with "
-                "those of blocks, which are sharded apart; move its own parameters and buffers to a module of their own, or build "
+                f"{type(module).__name__} was built on the meta device, and initialises its own tensors together with "
+                "those of blocks, which are sharded separately; move its own parameters and buffers to a separate module, or build "
                 "the model with its values"
             )
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine under Headway's windows: gradients add up until they are asked for, and one correction makes them exact.
+"""DeepSpeed's engine with Headway's windows: gradients are accumulated until they are needed, and one correction makes them exact.
 
 DeepSpeed keeps gradients in buffers of its own, divides what it has by its loss scale at the step, and clips there. So
 the window's correction is a loss scale for that one step, and clipping a limit for it; norms are asked for beforehand::
@@ -42,7 +42,7 @@ class ZeroEngine:
             import deepspeed
 
             raise UnsupportedError(
-                f"DeepSpeed {deepspeed.__version__} made a {type(self.inner).__name__} without {', '.join(lacking)}; "
+                f"DeepSpeed {deepspeed.__version__} created a {type(self.inner).__name__} without {', '.join(lacking)}; "
                 "Headway is tested with DeepSpeed 0.19.8: pip install 'deepspeed>=0.19.8'"
             )
         self.is_dirty = self._is_final = self._is_forwarded = self._is_closed = False
@@ -66,16 +66,16 @@ class ZeroEngine:
         """
         if self._is_final:
             raise StateError(
-                "a loss ran backward after the window's gradients were clipped or read; under DeepSpeed they are final then. Run all "
+                "backward was called after the window's gradients were clipped or read; with DeepSpeed they are final then. Run all "
                 "backwards before clip_grad_norm_, and step() or zero_grad() before the next"
             )
         odd = sorted(key for key, value in kwargs.items() if key != "retain_graph" and value)
         if odd:
-            raise UnsupportedError(f"backward({', '.join(odd)}=...) is not served under DeepSpeed; leave it out")
+            raise UnsupportedError(f"backward({', '.join(odd)}=...) is not supported with DeepSpeed; leave it out")
         if self._num_open < 1 and self.stage == 3:
             raise UnsupportedError(
-                "a second loss ran backward over one forward; ZeRO stage 3 has let go of the parameters after the first. Add the "
-                "losses up and call backward once, or use stage 2"
+                "backward was called twice through one forward; ZeRO stage 3 frees the parameters after the first. Add the "
+                "losses and call backward once, or use stage 2"
             )
         self._num_open -= 1
         if not self._is_forwarded:

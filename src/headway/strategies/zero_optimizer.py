@@ -1,4 +1,4 @@
-"""The optimizer that DeepSpeed steps: a twin of the user's, over flat pieces of its parameters.
+"""The optimizer that DeepSpeed steps: a second one of the user's type, over flat partitions of the parameters.
 
 DeepSpeed puts flat pieces in the place of an optimizer's parameters. The user's own optimizer keeps the model's parameters, so
 that schedules, clipping, checks and checkpoints find what they know; its settings (learning rates, above all) go to the twin
@@ -19,7 +19,7 @@ _ELEMENTWISE = frozenset(
 _BY_SHAPE = {
     "Adafactor": "it factors matrices",
     "LBFGS": "it runs the loss again",
-    "Lamb": "it takes norms of whole tensors",
+    "Lamb": "it needs norms of whole tensors",
     "Muon": "it orthogonalises matrices",
     "SparseAdam": "its gradients are sparse",
 }
@@ -51,10 +51,10 @@ class Twin:
             n for n, group in enumerate(face.param_groups) if any(p.requires_grad for p in group["params"])
         ]
         if not self._numbers:
-            raise PrepareError(f"no parameter of {type(face).__name__} learns; unfreeze some before prepare()")
+            raise PrepareError(f"{type(face).__name__} has no trainable parameter; unfreeze some before prepare()")
         if type(face).__name__ == "Adagrad" and len(self._numbers) > 1:
             raise UnsupportedError(
-                "DeepSpeed makes one group of Adagrad's parameter groups; use one group, or another optimizer"
+                "DeepSpeed merges Adagrad's parameter groups into one; use one group, or another optimizer"
             )
         groups = [_learning(face.param_groups[n]) for n in self._numbers]
         self.inner = _cpu_adam(face, groups) if offload_by == "deepspeed" else _twin(face, groups)
@@ -92,15 +92,15 @@ def _check_kind(face: torch.optim.Optimizer, untested: bool) -> None:
     name = type(face).__name__
     if name in _BY_SHAPE:
         raise UnsupportedError(
-            f"{name} cannot train under DeepSpeed, which cuts parameters into flat pieces: {_BY_SHAPE[name]}. Use AdamW, or "
+            f"{name} does not work with DeepSpeed, which flattens and partitions parameters: {_BY_SHAPE[name]}. Use AdamW, or "
             "strategy='fsdp'"
         )
     home = type(face).__module__
     is_known = home.startswith("deepspeed.ops") or (home.startswith("torch.optim") and name in _ELEMENTWISE)
     if not is_known and not untested:
         raise UnsupportedError(
-            f"{name}: DeepSpeed cuts parameters into flat pieces, which is right only for an optimizer that treats each element on "
-            "its own. If it does, set 'zero_allow_untested_optimizer': true in the JSON; else use strategy='fsdp'"
+            f"{name}: DeepSpeed flattens and partitions parameters, which is correct only for an optimizer that updates each element "
+            "independently. If it does, set 'zero_allow_untested_optimizer': true in the JSON; otherwise use strategy='fsdp'"
         )
 
 
@@ -124,8 +124,8 @@ def _cpu_adam(face: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torc
     odd = [key for key in odd if key not in ("foreach", "fused", "decoupled_weight_decay")]
     if odd:
         raise ConfigError(
-            f"DeepSpeed's Adam on the host knows no {', '.join(odd)}; leave that out of {type(face).__name__}, or set "
-            "'zero_force_ds_cpu_optimizer': false in the JSON, and torch's own steps there"
+            f"DeepSpeed's CPU Adam does not support {', '.join(odd)}; leave that out of {type(face).__name__}, or set "
+            "'zero_force_ds_cpu_optimizer': false in the JSON to use torch's own"
         )
     kept = [{key: value for key, value in group.items() if key in _CPU_ADAM_TAKES} for group in groups]
     is_decoupled = isinstance(face, torch.optim.AdamW) or any(group.get("decoupled_weight_decay") for group in groups)

@@ -49,13 +49,13 @@ class StandIns:
         kind = self._config.get_value("optimizer.type")
         if kind is None:
             raise ConfigError(
-                "DummyOptim stands for the optimizer of DeepSpeed's JSON, which has none; give a real optimizer"
+                "DummyOptim is a placeholder for the optimizer in DeepSpeed's JSON, which has none; give a real optimizer"
             )
         known = {name.lower(): name for name in _OPTIMIZERS}
         name = known.get(str(kind).lower())
         if name is None:
             raise UnsupportedError(
-                f"optimizer.type={kind!r} in DeepSpeed's JSON; served: {', '.join(_OPTIMIZERS)}. Or make the optimizer yourself"
+                f"optimizer.type={kind!r} in DeepSpeed's JSON; allowed: {', '.join(_OPTIMIZERS)}. Or create the optimizer yourself"
             )
         self.optimizer = {"lr": dummy.lr, "weight_decay": dummy.weight_decay, **dummy.kwargs}
         params = _filled(self._config.get_value("optimizer.params") or {}, self.optimizer)
@@ -81,7 +81,7 @@ class StandIns:
         kind = self._config.get_value("scheduler.type")
         if kind is None:
             raise ConfigError(
-                "DummyScheduler stands for the schedule of DeepSpeed's JSON, which has none; give a real one, or a callable"
+                "DummyScheduler is a placeholder for the schedule in DeepSpeed's JSON, which has none; give a real one, or a callable"
             )
         if kind not in lr_schedules.VALID_LR_SCHEDULES:
             raise ConfigError(f"scheduler.type={kind!r}; DeepSpeed has {', '.join(lr_schedules.VALID_LR_SCHEDULES)}")

@@ -1,4 +1,4 @@
-"""What a rank holds of parameters and optimizer state under ZeRO, as pieces for checkpoints: views, never a whole tensor.
+"""The parameters and optimizer state that a rank holds under ZeRO, as pieces for checkpoints: views, never a whole tensor.
 
 ZeRO cuts a parameter as if it were one row: a rank holds a run of it, from one element to another. A run is a few boxes: the rest
 of the row it begins in, whole rows, the beginning of the row it ends in.
@@ -71,7 +71,7 @@ class ZeroState:
             self._optimizer, "params_in_nvme_and_cpu", False
         ):
             raise UnsupportedError(
-                "checkpoints of what DeepSpeed swapped to NVMe are not served; offload to 'cpu', or save with DeepSpeed's engine"
+                "checkpoints of state that DeepSpeed swapped to NVMe are not supported; offload to 'cpu', or save with DeepSpeed"
             )
 
     # ---------------------------------------------------------------- parts

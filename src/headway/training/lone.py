@@ -39,6 +39,6 @@ class LoneCalls:
             who = f"rank{'s' if len(callers.ranks) > 1 else ''} {', '.join(map(str, callers.ranks))}"
             raise UnsupportedError(
                 f"{type(model).__name__} is called at {callers.call_site} on {who} only, {callers.reason}: under the "
-                f"{self._strategy} strategy each rank holds a part of it, and a forward needs all of them. Call it on every rank, "
-                "and leave only what is done with the result under the condition"
+                f"{self._strategy} strategy each rank holds a part of it, and a forward needs all parts. Call it on every rank, "
+                "and put only the code that uses the result under the condition"
             )

@@ -1,4 +1,4 @@
-"""Optimizers made before prepare(), which hold the parameters as they were: a strategy that shards puts others in their place."""
+"""Optimizers created before prepare() hold the original parameters: a strategy that shards replaces them."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def repoint(optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
             given[:] = now
     if num_exchanged:
         log.info_once(
-            "%s was made before prepare(): it now holds the %d parameters that took the place of those it was made with",
+            "%s was created before prepare(): %d of its parameters were replaced by the prepared ones",
             type(optimizer).__name__,
             num_exchanged,
         )

@@ -240,7 +240,7 @@ def choose_rule(given: str | TickRule | None, in_micro_batches: bool, num_proces
     """
     if given is not None and in_micro_batches:
         raise ConfigError(
-            "scheduler_ticks and adjust_scheduler_to_accumulation are two rules for one schedule; give one"
+            "scheduler_ticks and adjust_scheduler_to_accumulation both set the rule for the schedule; give one"
         )
     if given is None:
         return MicroBatchTicks(num_processes) if in_micro_batches else PerProcessTicks(num_processes)

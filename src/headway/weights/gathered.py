@@ -1,4 +1,4 @@
-"""Sharded tensors as whole ones on rank 0, one at a time: for files of plain weights and whole state dicts."""
+"""Sharded tensors gathered as whole ones on rank 0, one at a time: for plain weight files and whole state dicts."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -106,13 +106,11 @@ def gathered(tensors: Mapping[str, Any], collectives: Collectives) -> dict[str, 
     brought = {name: _brought(each) for name, each in pieces.items() if isinstance(each, Piece) and each.split is None}
     answers = collectives.gather_objects((hashlib.sha256(repr(told).encode()).hexdigest(), list(brought.values())))
     if len({found for found, _ in answers}) > 1:
-        raise CheckpointError("the ranks hold different sharded tensors; give the same model on every rank")
+        raise CheckpointError("the ranks hold different sharded tensors; pass the same model on every rank")
     for name, *numbers in zip(brought, *(each for _, each in answers)):
         wanted, there = prod(pieces[name].shape), sum(numbers)
         if there != wanted:  # the rest of it would be whatever lies in new memory
-            raise CheckpointError(
-                f"{name} has {wanted:,} values, and the ranks' parts of it {there:,}: they do not make it up"
-            )
+            raise CheckpointError(f"{name} has {wanted:,} values, but the ranks' parts of it have {there:,} in total")
     return {name: Gathered(each, collectives) if isinstance(each, Piece) else each for name, each in pieces.items()}
 
 

@@ -1,4 +1,4 @@
-"""Tensors that are spread over ranks: what this rank holds of each, and how all ranks together hold it.
+"""Tensors that are sharded across ranks: what this rank holds of each, and how all ranks together hold it.
 
 A strategy yields DTensors, or, where its engine has none, a `Piece` of its own making.
 """

@@ -231,9 +231,9 @@ def test_ranks_that_hold_different_states_are_told(tmp_path):
     told = [Spread(state(part), part).told() for part in range(3)]
     assert len({each["grids"] for each in told}) == 1
     other = {**state(1), "model/0/a": pieces(WHOLE, Split(((5, 2, 3), (6,)), (2, 0, 1)), 1)}
-    with pytest.raises(CheckpointError, match="rank 1 has other sharded tensors"):
+    with pytest.raises(CheckpointError, match="rank 1 has different sharded tensors"):
         entries(state(0), [told[0], Spread(other, 1).told(), told[2]])
-    with pytest.raises(CheckpointError, match="otherwise than its placements say"):
+    with pytest.raises(CheckpointError, match="differently from its placements"):
         Spread({"model/0/a": pieces(WHOLE, REGULAR, 0)}, 1)
 
 

@@ -110,11 +110,9 @@ def test_flags_that_change_nothing_are_told_in_one_line(launch):
     [note] = launch(
         "-n 2 --use_fsdp --fsdp_version 2 --fsdp_use_orig_params true --fsdp_state_dict_type FULL_STATE_DICT"
     ).notes
-    assert note.startswith(
-        "without effect: --fsdp_version (FSDP2 is what shards here); --fsdp_use_orig_params (FSDP2 always"
-    )
+    assert note.startswith("without effect: --fsdp_version (Headway uses FSDP2); --fsdp_use_orig_params (FSDP2 always")
     assert (
-        "--fsdp_state_dict_type (checkpoints are sharded, and load under any layout; save_model() writes whole weights)"
+        "--fsdp_state_dict_type (checkpoints are sharded and can be loaded under any layout; save_model() writes whole weights)"
         in note
     )
 
@@ -123,8 +121,8 @@ WRONG = [
     ("-n 8 --strategy fspd", "'fspd' is unknown; did you mean fsdp?"),
     ("-n 8 --strategy zero", "'zero' is unknown; write fsdp, or zero1, zero2 or zero3"),
     ("-n 8 --strategy pipeline=2", "'pipeline' is unknown; write pp"),
-    ("-n 8 --strategy fsdp+tp", "leaves more than one size open; give all but one, as in hsdp=8 or fsdp+tp=2"),
-    ("-n 8 --strategy fsdp+fsdp=2", "gives the axis of 'fsdp' twice"),
+    ("-n 8 --strategy fsdp+tp", "omits more than one size; give all but one, as in hsdp=8 or fsdp+tp=2"),
+    ("-n 8 --strategy fsdp+fsdp=2", "gives a size for 'fsdp' twice"),
     ("-n 8 --strategy fsdp+tp=two", "'tp=two' needs a number of ranks after '=', 1 or more"),
     ("-n 8 --strategy tp=0", "'tp=0' needs a number of ranks"),
     ("-n 8 --strategy ''", "strategy='' (command line: --strategy) must be text"),
@@ -134,14 +132,17 @@ WRONG = [
     ),
     ("-n 8 --strategy fsdp=4", "the nearest that fit 8: fsdp=8, ddp=2+fsdp=4; or run 4 ranks"),
     ("-n 7 --strategy hsdp=2", "or run 6 or 8 ranks"),
-    ("-n 8 --strategy hsdp", "this run has only one; give the ranks that share a copy (hsdp=2, hsdp=4), or use fsdp"),
+    (
+        "-n 8 --strategy hsdp",
+        "this run has only one; give the number of ranks that share a copy (hsdp=2, hsdp=4), or use fsdp",
+    ),
     ("-n 1 --strategy tp=2", "takes 2 ranks, but the run has 1; the nearest that fit 1: ddp; or run 2 ranks"),
     ("-n 8 --stategy fsdp", "there is no flag --stategy; did you mean --strategy?"),
-    ("-n 8 --fsdp", "--fsdp is not a flag of `headway launch`: say how the model is spread with --strategy fsdp"),
+    ("-n 8 --fsdp", "--fsdp is not a flag of `headway launch`: set the layout with --strategy fsdp"),
     ("-n 8 --tp_size 2", "sizes are part of the layout: --strategy fsdp+tp=2"),
     (
         "-n 8 --strategy tp --fsdp_offload_params true",
-        "a layout with shards, and this one is tp: 8 parts of a matrix: take it out",
+        "a layout with shards, but the layout is tp: 8 parts of a matrix; remove it",
     ),
     ("-n 8 --strategy fsdp --fsdp_offload_params maybe", "--fsdp_offload_params='maybe'; give True or False"),
     ("-n 8 --use_fsdp --fsdp_sharding_strategy HYBRID", "allowed: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD"),
@@ -149,36 +150,42 @@ WRONG = [
     ("-n 8 --use_fsdp --fsdp_min_num_params 1e8", "--fsdp_min_num_params='1e8'; give a whole number, 0 or more"),
     ("-n 8 --use_fsdp --fsdp_auto_wrap_policy BY_CLASS", "allowed: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP"),
     ("-n 8 --use_fsdp --fsdp_ignored_modules head", "--fsdp_ignored_modules: name the frozen modules"),
-    ("-n 8 --use_fsdp --strategy ddp", "--strategy ddp against --use_fsdp, which ask for fsdp: take one of them out"),
-    ("-n 8 --strategy fsdp --fsdp_sharding_strategy HYBRID_SHARD", "--strategy fsdp against --fsdp_sharding_strategy"),
+    ("-n 8 --use_fsdp --strategy ddp", "--strategy ddp contradicts fsdp from --use_fsdp; remove one of them"),
+    (
+        "-n 8 --strategy fsdp --fsdp_sharding_strategy HYBRID_SHARD",
+        "--strategy fsdp contradicts hsdp from --fsdp_sharding_strategy",
+    ),
     (
         "-n 8 --fsdp_sharding_strategy NO_SHARD --parallelism_config_dp_shard_size 8",
         "--fsdp_sharding_strategy ask for whole models, but --parallelism_config_dp_shard_size for shards; keep one",
     ),
-    ("-n 8 --use_fsdp --parallelism_config_tp_size 8", "--parallelism_config_tp_size leave no processes to shard over"),
+    (
+        "-n 8 --use_fsdp --parallelism_config_tp_size 8",
+        "with --parallelism_config_tp_size no processes are left to shard across",
+    ),
     ("-n 8 --parallelism_config_tp_size 0", "--parallelism_config_tp_size='0'; give a whole number, 1 or more"),
     (
         "-n 8 --parallelism_config_tp_size 4",
         "takes 4 ranks, but the run has 8; the nearest that fit 8: tp=8, ddp=2+tp=4",
     ),
-    ("-n 8 --parallelism_config_sp_size 2", "Ulysses) is not served"),
+    ("-n 8 --parallelism_config_sp_size 2", "Ulysses) is not supported"),
     ("-n 8 --strategy fsdp+cp=2", "parts of a sequence (cp=2) are not there yet; a layout is made of ddp, fsdp, hsdp"),
     ("-n 8 --strategy pp=2+ddp", "pipeline stages (pp=2) are not there yet"),
     ("-n 8 --parallelism_config_cp_size 8", "parts of a sequence (cp=8) are not there yet"),
-    ("-n 8 --strategy zero3+tp=2", "and 'zero3' stands alone"),
+    ("-n 8 --strategy zero3+tp=2", "but 'zero3' cannot be combined with other terms"),
     (
         "-n 8 --use_deepspeed --use_fsdp",
-        "--use_deepspeed ask for DeepSpeed, and --use_fsdp for torch's own engine; keep one",
+        "DeepSpeed (--use_deepspeed) and torch's own engine (--use_fsdp) are both requested; keep one",
     ),
-    ("-n 8 --use_deepspeed --strategy fsdp", "--strategy fsdp against --use_deepspeed"),
+    ("-n 8 --use_deepspeed --strategy fsdp", "--strategy fsdp contradicts deepspeed from --use_deepspeed"),
     ("-n 8 --use_deepspeed --zero_stage 0", "--zero_stage='0'; allowed: 1, 2, 3; stage 0 shards nothing"),
     ("-n 8 --use_deepspeed --zero3_init_flag true", "--zero3_init_flag: a model is built whole on each process"),
     ("-n 8 --use_deepspeed --offload_param_device disk", "--offload_param_device='disk'; allowed: CPU, NVME"),
     ("-n 8 --use_deepspeed --gradient_clipping high", "--gradient_clipping='high'; give a number"),
-    ("-n 8 --strategy fsdp --gradient_clipping 1", "belongs to DeepSpeed, and this one is fsdp: 8 shards: take it out"),
+    ("-n 8 --strategy fsdp --gradient_clipping 1", "needs DeepSpeed, but the layout is fsdp: 8 shards; remove it"),
     (
         "-n 8 --strategy zero2 --fsdp_offload_params true",
-        "a layout with shards, and this one is zero2: 8 shards: take it out",
+        "a layout with shards, but the layout is zero2: 8 shards; remove it",
     ),
     ("-n 8 --fsdp_reshard_after_forward sometimes", "allowed: FULL_SHARD, SHARD_GRAD_OP"),
 ]
@@ -206,8 +213,8 @@ def test_the_wrong_thing_is_answered_with_what_to_type(launch, line, told):
         ("fsdp_auto_wrap_policy: by_class\n", "must be one of transformer_based_wrap, size_based_wrap, no_wrap"),
         ("use_fsdp: true\n", "is not a setting: write strategy: fsdp, or hsdp=8"),
         ("fsdp_version: 2\n", "is not a setting: write strategy: fsdp"),
-        ("fsdp_use_orig_params: true\n", "it changes nothing here: FSDP2 always keeps"),
-        ("parallelism_config_tp_size: 2\n", "write sizes into the strategy: fsdp=4+tp=2"),
+        ("fsdp_use_orig_params: true\n", "it has no effect here: FSDP2 always keeps"),
+        ("parallelism_config_tp_size: 2\n", "write the sizes in the strategy: fsdp=4+tp=2"),
         ("fsdp_config: {fsdp_version: 2}\n", "`headway config import FILE` translates it"),
     ],
 )

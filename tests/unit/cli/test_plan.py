@@ -76,7 +76,7 @@ def test_a_function_without_a_step(run):
         (["tests.unit.planning.models:LENGTH", "--ranks", 4], "no function 'LENGTH'"),
         (["tests.unit.planning.models:config", "--ranks", 4], "must return a torch.nn.Module"),
         (["/", "--ranks", 4], "no config.json"),
-        (["gpt2", "--ranks", 4, "--sequence", 5000], "positions for 1024"),
+        (["gpt2", "--ranks", 4, "--sequence", 5000], "has 1024 positions"),
         (["gpt2", "--ranks", 4, "--strategy", "fdsp"], "'fdsp' is unknown"),
         (["gpt2", "--ranks", 4, "--strategy", "hsdp=3"], "takes 3 ranks"),
         (["gpt2", "--ranks", 0], "--ranks"),

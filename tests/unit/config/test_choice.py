@@ -90,27 +90,27 @@ def test_what_the_script_says(said, layout):
     [
         (
             {"strategy": "ddp", "fsdp": FullyShardedDataParallelPlugin()},
-            "strategy='ddp' against fsdp_plugin, which ask for 'fsdp'",
+            "strategy='ddp' contradicts 'fsdp' from fsdp_plugin",
         ),
         (
             {"strategy": "fsdp", "parallelism": ParallelismConfig(dp_shard_size=4, tp_size=2)},
-            "strategy='fsdp' against parallelism_config.dp_shard_size, parallelism_config.tp_size",
+            "strategy='fsdp' contradicts 'fsdp=4+tp=2' from parallelism_config.dp_shard_size, parallelism_config.tp_size",
         ),
         (
             {"strategy": "fsdp", "fsdp": FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD")},
-            "against fsdp_plugin, fsdp_plugin.sharding_strategy, which ask for 'hsdp'",
+            "contradicts 'hsdp' from fsdp_plugin, fsdp_plugin.sharding_strategy",
         ),
         (
             {"strategy": "fsdp", "fsdp": FullyShardedDataParallelPlugin(sharding_strategy="NO_SHARD")},
-            "which ask for 'ddp'",
+            "contradicts 'ddp' from",
         ),
         (
             {"fsdp": FullyShardedDataParallelPlugin(), "parallelism": ParallelismConfig(tp_size=8)},
-            "fsdp_plugin asks for a sharded model, but parallelism_config.tp_size leave no processes to shard over",
+            "fsdp_plugin asks for a sharded model, but with parallelism_config.tp_size no processes are left to shard across",
         ),
         (
             {"tensor_parallel": TorchTensorParallelPlugin(tp_size=4), "parallelism": ParallelismConfig(tp_size=2)},
-            "parallelism_config.tp_size=2 against torch_tp_plugin.tp_size=4: keep one of them",
+            "parallelism_config.tp_size=2 contradicts torch_tp_plugin.tp_size=4; keep one of them",
         ),
         (
             {"parallelism": ParallelismConfig(dp_shard_size=4)},
@@ -144,7 +144,7 @@ def test_what_contradicts_itself_names_both(said, told):
         ),
         (
             {"tensor_parallel": TorchTensorParallelPlugin(2, torch_device_mesh=object())},
-            "the Accelerator makes the mesh",
+            "the Accelerator creates the mesh",
         ),
     ],
 )
@@ -223,12 +223,12 @@ def test_a_plugins_fields(given, wanted):
 
 def test_classes_and_sizes_are_two_rules():
     plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap", transformer_cls_names_to_wrap=["A"])
-    with pytest.raises(ConfigError, match="no_wrap does not go by classes, but A are named"):
+    with pytest.raises(ConfigError, match="no_wrap does not use classes, but these are named to be wrapped: A"):
         decide(fsdp=plugin)
 
 
 def test_handlers_and_plugins_are_not_mixed():
-    with pytest.raises(ConfigError, match=r"ShardingOptions in kwargs_handlers against fsdp_plugin.cpu_offload"):
+    with pytest.raises(ConfigError, match=r"ShardingOptions in kwargs_handlers contradicts fsdp_plugin.cpu_offload"):
         decide(
             options=EngineOptions(sharding=ShardingOptions(units=("A",))),
             fsdp=FullyShardedDataParallelPlugin(cpu_offload=True),
@@ -311,8 +311,10 @@ def test_a_plugin_of_deepspeeds(launched):
     launched(strategy="zero2", gradient_clipping=1.0, force=True)
     assert decide(deepspeed=plugin).deepspeed.get_value("gradient_clipping") == 1.0
     launched()
-    with pytest.raises(ConfigError, match="strategy='fsdp' against deepspeed_plugin"):
+    with pytest.raises(ConfigError, match="strategy='fsdp' contradicts 'deepspeed' from deepspeed_plugin"):
         decide(deepspeed=plugin, strategy="fsdp")
-    with pytest.raises(ConfigError, match="deepspeed_plugin ask for DeepSpeed, and fsdp_plugin for torch's own engine"):
+    with pytest.raises(
+        ConfigError, match=r"DeepSpeed \(deepspeed_plugin\) and torch's own engine \(fsdp_plugin\) are both requested"
+    ):
         decide(deepspeed=plugin, fsdp=FullyShardedDataParallelPlugin())
     assert decide(deepspeed=plugin, num_ranks=1).deepspeed is plugin

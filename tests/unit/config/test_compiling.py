@@ -47,7 +47,7 @@ def test_by_name_and_by_plugin():
             {"backend": "inductor", "mode": "fast"},
             "mode='fast' of torch.compile is unknown; allowed: default, reduce-overhead",
         ),
-        ({"backend": "eager", "mode": "max-autotune"}, "is for the backend inductor; leave it out with eager"),
+        ({"backend": "eager", "mode": "max-autotune"}, "only works with the backend inductor; leave it out with eager"),
         ({"backend": "inductor", "mode": "max-autotune", "options": {"a": 1}}, "not both"),
     ],
 )

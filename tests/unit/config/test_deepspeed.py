@@ -86,7 +86,7 @@ def test_a_field_fills_an_auto_and_contradicts_another_value() -> None:
     assert plugin.zero_stage == 3
     assert plugin.is_auto("gradient_clipping")
     with pytest.raises(
-        ConfigError, match=r"gradient_clipping=1.0 against.*0.5.*zero_stage=3 against zero_optimization.stage=2"
+        ConfigError, match=r"gradient_clipping=1.0, but.*0.5.*zero_stage=3, but zero_optimization.stage=2"
     ):
         DeepSpeedPlugin(hf_ds_config={**ZERO, "gradient_clipping": 0.5}, zero_stage=3, gradient_clipping=1.0)
 
@@ -157,7 +157,9 @@ def test_what_the_run_knows_is_filled_or_added() -> None:
 
 
 def test_contradictions_are_told_together() -> None:
-    with pytest.raises(ConfigError, match=r"train_batch_size=16 in the JSON, 24 in this run; fp16.enabled=True.*False"):
+    with pytest.raises(
+        ConfigError, match=r"train_batch_size=16 in the JSON, but 24 in this run; fp16.enabled=True.*False"
+    ):
         account({"train_batch_size": 16, "fp16": {"enabled": True}})
     assert account({"train_batch_size": 24}).told["train_batch_size"] == "agrees"
 
@@ -201,7 +203,7 @@ def test_the_scaler_of_fp16() -> None:
     section = account({"fp16": {"enabled": "auto", "loss_scale_window": "auto"}}, facts).config["fp16"]
     assert section["loss_scale_window"] == 50
     assert section["initial_scale_power"] == 10
-    with pytest.raises(ConfigError, match="initial_scale_power=16 in the JSON, 10"):
+    with pytest.raises(ConfigError, match="initial_scale_power=16 in the JSON, but 10"):
         account({"fp16": {"initial_scale_power": 16}}, facts)
 
 
@@ -212,9 +214,9 @@ def test_a_fixed_limit_is_kept_for_the_step() -> None:
 
 
 def test_unknown_keys_get_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match=r"'gradient_cliping' \(is 'gradient_clipping' meant\?\)"):
+    with pytest.raises(ConfigError, match=r"'gradient_cliping' \(did you mean 'gradient_clipping'\?\)"):
         account({"gradient_cliping": 1.0})
-    with pytest.raises(ConfigError, match=r"'zero_optimization.stagge' \(is 'stage' meant\?\)"):
+    with pytest.raises(ConfigError, match=r"'zero_optimization.stagge' \(did you mean 'stage'\?\)"):
         account_for(
             {"zero_optimization": {"stage": 1, "stagge": 2}}, FACTS, lambda section: ["stage"] if section else None
         )
@@ -234,7 +236,7 @@ def test_unknown_keys_get_the_nearest_name() -> None:
     ],
 )
 def test_what_is_not_served_is_refused_by_name(config: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match="not served"):
+    with pytest.raises(UnsupportedError, match="not supported"):
         account(config)
 
 

@@ -124,7 +124,7 @@ def test_policies_of_precision():
      ("min_num_params", "1e8", "whole number"),
      ("auto_wrap_policy", "BY_SIZE", "allowed: TRANSFORMER_BASED_WRAP"), ("activation_checkpointing", 3, "give true or false"),
      ("state_dict_type", "SHARDED", "allowed: FULL_STATE_DICT"), ("backward_prefetch", "PRE", "allowed: BACKWARD_PRE"),
-     ("sharding", "x", "fsdp_sharding is not an option of FSDP")],
+     ("sharding", "x", "fsdp_sharding is not an FSDP option")],
 )  # fmt: skip
 def test_what_cannot_be(name, value, told):
     with pytest.raises(ConfigError, match=told):
@@ -153,5 +153,5 @@ def test_two_layouts_at_once():
     found = Foreign()
     found.use_fsdp("fsdp_plugin")
     found.size("tp_size", 8)
-    with pytest.raises(ConfigError, match="leave no processes to shard over"):
+    with pytest.raises(ConfigError, match="no processes are left to shard across"):
         found.strategy()

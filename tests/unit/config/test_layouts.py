@@ -128,7 +128,7 @@ def test_the_plugins_fields_after_it_was_made():
     ("given", "told"),
     [({"fsdp_version": 3}, "fsdp_version=3; allowed: 1, 2"),
      ({"sharding_strategy": "HALF"}, "FullyShardedDataParallelPlugin.sharding_strategy='HALF'; allowed: FULL_SHARD"),
-     ({"fsdp_version": 2, "reshard_after_forward": "FULL_SHARD"}, "a word of version 1; with fsdp_version=2 give True or False"),
+     ({"fsdp_version": 2, "reshard_after_forward": "FULL_SHARD"}, "a value of FSDP1; with fsdp_version=2 give True or False"),
      ({"activation_checkpointing_offload": True}, "needs activation_checkpointing=True"),
      ({"min_num_params": -1}, "whole number, 0 or more"), ({"auto_wrap_policy": "x"}, "allowed: TRANSFORMER_BASED_WRAP")],
 )  # fmt: skip

@@ -31,9 +31,9 @@ def test_what_is_written_on_so_many_ranks(text, num_ranks, wanted):
         ("fsdp=4", 8, "takes 4 ranks, but the run has 8"),
         ("fsdp+tp=3", 8, "takes 3 ranks at a time"),
         ("zero", 2, "'zero' is unknown"),
-        ("fsdp+tp", 4, "more than one size open"),
+        ("fsdp+tp", 4, "omits more than one size"),
         ("hsdp", 4, "without a size shards within each machine"),
-        ("hsdp+tp", 4, "more than one size open"),
+        ("hsdp+tp", 4, "omits more than one size"),
         ("fsdp=0", 2, "needs a number of ranks"),
         ("fsdp=²", 2, "needs a number of ranks"),
         ("fsdp=2+hsdp=2", 4, "twice"),
@@ -82,10 +82,10 @@ def test_a_bare_hsdp_goes_by_machines():
     assert parse("hsdp+tp=2").resolve(32, 8) == Layout(replicate=4, shard=4, tp=2)
     assert parse("hsdp").resolve(1) == Layout()
     with pytest.raises(
-        ConfigError, match=r"only one; give the ranks that share a copy \(hsdp=2, hsdp=4\), or use fsdp"
+        ConfigError, match=r"only one; give the number of ranks that share a copy \(hsdp=2, hsdp=4\), or use fsdp"
     ):
         parse("hsdp").resolve(8)
-    with pytest.raises(ConfigError, match="8 ranks on a machine leave no shards beside 8 parts"):
+    with pytest.raises(ConfigError, match="8 ranks on a machine leave no shards for 8 parts"):
         parse("hsdp+tp=8").resolve(32, 8)
 
 

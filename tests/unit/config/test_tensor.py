@@ -14,7 +14,7 @@ def test_options_are_taken_as_a_handler() -> None:
 
 @pytest.mark.parametrize(
     ("style", "said"),
-    [("colwize", "not served; allowed: colwise"), ("ep_dispatch_experts", "expert parallelism"), ("grouped_gemm", "grouped_gemm")],
+    [("colwize", "not supported; allowed: colwise"), ("ep_dispatch_experts", "expert parallelism"), ("grouped_gemm", "grouped_gemm")],
 )  # fmt: skip
 def test_unknown_styles_are_refused_by_name(style: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -22,7 +22,7 @@ def test_unknown_styles_are_refused_by_name(style: str, said: str) -> None:
 
 
 def test_an_empty_plan_and_a_bare_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="nothing would be cut"):
+    with pytest.raises(ConfigError, match="nothing would be split"):
         TensorParallelOptions({})
     with pytest.raises(ConfigError, match="tuple"):
         TensorParallelOptions(divide="blocks.*.heads")  # type: ignore[arg-type]

@@ -71,7 +71,7 @@ def test_every_key_of_deepspeed_is_told():
 def test_deepspeed_by_its_own_file():
     made = of("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json, zero3_init_flag: true}")
     assert made.num_lost == 1
-    assert "takes models from the meta device" in dict(made.lines)["deepspeed_config.zero3_init_flag"]
+    assert "supports models on the meta device" in dict(made.lines)["deepspeed_config.zero3_init_flag"]
     assert made.config == LaunchConfig(strategy="deepspeed", deepspeed_config_file="ds.json")
 
 

@@ -116,7 +116,7 @@ def test_nothing_is_left_behind():
 
 
 def test_a_process_with_a_group_is_left_alone():
-    with pretend(2, 0), pytest.raises(StateError, match="has joined one"):
+    with pretend(2, 0), pytest.raises(StateError, match="has not joined a process group"):
         rehearse(chain, parse("fsdp").resolve(4), 0, None, None)
 
 

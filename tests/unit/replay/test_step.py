@@ -399,6 +399,8 @@ def test_what_is_typed_by_mistake_is_named() -> None:
 
 def test_a_layout_that_cannot_go_back_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SingleStrategy, "capabilities", Capabilities(rollback=False))
-    with pytest.raises(UnsupportedError, match="the single strategy cannot do rollback; leave microbatching off"):
+    with pytest.raises(
+        UnsupportedError, match="the single strategy does not support rollback; leave microbatching off"
+    ):
         Accelerator(cpu=True, microbatching="auto")
     Accelerator(cpu=True)

@@ -21,5 +21,5 @@ def test_what_does_not_is_refused_by_name_subclasses_too():
         ):
             check_optimizer(kind([torch.nn.Parameter(torch.ones(2, 2))]))
     foreign = type("Adam8bit", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adam"})
-    with pytest.raises(UnsupportedError, match="bitsandbytes knows no DTensor; use torchao's AdamW8bit"):
+    with pytest.raises(UnsupportedError, match="bitsandbytes does not support DTensor; use torchao's AdamW8bit"):
         check_optimizer(foreign([torch.nn.Parameter(torch.ones(2))], lr=0.1))

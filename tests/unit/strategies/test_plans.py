@@ -55,16 +55,16 @@ class Fixed(nn.Module):
 
 
 WRONG = {
-    "no such module": (GPT, {"blocks.*.attention.w": "colwise"}, {}, ConfigError, r"near it: blocks\.\d\.attention"),
+    "no such module": (GPT, {"blocks.*.attention.w": "colwise"}, {}, ConfigError, r"similar names: blocks\.\d\.attention"),
     "twice": (GPT, {**GPT_PLAN, "blocks.0.up": "rowwise"}, {}, ConfigError, "'blocks.0.up' twice"),
-    "twice, by its weight": (GPT, {"head": "colwise", "head.weight": "colwise"}, {}, ConfigError, "cuts 'head.weight' twice"),
-    "not linear": (GPT, {"norm": "colwise"}, {}, PrepareError, "'norm' .LayerNorm.: it is no linear layer"),
-    "no embedding": (GPT, {"head": "embedding_rowwise"}, {}, PrepareError, "no torch.nn.Embedding"),
+    "twice, by its weight": (GPT, {"head": "colwise", "head.weight": "colwise"}, {}, ConfigError, "splits 'head.weight' twice"),
+    "not linear": (GPT, {"norm": "colwise"}, {}, PrepareError, "'norm' .LayerNorm.: it is not a linear layer"),
+    "no embedding": (GPT, {"head": "embedding_rowwise"}, {}, PrepareError, "not a torch.nn.Embedding"),
     "no style": (GPT, {"head": 3}, {}, ConfigError, "gives 'head' a int"),
-    "packed": (lambda: nn.Sequential(nn.Linear(4, 6)), {"0": "packed_colwise"}, {}, PrepareError, "6 outputs do not divide"),
+    "packed": (lambda: nn.Sequential(nn.Linear(4, 6)), {"0": "packed_colwise"}, {}, PrepareError, "6 outputs cannot be divided"),
     "ties in two ways": (GPT, {"head": "colwise", "tokens": "embedding_colwise"}, {}, ConfigError, "in two ways"),
     "no plan": (GPT, None, {}, ConfigError, "no tensor-parallel plan of its own"),
-    "heads": (lambda: GPT(width=12, num_heads=3), GPT_PLAN, {}, PrepareError, "3 heads, which do not divide among 2"),
+    "heads": (lambda: GPT(width=12, num_heads=3), GPT_PLAN, {}, PrepareError, "3 heads, which cannot be divided among 2"),
     "counted heads": (Fixed, {"q": "colwise"}, {}, PrepareError, "divide=.'num_heads',"),
     "counts that do not divide": (
         lambda: Fixed(3), {"q": "colwise"}, {"divide": ("num_heads",)}, ConfigError, "'num_heads' is 3",
@@ -81,8 +81,8 @@ WRONG = {
         GPT, {"blocks.*.attention.q": "colwise", "blocks.*.attention.out": "rowwise"}, {"sequence_parallel": True},
         PrepareError, "'blocks.0.attention.k' .Linear. stays whole",
     ),
-    "few rows": (lambda: nn.Sequential(nn.Linear(4, 1)), {"0": "colwise"}, {}, PrepareError, "cannot be cut along dimension 0"),
-    "a bias of terms": (GPT, {"blocks.0.down.bias": "rowwise"}, {}, PrepareError, "added as many times"),
+    "few rows": (lambda: nn.Sequential(nn.Linear(4, 1)), {"0": "colwise"}, {}, PrepareError, "cannot be split along dimension 0"),
+    "a bias of terms": (GPT, {"blocks.0.down.bias": "rowwise"}, {}, PrepareError, "count as many times"),
 }  # fmt: skip
 
 

@@ -75,7 +75,9 @@ def test_state_goes_out_and_in_by_bare_names(strategy: SingleStrategy) -> None:
 
 
 def test_a_missing_capability_is_one_error() -> None:
-    with pytest.raises(UnsupportedError, match="the sharded strategy cannot do clip by value; use clip_grad_norm_"):
+    with pytest.raises(
+        UnsupportedError, match="the sharded strategy does not support clip by value; use clip_grad_norm_"
+    ):
         Capabilities(clip_by_value=False).require("clip_by_value", "sharded", "use clip_grad_norm_")
     Capabilities().require("clip_by_value", "sharded", "")
 

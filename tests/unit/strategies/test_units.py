@@ -42,7 +42,7 @@ def test_units_are_named_by_class_name_or_place_innermost_first():
         assert names(model, units) == [*(f"blocks.{i}.{j}" for i in range(3) for j in (0, 2)), "head"]
     nested = find_units(model, ShardingOptions(units=("blocks.1", "blocks.1.0")))
     assert names(model, nested) == ["blocks.1.0", "blocks.1"]
-    with pytest.raises(ConfigError, match="names 'Decoder', which Net does not hold"):
+    with pytest.raises(ConfigError, match="names 'Decoder', which Net does not contain"):
         find_units(model, ShardingOptions(units="Decoder"))
     with pytest.raises(ConfigError, match="names 'blocks', a ModuleList, which is never called"):
         find_units(model, ShardingOptions(units="blocks"))
@@ -73,7 +73,7 @@ def test_frozen_parameters_can_stay_whole():
     model.tokens.requires_grad_(False)
     units = find_units(model, ShardingOptions(ignored="tokens"))
     assert units.ignored == {model.tokens.weight}
-    with pytest.raises(PrepareError, match=r"parameters that learn \(head.weight\)"):
+    with pytest.raises(PrepareError, match=r"trainable parameters \(head.weight\)"):
         find_units(model, ShardingOptions(ignored=("head.weight",)))
     with pytest.raises(ConfigError, match="names 'gone'"):
         find_units(model, ShardingOptions(ignored="gone"))
@@ -106,7 +106,7 @@ def refused(change: str) -> nn.Module:
         ("scalar", r"'scale' of Net is a scalar.*reshape\(1\)"),
         ("strided", r"'head.weight' of Net is not contiguous.*\.contiguous\(\)"),
         ("types", r"float32: blocks.1.2.weight, blocks.1.2.bias; .*bfloat16: |bfloat16: blocks.1.0.weight.*float32: "),
-        ("sparse", "'tokens' of Net makes sparse gradients.*sparse=False"),
+        ("sparse", "'tokens' of Net produces sparse gradients.*sparse=False"),
         ("lazy", "lazy parameter 'late.weight'.*one forward pass"),
     ],
 )

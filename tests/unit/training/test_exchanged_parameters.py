@@ -118,9 +118,9 @@ def test_an_optimizer_is_moved_over_with_its_lists_and_state(
         assert state["exp_avg"].shape == (2, 2)
         assert state["step"].ndim == 0
         assert list(optimizer.state) == [weight(model)]
-    told = [line for line in caplog.messages if "took the place" in line]
+    told = [line for line in caplog.messages if "were replaced" in line]
     assert len(told) == 1
-    assert told[0].startswith(f"{kind.__name__} was made before prepare(): it now holds the 1 parameters")
+    assert told[0].startswith(f"{kind.__name__} was created before prepare(): 1 of its parameters")
 
 
 def test_a_group_that_is_added_later_holds_the_parameters_as_they_are(accelerator: Accelerator) -> None:

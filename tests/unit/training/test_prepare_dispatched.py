@@ -90,7 +90,7 @@ def test_a_model_that_transformers_has_dispatched(tmp_path):
             assert model.hf_device_map == device_map
             with pytest.raises(PrepareError, match="dispatched over cpu, disk"):
                 Accelerator(cpu=True).prepare(model, device_placement=[True])
-            with pytest.raises(PrepareError, match="without memory"):  # Accelerate's own hooks keep it on disk
+            with pytest.raises(PrepareError, match="on the meta device"):  # Accelerate's own hooks keep it on disk
                 Accelerator(cpu=True).prepare(model)
         else:
             assert Accelerator(cpu=True).prepare(model) is model
