@@ -128,7 +128,7 @@ class Foreign:
             self.refuse(
                 key,
                 "DeepSpeed's sequence parallelism (Ulysses) is not supported; if activations are too large, checkpoint them "
-                "(--fsdp_activation_checkpointing true), or use sequence parallelism with tensor parallelism (docs/tensor_parallel.md)",
+                "(--fsdp_activation_checkpointing true), or use tensor parallelism's own (docs/tensor_parallel.md)",
             )
         elif name in _AXES:
             size = _number(value, key, 1)
