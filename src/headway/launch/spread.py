@@ -16,8 +16,7 @@ def layout(resolved: Resolved, num_machines: int, num_local: int) -> Layout | No
         num_local: processes on each.
 
     Raises:
-        ConfigError: it does not fit the processes, or those that a run goes on with after machines are lost.
-        UnsupportedError: a layout that is not there yet.
+        ConfigError: it does not fit the processes, or those that a run goes on with after machines are lost; or is not there yet.
     """
     text = resolved.get("strategy")
     if text is None or outside.find(text) is not None:
@@ -28,7 +27,7 @@ def layout(resolved: Resolved, num_machines: int, num_local: int) -> Layout | No
         found = asked.resolve(num_machines * num_local, num_local)
         mesh.check_served(found)
     except (ConfigError, UnsupportedError) as error:
-        raise type(error)(f"{error} ({resolved.origin('strategy')})") from None
+        raise ConfigError(f"{error} ({resolved.origin('strategy')})") from None
     for count in range(fewest, num_machines):
         try:
             asked.resolve(count * num_local, num_local)
