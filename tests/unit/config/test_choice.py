@@ -242,7 +242,7 @@ def test_handlers_and_plugins_are_not_mixed():
 def test_options_that_were_typed_for_another_layout(launched):
     launched(fsdp_offload_params=True)
     with pytest.raises(
-        ConfigError, match="belongs to a layout with shards, but the layout is ddp: 8 replicas; remove it"
+        ConfigError, match="needs a layout with shards, but the layout is ddp: 8 replicas; remove it"
     ):
         decide()
     decide(strategy="fsdp")
@@ -288,7 +288,7 @@ def test_what_the_launcher_says_for_deepspeed(launched):
     launched(strategy="zero3")
     assert launched_deepspeed() == {}
     launched(strategy="zero3", fsdp_offload_params=True)
-    with pytest.raises(ConfigError, match="belongs to a layout with shards, and this one is zero3"):
+    with pytest.raises(ConfigError, match="needs a layout with shards, but the layout is zero3"):
         decide()
 
 
