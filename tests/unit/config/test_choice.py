@@ -242,7 +242,7 @@ def test_handlers_and_plugins_are_not_mixed():
 def test_options_that_were_typed_for_another_layout(launched):
     launched(fsdp_offload_params=True)
     with pytest.raises(
-        ConfigError, match="belongs to a layout with shards, and this one is ddp: 8 replicas; take it out"
+        ConfigError, match="needs a layout with shards, but the layout is ddp: 8 replicas; remove it"
     ):
         decide()
     decide(strategy="fsdp")
@@ -283,12 +283,12 @@ def test_what_the_launcher_says_for_deepspeed(launched):
     assert (chosen.deepspeed.zero_stage, chosen.deepspeed.offload_param_device) == (3, "cpu")
     assert chosen.deepspeed.get_value("gradient_clipping") == 1.0
     launched(gradient_clipping=1.0)
-    with pytest.raises(ConfigError, match="belongs to DeepSpeed, and this one is fsdp: 8 shards; take it out"):
+    with pytest.raises(ConfigError, match="needs DeepSpeed, but the layout is fsdp: 8 shards; remove it"):
         decide(strategy="fsdp")
     launched(strategy="zero3")
     assert launched_deepspeed() == {}
     launched(strategy="zero3", fsdp_offload_params=True)
-    with pytest.raises(ConfigError, match="belongs to a layout with shards, and this one is zero3"):
+    with pytest.raises(ConfigError, match="needs a layout with shards, but the layout is zero3"):
         decide()
 
 

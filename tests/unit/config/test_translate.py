@@ -111,7 +111,7 @@ def test_undecided_stays_undecided():
         ("parallelism_config: {parallelism_config_tp_size: 0}", "give a whole number, 1 or more"),
         (
             "distributed_type: FSDP\nparallelism_config: {parallelism_config_tp_size: 8}",
-            "distributed_type asks for a sharded model, but parallelism_config.parallelism_config_tp_size",
+            "distributed_type asks for a sharded model, but with parallelism_config.parallelism_config_tp_size",
         ),
         ("rdzv_backend: etcd", "rdzv_backend='etcd'"),
     ],
