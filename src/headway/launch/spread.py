@@ -60,10 +60,9 @@ def check_options(resolved: Resolved, found: Layout | None) -> tuple[str, ...]:
             if fits or not resolved.config.is_set(name):
                 continue
             origin = resolved.origin(name)
-            is_of = f"this one is {resolved.get('strategy')}: {found.describe()}"
-            text = f"{name} ({origin}) belongs to {what}, and {is_of}"
+            text = f"{name} ({origin}) needs {what}, but the layout is {resolved.get('strategy')}: {found.describe()}"
             if origin.startswith(COMMAND_LINE):
-                raise ConfigError(f"{text}: remove it, or add {remedy}")
+                raise ConfigError(f"{text}; remove it, or add {remedy}")
             notes.append(f"without effect: {text}")
     return tuple(notes)
 

@@ -61,7 +61,7 @@ def test_machines_shape_a_bare_hsdp(launch):
     plan = launch(f"-n 8 {where} --strategy hsdp")
     assert plan.layout == Layout(replicate=2, shard=4)
     assert '"ranks_per_machine":4' in plan.additions["HEADWAY_RUN"]
-    assert "go on with 1 of 2 machines, and there strategy 'hsdp' without a size" in launch(
+    assert "continue with 1 of 2 machines, but then strategy 'hsdp' without a size" in launch(
         f"-n 8 {where} --strategy hsdp --min_machines 1 --max_restarts 3"
     )
 
@@ -101,7 +101,7 @@ def test_settings_reach_the_workers(launch, tmp_path, monkeypatch):
     plan = launch("-n 4 --config_file c.yaml")
     assert plan.layout == Layout(tp=4)
     assert plan.notes == (
-        "without effect: fsdp_offload_params (file: c.yaml key fsdp_offload_params) belongs to a layout with shards, and this one is "
+        "without effect: fsdp_offload_params (file: c.yaml key fsdp_offload_params) needs a layout with shards, but the layout is "
         "tp: 4 parts of a matrix",
     )
 

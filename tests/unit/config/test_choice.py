@@ -241,9 +241,7 @@ def test_handlers_and_plugins_are_not_mixed():
 
 def test_options_that_were_typed_for_another_layout(launched):
     launched(fsdp_offload_params=True)
-    with pytest.raises(
-        ConfigError, match="needs a layout with shards, but the layout is ddp: 8 replicas; remove it"
-    ):
+    with pytest.raises(ConfigError, match="needs a layout with shards, but the layout is ddp: 8 replicas; remove it"):
         decide()
     decide(strategy="fsdp")
     decide(num_ranks=1)

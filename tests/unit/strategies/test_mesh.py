@@ -28,7 +28,7 @@ def test_no_rank_is_left_without_a_part(size: int, fits: bool) -> None:
     if fits:
         _check_size("weight", weight, 0, 1, axis)
     else:
-        with pytest.raises(PrepareError, match="cannot be cut along dimension 0 among 4 ranks"):
+        with pytest.raises(PrepareError, match="cannot be split along dimension 0 across 4 ranks"):
             _check_size("weight", weight, 0, 1, axis)
 
 
