@@ -8,20 +8,15 @@ import torch
 from torch import nn
 
 from headway import (
-    Accelerator,
     ShardingOptions,
-    TensorParallelOptions,
-    find_executable_batch_size,
     init_empty_weights,
 )
 from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
 from headway.strategies import gathered, values
 from headway.strategies.gradients import is_distributed, local
 from headway.strategies.units import find_units
-from tests.distributed import cut_models
 from tests.distributed.layouts import (
     GPT,
-    VOCABULARY,
     each,
     gpt2,
     llama,
@@ -286,25 +281,3 @@ def go(group: str, only: str = "") -> list[str]:
 def test_sharded_models(group):
     for failed in run_ranks(go, 2, group):
         assert not failed, failed[0]
-
-
-def searched() -> tuple[int, bool]:
-    """The groups of a mesh end with the process group that they are parts of, and are made anew with it."""
-    accelerator = Accelerator(
-        cpu=True, strategy="fsdp+tp=2", kwargs_handlers=[TensorParallelOptions(cut_models.GPT_PLAN)]
-    )
-
-    @find_executable_batch_size(starting_batch_size=4)
-    def train(size: int) -> int:
-        accelerator.free_memory()
-        model = accelerator.prepare(seeded(0, lambda: cut_models.GPT(VOCABULARY)))
-        if size == 4 and accelerator.process_index == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        accelerator.backward(model(text()).square().mean())
-        return size
-
-    return train(), accelerator.strategy.data_group.reduce_numbers([1.0]) == [2.0]
-
-
-def test_groups_are_made_anew_with_the_process_group():
-    assert run_ranks(searched, 4, timeout=240) == [(2, True)] * 4

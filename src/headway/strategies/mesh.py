@@ -70,7 +70,9 @@ class MeshStrategy(SingleStrategy):
         self._number_format = number_format
         self._tensor = tensor or TensorParallelOptions()
         self._cuts: list[tuple[torch.nn.Module, TensorParallel]] = []
-        self._meet()
+        self.mesh = _build_mesh(collectives.runtime.device.type, layout)
+        if layout.num_data_shards < layout.num_ranks:
+            self.data_group = collectives.split(layout.data_groups)
         self.data_shard = Shard(self._data_index(), layout.num_data_shards)
         self.gradient_divisor = layout.num_data_shards
         self._models: list[torch.nn.Module] = []
@@ -78,19 +80,6 @@ class MeshStrategy(SingleStrategy):
         self._dtypes: dict[int, torch.dtype] = {}
         self._is_checked = False
         self._replaced: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
-
-    def _meet(self) -> None:
-        """Make the groups; all ranks do, again where the process group was renewed (`find_executable_batch_size`)."""
-        self.mesh = _build_mesh(self.everyone.runtime.device.type, self.layout)
-        if self.layout.num_data_shards < self.layout.num_ranks:
-            self.data_group = self.everyone.split(self.layout.data_groups)
-        self._has_met = True
-        # A prepared model may outlive its Accelerator, and would keep the groups beyond their end.
-        process.at_end(self._leave, is_engine=True)
-
-    def _leave(self) -> None:
-        self.release()
-        self._has_met = False
 
     def _data_index(self) -> int:
         index = 0
@@ -118,10 +107,8 @@ class MeshStrategy(SingleStrategy):
         Raises:
             PrepareError: what cannot be sharded, by name.
         """
-        if not self._has_met:
-            self._meet()
         known = self.everyone.runtime.scope.own(Sharded)
-        how = (self.layout, self._options, self._number_format, self._tensor, id(torch.distributed.group.WORLD))
+        how = (self.layout, self._options, self._number_format, self._tensor)
         if known.is_sharded(model, how):
             self._cut_again(known.cut_of(model), model)
         else:
@@ -132,6 +119,9 @@ class MeshStrategy(SingleStrategy):
             for name, parameter in before:
                 if after[name] is not parameter:
                     self._replaced[id(parameter)] = weakref.ref(parameter), after[name]
+        if not self._models:
+            # A prepared model may outlive its Accelerator, and would keep the groups beyond their end.
+            process.at_end(self.release, is_engine=True)
         self._models.append(model)
         self._usage[id(model)] = Usage(model, self.everyone, self._options.find_unused_parameters)
         self._dtypes.update(
