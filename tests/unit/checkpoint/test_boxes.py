@@ -105,10 +105,10 @@ def test_the_largest_manifest_of_many_ranks_is_short():
 
 
 BAD = [
-    ("sizes", [[[3, 2]], [[2, 1]]], "do not make up its shape"), ("sizes", [[[2, 2]]], "do not make up its shape"),
-    ("sizes", [[[0, 5], [2, 2]], [[2, 1]]], "whole number, 1"), ("sizes", [[[2, 10**18]], [[2, 1]]], "do not make up its shape"),
+    ("sizes", [[[3, 2]], [[2, 1]]], "do not cover its shape"), ("sizes", [[[2, 2]]], "do not cover its shape"),
+    ("sizes", [[[0, 5], [2, 2]], [[2, 1]]], "whole number, 1"), ("sizes", [[[2, 10**18]], [[2, 1]]], "do not cover its shape"),
     ("sizes", "ab", "cannot be read"), ("sizes", None, "cannot be read"), ("parts", [[0, 0, 2]], "whole number, 1"),
-    ("parts", [[0, 1, 1], [0, 1, 1]], "two boxes of 'model/0/a' in one file"), ("parts", [[0, 1, 3]], "do not make up"),
+    ("parts", [[0, 1, 1], [0, 1, 1]], "two boxes of 'model/0/a' in one file"), ("parts", [[0, 1, 3]], "do not cover"),
     ("parts", [[1, 1, 2]], "does not list"), ("parts", [[0, 10**18, 2]], "does not list"), ("parts", [[0, True, 2]], "whole number"),
     ("file", "model.safetensors", "with one '\\*'"), ("file", "*-*", "with one '\\*'"), ("file", 3, "with one '\\*'"),
     ("file", "../*", "does not list"), ("sizes", [[[2, 2]], [[2.0, 1]]], "whole number"),

@@ -250,7 +250,7 @@ def test_blocks_are_found_in_the_tree():
     ("kind", "words"),
     [
         ({"every": 0}, "every=0"), ({"every": True}, "every=True"), ({"policy": "half"}, "keep_matmul"),
-        ({"policy": "keep_all"}, "offload=True"), ({"blocks": ["Attention"]}, "'Attention', which Net does not hold"),
+        ({"policy": "keep_all"}, "offload=True"), ({"blocks": ["Attention"]}, "'Attention', which Net does not contain"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(kind, words):

@@ -140,7 +140,7 @@ def test_whether_batches_are_waited_for():
 
 
 def test_settings_that_contradict_each_other_are_refused():
-    with pytest.raises(ConfigError, match="two rules"):
+    with pytest.raises(ConfigError, match="both set the rule"):
         Accelerator(cpu=True, scheduler_ticks="updates", adjust_scheduler_to_accumulation=True)
     with pytest.raises(ConfigError, match="scheduler_ticks='epochs'"):
         Accelerator(cpu=True, scheduler_ticks="epochs")

@@ -117,7 +117,7 @@ def test_which_rule_the_settings_mean() -> None:
     assert choose_rule(None, False, 3) == PerProcessTicks(3)
     assert choose_rule(None, True, 3) == MicroBatchTicks(3)
     assert choose_rule("updates", False, 3) == UpdateTicks()
-    with pytest.raises(ConfigError, match="two rules"):
+    with pytest.raises(ConfigError, match="both set the rule"):
         choose_rule("updates", True, 3)
     with pytest.raises(ConfigError, match="scheduler_ticks='epochs'"):
         choose_rule("epochs", False, 3)
