@@ -52,10 +52,9 @@ from headway.training.run import Run
 from headway.training.scheduler import PreparedScheduler, TickRule, choose_rule
 from headway.training.step import Guard, MicroBatch, Moments, NoGuard, Step, WholeStep
 from headway.training.unprepared import build_lookout
+from headway.training.whole import WholeWeights
 from headway.training.windows import Clock, LossPolicy, WeightedMean, Windows
-from headway.weights.export import save_object, save_pickled, save_weights
-from headway.weights.gathered import save_gathered, whole_state
-from headway.weights.pieces import is_spread
+from headway.weights.export import save_object
 
 # What only some runs use is loaded by its first use: a script that does without starts the sooner.
 if TYPE_CHECKING:
@@ -220,6 +219,7 @@ class Accelerator(RankAware):
     def _take_part(self, runtime: process.ProcessRuntime) -> None:
         """Be known to this process: what ends with it is let go of then."""
         process.at_end(self._preparation.release)
+        self._whole_weights = WholeWeights(self.strategy, runtime)
         runtime.scope.own(Reader).index = self.strategy.data_shard.index
         self._lookout = runtime.scope.own(build_lookout)
         self._membership = self._lookout.join(self._training_step)
@@ -933,10 +933,12 @@ class Accelerator(RankAware):
         """The model's tensors by the bare module's names (`unwrap=False`: as the object given names them).
 
         Of a sharded model every rank must call it: rank 0 gets the whole tensors, on the host, the others an empty dict.
+
+        Raises:
+            UnsupportedError: the model is sharded, and only some ranks make the call.
         """
         bare = self.unwrap_model(model, keep_torch_compile=False) if unwrap else model
-        self.strategy.at_rest(bare)
-        return whole_state(self.strategy.export_state(bare), self.strategy.everyone)
+        return self._whole_weights.state_dict(bare)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Write an object with torch.save (or a dict of tensors with safetensors) from the main process only."""
@@ -960,18 +962,12 @@ class Accelerator(RankAware):
             max_shard_size: bytes or text such as "10GB".
             safe_serialization: False writes one `pytorch_model.bin` with torch.save instead, whatever its size, for which all of a
                 sharded model is brought there.
+
+        Raises:
+            UnsupportedError: the model is sharded, and only some ranks make the call.
         """
         bare = self.unwrap_model(model, keep_torch_compile=False)
-        self.strategy.at_rest(bare)
-        tensors = dict(self.strategy.export_state(bare))
-        if not safe_serialization:
-            tensors = whole_state(tensors.items(), self.strategy.everyone)
-        if safe_serialization and any(map(is_spread, tensors.values())):
-            save_gathered(tensors.items(), save_directory, max_shard_size, self.strategy.everyone)
-        elif self.is_main_process:
-            save_weights(tensors.items(), save_directory, max_shard_size) if safe_serialization else save_pickled(
-                tensors, save_directory
-            )
+        self._whole_weights.save(bare, save_directory, max_shard_size, safe_serialization)
         self.wait_for_everyone()
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:

@@ -5,6 +5,7 @@ import logging
 import math
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -292,3 +293,21 @@ def unborn() -> None:
 
 def test_replicas_want_models_with_memory() -> None:
     run_ranks(unborn, 2)
+
+
+def weights_alone(folder: str) -> None:
+    accelerator = Accelerator(cpu=True, strategy="fsdp")
+    model, _, _ = make()
+    model = accelerator.prepare(model)
+    if accelerator.is_main_process:
+        with pytest.raises(UnsupportedError, match=r"^save_model\(\) is called at .* on rank 0 only, .*whole weights"):
+            accelerator.save_model(model, folder)
+        with pytest.raises(UnsupportedError, match=r"^get_state_dict\(\) is called at .* on rank 0 only"):
+            accelerator.get_state_dict(model)
+    accelerator.save_model(model, folder)
+    assert bool(accelerator.get_state_dict(model)) == accelerator.is_main_process
+
+
+def test_whole_weights_are_not_asked_for_on_one_rank_alone(tmp_path: Path) -> None:
+    run_ranks(weights_alone, 2, str(tmp_path / "weights"))
+    assert (tmp_path / "weights" / "model.safetensors").exists()

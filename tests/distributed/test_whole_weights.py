@@ -97,7 +97,7 @@ def test_a_failure_on_rank_0_is_one_on_every_rank(tmp_path):
         assert "is a file" in messages[0]
         assert "complex128" in messages[1]
         assert "different sharded tensors" in messages[2]
-        assert "half has 4 values, and the ranks' parts of it 2" in messages[3]
+        assert "half has 4 values, but the ranks' parts of it have 2 in total" in messages[3]
         assert "no more of it" in messages[4]
     assert open_checkpoint(tmp_path / "good").tensors
     assert not list((tmp_path / "new").glob("*.safetensors"))

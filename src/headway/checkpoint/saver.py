@@ -91,13 +91,15 @@ class Saver:
         self._together(lambda: begin(job), job, is_alone)
         if fill is not None:
             self._together(partial(fill, job.staging), job, is_alone)
-        try:
+        made: list[Collected] = []
+
+        def complete() -> None:
             if seal is not None:
                 seal()
-            job = replace(job, content=in_pieces(collected))
-        except BaseException:
-            abandon(job)
-            raise
+            made.append(in_pieces(collected))
+
+        self._together(complete, job, is_alone)
+        job = replace(job, content=made[0])
         self._together(lambda: announce(job), job, is_alone)
         if policy.is_blocking:
             self._together(lambda: write(job), job, is_alone)

@@ -1,4 +1,4 @@
-"""Models whose forward is an exchange of all ranks: a call that only some ranks make is refused before it waits for ever."""
+"""Calls on a sharded model that are exchanges of all ranks: one that only some ranks make is refused before it waits for ever."""
 
 import torch
 
@@ -30,6 +30,18 @@ class LoneCalls:
         Raises:
             UnsupportedError: other ranks do not come here.
         """
+        self.check(f"{type(model).__name__} is called", "a forward")
+
+    def check(self, call: str, action: str) -> None:
+        """A call begins that needs all ranks.
+
+        Args:
+            call: what is called, as the beginning of a sentence.
+            action: what needs all parts of the model.
+
+        Raises:
+            UnsupportedError: other ranks do not come here.
+        """
         key = way(_DEPTH)
         if key in self._seen:
             return
@@ -38,7 +50,7 @@ class LoneCalls:
         if len(callers.ranks) < self._runtime.world_size:
             who = f"rank{'s' if len(callers.ranks) > 1 else ''} {', '.join(map(str, callers.ranks))}"
             raise UnsupportedError(
-                f"{type(model).__name__} is called at {callers.call_site} on {who} only, {callers.reason}: under the "
-                f"{self._strategy} strategy each rank holds a part of it, and a forward needs all parts. Call it on every rank, "
+                f"{call} at {callers.call_site} on {who} only, {callers.reason}: under the {self._strategy} strategy each "
+                f"rank holds a part of the model, and {action} needs all parts. Call it on every rank, "
                 "and put only the code that uses the result under the condition"
             )

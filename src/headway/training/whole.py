@@ -1,0 +1,57 @@
+"""A model's weights as whole tensors: the state dict that scripts ask for, and files of plain weights."""
+
+from pathlib import Path
+
+import torch
+
+from headway.runtime.process import ProcessRuntime
+from headway.strategies.base import Strategy
+from headway.training.lone import LoneCalls
+from headway.weights.export import save_pickled, save_weights
+from headway.weights.gathered import save_gathered, whole_state
+from headway.weights.pieces import is_spread
+
+
+class WholeWeights:
+    """Whole tensors of prepared models; where each rank holds a part, all ranks put them together.
+
+    Args:
+        strategy: gives the tensors.
+        runtime: this process.
+    """
+
+    def __init__(self, strategy: Strategy, runtime: ProcessRuntime) -> None:
+        self._strategy = strategy
+        self._is_main = runtime.rank == 0
+        self._lone_calls = LoneCalls(runtime, strategy.name)
+
+    def state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The model's tensors by name; of a sharded model on rank 0 alone, on the host, and nothing elsewhere.
+
+        Raises:
+            UnsupportedError: the model is sharded, and only some ranks make the call.
+        """
+        self._begin(model, "get_state_dict")
+        return whole_state(self._strategy.export_state(model), self._strategy.everyone)
+
+    def save(self, model: torch.nn.Module, folder: str | Path, max_shard_size: int | str, is_safe: bool) -> None:
+        """Write the weights from rank 0: as safetensors, or pickled in one file.
+
+        Raises:
+            UnsupportedError: as for `state_dict`.
+        """
+        self._begin(model, "save_model")
+        everyone = self._strategy.everyone
+        tensors = dict(self._strategy.export_state(model))
+        if not is_safe:
+            tensors = whole_state(tensors.items(), everyone)
+        elif any(map(is_spread, tensors.values())):
+            save_gathered(tensors.items(), folder, max_shard_size, everyone)
+            return
+        if self._is_main:
+            save_weights(tensors.items(), folder, max_shard_size) if is_safe else save_pickled(tensors, folder)
+
+    def _begin(self, model: torch.nn.Module, call: str) -> None:
+        if not self._strategy.capabilities.lone_forward:
+            self._lone_calls.check(f"{call}() is called", "putting whole weights together")
+        self._strategy.at_rest(model)
