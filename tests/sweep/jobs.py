@@ -96,10 +96,18 @@ def run(folder: Path, mode: str, num_ranks: int, attempt: int, strike: Strike | 
         job = _Job(process, name, marks, began)
         struck = job.follow(strike, find)
         has_hung = not job.wait()
+        stacks = _where(folder, name, attempt) if has_hung else ""
         left = job.remains()
         lines = [_lines(folder / f"log.{attempt}.{rank}") for rank in range(num_ranks)]
         return Ended(
-            process.returncode, time.monotonic() - began, job.marks, lines, errors.read_text(), left, has_hung, struck
+            process.returncode,
+            time.monotonic() - began,
+            job.marks,
+            lines,
+            errors.read_text() + stacks,
+            left,
+            has_hung,
+            struck,
         )
     finally:
         for pid in _members(name):
@@ -107,6 +115,19 @@ def run(folder: Path, mode: str, num_ranks: int, attempt: int, strike: Strike | 
                 os.kill(pid, signal.SIGKILL)
         process.wait()
         os.close(marks)
+
+
+def _where(folder: Path, name: str, attempt: int) -> str:
+    """What a run that hangs is at: its processes, and the stacks that they wrote."""
+    said = []
+    for pid in _members(name):
+        with contextlib.suppress(OSError):
+            waits = Path(f"/proc/{pid}/wchan").read_text()
+            parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]
+            said.append(f"{pid} (of {parent}) waits in {waits}: {_command(pid)}")
+    for file in sorted(folder.glob(f"stacks.{attempt}.*")):
+        said.append(f"{file.name}:\n{file.read_text()}")
+    return "\n".join(["", *said])
 
 
 class _Job:

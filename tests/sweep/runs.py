@@ -97,7 +97,7 @@ class Sweep:
             folder.mkdir()
             ended = jobs.run(folder, mode, num_ranks, 0)
             if ended.code != 0 or not all(lines and "weights" in lines[-1] for lines in ended.lines):
-                raise RuntimeError(f"the undisturbed run failed ({mode}, {num_ranks} ranks):\n{ended.errors[-3000:]}")
+                raise RuntimeError(f"the undisturbed run failed ({mode}, {num_ranks} ranks):\n{ended.errors}")
             self._whole[mode, num_ranks] = ended
             shutil.rmtree(folder)
         return self._whole[mode, num_ranks]
@@ -163,7 +163,7 @@ def _problems(ended: Ended, whole: Ended, reached: list[int], former: Ended | No
     """What is not as promised in one start; `reached`, the lines that each rank has come to, is moved on."""
     found = []
     if ended.has_hung:
-        found.append(f"it did not end within {jobs.PATIENCE:g} s of {ended.struck}: {ended.errors[-1500:]}")
+        found.append(f"it did not end within {jobs.PATIENCE:g} s of {ended.struck}: {ended.errors}")
     if ended.left:
         found.append(f"processes outlive it: {ended.left}")
     for rank, (lines, wanted) in enumerate(zip(ended.lines, whole.lines)):

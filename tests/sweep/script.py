@@ -4,6 +4,7 @@ Every rank appends what each micro-batch, each evaluation and the end came to, t
 what it is about to do, so that who ends it can choose the moment.
 """
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -13,6 +14,8 @@ import time
 from pathlib import Path
 
 ATTEMPT, RANK = os.environ["SWEEP_ATTEMPT"], os.environ.get("RANK", "0")
+LATE = 100.0
+"""Seconds after which a process that is still there says where it is; who started it waits for 120."""
 _log = os.open(f"log.{ATTEMPT}.{RANK}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
 _marks = os.open("marks", os.O_RDWR)  # waits for no reader
 
@@ -21,7 +24,13 @@ def mark(phase: str, number: object = 0) -> None:
     os.write(_marks, f"{RANK}|{phase}|{number}\n".encode())
 
 
+def say_where_if_late(name: str) -> None:
+    """The stacks of this process's threads, for who ends a run that hangs."""
+    faulthandler.dump_traceback_later(LATE, file=open(f"stacks.{ATTEMPT}.{name}", "w"))  # noqa: SIM115  (until it is written)
+
+
 mark("set-up")
+say_where_if_late(RANK)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -68,6 +77,8 @@ class Stream(IterableDataset):
     def __iter__(self):
         order = torch.randperm(self.num_rows, generator=self.generator).tolist()
         worker = get_worker_info()
+        if worker is not None:
+            say_where_if_late(f"{RANK}.worker{worker.id}.{os.getpid()}")
         for index in order if worker is None else order[worker.id :: worker.num_workers]:
             shift = torch.zeros(6) if worker is None else noise()
             yield index, torch.linspace(-1, 1, 6) * (index % 7) / 7 + shift
