@@ -163,3 +163,22 @@ def test_metrics_outside_the_loop():
         break
     with pytest.raises(StateError, match="outside that loader's loop"):
         acc.gather_for_metrics(batch, loader=loader)
+
+
+class Counted(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_save_model_says_that_safetensors_hold_tensors_only(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Sequential(Counted(2, 2)))
+    with pytest.raises(
+        ConfigError, match=r"0\._extra_state of the model's state dict is a dict.*safe_serialization=False"
+    ):
+        accelerator.save_model(model, tmp_path)
+    accelerator.save_model(model, tmp_path, safe_serialization=False)
+    assert torch.load(tmp_path / "pytorch_model.bin")["0._extra_state"] == {"seen": 3}

@@ -7,6 +7,7 @@ from typing import Any
 
 from headway.checkpoint.told import Told
 from headway.config.mesh import Layout
+from headway.untrusted import printable
 
 
 @dataclass
@@ -47,4 +48,4 @@ def layout_lines(about: Mapping[str, Any], strategy: object) -> list[str]:
 
 
 def _words(sizes: Mapping[str, int]) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or "whole models"
+    return " x ".join(f"{printable(axis)} {size}" for axis, size in sizes.items()) or "whole models"

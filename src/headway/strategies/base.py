@@ -218,6 +218,3 @@ class Strategy(Protocol):
 
     def settle(self) -> None:
         """Values were put into what `export_state` gives, and states into optimizers: go on from them. All ranks call it."""
-
-    def import_state(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take tensors by the bare module's names into the model."""

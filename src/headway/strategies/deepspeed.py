@@ -19,7 +19,7 @@ from headway.config.deepspeed import DeepSpeedPlugin
 from headway.config.deepspeed_keys import Account, Facts, account_for
 from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.config.strategies import EngineOptions
-from headway.errors import CheckpointError, ConfigError, PrepareError, StateError, UnsupportedError
+from headway.errors import ConfigError, PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.optional import require
 from headway.precision.base import Precision
@@ -30,7 +30,7 @@ from headway.strategies.zero_engine import ZeroEngine, quieten
 from headway.strategies.zero_optimizer import Twin, takes_cpu_adam
 from headway.strategies.zero_schema import known_keys
 from headway.strategies.zero_stand_ins import StandIns
-from headway.strategies.zero_state import ZeroState, put_in
+from headway.strategies.zero_state import ZeroState
 
 log = get_logger(__name__)
 
@@ -313,20 +313,6 @@ class DeepSpeedStrategy(SingleStrategy):
         """The engine's half-precision parameters and its optimizer follow what was loaded."""
         if self._state is not None:
             self._state.settle()
-
-    def import_state(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Put whole tensors into this rank's pieces; all names must be there."""
-        if self._state is None or model is not self._model:
-            super().import_state(model, tensors)
-            return
-        given, own = dict(tensors), dict(self._state.export())
-        if given.keys() != own.keys():
-            odd = sorted(given.keys() ^ own.keys())
-            raise CheckpointError(f"the names of the state and of {type(model).__name__} differ: {', '.join(odd[:5])}")
-        with torch.no_grad():
-            for name, part in own.items():
-                put_in(part, given[name])
-        self._state.settle()
 
     def _end_group(self) -> None:
         if dist.is_initialized():

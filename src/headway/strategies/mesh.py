@@ -346,11 +346,6 @@ class MeshStrategy(SingleStrategy):
         self.at_rest(model)
         yield from super().export_state(model)
 
-    def import_state(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take whole tensors, of which each rank keeps its part, or DTensors that are cut alike."""
-        self.at_rest(model)
-        super().import_state(model, tensors)
-
 
 class Sharded:
     """The models that were sharded in this process, and how."""

@@ -181,7 +181,3 @@ class SingleStrategy:
 
     def settle(self) -> None:
         """Everything is where it is used."""
-
-    def import_state(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load strictly: missing and unexpected names are torch's error."""
-        self.unwrap(model).load_state_dict(dict(tensors))

@@ -196,13 +196,3 @@ class ZeroState:
                 own[key] = int(value) if counts_in_ints else value.clone()
             else:
                 own[key] = value
-
-
-def put_in(own: Any, value: torch.Tensor) -> None:
-    """A whole tensor into a plain one, or into a piece."""
-    if not isinstance(own, Piece):
-        own.copy_(value)
-        return
-    for box in own.boxes:
-        where = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.values.shape))
-        box.values.copy_(value[where])

@@ -1,9 +1,12 @@
 """A model's weights as whole tensors: the state dict that scripts ask for, and files of plain weights."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from headway.errors import ConfigError
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
 from headway.training.lone import LoneCalls
@@ -39,10 +42,13 @@ class WholeWeights:
 
         Raises:
             UnsupportedError: as for `state_dict`.
+            ConfigError: the state dict holds something besides tensors, and safetensors is wanted.
         """
         self._begin(model, "save_model")
         everyone = self._strategy.everyone
         tensors = dict(self._strategy.export_state(model))
+        if is_safe:
+            _refuse_objects(tensors)
         if not is_safe:
             tensors = whole_state(tensors.items(), everyone)
         elif any(map(is_spread, tensors.values())):
@@ -55,3 +61,13 @@ class WholeWeights:
         if not self._strategy.capabilities.lone_forward:
             self._lone_calls.check(f"{call}() is called", "putting whole weights together")
         self._strategy.at_rest(model)
+
+
+def _refuse_objects(state: Mapping[str, Any]) -> None:
+    """Every rank holds the same names, so all of them refuse."""
+    for name, value in state.items():
+        if not (isinstance(value, torch.Tensor) or is_spread(value)):
+            raise ConfigError(
+                f"{name} of the model's state dict is a {type(value).__name__}, and safetensors files hold tensors only: pass "
+                "safe_serialization=False, or use save_state(), which saves the state that get_extra_state() returns"
+            )

@@ -66,12 +66,11 @@ def test_scaling_and_dropping_gradients(strategy: SingleStrategy) -> None:
     assert one.grad is None
 
 
-def test_state_goes_out_and_in_by_bare_names(strategy: SingleStrategy) -> None:
-    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    state = list(strategy.export_state(model))
-    assert [name for name, _ in state] == ["weight", "bias"]
-    strategy.import_state(other, state)
-    assert torch.equal(model.weight, other.weight)
+def test_state_goes_out_by_bare_names(strategy: SingleStrategy) -> None:
+    model = nn.Linear(2, 1)
+    state = dict(strategy.export_state(model))
+    assert list(state) == ["weight", "bias"]
+    assert state["weight"].data_ptr() == model.weight.data_ptr()
 
 
 def test_a_missing_capability_is_one_error() -> None:
