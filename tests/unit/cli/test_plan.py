@@ -49,10 +49,12 @@ def test_json(run, folder):
     assert sum(row["num_bytes"] for row in good["exchanges"]) > 0
 
 
+@pytest.mark.slow
 def test_a_model_type(run):
     assert "BertForMaskedLM" in run("bert", "--ranks", 4, "--strategy", "fsdp", "--sequence", 8)
 
 
+@pytest.mark.slow
 def test_images(run):
     assert "1 image(s) of 224 x 224" in run("vit", "--ranks", 4, "--strategy", "fsdp")
 

@@ -16,6 +16,8 @@ import headway
 from headway import Accelerator, ActivationCheckpointing, TorchDynamoPlugin, compile_regions
 from headway.compiling.regions import has_compiled_regions, is_compiled_module
 
+pytestmark = pytest.mark.slow  # the compiler takes seconds for each model
+
 
 class Block(torch.nn.Module):
     def __init__(self, width=16):

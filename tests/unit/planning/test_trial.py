@@ -55,8 +55,10 @@ def test_hybrid_shards_send_along_both_axes():
     assert by_axis["reduce_scatter", "shard"] == (2, whole)
 
 
-@pytest.mark.parametrize(("strategy", "num_ranks"), [("fsdp", 64), ("fsdp", 256), ("hsdp=32", 64)])
-@pytest.mark.parametrize("make", [llama, tied])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "strategy", "num_ranks"), [(tied, "fsdp", 64), (llama, "fsdp", 256), (llama, "hsdp=32", 64)]
+)
 def test_the_short_way_of_cutting_changes_nothing(make, strategy, num_ranks, monkeypatch):
     layout = parse(strategy).resolve(num_ranks)
     ranks = 0, num_ranks // 2 - 1, num_ranks - 1
@@ -76,6 +78,7 @@ def test_chunks_have_the_shapes_of_torchs(size, chunks):
     assert [part.numel() for part in short[len(own) :]] == [0] * (chunks - len(own))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp=3", "tp=2+fsdp", "ddp"])
 def test_every_ranks_share_follows_from_one_rank(strategy):
     layout = parse(strategy).resolve(6)
