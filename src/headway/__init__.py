@@ -40,6 +40,7 @@ _PLACES = {
     "ProjectConfiguration": "headway.config.run",
     "SequentialHook": "headway.compat.accelerate.hooks",
     "ShardingOptions": "headway.config.sharding",
+    "PipelineOptions": "headway.config.pipeline",
     "TensorParallelOptions": "headway.config.tensor",
     "Tracker": "headway.tracking.base",
     "Trainer": "headway.trainer.trainer",
@@ -178,6 +179,7 @@ if TYPE_CHECKING:
     from headway.config.strategies import GradScalerKwargs as GradScalerKwargs
     from headway.config.strategies import InitProcessGroupKwargs as InitProcessGroupKwargs
     from headway.config.strategies import ProfileKwargs as ProfileKwargs
+    from headway.config.pipeline import PipelineOptions as PipelineOptions
     from headway.config.tensor import TensorParallelOptions as TensorParallelOptions
     from headway.data.skip import skip_first_batches as skip_first_batches
     from headway.launch.notebook import debug_launcher as debug_launcher

@@ -20,7 +20,7 @@ from headway.collectives.tree import (
     to_device,
 )
 from headway.errors import DataError, UnsupportedError
-from headway.replay.cut import cut_rows
+from headway.collectives.cut import cut_rows
 
 Pair = collections.namedtuple("Pair", "left right")
 

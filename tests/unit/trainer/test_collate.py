@@ -9,7 +9,7 @@ from torch import nn
 
 from headway import TrainingArguments
 from headway.errors import DataError
-from headway.replay.cut import cut_rows
+from headway.collectives.cut import cut_rows
 from headway.trainer.collate import (
     NUM_ITEMS,
     Collating,
