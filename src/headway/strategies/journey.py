@@ -165,7 +165,7 @@ class Route:
         _exchange(model, _ModelCall(self))
 
     def run(
-        self, stage: int, received: Tree, forward: Callable[[], Any], goes_on: bool = True, is_tail: bool = False
+        self, stage: int, received: Tree, forward: Callable[[], Any], goes_on: bool = False, is_tail: bool = False
     ) -> Any:
         """Run `forward`, which calls the model, as one stage; returns what its last block did, or what `forward` does."""
         before, self.journey = self.journey, Journey(self, stage, received, goes_on, is_tail)

@@ -278,7 +278,7 @@ class PipelineStrategy(SingleStrategy):
 
         def compute(stage: int, number: int, received: Tree) -> Tree:
             piece = task.pieces[number]
-            found = pipe.route.run(stage, received, lambda: task.fn(piece))
+            found = pipe.route.run(stage, received, lambda: task.fn(piece), goes_on=stage == last)
             if stage < last:
                 return found
             _check_loss(found)

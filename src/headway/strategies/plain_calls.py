@@ -107,7 +107,7 @@ class PlainCalls:
 
         def compute(stage: int, number: int, received: Tree) -> Tree:
             given, named = pieces[number]
-            return pipe.route.run(stage, received, lambda: call(*given, **named), goes_on=False)
+            return pipe.route.run(stage, received, lambda: call(*given, **named))
 
         failure, result, joined = None, None, []
         with pipe.own_stream() as told:
@@ -116,7 +116,7 @@ class PlainCalls:
             if pipe.is_last:
                 try:
                     received, joined = self._join(batch, pieces)
-                    result = pipe.route.run(last, received, lambda: call(*args, **kwargs), is_tail=True)
+                    result = pipe.route.run(last, received, lambda: call(*args, **kwargs), goes_on=True, is_tail=True)
                 except Exception as error:
                     failure = error
         answers = pipe.group.gather_objects((told.is_any, *pipe.told(result, failure)))
