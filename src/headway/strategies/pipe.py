@@ -92,11 +92,28 @@ class Pipe:
     def cut(self, batch: Tree, wanted: int | None = None) -> list[Tree]:
         """Micro-batches of a batch: as many as asked for, as the schedule takes, and at most one a row."""
         num_rows = find_batch_size(batch) or 1
+        return [
+            batch if bounds is None else cut_rows(batch, *bounds, num_rows) for bounds in self._bounds(num_rows, wanted)
+        ]
+
+    def cut_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: int | None
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments of a call for each micro-batch: each argument is a batch of its own."""
+        num_rows = find_batch_size((args, kwargs)) or 1
+        made = []
+        for bounds in self._bounds(num_rows, wanted):
+            if bounds is None:
+                return [(args, kwargs)]
+            given = tuple(cut_rows(each, *bounds, num_rows) for each in args)
+            made.append((given, {name: cut_rows(each, *bounds, num_rows) for name, each in kwargs.items()}))
+        return made
+
+    def _bounds(self, num_rows: int, wanted: int | None) -> list[tuple[int, int] | None]:
+        """Which rows each micro-batch has; None: all of them."""
         wanted = wanted or self.options.wanted_microbatches(self.group.world_size)
-        num = next(number for number in range(min(wanted, num_rows), 0, -1) if self._takes(number))
-        if num == 1:
-            return [batch]
-        return [cut_rows(batch, *slice_bounds(num_rows, num, index), num_rows) for index in range(num)]
+        num = next((number for number in range(min(wanted, num_rows), 0, -1) if self._takes(number)), 1)
+        return [None] if num == 1 else [slice_bounds(num_rows, num, index) for index in range(num)]
 
     def _takes(self, number: int) -> bool:
         """Interleaved schedules go by rounds of as many micro-batches as there are ranks, or a few more."""

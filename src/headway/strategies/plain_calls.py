@@ -103,7 +103,7 @@ class PlainCalls:
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], wanted: int | None
     ) -> tuple[Any, list[torch.Tensor], list[torch.Tensor], Batch]:
         pipe, last = self._pipe, self._pipe.num_stages - 1
-        pieces = pipe.cut((args, kwargs), wanted)
+        pieces = pipe.cut_call(args, kwargs, wanted)
 
         def compute(stage: int, number: int, received: Tree) -> Tree:
             given, named = pieces[number]
