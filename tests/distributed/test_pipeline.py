@@ -157,7 +157,9 @@ def losses_that_need_more() -> None:
     call = lambda piece: squares(model, piece) + squares(model, piece)  # noqa: E731
     refused(accelerator, UnsupportedError, "called twice", lambda: accelerator.forward_backward(text(rows=4), call))
     wrong = lambda piece: 1 / 0  # noqa: E731
-    refused(accelerator, Exception, "division", lambda: _named(lambda: accelerator.forward_backward(text(rows=4), wrong)))
+    refused(
+        accelerator, Exception, "division", lambda: _named(lambda: accelerator.forward_backward(text(rows=4), wrong))
+    )
     loss = accelerator.forward_backward(text(rows=4), lambda piece: squares(model, piece))  # and it goes on
     assert torch.isfinite(loss)
     accelerator.end_training()

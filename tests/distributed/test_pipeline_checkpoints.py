@@ -14,9 +14,7 @@ def save_and_load(folder, saved, loaded):
     """Saves under some layouts, then the losses from each saved state on under others."""
     for layout, is_behind in saved:
         train(layout, save=str(Path(folder, layout)), is_behind=is_behind)
-    return {
-        (source, layout): train(layout, load=str(Path(folder, source)))[0] for source, layout in loaded
-    }
+    return {(source, layout): train(layout, load=str(Path(folder, source)))[0] for source, layout in loaded}
 
 
 def test_pipelines_and_other_layouts_go_on_from_each_other(tmp_path):
@@ -32,7 +30,12 @@ def test_pipelines_and_other_layouts_go_on_from_each_other(tmp_path):
     )  # fmt: skip
     single = {("pp", "single"): train("ddp", load=str(tmp_path / "pp"))[0]}
     replicated = run_ranks(
-        save_and_load, 4, str(tmp_path), (("ddp=2+pp=2", True),), (("pp", "ddp=2+pp=2"), ("ddp=2+pp=2", "fsdp")), timeout=300
+        save_and_load,
+        4,
+        str(tmp_path),
+        (("ddp=2+pp=2", True),),
+        (("pp", "ddp=2+pp=2"), ("ddp=2+pp=2", "fsdp")),
+        timeout=300,
     )
     for found in (*by_rank, single, *replicated):
         for (before, after), losses in found.items():

@@ -1,4 +1,4 @@
-"""Options of pipeline parallelism: where a model is cut into stages, and in which order micro-batches pass through them. Torch-free."""
+"""Options of pipeline parallelism: where a model is cut into stages, and in which order micro-batches pass. Torch-free."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,8 @@
 """One stage of a pipeline as torch's schedules drive it.
 
-torch's own `PipelineStage` has one shape for all micro-batches, and finds it by running the stage on the meta device. Here micro-batches
-may differ in shape: what travels is known from a micro-batch that has gone ahead (`pipe.py`), and each has buffers of its own. The
-order of all computing and sending is torch's; so is backward, split in two for zero bubble.
+torch's own `PipelineStage` has one shape for all micro-batches, and finds it by running the stage on the meta device. Here
+micro-batches may differ in shape: what travels is known from a micro-batch that has gone ahead (`pipe.py`), and each has buffers of
+its own. The order of all computing and sending is torch's; so is backward, split in two for zero bubble.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -216,7 +216,7 @@ class Chunk(_PipelineStageBase):
             if is_used:
                 found = self._backward(outputs, grads, inputs)
         elif is_used and any(tensor.requires_grad for tensor in inputs):
-            found, groups = stage_backward_input(outputs, grads, inputs, self._parameters())  # type: ignore[arg-type]
+            found, groups = stage_backward_input(outputs, grads, inputs, self._parameters())
             self._halves[bwd_chunk_id] = lambda: stage_backward_weight(self._parameters(), groups)
         elif is_used:
             self._halves[bwd_chunk_id] = lambda: self._backward(outputs, grads, inputs)

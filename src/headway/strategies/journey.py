@@ -92,7 +92,7 @@ class Journey:
         if index != self._next:
             expected = names[self._next] if self._next < len(names) else "no block"
             raise UnsupportedError(
-                f"{self._route.kind} called block {names[index]} where {expected} comes in the module tree; pipeline parallelism needs "
+                f"{self._route.kind} called block {names[index]} where {expected} comes in the module tree; a pipeline needs "
                 "blocks that run once each, in order. Name them with PipelineOptions(blocks=[...]), or use another strategy"
             )
         self._next += 1
@@ -119,7 +119,7 @@ class Journey:
         if self._next < len(self._route.stages.blocks):
             name = self._route.stages.names[self._next]
             raise UnsupportedError(
-                f"the loss was computed without block {name} of {self._route.kind}; under pipeline parallelism it must call the model "
+                f"the loss was computed without block {name} of {self._route.kind}; in a pipeline it must call the model "
                 "once, and all blocks must run"
             )
         self._check("the result", result)
@@ -214,8 +214,9 @@ class Route:
                     self._shapes[key] = bare(*given, **named)
             except Exception as error:
                 raise PrepareError(
-                    f"the module {name} of {self.kind} is on another stage, and the shape of its result could not be found without its "
-                    f"values ({type(error).__name__}: {error}); have it on both with PipelineOptions(first=[{name!r}], last=[{name!r}])"
+                    f"the module {name} of {self.kind} is on another stage, and the shape of its result could not be found "
+                    f"without its values ({type(error).__name__}: {error}); have it on both with "
+                    f"PipelineOptions(first=[{name!r}], last=[{name!r}])"
                 ) from error
         return map_tensors(lambda tensor: stand_in(tensor, self._device), self._shapes[key])
 
@@ -289,12 +290,14 @@ def _exchange(module: torch.nn.Module, call: Call) -> None:
 
 
 @cache
-def _routed(bare: type) -> type:
+def _routed(bare: Any) -> type:
     """One subclass for all modules of a class: the compiler's guards look at it."""
     try:
         return type(bare.__name__, (Routed, bare), {"__module__": bare.__module__, "__doc__": bare.__doc__})
     except TypeError as error:
-        raise PrepareError(f"the class {bare.__qualname__} cannot be extended, which a pipeline needs: {error}") from error
+        raise PrepareError(
+            f"the class {bare.__qualname__} cannot be extended, which a pipeline needs: {error}"
+        ) from error
 
 
 def signature(tree: Tree) -> str:

@@ -89,29 +89,25 @@ class Pipe:
 
     # ---------------------------------------------------------------- parts of a batch
 
-    def cut(self, batch: Tree, wanted: int | None = None) -> list[Tree]:
+    def cut(self, batch: Tree) -> list[Tree]:
         """Micro-batches of a batch: as many as asked for, as the schedule takes, and at most one a row."""
         num_rows = find_batch_size(batch) or 1
-        return [
-            batch if bounds is None else cut_rows(batch, *bounds, num_rows) for bounds in self._bounds(num_rows, wanted)
-        ]
+        return [batch if bounds is None else cut_rows(batch, *bounds, num_rows) for bounds in self._bounds(num_rows)]
 
-    def cut_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: int | None
-    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def cut_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The arguments of a call for each micro-batch: each argument is a batch of its own."""
         num_rows = find_batch_size((args, kwargs)) or 1
         made = []
-        for bounds in self._bounds(num_rows, wanted):
+        for bounds in self._bounds(num_rows):
             if bounds is None:
                 return [(args, kwargs)]
             given = tuple(cut_rows(each, *bounds, num_rows) for each in args)
             made.append((given, {name: cut_rows(each, *bounds, num_rows) for name, each in kwargs.items()}))
         return made
 
-    def _bounds(self, num_rows: int, wanted: int | None) -> list[tuple[int, int] | None]:
+    def _bounds(self, num_rows: int) -> list[tuple[int, int] | None]:
         """Which rows each micro-batch has; None: all of them."""
-        wanted = wanted or self.options.wanted_microbatches(self.group.world_size)
+        wanted = self.options.wanted_microbatches(self.group.world_size)
         num = next((number for number in range(min(wanted, num_rows), 0, -1) if self._takes(number)), 1)
         return [None] if num == 1 else [slice_bounds(num_rows, num, index) for index in range(num)]
 
@@ -217,17 +213,18 @@ class Pipe:
     def _schedule(self, chunks: "list[Chunk]", num: int) -> Any:
         from torch.distributed.pipelining import schedules
 
-        name, given = self.options.schedule, {"loss_fn": _loss, "scale_grads": False}
+        name = self.options.schedule
+        given: dict[str, Any] = {"loss_fn": _loss, "scale_grads": False}
         if len(chunks) == 1:
             # With fewer micro-batches than stages 1F1B is GPipe.
             kind = schedules.Schedule1F1B if name == "1f1b" and num >= self.num_stages else schedules.ScheduleGPipe
             return kind(chunks[0], num, **given)
-        kinds = {
+        kinds: dict[str, Any] = {
             "interleaved": schedules.ScheduleInterleaved1F1B,
             "zero_bubble": schedules.ScheduleInterleavedZeroBubble,
             "zbv": schedules.ScheduleZBVZeroBubble,
         }
-        return kinds[name](chunks, num, **given)
+        return kinds[name](list(chunks), num, **given)
 
     # ---------------------------------------------------------------- random numbers
 

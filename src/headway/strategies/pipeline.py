@@ -131,6 +131,22 @@ class PipelineStrategy(SingleStrategy):
         process.at_end(self.release, is_engine=True)
         return None
 
+    def answer_only(self, is_shared: bool) -> None:
+        """Calls of the model need no gradients from now on.
+
+        Args:
+            is_shared: all ranks get its outputs; False: the one with the last stage, and None elsewhere.
+        """
+        pipe, calls = self._pipe, self._calls
+        assert pipe is not None
+        assert calls is not None
+
+        def call(bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with torch.no_grad():
+                return calls(bare, args, kwargs, is_shared)
+
+        pipe.route.whole = call
+
     def _cut(self, model: torch.nn.Module, transforms: Iterable[Transform]) -> tuple[Route, PipelineState]:
         num_ranks, rank = self._group.world_size, self._group.rank
         num_stages = num_ranks * self._options.num_per_rank
@@ -175,7 +191,7 @@ class PipelineStrategy(SingleStrategy):
                             self._replaced[key] = weakref.ref(tensor), made[key]
                         owners[id(made[key])] = owners[key]
                         made[id(made[key])] = made[key]
-                    held[name] = made[key]  # type: ignore[assignment]
+                    held[name] = made[key]
                     found[f"{path}.{name}".lstrip(".")] = owners[key]
         return found
 
@@ -308,7 +324,7 @@ class PipelineStrategy(SingleStrategy):
             UnsupportedError: always.
         """
         raise UnsupportedError(
-            "a second backward in the last micro-batch of a window: under pipeline parallelism a batch has one; add the losses up, and "
+            "a second backward in the last micro-batch of a window: in a pipeline a batch has one; add the losses up, and "
             "call accelerator.backward once"
         )
 

@@ -25,9 +25,7 @@ class PipelineState:
         owners: as given.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, owners: Mapping[str, frozenset[int]], layout: Layout, rank: int
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, owners: Mapping[str, frozenset[int]], layout: Layout, rank: int) -> None:
         self.owners = owners
         self._model = model
         self._rank = rank
@@ -36,7 +34,9 @@ class PipelineState:
 
     # ---------------------------------------------------------------- pieces
 
-    def _piece(self, shape: tuple[int, ...], dtype: torch.dtype, on: frozenset[int], held: torch.Tensor | None) -> Piece:
+    def _piece(
+        self, shape: tuple[int, ...], dtype: torch.dtype, on: frozenset[int], held: torch.Tensor | None
+    ) -> Piece:
         writer = self._ranks[min(on)]
         split = Split(tuple((size,) for size in shape), (writer,))
         if held is None:

@@ -75,7 +75,7 @@ class PlainCalls:
     # ---------------------------------------------------------------- forward
 
     def __call__(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], wanted: int | None = None
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_shared: bool = True
     ) -> Any:
         """The outputs, on all ranks.
 
@@ -83,7 +83,7 @@ class PlainCalls:
             call: the model's own.
             args: of the whole batch.
             kwargs: as well.
-            wanted: micro-batches; None: as the options say.
+            is_shared: False: only the last stage's rank gets them, the others None.
 
         Raises:
             UnsupportedError: with gradients, another schedule than GPipe.
@@ -96,20 +96,24 @@ class PlainCalls:
                 f"{pipe.route.kind} cannot be called with gradients by itself; use accelerator.forward_backward(batch, fn), or "
                 "schedule='gpipe'"
             )
-        parcel, found, joined, batch = self._forward(call, args, kwargs, wanted)
+        parcel, found, joined, batch = self._forward(call, args, kwargs)
+        if not is_shared:
+            return parcel.open(found) if pipe.is_last else None
         return self._outputs(parcel, found, joined, batch, learns)
 
     def _forward(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], wanted: int | None
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, list[torch.Tensor], list[torch.Tensor], Batch]:
         pipe, last = self._pipe, self._pipe.num_stages - 1
-        pieces = pipe.cut_call(args, kwargs, wanted)
+        pieces = pipe.cut_call(args, kwargs)
 
         def compute(stage: int, number: int, received: Tree) -> Tree:
             given, named = pieces[number]
             return pipe.route.run(stage, received, lambda: call(*given, **named))
 
-        failure, result, joined = None, None, []
+        failure: Exception | None = None
+        result: Any = None
+        joined: list[torch.Tensor] = []
         with pipe.own_stream() as told:
             batch = pipe.begin(pieces, compute, "plain")
             self._run(batch)
@@ -154,8 +158,8 @@ class PlainCalls:
             odd = next((t for t in tensors(part) if batch.num > 1 and (t.ndim == 0 or t.shape[0] != rows)), None)
             if odd is not None:
                 raise UnsupportedError(
-                    f"a block of {self._pipe.route.kind} returns a tensor of shape {tuple(odd.shape)} for {rows} rows, so micro-batches "
-                    "cannot be joined along their rows; use accelerator.forward_backward(batch, fn), or "
+                    f"a block of {self._pipe.route.kind} returns a tensor of shape {tuple(odd.shape)} for {rows} rows, so "
+                    "micro-batches cannot be joined along their rows; use accelerator.forward_backward(batch, fn), or "
                     "PipelineOptions(num_microbatches=1)"
                 )
         whole = concatenate(parts) if batch.num > 1 else parts[0]

@@ -1,4 +1,4 @@
-"""How a model is cut into the stages of a pipeline: runs of its blocks, and what lies outside of the blocks on the first and the last.
+"""How a model is cut into the stages of a pipeline: runs of its blocks; what lies outside of these is on the first or the last.
 
 A stage is a run of the model's repeated blocks. Modules outside of them (embeddings, norms, heads) are on the first stage if they
 come before the blocks in the module tree, on the last if they come after. A parameter is held by every stage whose modules hold
@@ -128,9 +128,7 @@ def _sides(
     model: torch.nn.Module, blocks: set[int], num_stages: int, options: PipelineOptions
 ) -> tuple[dict[str, frozenset[int]], list[str]]:
     """Modules beside the blocks with their stages, and tensors that lie in modules around them."""
-    around = {
-        id(module) for module in model.modules() if any(id(each) in blocks for each in module.modules())
-    } - blocks
+    around = {id(module) for module in model.modules() if any(id(each) in blocks for each in module.modules())} - blocks
     found: dict[str, frozenset[int]] = {}
     loose: list[str] = []
     has_met_blocks = False
@@ -152,8 +150,8 @@ def _sides(
         for name in wanted:
             if name not in found:
                 raise ConfigError(
-                    f"PipelineOptions({'first' if stage == 0 else 'last'}=...) names {name!r}; the modules with parameters outside of "
-                    f"the blocks of {type(model).__name__} are {', '.join(found) or 'none'}"
+                    f"PipelineOptions({'first' if stage == 0 else 'last'}=...) names {name!r}; the modules with parameters outside "
+                    f"of the blocks of {type(model).__name__} are {', '.join(found) or 'none'}"
                 )
     for name in found:
         stages = {stage for stage, wanted in ((0, options.first), (num_stages - 1, options.last)) if name in wanted}
