@@ -18,26 +18,18 @@ def save_and_load(folder, saved, loaded):
 
 
 def test_pipelines_and_other_layouts_go_on_from_each_other(tmp_path):
-    ((whole, _),) = run_ranks(train, 1, "ddp")
+    whole, _ = train("ddp")
     assert len(whole) == UPDATES
     assert max(whole) - min(whole) > 0.1  # it learns
     train("ddp", save=str(tmp_path / "single"))
-    by_rank = run_ranks(
+    found = run_ranks(
         save_and_load, 2, str(tmp_path),
-        (("fsdp", False), ("pp", False)),
-        (("single", "pp"), ("fsdp", "pp"), ("pp", "pp"), ("pp", "fsdp"), ("pp", "ddp")),
-        timeout=300,
+        (("fsdp", False), ("pp", True)),
+        (("single", "pp"), ("fsdp", "pp"), ("pp", "fsdp"), ("pp", "ddp")),
+        timeout=250,
     )  # fmt: skip
-    single = {("pp", "single"): train("ddp", load=str(tmp_path / "pp"))[0]}
-    replicated = run_ranks(
-        save_and_load,
-        4,
-        str(tmp_path),
-        (("ddp=2+pp=2", True),),
-        (("pp", "ddp=2+pp=2"), ("ddp=2+pp=2", "fsdp")),
-        timeout=300,
-    )
-    for found in (*by_rank, single, *replicated):
-        for (before, after), losses in found.items():
+    found.append({("pp", "single"): train("ddp", load=str(tmp_path / "pp"))[0]})
+    for curves in found:
+        for (before, after), losses in curves.items():
             differences = [abs(one - other) for one, other in zip(losses, whole[STOP:], strict=True)]
             assert max(differences) < 2e-5, (before, after, losses, whole)
