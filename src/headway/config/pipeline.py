@@ -16,7 +16,7 @@ class PipelineOptions:
     Attributes:
         schedule: one of `SCHEDULES`. "gpipe": all forwards, then all backwards. "1f1b": the same result with fewer activations
             in memory. "interleaved", "zero_bubble" and "zbv": several stages a rank, and less idle time. All but "gpipe" need
-            forward and backward in one call (`accelerator.forward_backward`, the Trainer).
+            forward and backward in one call, `accelerator.forward_backward`.
         num_microbatches: how many parts a batch is cut into; None: twice the number of ranks along the pipeline. A batch with
             fewer rows gets one part a row.
         stages_per_rank: of the schedules that take several; None: 2. "zbv" takes 2.
