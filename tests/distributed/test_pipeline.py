@@ -1,5 +1,10 @@
 """Pipelines = the hand-written loop on one process: losses, gradient norms and weights; and what they refuse, on all ranks alike."""
 
+import contextlib
+import importlib.util
+import io
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,13 +12,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway import Accelerator, ActivationCheckpointing, PipelineOptions
+from headway import Accelerator, ActivationCheckpointing, PipelineOptions, TorchDynamoPlugin
 from headway.errors import HeadwayError, StateError, UnsupportedError
 from tests.distributed import layouts
 from tests.distributed.layouts import GPT, Curve, Task, by_hand, difference, each, prepared, seeded, squares, text
 from tests.distributed.pipelines import as_function, whole_state
 from tests.distributed.ranks import run_ranks
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline.py"
 TOLERANCE = 3e-6
 """As for other layouts: float32 sums of other orders differ by so much."""
 
@@ -223,11 +229,54 @@ def other_objects() -> None:
     accelerator.end_training()
 
 
+def half_precision() -> None:
+    accelerator, model, optimizer = begin(mixed_precision="bf16")
+    plain = seeded(0, lambda: GPT(num_blocks=2))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = squares(plain, text(rows=8))
+    loss = squares(model, text(rows=8))
+    assert abs(loss.item() - expected.item()) < 5e-3
+    accelerator.backward(loss)
+    optimizer.step()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.grad is not None)
+    accelerator.end_training()
+
+
+def compiled_blocks() -> None:
+    compiling = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    accelerator, model, _ = begin(dynamo_plugin=compiling)
+    plain = seeded(0, lambda: GPT(num_blocks=2))
+    accelerator.backward(squares(model, text(rows=8)))
+    squares(plain, text(rows=8)).backward()
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
+    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+    assert abs(norm - expected) < 1e-5 * expected
+    accelerator.end_training()
+    accelerator = Accelerator(cpu=True, strategy="pp", kwargs_handlers=list(options("zbv")), dynamo_plugin=compiling)
+    with pytest.raises(UnsupportedError, match="splits backward in two"):
+        accelerator.prepare(GPT(num_blocks=4))
+    accelerator.end_training()
+
+
+def the_example() -> None:
+    spec = importlib.util.spec_from_file_location("pipeline_example", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    for schedule in ("1f1b", "zbv"):
+        with contextlib.redirect_stdout(io.StringIO()) as told:
+            example.main(["--schedule", schedule, "--epochs", "2"])
+        losses = [float(each) for each in re.findall(r"loss ([\d.]+)", told.getvalue())]
+        assert len(losses) == (2 if torch.distributed.get_rank() == 0 else 0)
+        assert losses[1:] <= losses[:1]
+
+
 def checks() -> list[str]:
     return each(
         [
             evaluation, streams, one_backward, backwards_by_hand, schedules_need_functions, losses_that_need_more, skipping,
-            not_finite, other_objects,
+            not_finite, other_objects, half_precision, compiled_blocks, the_example,
         ]
     )  # fmt: skip
 

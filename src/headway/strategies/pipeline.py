@@ -164,6 +164,12 @@ class PipelineStrategy(SingleStrategy):
                 "a model that is compiled as a whole cannot be cut into stages; compile its blocks "
                 "(TorchDynamoPlugin(use_regional_compilation=True))"
             )
+        is_split = self._options.schedule in ("zero_bubble", "zbv")
+        if is_split and any(getattr(block, "_compiled_call_impl", None) is not None for block in stages.blocks):
+            raise UnsupportedError(
+                f"schedule={self._options.schedule!r} splits backward in two, which compiled blocks do not allow; use '1f1b' or "
+                "'interleaved', or leave compilation out"
+            )
         local = frozenset(s for s in range(num_stages) if self._options.rank_of(s, num_ranks) == rank)
         holders = {
             key: frozenset(self._options.rank_of(stage, num_ranks) for stage in on)
