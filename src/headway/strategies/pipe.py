@@ -81,6 +81,11 @@ class Pipe:
         self.owners = [options.rank_of(stage, group.world_size) for stage in range(self.num_stages)]
         self.last_rank = self.owners[-1]
         self._known: dict[Any, list[Parcel]] = {}
+        holders = route.stages.holders(model)
+        self._weights = {
+            stage: [parameter for parameter in model.parameters() if stage in holders[id(parameter)]]
+            for stage in route.local
+        }
 
     @property
     def is_last(self) -> bool:
@@ -147,7 +152,7 @@ class Pipe:
 
         made = {}
         for stage in sorted(self.route.local):
-            weights = [parameter for parameter in self._weights(stage) if parameter.requires_grad]
+            weights = [parameter for parameter in self._weights[stage] if parameter.requires_grad]
 
             def run(number: int, received: Tree, stage: int = stage) -> Tree:
                 return compute(stage, number, received)
@@ -156,12 +161,6 @@ class Pipe:
                 self.model, stage, self.num_stages, self.device, self.group.group, self.owners, weights, run
             )
         return made
-
-    def _weights(self, stage: int) -> Iterator[torch.nn.Parameter]:
-        holders = self.route.stages.holders(self.model)
-        for parameter in self.model.parameters():
-            if stage in holders.get(id(parameter), ()):
-                yield parameter
 
     def _go_ahead(self, batch: Batch, number: int) -> "list[Parcel]":
         parcels: list[Parcel] = []

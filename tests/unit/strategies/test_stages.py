@@ -1,5 +1,7 @@
 """Where a model is cut into stages, and which stages hold what."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ def cut(num_stages, model=None, **options):
 )
 def test_stages_have_equally_many_blocks_and_the_last_has_none_to_spare(num_stages, sizes):
     bounds = cut(num_stages).bounds
-    assert [b - a for a, b in zip(bounds, bounds[1:])] == sizes
+    assert [b - a for a, b in pairwise(bounds)] == sizes
 
 
 def test_modules_beside_the_blocks_are_on_the_first_or_the_last_stage():
@@ -59,7 +61,7 @@ def test_stages_by_name():
 
 
 def test_too_few_blocks():
-    with pytest.raises(PrepareError, match="has 5 repeated blocks .* too few for 6 stages"):
+    with pytest.raises(PrepareError, match=r"has 5 repeated blocks .* too few for 6 stages"):
         cut(6)
     with pytest.raises(PrepareError, match="has no repeated blocks"):
         cut(2, nn.Linear(2, 2))
