@@ -32,6 +32,7 @@ _PLACES = {
     "ModelHook": "headway.compat.accelerate.hooks",
     "NonFinitePolicy": "headway.training.finite",
     "OffloadedWeightsLoader": "headway.offload.dat_folder",
+    "PipelineOptions": "headway.config.pipeline",
     "Preemption": "headway.config.preemption",
     "PrefixedDataset": "headway.offload.dat_folder",
     "PrinterCallback": "headway.trainer.display",
@@ -94,6 +95,7 @@ _PLACES = {
     "offload_weight": "headway.offload.dat_folder",
     "on_main_process": "headway.tracking.base",
     "plan": "headway.planning.compare",
+    "prepare_pippy": "headway.strategies.pippy",
     "print_gpu_utilization": "headway.memory.use",
     "print_summary": "headway.memory.use",
     "read_offload_index": "headway.offload.dat_folder",
@@ -159,6 +161,7 @@ if TYPE_CHECKING:
     from headway.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
     from headway.config.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
     from headway.config.layouts import ParallelismConfig as ParallelismConfig
+    from headway.config.pipeline import PipelineOptions as PipelineOptions
     from headway.config.plugins import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
     from headway.config.plugins import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from headway.config.plugins import TorchContextParallelConfig as TorchContextParallelConfig
@@ -225,6 +228,7 @@ if TYPE_CHECKING:
     from headway.planning.compare import plan as plan
     from headway.progress import track as track
     from headway.runtime.seed import set_seed as set_seed
+    from headway.strategies.pippy import prepare_pippy as prepare_pippy
     from headway.tracking.base import GeneralTracker as GeneralTracker
     from headway.tracking.base import LoggerType as LoggerType
     from headway.tracking.base import Tracker as Tracker

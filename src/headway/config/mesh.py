@@ -22,8 +22,10 @@ AXES = ("pp", "replicate", "shard", "cp", "tp")
 """From the outermost to the innermost: neighbours in rank are neighbours along the last axis."""
 DATA_AXES = ("replicate", "shard")
 """Ranks that differ along these read data of their own; those that differ along the others read the same."""
-SERVED = ("replicate", "shard", "tp")
+SERVED = ("pp", "replicate", "shard", "tp")
 """Axes that a run may have today; the others are words for layouts that are not there yet."""
+BESIDE_PP = ("pp", "replicate")
+"""Axes that a run with pipeline stages may have."""
 ENGINES = ("deepspeed", "zero1", "zero2", "zero3")
 """Words that stand alone: DeepSpeed's own engine, and its stages."""
 _TERMS = {"ddp": "replicate", "fsdp": "shard", "cp": "cp", "tp": "tp", "pp": "pp"}
@@ -264,7 +266,12 @@ def check_served(layout: Layout) -> None:
     lacking = [f"{_WORDS[axis]} ({axis}={size})" for axis, size in layout.sizes.items() if axis not in SERVED]
     if lacking:
         raise UnsupportedError(
-            f"{' and '.join(lacking)} are not there yet; a layout is made of ddp, fsdp, hsdp and tp, as in fsdp+tp=2"
+            f"{' and '.join(lacking)} are not there yet; a layout is made of ddp, fsdp, hsdp, tp and pp, as in fsdp+tp=2"
+        )
+    beside = [f"{_WORDS[axis]} ({axis}={size})" for axis, size in layout.sizes.items() if axis not in BESIDE_PP]
+    if layout.pp > 1 and beside:
+        raise UnsupportedError(
+            f"{' and '.join(beside)} cannot be combined with pipeline stages (pp={layout.pp}) yet; use pp with ddp, as in ddp=2+pp=2"
         )
 
 

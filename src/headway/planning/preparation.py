@@ -11,6 +11,7 @@ from torch import nn
 from headway.collectives.door import Collectives
 from headway.config.mesh import Layout
 from headway.config.strategies import EngineOptions
+from headway.errors import UnsupportedError
 from headway.planning.pretence import OneOfEach
 from headway.recompute.checkpointing import checkpoint_activations
 from headway.runtime.device import CPU
@@ -65,6 +66,10 @@ def chosen(layout: Layout, machine_ranks: int, precision: str, options: EngineOp
     """
     if layout.is_replicas_only:
         return None
+    if layout.pp > 1:
+        raise UnsupportedError(
+            "pipeline stages cannot be planned yet: ranks hold different blocks; plan one stage as a model of its own"
+        )
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     here = ProcessRuntime(
         rank,

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from headway.collectives.cut import cut_rows
 from headway.collectives.tree import Tree, find_batch_size, tensors
 from headway.errors import StateError
 from headway.precision.base import Precision
-from headway.replay.cut import cut_rows
 from headway.replay.headroom import Headroom
 from headway.replay.snapshot import Snapshot
 from headway.replay.transaction import Transaction

@@ -143,6 +143,22 @@ class Strategy(Protocol):
     def keep_local(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """A block in which nothing of the model travels, neither gradients nor buffers, whatever `accumulate` says."""
 
+    def compute(
+        self,
+        fn: Callable[[Any], torch.Tensor],
+        batch: Any,
+        weigh: Callable[[Any], float | torch.Tensor] | None,
+        reduction: str,
+    ) -> torch.Tensor:
+        """The loss of a batch that is held as a function: `fn(batch)`, or what stands for it until backward has computed it.
+
+        Args:
+            fn: from the batch, or a part of it, to its loss.
+            batch: nested tensors.
+            weigh: from the batch, or a part, to the items its loss is taken over; None: its rows.
+            reduction: "mean" over those, or "sum".
+        """
+
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
         """Add the gradient of `loss * factor`."""
 

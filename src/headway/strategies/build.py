@@ -7,6 +7,7 @@ from headway.config import mesh, outside
 from headway.config.choice import Chosen
 from headway.config.deepspeed import DeepSpeedPlugin
 from headway.config.mesh import Layout
+from headway.config.pipeline import PipelineOptions
 from headway.config.sharding import ShardingOptions
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
@@ -91,6 +92,10 @@ def build_strategy(
             raise UnsupportedError(
                 "microbatching='auto' only works with whole models so far; leave it out, or use strategy='ddp'"
             )
+        if layout.pp > 1:
+            from headway.strategies.pipeline import PipelineStrategy
+
+            return PipelineStrategy(collectives, layout, options.pipeline or PipelineOptions())
         from headway.strategies.mesh import MeshStrategy  # brings torch's compiler with it
 
         return MeshStrategy(collectives, layout, options.sharding or ShardingOptions(), number_format, options.tensor)

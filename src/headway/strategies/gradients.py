@@ -84,20 +84,28 @@ def copies(tensor: torch.Tensor, num_ranks: int) -> int:
     return num_ranks // math.prod(cut)
 
 
-def total_norm(parameters: Iterable[torch.Tensor], norm_type: float, everyone: Collectives) -> torch.Tensor:
+def total_norm(
+    parameters: Iterable[torch.Tensor], norm_type: float, everyone: Collectives, num_copies: int | None = None
+) -> torch.Tensor:
     """The norm of all gradients together, a plain 0-d tensor, the same on all ranks; one exchange.
 
     Each element counts once, on however many ranks it lies. A value that is not finite on any rank reaches all.
+
+    Args:
+        parameters: whose gradients.
+        norm_type: 2 for the Euclidean norm.
+        everyone: the ranks that hold them.
+        num_copies: on how many of these each lies, where a rank may have none; None: as DTensors say, and plain ones on all.
     """
     alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
-    device, dtype = torch.device("cpu"), torch.float32
+    device, dtype = torch.device("cpu") if num_copies is None else everyone.runtime.device, torch.float32
     for parameter in parameters:
         grad = complete(parameter)
         if grad is not None:
             part = local(grad)
             device, dtype = part.device, torch.promote_types(dtype, part.dtype)
             if part.numel():
-                key = copies(grad, everyone.world_size), part.device, part.dtype
+                key = num_copies or copies(grad, everyone.world_size), part.device, part.dtype
                 alike.setdefault(key, []).append(part.detach())
     # Where gradients lie on several devices (offloaded ones among them), the sum is made on the CPU.
     device = device if all(key[1] == device for key in alike) else torch.device("cpu")

@@ -94,6 +94,16 @@ class SingleStrategy:
         """Nothing travels."""
         return nullcontext()
 
+    def compute(
+        self,
+        fn: Callable[[Any], torch.Tensor],
+        batch: Any,
+        weigh: Callable[[Any], float | torch.Tensor] | None,
+        reduction: str,
+    ) -> torch.Tensor:
+        """Call it."""
+        return fn(batch)
+
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
         """Run backward with `factor` as the gradient of the loss: no extra operation is recorded."""
         loss = precision.scale_loss(loss)

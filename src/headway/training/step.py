@@ -340,7 +340,7 @@ class Step(ABC):
         """A piece of a batch that is held as a function, or all of it."""
         with MicroBatch(self, self.prepared.models):
             weigh = task.weigher(piece)
-            loss = task.fn(piece)
+            loss = self.strategy.compute(task.fn, piece, task.weight, task.reduction)
             self.backward(loss, weigh(), task.reduction)
             weighed = self.windows.current.micro_weight
             task.add(loss.detach(), 1.0 if weighed is None else weighed[0])

@@ -170,7 +170,7 @@ WRONG = [
     ),
     ("-n 8 --parallelism_config_sp_size 2", "Ulysses) is not supported"),
     ("-n 8 --strategy fsdp+cp=2", "parts of a sequence (cp=2) are not there yet; a layout is made of ddp, fsdp, hsdp"),
-    ("-n 8 --strategy pp=2+ddp", "pipeline stages (pp=2) are not there yet"),
+    ("-n 8 --strategy pp=2+fsdp", "shards (shard=4) cannot be combined with pipeline stages (pp=2) yet"),
     ("-n 8 --parallelism_config_cp_size 8", "parts of a sequence (cp=8) are not there yet"),
     ("-n 8 --strategy zero3+tp=2", "but 'zero3' cannot be combined with other terms"),
     (

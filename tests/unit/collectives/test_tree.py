@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 from transformers.utils import ModelOutput
 
+from headway.collectives.cut import cut_rows
 from headway.collectives.tree import (
     concatenate,
     find_batch_size,
@@ -20,7 +21,6 @@ from headway.collectives.tree import (
     to_device,
 )
 from headway.errors import DataError, UnsupportedError
-from headway.replay.cut import cut_rows
 
 Pair = collections.namedtuple("Pair", "left right")
 

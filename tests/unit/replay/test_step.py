@@ -14,8 +14,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, GradientAccumulationPlugin
+from headway.collectives.cut import cut_rows
 from headway.errors import ConfigError, LossError, MemoryExhausted, StateError, UnsupportedError
-from headway.replay.cut import cut_rows
 from headway.replay.piece_size import FIRST_PATIENCE, PieceSize
 from headway.strategies.base import Capabilities
 from headway.strategies.single import SingleStrategy

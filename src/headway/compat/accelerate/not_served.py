@@ -13,7 +13,8 @@ _MEGATRON = (
     "(docs/tensor_parallel.md)"
 )
 _PIPELINE = (
-    "pipelines are not there yet; `load_checkpoint_and_dispatch(..., device_map='auto')` spreads a model over devices"
+    "it is a part of Accelerate's `prepare_pippy`, which Headway does in another way; use `prepare_pippy` itself, or "
+    "Accelerator(strategy='pp') to train"
 )
 _FP8 = "fp8 is not there yet; it is planned. Until then use mixed_precision='bf16'"
 _QUANTISED = (
@@ -60,7 +61,7 @@ _BY_SENTENCE = {
         gather_across_data_parallel_groups initialize model_provider_func parse_bert_config parse_glm4_moe_config
         parse_gpt2_config parse_llama_config parse_t5_config prepare_model_optimizer_scheduler
     """,
-    _PIPELINE: "build_pipeline find_pippy_batch_size generate_device_map pad_input_tensors pippy_forward prepare_pippy",
+    _PIPELINE: "build_pipeline find_pippy_batch_size generate_device_map pad_input_tensors pippy_forward",
     _FP8: """
         AORecipeKwargs FP8BackendType FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs apply_fp8_autowrap
         check_cuda_fp8_capability contextual_fp8_autocast convert_model convert_model_to_fp8_ao
