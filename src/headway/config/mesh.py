@@ -22,7 +22,7 @@ AXES = ("pp", "replicate", "shard", "cp", "tp")
 """From the outermost to the innermost: neighbours in rank are neighbours along the last axis."""
 DATA_AXES = ("replicate", "shard")
 """Ranks that differ along these read data of their own; those that differ along the others read the same."""
-SERVED = ("replicate", "shard", "tp")
+SERVED = ("replicate", "shard", "cp", "tp")
 """Axes that a run may have today; the others are words for layouts that are not there yet."""
 ENGINES = ("deepspeed", "zero1", "zero2", "zero3")
 """Words that stand alone: DeepSpeed's own engine, and its stages."""
@@ -61,7 +61,7 @@ class Layout:
         pp: stages of a pipeline.
         replicate: copies of the whole model.
         shard: ranks among which each parameter is cut along dim 0 (FSDP).
-        cp: ranks among which each sequence is cut.
+        cp: ranks among which each sequence is cut, and each parameter with `shard`.
         tp: ranks among which each layer's matrices are cut.
     """
 
@@ -85,6 +85,11 @@ class Layout:
     def num_data_shards(self) -> int:
         """Groups of ranks that read data of their own."""
         return self.replicate * self.shard
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks among which each parameter is cut along dim 0: those along cp share parameters, too."""
+        return self.shard * self.cp
 
     @property
     def data_groups(self) -> list[list[int]]:
@@ -264,7 +269,7 @@ def check_served(layout: Layout) -> None:
     lacking = [f"{_WORDS[axis]} ({axis}={size})" for axis, size in layout.sizes.items() if axis not in SERVED]
     if lacking:
         raise UnsupportedError(
-            f"{' and '.join(lacking)} are not there yet; a layout is made of ddp, fsdp, hsdp and tp, as in fsdp+tp=2"
+            f"{' and '.join(lacking)} are not there yet; a layout is made of ddp, fsdp, hsdp, cp and tp, as in fsdp+tp=2"
         )
 
 

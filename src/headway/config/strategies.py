@@ -9,6 +9,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
+from headway.config.plugins import TorchContextParallelConfig
 from headway.config.sharding import ShardingOptions
 from headway.config.tensor import TensorParallelOptions
 from headway.errors import ConfigError
@@ -153,6 +154,7 @@ class EngineOptions:
     checkpointing: ActivationCheckpointing | None = None
     sharding: ShardingOptions | None = None
     tensor: TensorParallelOptions | None = None
+    context: TorchContextParallelConfig | None = None
 
 
 def collect_options(handlers: list[Any] | None) -> EngineOptions:
@@ -170,6 +172,7 @@ def collect_options(handlers: list[Any] | None) -> EngineOptions:
         "checkpointing": ActivationCheckpointing,
         "sharding": ShardingOptions,
         "tensor": TensorParallelOptions,
+        "context": TorchContextParallelConfig,
     }
     chosen: dict[str, Any] = {}
     for handler in handlers or []:
