@@ -15,7 +15,11 @@ from headway.config.launch import OF_DEEPSPEED, OF_SHARDS, UNSET, WRAPPING
 from headway.config.layouts import ParallelismConfig
 from headway.config.load import COMMAND_LINE, ranks_per_machine, run_setting
 from headway.config.mesh import Layout
-from headway.config.plugins import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
+from headway.config.plugins import (
+    FullyShardedDataParallelPlugin,
+    TorchContextParallelConfig,
+    TorchTensorParallelPlugin,
+)
 from headway.config.sharding import ShardingOptions
 from headway.config.strategies import ActivationCheckpointing, EngineOptions
 from headway.errors import ConfigError, UnsupportedError
@@ -241,7 +245,22 @@ class Wish:
                 f"ShardingOptions in kwargs_handlers contradicts {keys} in {self.origin}; keep one of them"
             )
         sharding = self._sharding(given.sharding or ShardingOptions(), layout)
-        return replace(given, sharding=sharding, checkpointing=self._checkpointing(given.checkpointing, sharding))
+        checkpointing = self._checkpointing(given.checkpointing, sharding)
+        return replace(given, sharding=sharding, checkpointing=checkpointing, context=self._context(given.context))
+
+    def _context(self, given: TorchContextParallelConfig | None) -> TorchContextParallelConfig:
+        """Options of context parallelism: of `kwargs_handlers` or of the ParallelismConfig."""
+        handler = None if self._parallelism is None else self._parallelism.cp_handler
+        if given is not None and handler is not None and given != handler:
+            raise ConfigError(
+                f"kwargs_handlers and parallelism_config.cp_handler of {self.origin} hold two TorchContextParallelConfig; keep one"
+            )
+        found = given or handler or TorchContextParallelConfig()
+        code = UNSET if given is None and handler is None else found.cp_comm_strategy
+        word, _ = run_setting(
+            "cp_comm_strategy", code, None, code_origin=f"TorchContextParallelConfig of {self.origin}"
+        )
+        return replace(found, cp_comm_strategy=word)
 
     def _setting(self, name: str, code: Any = UNSET) -> Any:
         value, key = self._read.settings.get(name, (code, name))
@@ -261,8 +280,8 @@ class Wish:
             min_num_params=number,
             **self._read.dtypes,
         )
-        if layout.shard > 1:
-            chosen.check(layout.shard)
+        if layout.num_shards > 1:
+            chosen.check(layout.num_shards)
         return chosen
 
     def _units(self, given: ShardingOptions) -> tuple[tuple[Any, ...], int]:
@@ -319,7 +338,8 @@ def _check_typed(text: str, layout: Layout) -> None:
     """
     is_deepspeed = text in mesh.ENGINES
     for names, fits, what in (
-        (OF_SHARDS, layout.shard > 1 and not is_deepspeed, "a layout with shards"),
+        (OF_SHARDS, layout.num_shards > 1 and not is_deepspeed, "a layout with shards"),
+        (("cp_comm_strategy",), layout.cp > 1, "context parallelism"),
         (OF_DEEPSPEED, is_deepspeed, "DeepSpeed"),
     ):
         for name in names if layout.num_ranks > 1 and not fits else ():

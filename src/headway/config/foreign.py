@@ -9,7 +9,7 @@ from typing import Any
 
 from headway import env
 from headway.config import mesh
-from headway.config.launch import OF_DEEPSPEED, WRAPPING
+from headway.config.launch import OF_DEEPSPEED, ROTATIONS, WRAPPING
 from headway.errors import ConfigError
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -120,8 +120,11 @@ class Foreign:
             ConfigError: a size that is not a number of processes.
         """
         key = key or f"parallelism_config_{name}"
-        if name in ("cp_backend", "cp_comm_strategy"):
-            self._needless(key, "there is no context parallelism here yet")
+        if name == "cp_backend":
+            _word(value, ("TORCH",), key)
+            self._needless(key, "there is no other backend than torch")
+        elif name == "cp_comm_strategy":
+            self._take(name, _word(value, tuple(map(str.upper, ROTATIONS)), key).lower(), key)
         elif name.startswith("sp_") and (name != "sp_size" or _number(value, key, 1) == 1):
             self._needless(key, "DeepSpeed's sequence parallelism is not supported")
         elif name == "sp_size":

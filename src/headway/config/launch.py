@@ -60,6 +60,7 @@ class LaunchConfig:
     fsdp_min_num_params: Maybe[int] = UNSET
     fsdp_activation_checkpointing: Maybe[bool] = UNSET
     fsdp_activation_checkpointing_offload: Maybe[bool] = UNSET
+    cp_comm_strategy: Maybe[str] = UNSET
     deepspeed_config_file: Maybe[str] = UNSET
     offload_optimizer_device: Maybe[str] = UNSET
     offload_param_device: Maybe[str] = UNSET
@@ -163,6 +164,8 @@ OF_DEEPSPEED = (
 )
 """Settings that only DeepSpeed's engine reads."""
 OFFLOADS = ("none", "cpu", "nvme")
+ROTATIONS = ("allgather", "alltoall")
+"""How keys and values travel under context parallelism."""
 WRAPPING = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 BACKENDS = tuple(name.lower() for name in DynamoBackend.list())
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -316,6 +319,15 @@ _TABLE = (
         _LAYOUT,
         "Also keep the inputs of these blocks in host memory.",
         default="false",
+        is_for_workers=True,
+    ),
+    Setting(
+        "cp_comm_strategy",
+        "choice",
+        _LAYOUT,
+        "Context parallelism: how keys and values travel in torch's ring attention.",
+        choices=ROTATIONS,
+        default="allgather",
         is_for_workers=True,
     ),
     Setting(

@@ -22,8 +22,6 @@ AXES = ("pp", "replicate", "shard", "cp", "tp")
 """From the outermost to the innermost: neighbours in rank are neighbours along the last axis."""
 DATA_AXES = ("replicate", "shard")
 """Ranks that differ along these read data of their own; those that differ along the others read the same."""
-SERVED = ("pp", "replicate", "shard", "tp")
-"""Axes that a run may have today; the others are words for layouts that are not there yet."""
 BESIDE_PP = ("pp", "replicate")
 """Axes that a run with pipeline stages may have."""
 ENGINES = ("deepspeed", "zero1", "zero2", "zero3")
@@ -63,7 +61,7 @@ class Layout:
         pp: stages of a pipeline.
         replicate: copies of the whole model.
         shard: ranks among which each parameter is cut along dim 0 (FSDP).
-        cp: ranks among which each sequence is cut.
+        cp: ranks among which each sequence is cut, and each parameter with `shard`.
         tp: ranks among which each layer's matrices are cut.
     """
 
@@ -87,6 +85,11 @@ class Layout:
     def num_data_shards(self) -> int:
         """Groups of ranks that read data of their own."""
         return self.replicate * self.shard
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks among which each parameter is cut along dim 0: those along cp share parameters, too."""
+        return self.shard * self.cp
 
     @property
     def data_groups(self) -> list[list[int]]:
@@ -258,16 +261,11 @@ def parse(text: str) -> Asked:
 
 
 def check_served(layout: Layout) -> None:
-    """Refuse axes that no strategy serves.
+    """Refuse combinations of axes that no strategy serves.
 
     Raises:
-        UnsupportedError: there is one.
+        UnsupportedError: it is one.
     """
-    lacking = [f"{_WORDS[axis]} ({axis}={size})" for axis, size in layout.sizes.items() if axis not in SERVED]
-    if lacking:
-        raise UnsupportedError(
-            f"{' and '.join(lacking)} are not there yet; a layout is made of ddp, fsdp, hsdp, tp and pp, as in fsdp+tp=2"
-        )
     beside = [f"{_WORDS[axis]} ({axis}={size})" for axis, size in layout.sizes.items() if axis not in BESIDE_PP]
     if layout.pp > 1 and beside:
         raise UnsupportedError(
@@ -287,7 +285,7 @@ def _meant(name: str) -> str:
         return f"; write {_OTHER_WORDS[name]}"
     close = get_close_matches(name, (*_TERMS, "hsdp"), n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    served = (*(term for term, axis in _TERMS.items() if axis in SERVED), "hsdp")
+    served = (*_TERMS, "hsdp")
     words = f"{', '.join(served)}, joined by '+', each with or without =RANKS, as in fsdp+tp=2"
     return f"{hint or ';'} allowed: {words}; or {', '.join(ENGINES)}"
 

@@ -146,12 +146,19 @@ class TorchContextParallelConfig:
     """Options of context parallelism in a ParallelismConfig.
 
     Attributes:
-        cp_comm_strategy: "allgather" (default) or "alltoall": how keys and values travel.
+        cp_comm_strategy: "allgather" (default) or "alltoall": how keys and values travel in torch's ring attention.
+        labels: arguments of the model, of the shape (rows, tokens), from which it computes a loss over tokens itself.
+        blocks: classes, class names or names of the modules through which sequences go; none: what is repeated in the model.
     """
 
     cp_comm_strategy: str | None = None
+    labels: tuple[str, ...] = ("labels", "shift_labels", "targets", "target")
+    blocks: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("labels", "blocks"):
+            value = getattr(self, name)
+            setattr(self, name, (value,) if isinstance(value, str | type) else tuple(value))
         self.cp_comm_strategy = self.cp_comm_strategy or "allgather"
         if self.cp_comm_strategy not in ("allgather", "alltoall"):
             raise ConfigError(f"cp_comm_strategy={self.cp_comm_strategy!r}; allowed: allgather, alltoall")

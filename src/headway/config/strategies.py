@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from headway.config.pipeline import PipelineOptions
+from headway.config.plugins import TorchContextParallelConfig
 from headway.config.sharding import ShardingOptions
 from headway.config.tensor import TensorParallelOptions
 from headway.errors import ConfigError
@@ -155,6 +156,7 @@ class EngineOptions:
     sharding: ShardingOptions | None = None
     tensor: TensorParallelOptions | None = None
     pipeline: PipelineOptions | None = None
+    context: TorchContextParallelConfig | None = None
 
 
 def collect_options(handlers: list[Any] | None) -> EngineOptions:
@@ -173,6 +175,7 @@ def collect_options(handlers: list[Any] | None) -> EngineOptions:
         "sharding": ShardingOptions,
         "tensor": TensorParallelOptions,
         "pipeline": PipelineOptions,
+        "context": TorchContextParallelConfig,
     }
     chosen: dict[str, Any] = {}
     for handler in handlers or []:

@@ -53,7 +53,8 @@ def check_options(resolved: Resolved, found: Layout | None) -> tuple[str, ...]:
     is_deepspeed = mesh.parse(resolved.get("strategy")).is_deepspeed
     notes = []
     for names, fits, what, remedy in (
-        (OF_SHARDS, found.shard > 1 and not is_deepspeed, "a layout with shards", "--strategy fsdp"),
+        (OF_SHARDS, found.num_shards > 1 and not is_deepspeed, "a layout with shards", "--strategy fsdp"),
+        (("cp_comm_strategy",), found.cp > 1, "context parallelism", "--strategy cp"),
         (OF_DEEPSPEED, is_deepspeed, "DeepSpeed", "--strategy zero2"),
     ):
         for name in names:

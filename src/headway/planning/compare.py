@@ -149,7 +149,13 @@ def _resolved(strategy: str, num_ranks: int, machine_ranks: int) -> Layout:
         raise UnsupportedError(
             f"{strategy} is DeepSpeed's engine, which is not planned; fsdp cuts what zero3 does, and says what that takes"
         )
-    return asked.resolve(num_ranks, machine_ranks)
+    layout = asked.resolve(num_ranks, machine_ranks)
+    if layout.cp > 1:
+        raise UnsupportedError(
+            f"{strategy} cuts sequences, which is not planned; plan it without cp: weights, gradients and optimizer state are those "
+            f"of fsdp on as many ranks, and activations those of sequences of 1/{layout.cp} of the length"
+        )
+    return layout
 
 
 def candidates(num_ranks: int, machine_ranks: int, has_plan: bool = False) -> Sequence[str]:

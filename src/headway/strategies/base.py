@@ -16,7 +16,7 @@ from headway.precision.base import Precision
 Transform = Callable[[torch.nn.Module], torch.nn.Module]
 """Something done to a model before it is wrapped: activation checkpointing, compile, sharding."""
 Engine = Callable[..., Any]
-"""What a prepared model's forward goes through when gradients are wanted; None: the model itself."""
+"""What a prepared model's forward goes through when gradients are wanted, or always where it says `serves_evaluation`."""
 
 
 @dataclass(frozen=True)

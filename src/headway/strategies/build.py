@@ -98,7 +98,8 @@ def build_strategy(
             return PipelineStrategy(collectives, layout, options.pipeline or PipelineOptions())
         from headway.strategies.mesh import MeshStrategy  # brings torch's compiler with it
 
-        return MeshStrategy(collectives, layout, options.sharding or ShardingOptions(), number_format, options.tensor)
+        sharding = options.sharding or ShardingOptions()
+        return MeshStrategy(collectives, layout, sharding, number_format, options.tensor, options.context)
     if collectives.world_size > 1 and is_deferred:
         return ReplicaStrategy(collectives, options.ddp)
     if collectives.world_size > 1:

@@ -14,6 +14,7 @@ import torch
 
 from headway.collectives.door import Collectives
 from headway.config.mesh import DATA_AXES, Layout
+from headway.config.plugins import TorchContextParallelConfig
 from headway.config.sharding import ShardingOptions
 from headway.config.tensor import TensorParallelOptions
 from headway.data.shard import Shard
@@ -24,6 +25,7 @@ from headway.precision.base import Precision
 from headway.runtime import process
 from headway.strategies import gathered, gradients, values
 from headway.strategies.base import Capabilities, Engine, Transform
+from headway.strategies.context_parallel import ContextParallel
 from headway.strategies.formats import check_formats, choose_formats, norms_within
 from headway.strategies.optimizers import check_optimizer
 from headway.strategies.single import SingleStrategy
@@ -47,6 +49,7 @@ class MeshStrategy(SingleStrategy):
         options: of sharding.
         number_format: the run's mixed_precision: "no", "bf16" or "fp16".
         tensor: options of tensor parallelism; None: models' own plans.
+        context: options of context parallelism.
 
     Attributes:
         mesh: torch's device mesh, its axes named as in the layout.
@@ -62,19 +65,23 @@ class MeshStrategy(SingleStrategy):
         options: ShardingOptions,
         number_format: str = "no",
         tensor: TensorParallelOptions | None = None,
+        context: TorchContextParallelConfig | None = None,
     ) -> None:
         super().__init__(collectives)
-        options.check(layout.shard)
+        options.check(layout.num_shards)
         self.layout = layout
         self._options = options
         self._number_format = number_format
         self._tensor = tensor or TensorParallelOptions()
+        self._context = context or TorchContextParallelConfig()
         self._cuts: list[tuple[torch.nn.Module, TensorParallel]] = []
-        self.mesh = _build_mesh(collectives.runtime.device.type, layout)
+        self._contexts: list[tuple[torch.nn.Module, ContextParallel]] = []
+        self.mesh, self._shards = _build_mesh(collectives.runtime.device.type, layout)
         if layout.num_data_shards < layout.num_ranks:
             self.data_group = collectives.split(layout.data_groups)
         self.data_shard = Shard(self._data_index(), layout.num_data_shards)
-        self.gradient_divisor = layout.num_data_shards
+        # Along cp each rank has the gradient of its part of the same loss: a term, as of another shard of the data.
+        self.gradient_divisor = layout.num_data_shards * layout.cp
         self._models: list[torch.nn.Module] = []
         self._usage: dict[int, Usage] = {}
         self._dtypes: dict[int, torch.dtype] = {}
@@ -107,6 +114,7 @@ class MeshStrategy(SingleStrategy):
         Raises:
             PrepareError: what cannot be sharded, by name.
         """
+        context = self._cut_sequences(model) if self.layout.cp > 1 else None
         known = self.everyone.runtime.scope.own(Sharded)
         how = (self.layout, self._options, self._number_format, self._tensor)
         if known.is_sharded(model, how):
@@ -127,7 +135,13 @@ class MeshStrategy(SingleStrategy):
         self._dtypes.update(
             (id(record.sharded_param), record.sharded_param.dtype) for record in gathered.records(model)
         )
-        return None
+        return context
+
+    def _cut_sequences(self, model: torch.nn.Module) -> ContextParallel:
+        is_exact = self._number_format == "no" and self._options.param_dtype in (None, "float32")
+        context = ContextParallel(model, self.mesh["cp"], self.everyone, self._context, is_exact)
+        self._contexts.append((model, context))
+        return context
 
     def _cut_again(self, cut: TensorParallel | None, model: torch.nn.Module) -> None:
         if cut is not None and not any(one is model for one, _ in self._cuts):
@@ -135,7 +149,7 @@ class MeshStrategy(SingleStrategy):
             self._cuts.append((model, cut))
 
     def _set_up(self, model: torch.nn.Module, transforms: Iterable[Transform]) -> None:
-        is_sharded = self.layout.num_data_shards > 1
+        is_sharded = self.layout.replicate * self.layout.num_shards > 1
         if is_sharded:
             find_units(model, self._options)  # what is refused is refused before anything is changed
         lacks_values = values.is_without_memory(model)
@@ -155,7 +169,7 @@ class MeshStrategy(SingleStrategy):
         # Where they lie: parts of models that were made from different seeds would make a patchwork.
         self.everyone.broadcast_into([each for each in (*model.parameters(), *model.buffers()) if not each.is_meta])
         if self.layout.tp > 1:
-            cut = TensorParallel(model, self.mesh["tp"], self._tensor, is_sharded=self.layout.shard > 1)
+            cut = TensorParallel(model, self.mesh["tp"], self._tensor, is_sharded=self.layout.num_shards > 1)
             self._cuts.append((model, cut))
         super().setup(model, transforms)
         if not is_sharded:
@@ -185,7 +199,7 @@ class MeshStrategy(SingleStrategy):
             log.info_once("%s", formats.told)
         offload = fsdp.CPUOffloadPolicy(pin_memory=device_type != "cpu")
         given: dict[str, Any] = {
-            "mesh": self.mesh[tuple(axis for axis in DATA_AXES if axis in self.mesh.mesh_dim_names)],
+            "mesh": self._shards,
             "offload_policy": offload if chosen.cpu_offload else fsdp.OffloadPolicy(),
             "ignored_params": set(units.ignored) or None,
         }
@@ -258,7 +272,10 @@ class MeshStrategy(SingleStrategy):
         """Run backward, and note which parameters take part in it."""
         for usage in self._usage.values():
             usage.watch()
-        super().backward(loss, factor, precision, **kwargs)
+        with ExitStack() as stack:
+            for _, context in self._contexts:
+                stack.enter_context(context.recomputing())
+            super().backward(loss, factor, precision, **kwargs)
 
     def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
         """It adds to what the window has used."""
@@ -330,6 +347,10 @@ class MeshStrategy(SingleStrategy):
             if model is None or known is model:
                 cut.release()
         self._cuts = [pair for pair in self._cuts if model is not None and pair[0] is not model]
+        for known, context in self._contexts:
+            if model is None or known is model:
+                context.release()
+        self._contexts = [pair for pair in self._contexts if model is not None and pair[0] is not model]
         for each in [known for known in self._models if model is None or known is model]:
             gathered.reshard(each)
             self._usage.pop(id(each)).release()
@@ -388,12 +409,29 @@ def bring_buffers(model: torch.nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def _build_mesh(device_type: str, layout: Layout) -> Any:
+def _build_mesh(device_type: str, layout: Layout) -> tuple[Any, Any]:
+    """The mesh, and the part of it on which `fully_shard` works: replicas, if any, and those that share parameters.
+
+    Ranks along cp share parameters, too: they would hold the same ones, and their gradients have to be summed anyway.
+    """
     sizes = {axis: layout.sizes[axis] for axis in layout.sizes}
-    if "replicate" in sizes:
+    shards = [axis for axis in ("shard", "cp") if axis in sizes]
+    if "replicate" in sizes and not shards:
         # fully_shard replicates along an axis beside the one it cuts along, if only of one rank.
         sizes = {a: getattr(layout, a) for a in ("pp", "replicate", "shard", "cp", "tp") if a in sizes or a == "shard"}
-    return device_mesh.init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        shards = ["shard"]
+    if len(shards) < 2:
+        mesh = device_mesh.init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return mesh, mesh[tuple(axis for axis in ("replicate", *shards) if axis in sizes)] if shards else None
+    # One axis for both, which is opened for those who ask for cp alone.
+    names = [axis for axis in sizes if axis not in shards]
+    place = names.index("tp") if "tp" in names else len(names)
+    names.insert(place, "shard_cp")
+    flat = device_mesh.init_device_mesh(
+        device_type, tuple(sizes.get(axis, layout.num_shards) for axis in names), mesh_dim_names=tuple(names)
+    )
+    mesh = flat._unflatten(place, (layout.shard, layout.cp), ("shard", "cp"))
+    return mesh, flat[("replicate", "shard_cp")] if "replicate" in sizes else flat["shard_cp"]
 
 
 @contextmanager

@@ -28,7 +28,17 @@ KeepLocal = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 class _Call:
     """How calls of one prepared model run."""
 
-    __slots__ = ("autocast", "bare_class", "engine", "is_inside", "keep_local", "looks", "num_opened", "shards")
+    __slots__ = (
+        "autocast",
+        "bare_class",
+        "engine",
+        "is_inside",
+        "keep_local",
+        "looks",
+        "num_opened",
+        "serves_all",
+        "shards",
+    )
 
     def __init__(
         self,
@@ -45,6 +55,7 @@ class _Call:
         self.keep_local = keep_local
         self.shards = shards
         self.looks = looks
+        self.serves_all = bool(getattr(engine, "serves_evaluation", False))
         self.is_inside = False
         self.num_opened = 0
 
@@ -60,7 +71,8 @@ class PreparedModel:
             return bare(*args, **kwargs)
         if call.looks is not None:
             call.looks(self)  # type: ignore[arg-type]
-        run = call.engine if call.engine is not None and torch.is_grad_enabled() else bare
+        is_served = call.engine is not None and (call.serves_all or torch.is_grad_enabled())
+        run: Any = call.engine if is_served else bare
         call.is_inside = True
         call.num_opened = 0
         try:
@@ -136,7 +148,7 @@ def attach(
 
     Args:
         model: the user's.
-        engine: what a forward with gradients goes through.
+        engine: what a forward with gradients goes through; every forward, where it has `serves_evaluation`.
         autocast: makes the context of a forward.
         keep_local: for `no_sync()`; None: the model gets neither that nor `module`, as on one process.
         shards: the strategy that left a part of the model on this process, so that it cannot be copied; None: it can.

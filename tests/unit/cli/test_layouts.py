@@ -169,9 +169,13 @@ WRONG = [
         "takes 4 ranks, but the run has 8; the nearest that fit 8: tp=8, ddp=2+tp=4",
     ),
     ("-n 8 --parallelism_config_sp_size 2", "Ulysses) is not supported"),
-    ("-n 8 --strategy fsdp+cp=2", "parts of a sequence (cp=2) are not there yet; a layout is made of ddp, fsdp, hsdp"),
     ("-n 8 --strategy pp=2+fsdp", "shards (shard=4) cannot be combined with pipeline stages (pp=2) yet"),
-    ("-n 8 --parallelism_config_cp_size 8", "parts of a sequence (cp=8) are not there yet"),
+    ("-n 8 --strategy fsdp+cp=3", "takes 3 ranks at a time, but the run has 8; the nearest that fit 8: fsdp+cp=2"),
+    (
+        "-n 8 --strategy cp --parallelism_config_cp_comm_strategy ring",
+        "cp_comm_strategy='ring'; allowed: ALLGATHER, ALLTOALL",
+    ),
+    ("-n 8 --strategy fsdp --cp_comm_strategy alltoall", "needs context parallelism, but the layout is fsdp: 8 shards"),
     ("-n 8 --strategy zero3+tp=2", "but 'zero3' cannot be combined with other terms"),
     (
         "-n 8 --use_deepspeed --use_fsdp",

@@ -58,7 +58,7 @@ def distributed_type(runtime: ProcessRuntime, chosen: Chosen | None = None) -> D
     """What Accelerate calls this process's surroundings; with a layout of shards, FSDP or DEEPSPEED."""
     if runtime.world_size == 1:
         return DistributedType.NO
-    if chosen is not None and chosen.layout.shard > 1:
+    if chosen is not None and chosen.layout.num_shards > 1:
         return DistributedType.DEEPSPEED if chosen.is_deepspeed else DistributedType.FSDP
     kind = runtime.hardware.kind
     return getattr(DistributedType, f"MULTI_{kind.upper()}", DistributedType.MULTI_GPU)

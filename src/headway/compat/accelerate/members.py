@@ -1,6 +1,6 @@
 """What scripts read from an Accelerator besides its own members: states, plugins that are None, what was prepared."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -12,7 +12,7 @@ from headway.compat.accelerate.not_served import member_advice
 from headway.compat.accelerate.state import AcceleratorState, GradientState
 from headway.config.deepspeed import DeepSpeedPlugin
 from headway.config.layouts import ParallelismConfig
-from headway.errors import UnsupportedError
+from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -127,12 +127,28 @@ class Members:
         self,
         buffers: Sequence[torch.Tensor] | None = None,
         buffer_seq_dims: Sequence[int] | None = None,
-        no_restore_buffers: object = None,
+        no_restore_buffers: Collection[torch.Tensor] | None = None,
     ) -> Iterator[None]:
-        """Run the block as it is: there is no context parallelism yet, and every process holds whole sequences."""
-        log.warning_once(
-            "maybe_context_parallel has no effect: there is no context parallelism yet, so sequences stay whole"
-        )
+        """Run the block as it is: a prepared model cuts the sequences that it is given itself, so buffers stay whole.
+
+        Raises:
+            ConfigError: not one dimension for each buffer, a buffer without that dimension, or one to leave cut that is none
+                of them.
+        """
+        buffers, dims = list(buffers or ()), list(buffer_seq_dims or ())
+        if len(buffers) != len(dims) or any(not -b.dim() <= d < b.dim() for b, d in zip(buffers, dims)):
+            shapes = [tuple(each.shape) for each in buffers]
+            raise ConfigError(
+                f"maybe_context_parallel(buffer_seq_dims={dims}) does not give a dimension for each buffer, of the shapes {shapes}"
+            )
+        if any(all(each is not buffer for buffer in buffers) for each in no_restore_buffers or ()):
+            raise ConfigError(
+                "maybe_context_parallel(no_restore_buffers=...) holds a tensor that is not one of the buffers"
+            )
+        if self._accelerator._run.chosen.layout.cp > 1:
+            log.info_once(
+                "maybe_context_parallel leaves its buffers whole: the prepared model cuts the sequences that it is given itself"
+            )
         yield
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> NoReturn:

@@ -64,9 +64,20 @@ def test_the_scaler_waits_for_the_second_optimizer():
 
 def test_contexts_that_change_nothing(caplog):
     accelerator = Accelerator(cpu=True)
-    with accelerator.maybe_context_parallel(buffers=[torch.ones(1)], buffer_seq_dims=[0]):
+    buffer = torch.ones(1)
+    with accelerator.maybe_context_parallel(buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer}):
+        assert buffer.shape == (1,)
+    with accelerator.maybe_context_parallel():
         pass
-    assert "no context parallelism yet" in caplog.text
+    with pytest.raises(ConfigError, match=r"buffer_seq_dims=\[1\]\) does not give a dimension .* \[\(1,\)\]"):
+        with accelerator.maybe_context_parallel(buffers=[buffer], buffer_seq_dims=[1]):
+            pass
+    with pytest.raises(ConfigError, match="a tensor that is not one of the buffers"):
+        with accelerator.maybe_context_parallel(
+            buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={torch.ones(1)}
+        ):
+            pass
+    assert "context parallel" not in caplog.text
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(model(torch.ones(1, 1)).sum())

@@ -1,0 +1,96 @@
+"""Does a model compute the same when its sequences are cut? A few tokens of its first batch, whole and cut, beside each other.
+
+What would make it differ without an error: positions made within a block, which would begin at 0 on every rank; attention or
+convolutions past the door; a loss that is neither a mean nor a sum over tokens; labels that are shifted within the model.
+"""
+
+import math
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from headway.collectives import tree
+
+ADVICE = (
+    "Needed are: positions that are added before the first block or given to each block (as rotary embeddings or position_ids), "
+    "attention by torch.nn.functional.scaled_dot_product_attention, no other exchange between tokens, and a loss that is a mean or "
+    "a sum over labels of the shape (rows, tokens), in an argument that TorchContextParallelConfig(labels=...) names; else use fsdp "
+    "or tp"
+)
+_EXACT, _TF32, _HALF = 2e-4, 1e-2, 5e-2
+"""How far results may lie apart, as a share of the largest."""
+
+
+def few(
+    args: tuple[Any, ...], kwargs: dict[str, Any], num_tokens: int, labels: Collection[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The first row's first tokens of what a model is given; padding is taken for text, and ignored labels for class 0."""
+    first = next((each for each in tree.tensors((args, kwargs)) if each.dim() > 1), None)
+    if first is None:
+        return args, kwargs
+    num_rows, length = first.shape[:2]
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            return leaf
+        leaf = leaf[:1] if leaf.shape[0] == num_rows else leaf
+        for dim in range(1 if leaf.dim() > 1 or leaf.shape[0] == 1 else 0, leaf.dim()):
+            if leaf.shape[dim] == length:
+                leaf = leaf.narrow(dim, 0, min(num_tokens, length))
+        return leaf
+
+    args, kwargs = tree.map_leaves(cut, args), tree.map_leaves(cut, kwargs)
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        kwargs["attention_mask"] = torch.ones_like(mask)
+    for name in labels:
+        label = kwargs.get(name)
+        if isinstance(label, torch.Tensor) and label.dtype != torch.bool:
+            kwargs[name] = label.clamp(min=0)
+    return args, kwargs
+
+
+@contextmanager
+def at_rest(model: torch.nn.Module) -> Iterator[None]:
+    """A block in which the model is evaluated."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def difference(whole: Any, cut: Any, is_exact: bool) -> str:
+    """What differs, in words; "": nothing does.
+
+    Args:
+        whole, cut: the model's outputs.
+        is_exact: they were computed in float32.
+    """
+    pairs = [list(tree.tensors(each)) for each in (whole, cut)]
+    shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in pairs]
+    if shapes[0] != shapes[1]:
+        return f"its outputs have the shapes {shapes[1]} when it is cut, and {shapes[0]} when it is not"
+    for one, other in zip(*pairs):
+        if not one.is_floating_point() or not one.numel():
+            continue
+        one, other = one.float(), other.float()
+        apart = float((one - other).abs().nan_to_num(0.0).max())
+        largest = float(one.abs().nan_to_num(0.0).max())
+        odd = bool((one.isnan() != other.isnan()).any())
+        if odd or apart > _allowed(one.device, is_exact) * max(largest, math.ulp(1.0)):
+            what = "its loss" if not one.dim() else f"an output of the shape {tuple(one.shape)}"
+            return f"{what} differs by {apart:.2g} (the largest value is {largest:.2g}) from that of the whole sequence"
+    return ""
+
+
+def _allowed(device: torch.device, is_exact: bool) -> float:
+    if not is_exact:
+        return _HALF
+    is_tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return _TF32 if is_tf32 else _EXACT

@@ -1,0 +1,451 @@
+"""Context parallelism: each rank computes a part of every sequence, from a model's first block to its loss.
+
+The model is called with whole sequences, alike on all ranks of the axis. Embeddings and positions are computed whole; the first
+block's input is cut (`zigzag`), and so is what the model gives to its blocks beside it: rotary embeddings, position ids, rows of
+masks. Within blocks attention goes through a door (`cut_attention`); everything else is done token by token. Where the model is
+given labels, they are cut too, its loss is the sum of the ranks' shares, and logits stay where they are; without labels its
+outputs are joined. Models that compute otherwise after their blocks (a pooled token, a reshape to the whole length) get the last
+block's output joined. In each way a rank has the gradient of its part of the loss: a term of a sum over the ranks.
+
+The first call is rehearsed on a few tokens (`context_check`), whole and cut: that finds which way is right, and makes a model
+that mixes tokens past the door an error and not another result.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from headway.collectives import tree
+from headway.collectives.door import Collectives
+from headway.config.plugins import TorchContextParallelConfig
+from headway.errors import PrepareError, UnsupportedError
+from headway.log import get_logger
+from headway.strategies import context_check, crossings, gathered, ring, zigzag
+from headway.strategies.blocks import find_blocks
+from headway.strategies.crossings import Axis
+from headway.strategies.cut_attention import Door, put_in, take_out
+from headway.strategies.streams import Streams
+
+log = get_logger(__name__)
+
+_IGNORED = -100
+
+
+class Phase(Enum):
+    """What a block's call is part of."""
+
+    NONE = "no call of the prepared model"
+    WHOLE = "a call with whole sequences"
+    CUT = "a call whose sequences are cut"
+    BACKWARD = "backward, in which blocks may be computed again"
+
+
+class Way(Enum):
+    """How far a model computes on parts."""
+
+    MEANS = "to its outputs, or to a loss that is a mean over labels"
+    SUMS = "to its outputs, or to a loss that is a sum over labels"
+    BLOCKS = "to the end of its last block"
+
+
+@dataclass
+class Call:
+    """One call of the model.
+
+    Attributes:
+        args, kwargs: what the model is given: labels are cut, everything else is whole.
+        num_labels: labels that count: of the whole sequences, and of this rank's part; None: none are cut.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    num_labels: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+class ContextParallel:
+    """A model whose sequences are cut; called in its place.
+
+    Args:
+        model: a decoder or encoder with one stack of blocks.
+        mesh: a DeviceMesh of one dimension: the ranks.
+        everyone: all ranks of the run.
+        options: how.
+        is_exact: the model computes in float32 throughout.
+
+    Attributes:
+        serves_evaluation: forwards without gradients go through it, too.
+
+    Raises:
+        PrepareError: a model that cannot be cut.
+    """
+
+    serves_evaluation = True
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        mesh: Any,
+        everyone: Collectives,
+        options: TorchContextParallelConfig,
+        is_exact: bool = True,
+    ) -> None:
+        self._model, self._everyone, self._options, self._is_exact = model, everyone, options, is_exact
+        self._axis = Axis.of(mesh)
+        blocks = _stack(model, options)
+        self._first, self._last = blocks[0], blocks[-1]
+        _use_sdpa(model)
+        self._parameters = _positional(model)
+        self._door = Door(self._axis, ring.find(mesh, options.cp_comm_strategy or "allgather"))
+        self._streams = Streams(self._axis)
+        self._phase, self._length = Phase.NONE, 0
+        self._ways: dict[tuple[bool, bool], Way] = {}
+        self._way = Way.MEANS
+        self._blocks, self._hooks = blocks, list[Any]()
+        for block in blocks:
+            put_in(block, self._door)
+            self._hooks.append(block.register_forward_pre_hook(self._before_block, with_kwargs=True))
+            self._hooks.append(block.register_forward_hook(self._after_any_block, always_call=True))
+        self._hooks.append(self._last.register_forward_hook(self._after_last_block))
+
+    def release(self) -> None:
+        """Leave the model alone."""
+        for hook in self._hooks:
+            hook.remove()
+        for block in self._blocks:
+            take_out(block)
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """A backward: blocks that are computed again see their part, as in forward."""
+        with self._in(Phase.BACKWARD):
+            self._door.open(True)
+            try:
+                yield
+            finally:
+                self._door.open(False)
+
+    @contextmanager
+    def _in(self, phase: Phase) -> Iterator[None]:
+        before, self._phase = self._phase, phase
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    # ---------------------------------------------------------------- calls of the model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward on whole sequences: the loss of all, and outputs that are whole or withheld.
+
+        Raises:
+            PrepareError: the model does not compute the same when it is cut.
+            UnsupportedError: a call that cannot be cut.
+        """
+        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+            if torch.is_grad_enabled():
+                raise UnsupportedError(
+                    "context parallelism cuts sequences, and a cache of keys would hold this rank's part alone; leave out "
+                    "use_cache and past_key_values while training (generation under torch.no_grad() computes whole sequences)"
+                )
+            return self._run(Phase.WHOLE, args, kwargs)
+        if "use_cache" in self._parameters:
+            kwargs = {**kwargs, "use_cache": False}
+        kind = self._kind(args, kwargs)
+        if kind not in self._ways:
+            self._ways[kind] = self._rehearse(args, kwargs)
+        way = self._ways[kind]
+        call = self._read(args, kwargs, way)
+        out = self._run(Phase.CUT, call.args, call.kwargs, way)
+        return self._finish(call, out, way, is_training=torch.is_grad_enabled())
+
+    def _run(self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], way: Way = Way.MEANS) -> Any:
+        self._length, self._way = 0, way
+        with self._in(phase):
+            out = self._model(*args, **kwargs)
+        if phase is Phase.CUT and not self._length:
+            raise PrepareError(
+                f"{type(self._model).__name__} did not call its first block, where context parallelism cuts sequences; use fsdp "
+                "or tp for this model"
+            )
+        return out
+
+    def _labels(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        given = {**dict(zip(self._parameters, args)), **kwargs}
+        found = {name: given.get(name) for name in self._options.labels}
+        return {name: label for name, label in found.items() if isinstance(label, torch.Tensor) and label.dim() > 1}
+
+    def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
+        """What is rehearsed once for each of: are there labels, and does the loss divide by a number that is given?"""
+        return bool(self._labels(args, kwargs)), kwargs.get("num_items_in_batch") is not None
+
+    def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], way: Way) -> Call:
+        """Cut the labels among what the model is given."""
+        labels = self._labels(args, kwargs)
+        if not labels or way is Way.BLOCKS:
+            return Call(args, dict(kwargs))
+        if "labels" in labels and "shift_labels" not in labels and _shifts(self._model):
+            shifted = torch.nn.functional.pad(labels["labels"][:, 1:], (0, 1), value=_IGNORED)
+            labels["shift_labels"] = shifted
+        parts = {name: zigzag.part_of(label, self._axis, 1, _filler(label)) for name, label in labels.items()}
+        counted = "shift_labels" if "shift_labels" in labels else next(iter(labels))
+        counts = _count(labels[counted]), _count(parts[counted])
+        rest = args[len(self._parameters) :]
+        args = tuple(parts.pop(name, value) for name, value in zip(self._parameters, args)) + rest
+        return Call(args, {**kwargs, **parts}, counts)
+
+    def _finish(self, call: Call, out: Any, way: Way, is_training: bool) -> Any:
+        """What the caller gets: whole."""
+        has_loss = call.num_labels is not None and any(_is_loss(each) for each in tree.tensors(out))
+        part = zigzag.padded(self._length, self._axis) // self._axis.size
+
+        def whole(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if way is Way.BLOCKS:
+                return zigzag.one_of(leaf, self._axis)
+            if _is_loss(leaf):
+                return self._total(leaf, call, way) if has_loss else leaf
+            if leaf.dim() < 2 or leaf.shape[1] != part:
+                return leaf
+            if has_loss and is_training:
+                return Withheld(leaf.shape, self._length)
+            return zigzag.join(leaf, self._axis, 1, self._length)
+
+        return tree.map_leaves(whole, out)
+
+    def _total(self, loss: torch.Tensor, call: Call, way: Way) -> torch.Tensor:
+        """The loss of all parts: a sum, or a mean over the labels that count."""
+        if way is Way.SUMS or call.num_labels is None:
+            return crossings.total(loss, self._axis)
+        every, mine = call.num_labels
+        # A mean over no label is 0 / 0, on this rank alone.
+        share = torch.where(mine > 0, loss * (mine / every), torch.zeros_like(loss))
+        found = crossings.total(share, self._axis)
+        return torch.where(every > 0, found, torch.full_like(found, torch.nan))
+
+    # ---------------------------------------------------------------- the first call
+
+    def _rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Way:
+        """Compute a few tokens, whole and cut, and compare: which way gives the same?
+
+        Raises:
+            PrepareError: none; on all ranks.
+        """
+        kwargs = {**dict(zip(self._parameters, args)), **kwargs}
+        args = args[len(self._parameters) :]
+        args, kwargs = context_check.few(args, kwargs, 16 * self._axis.size, self._options.labels)
+        told = ""
+        with context_check.at_rest(self._model):
+            whole = self._run(Phase.WHOLE, args, kwargs)
+            for ways in ((Way.MEANS, Way.SUMS), (Way.BLOCKS,)):
+                found = self._try(ways, args, kwargs, whole)
+                rows = self._everyone.gather_numbers([float(isinstance(found, Way)), float(found is Way.SUMS)])
+                if all(row == rows[0] for row in rows) and isinstance(found, Way):
+                    self._tell(found)
+                    return found
+                told = str(found)
+        raise PrepareError(
+            f"{type(self._model).__name__} cannot be cut along its sequences (context parallelism): {told}. {context_check.ADVICE}"
+        )
+
+    def _try(self, ways: tuple[Way, ...], args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any) -> Way | str:
+        """Which of the ways gives the same as the whole; else what differs, in words."""
+        self._door.forget_calls()
+        found = ""
+        try:
+            call = self._read(args, kwargs, ways[0])
+            out = self._run(Phase.CUT, call.args, call.kwargs, ways[0])
+            if not self._door.num_calls:
+                return "its blocks never call torch.nn.functional.scaled_dot_product_attention"
+            for way in ways:
+                told = context_check.difference(whole, self._finish(call, out, way, is_training=False), self._is_exact)
+                if not told:
+                    return way
+                found = found or told
+        except Exception as error:  # of the model's own code, at tensors that are shorter than it thought
+            log.debug("rehearsal of context parallelism", exc_info=True)
+            gathered.reshard(self._model)
+            found = f"{type(error).__name__}: {error}"
+        return found
+
+    def _tell(self, way: Way) -> None:
+        if way is Way.BLOCKS:
+            log.info_once(
+                "context parallelism: what follows the blocks of %s needs whole sequences, so their output is joined, and each "
+                "rank computes the head and the loss for all tokens",
+                type(self._model).__name__,
+            )
+
+    # ---------------------------------------------------------------- calls of blocks
+
+    def _before_block(self, block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._phase is Phase.WHOLE or (self._phase is Phase.NONE and not torch.is_grad_enabled()):
+            return None
+        if self._phase is Phase.NONE:
+            raise UnsupportedError(
+                f"a part of {type(self._model).__name__} was called by itself while training; under context parallelism call the "
+                "prepared model, which cuts the sequences that its blocks get"
+            )
+        name = None if args else next((key for key, value in kwargs.items() if isinstance(value, torch.Tensor)), None)
+        x = args[0] if args else kwargs.get(name or "")
+        if not isinstance(x, torch.Tensor) or x.dim() < 3:
+            raise PrepareError(
+                f"the blocks of {type(self._model).__name__} must be given (rows, tokens, width) first to be cut along the "
+                f"sequence, but one got {tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__}"
+            )
+        is_first = block is self._first
+        part = self._part(x) if is_first else x
+        total = part.shape[1] * self._axis.size
+        if self._phase is Phase.CUT and zigzag.padded(self._length, self._axis) != total:
+            raise PrepareError(
+                f"between its blocks {type(self._model).__name__} changes the length of its sequences, which are cut"
+            )
+
+        def other(leaf: Any) -> Any:
+            return self._cut_beside(leaf, total) if isinstance(leaf, torch.Tensor) and leaf is not x else leaf
+
+        args = tuple(part if value is x else tree.map_leaves(other, value) for value in args)
+        kwargs = {key: part if value is x else tree.map_leaves(other, value) for key, value in kwargs.items()}
+        if block.training:
+            self._streams.part()
+        if self._phase is Phase.CUT:
+            self._door.open(True)
+        return args, kwargs
+
+    def _part(self, x: torch.Tensor) -> torch.Tensor:
+        if self._phase is Phase.CUT:
+            self._length = x.shape[1]
+            self._door.note_length(self._length)
+        return zigzag.part_of(x, self._axis, 1)
+
+    def _after_any_block(self, *_: Any) -> None:
+        """However the block has ended."""
+        self._streams.join()
+        if self._phase is not Phase.BACKWARD:
+            self._door.open(False)
+
+    def _after_last_block(self, block: torch.nn.Module, args: Any, output: Any) -> Any:
+        if self._phase is not Phase.CUT or self._way is not Way.BLOCKS:
+            return None
+
+        def joined(part: torch.Tensor) -> torch.Tensor:
+            return zigzag.join(part, self._axis, 1, self._length, times=self._axis.size)
+
+        return (joined(output[0]), *output[1:]) if isinstance(output, tuple) else joined(output)
+
+    def _cut_beside(self, tensor: torch.Tensor, total: int) -> torch.Tensor:
+        """What a block gets beside its input: cut along the dimension that is as long as the sequence, if any."""
+
+        def is_long(dim: int) -> bool:
+            if tensor.dim() < -dim:
+                return False
+            if self._phase is Phase.CUT:
+                return tensor.shape[dim] == self._length
+            return zigzag.padded(tensor.shape[dim], self._axis) == total  # in backward another call may have come since
+
+        is_number = not tensor.is_floating_point() and tensor.dtype != torch.bool
+        if is_number and is_long(-1):
+            return zigzag.part_of(tensor, self._axis, -1)
+        if is_long(-2):  # rows of a mask, or a vector for each token
+            return zigzag.part_of(tensor, self._axis, -2, filler=tensor.dtype == torch.bool)
+        if tensor.dim() < 3 and is_long(-1):
+            return zigzag.part_of(tensor, self._axis, -1)
+        return tensor
+
+
+class Withheld:
+    """What stands for an output of which this rank has a part, after the model has computed the loss itself."""
+
+    def __init__(self, shape: torch.Size, length: int) -> None:
+        self._shape, self._length = tuple(shape), length
+
+    def _refuse(self, *_: Any) -> Any:
+        raise UnsupportedError(
+            f"this output of the model is cut along the sequence: each rank has {self._shape[1]} of {self._length} tokens. To use it "
+            "while training, call the model without labels; under torch.no_grad() it comes whole with labels, too"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse.
+
+        Raises:
+            UnsupportedError: always; AttributeError for Python's own names.
+        """
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._refuse()
+
+    __getitem__ = __iter__ = __len__ = __add__ = __mul__ = __truediv__ = __sub__ = __float__ = _refuse
+
+
+def _positional(model: torch.nn.Module) -> list[str]:
+    """Names of what may be given to forward by its place."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [name for name, one in inspect.signature(model.forward).parameters.items() if one.kind in kinds]
+
+
+def _is_loss(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
+
+
+def _filler(labels: torch.Tensor) -> int:
+    return 0 if labels.is_floating_point() or labels.dtype == torch.bool else _IGNORED
+
+
+def _count(labels: torch.Tensor) -> torch.Tensor:
+    """Labels that count: negative ones are ignored, whichever number a loss has for that."""
+    if labels.is_floating_point():
+        return torch.tensor(labels.numel(), device=labels.device)
+    return (labels > 0).sum() if labels.dtype == torch.bool else (labels >= 0).sum()
+
+
+def _shifts(model: torch.nn.Module) -> bool:
+    """Does the model's own loss shift labels by one (transformers' causal language models)?"""
+    return hasattr(model, "loss_function") and getattr(model, "loss_type", None) in (None, "ForCausalLM")
+
+
+def _stack(model: torch.nn.Module, options: TorchContextParallelConfig) -> list[torch.nn.Module]:
+    blocks = find_blocks(model, options.blocks)
+    inside = (
+        [module for module in model.modules() if any(child is blocks[0] for child in module.children())]
+        if blocks
+        else []
+    )
+    if not inside or any(all(child is not block for child in inside[0].children()) for block in blocks):
+        found = ", ".join(sorted({type(block).__name__ for block in blocks})) or "none"
+        raise PrepareError(
+            f"context parallelism needs one stack of blocks, through which the whole sequence goes; {type(model).__name__} has "
+            f"these repeated blocks, which do not lie in one ModuleList: {found}. Name the stack's own: "
+            "TorchContextParallelConfig(blocks=('DecoderLayer',)); models with an encoder and a decoder are not supported"
+        )
+    return blocks
+
+
+def _use_sdpa(model: torch.nn.Module) -> None:
+    """Let transformers' models compute attention by torch's function.
+
+    Raises:
+        PrepareError: they cannot.
+    """
+    config: Any = getattr(model, "config", None)
+    now = getattr(config, "_attn_implementation", None)
+    switch: Any = getattr(model, "set_attn_implementation", None)
+    if now in (None, "sdpa") or switch is None:
+        return
+    if now != "eager":
+        raise PrepareError(
+            f"{type(model).__name__} has attn_implementation={now!r}, which context parallelism cannot cut; load the model with "
+            "attn_implementation='sdpa'"
+        )
+    try:
+        switch("sdpa")
+    except ValueError as error:
+        raise PrepareError(
+            f"{type(model).__name__} only has eager attention, which context parallelism cannot cut: {error}"
+        ) from error
+    log.info_once("context parallelism: %s computes attention by sdpa from now on, not eagerly", type(model).__name__)
