@@ -9,6 +9,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
+from headway.config.float8 import AORecipeKwargs, Float8Options
 from headway.config.sharding import ShardingOptions
 from headway.config.tensor import TensorParallelOptions
 from headway.errors import ConfigError
@@ -153,6 +154,7 @@ class EngineOptions:
     checkpointing: ActivationCheckpointing | None = None
     sharding: ShardingOptions | None = None
     tensor: TensorParallelOptions | None = None
+    float8: Float8Options | None = None
 
 
 def collect_options(handlers: list[Any] | None) -> EngineOptions:
@@ -170,9 +172,11 @@ def collect_options(handlers: list[Any] | None) -> EngineOptions:
         "checkpointing": ActivationCheckpointing,
         "sharding": ShardingOptions,
         "tensor": TensorParallelOptions,
+        "float8": Float8Options,
     }
     chosen: dict[str, Any] = {}
-    for handler in handlers or []:
+    for given in handlers or []:
+        handler = given.options if isinstance(given, AORecipeKwargs) else given
         name = next((name for name, kind in kinds.items() if isinstance(handler, kind)), None)
         if name is None:
             allowed = ", ".join(kind.__name__ for kind in kinds.values())
