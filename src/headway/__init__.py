@@ -12,6 +12,7 @@ from headway.version import __version__ as __version__
 
 _PLACES = {
     "Accelerator": "headway.accelerator",
+    "AORecipeKwargs": "headway.config.float8",
     "ActivationCheckpointing": "headway.config.strategies",
     "AlignDevicesHook": "headway.compat.accelerate.align",
     "AutocastKwargs": "headway.config.strategies",
@@ -22,6 +23,7 @@ _PLACES = {
     "DistributedDataParallelKwargs": "headway.config.strategies",
     "EarlyStoppingCallback": "headway.trainer.callbacks",
     "EvalPrediction": "headway.trainer.results",
+    "Float8Options": "headway.config.float8",
     "GeneralTracker": "headway.tracking.base",
     "GradScalerKwargs": "headway.config.strategies",
     "GradientAccumulationPlugin": "headway.config.run",
@@ -160,6 +162,8 @@ if TYPE_CHECKING:
     from headway.config.compiling import TorchDynamoPlugin as TorchDynamoPlugin
     from headway.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
     from headway.config.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
+    from headway.config.float8 import AORecipeKwargs as AORecipeKwargs
+    from headway.config.float8 import Float8Options as Float8Options
     from headway.config.layouts import ParallelismConfig as ParallelismConfig
     from headway.config.pipeline import PipelineOptions as PipelineOptions
     from headway.config.plugins import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig

@@ -19,6 +19,7 @@ from headway.config import deepspeed
 from headway.config.arguments import caller, is_automatic, loading_settings, project_settings, windows
 from headway.config.choice import Wish
 from headway.config.compiling import Backend, TorchDynamoPlugin, compiler
+from headway.config.float8 import Float8Options
 from headway.config.layouts import ParallelismConfig, check_layouts
 from headway.config.load import UNSET, run_setting
 from headway.config.plugins import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
@@ -31,6 +32,7 @@ from headway.errors import StateError, UnsupportedError
 from headway.log import get_logger, is_debugging
 from headway.memory.oom import Reserve, is_out_of_memory
 from headway.optional import Later
+from headway.precision import float8
 from headway.precision.mixed import build_precision
 from headway.resume.arguments import check_load_arguments, check_save_arguments
 from headway.resume.checkpoints import Checkpoints, HookHandle, LoadHook, SaveHook
@@ -81,7 +83,7 @@ class Accelerator(RankAware):
     Args:
         device_placement: move models and batches to `device`.
         split_batches: short for `DataLoaderConfiguration(split_batches=True)`.
-        mixed_precision: "no" (the default), "bf16" or "fp16".
+        mixed_precision: "no" (the default), "bf16", "fp16" or "fp8" (float8 by torchao, `Float8Options`).
         gradient_accumulation_steps: micro-batches per update; default 1.
         cpu: compute on the CPU even where there is an accelerator.
         dataloader_config: how prepared loaders split, pad and move batches.
@@ -253,8 +255,11 @@ class Accelerator(RankAware):
     def _transforms(
         self, plan: ActivationCheckpointing | None, compiling: TorchDynamoPlugin, learns: bool
     ) -> tuple[Callable[[torch.nn.Module], Any], ...]:
-        """What is done to a model before it is wrapped; what is checkpointed is compiled, not the other way round."""
+        """What is done to a model before it is wrapped: to float8, then checkpointed, then compiled."""
         made: list[Callable[[torch.nn.Module], Any]] = []
+        if self.mixed_precision == "fp8":
+            ranks = self.collectives if learns else None
+            made.append(partial(float8.convert_model, options=self.options.float8 or Float8Options(), ranks=ranks))
         if plan is not None and learns:
             made.append(partial(recompute.checkpoint_activations, plan=plan, device=self.device))
         if compiling.compiles:

@@ -10,9 +10,9 @@ from headway.cli import launch
 from headway.compat.accelerate.members import Members
 
 NAMES = [
-    "__version__", "Accelerator", "ActivationCheckpointing", "AlignDevicesHook", "AutocastKwargs",
+    "__version__", "Accelerator", "AORecipeKwargs", "ActivationCheckpointing", "AlignDevicesHook", "AutocastKwargs",
     "CpuOffload", "CustomDtype", "DDPCommunicationHookType", "DataLoaderConfiguration",
-    "DistributedDataParallelKwargs", "EarlyStoppingCallback", "EvalPrediction", "GeneralTracker",
+    "DistributedDataParallelKwargs", "EarlyStoppingCallback", "EvalPrediction", "Float8Options", "GeneralTracker",
     "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LocalSGD", "LoggerType", "MemoryMonitor",
     "ModelHook", "NonFinitePolicy", "OffloadedWeightsLoader", "PipelineOptions", "Preemption", "PrefixedDataset", "PrinterCallback",
     "ProfileKwargs", "ProgressCallback", "ProjectConfiguration", "SequentialHook", "ShardingOptions", "TensorParallelOptions",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from headway.checkpoint.quantised import quantise, values_of
 from headway.checkpoint.values import decode, encode, is_object
 from headway.errors import CheckpointError
 
@@ -40,7 +41,7 @@ def collect_optimizer(
         for g, group in enumerate(saved["param_groups"])
     ]
     values = {
-        by_number[number]: _encoded(entry, f"{prefix}/{by_number[number]}", tensors)
+        by_number[number]: _encoded(values_of(entry), f"{prefix}/{by_number[number]}", tensors)
         for number, entry in saved["state"].items()
         if number in by_number
     }
@@ -174,6 +175,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     for parameter, number in zip(flat, numbers):
         if number in own and parameter in optimizer.state:
             optimizer.state[parameter] = _exact(own[number], optimizer.state[parameter], parameter.device)
+    quantise(optimizer)
 
 
 def _exact(wanted: Any, loaded: Any, device: torch.device) -> Any:

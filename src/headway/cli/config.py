@@ -128,7 +128,7 @@ def _force_option() -> click.Parameter:
     return GroupedOption(["--force"], is_flag=True, help="Write over a file that exists.")
 
 
-_PRECISION = GroupedOption(["--mixed_precision"], metavar="no|bf16|fp16", help=SETTINGS["mixed_precision"].text)
+_PRECISION = GroupedOption(["--mixed_precision"], metavar="no|bf16|fp16|fp8", help=SETTINGS["mixed_precision"].text)
 _JSON = GroupedOption(["--json", "as_json"], is_flag=True, help="Print JSON.")
 
 _SUBCOMMANDS = [

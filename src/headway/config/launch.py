@@ -145,7 +145,7 @@ DEFAULT_PATIENCE = 600.0
 DEFAULT_GRACE = 300.0
 """Seconds that ranks get to save in after a signal to the launcher, where nobody says."""
 
-PRECISIONS = ("no", "bf16", "fp16")
+PRECISIONS = ("no", "bf16", "fp16", "fp8")
 OF_SHARDS = (
     "fsdp_reshard_after_forward",
     "fsdp_offload_params",

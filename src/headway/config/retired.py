@@ -6,7 +6,7 @@ _SHARDING = "set the layout with --strategy fsdp, and see `headway launch --help
 _DEEPSPEED = "DeepSpeed is a strategy: --strategy zero2, with --deepspeed_config_file where it has a JSON"
 _MESH = "sizes are part of the layout: --strategy fsdp+tp=2"
 _MEGATRON = "Headway does not drive Megatron-LM"
-_FP8 = "float8 is not part of this version; --mixed_precision takes no, bf16 and fp16"
+_FP8 = "float8 runs through torchao: --mixed_precision fp8, and its options in the script: kwargs_handlers=[Float8Options(...)]"
 _TPU = "TPUs need torch_xla, which Headway does not drive"
 _SAGEMAKER = "Headway does not talk to SageMaker; run `headway launch` inside the job's container"
 _MPI = "start the launcher through MPI itself: mpirun -n MACHINES headway launch SCRIPT"

@@ -9,6 +9,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
+from headway.config.float8 import AORecipeKwargs, Float8Options
 from headway.config.pipeline import PipelineOptions
 from headway.config.plugins import TorchContextParallelConfig
 from headway.config.sharding import ShardingOptions
@@ -157,6 +158,7 @@ class EngineOptions:
     tensor: TensorParallelOptions | None = None
     pipeline: PipelineOptions | None = None
     context: TorchContextParallelConfig | None = None
+    float8: Float8Options | None = None
 
 
 def collect_options(handlers: list[Any] | None) -> EngineOptions:
@@ -176,9 +178,11 @@ def collect_options(handlers: list[Any] | None) -> EngineOptions:
         "tensor": TensorParallelOptions,
         "pipeline": PipelineOptions,
         "context": TorchContextParallelConfig,
+        "float8": Float8Options,
     }
     chosen: dict[str, Any] = {}
-    for handler in handlers or []:
+    for given in handlers or []:
+        handler = given.options if isinstance(given, AORecipeKwargs) else given
         name = next((name for name, kind in kinds.items() if isinstance(handler, kind)), None)
         if name is None:
             allowed = ", ".join(kind.__name__ for kind in kinds.values())

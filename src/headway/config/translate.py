@@ -211,8 +211,6 @@ def _translate_value(made: Translation, key: str, value: Any, origin: str) -> No
     name = _RENAMED.get(key, key)
     if value is None or (key == "num_processes" and value == -1):
         made.drop(key, "undecided")
-    elif key == "mixed_precision" and value == "fp8":
-        made.lose(key, str(advice("fp8_")))
     else:
         made.take(key, name, value, origin)
 

@@ -1,4 +1,4 @@
-"""Mixed precision by torch.autocast: bf16, and fp16 with one gradient scaler for all optimizers.
+"""Mixed precision by torch.autocast: bf16, fp16 with one gradient scaler for all optimizers, and fp8 (see `float8.py`).
 
 The fp16 scale changes only when no optimizer waits for a step: with several optimizers, all gradients of a window are
 unscaled by the scale they were made with. Whether a step was skipped is seen from the step itself, not guessed from
@@ -16,6 +16,7 @@ from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
 from headway.precision.base import FullPrecision, Parts, Precision
+from headway.precision.float8 import check_float8
 from headway.runtime.device import Hardware
 
 log = get_logger(__name__)
@@ -36,6 +37,12 @@ class Bf16Precision(FullPrecision):
         """torch.autocast for the hardware in use."""
         chosen = self._options
         return torch.autocast(self._kind, dtype=self.dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled)
+
+
+class Float8Precision(Bf16Precision):
+    """bf16's autocast, around linear layers that multiply in float8."""
+
+    name = "fp8"
 
 
 class _Probe:
@@ -220,34 +227,37 @@ def build_precision(name: str, hardware: Hardware, options: EngineOptions, parts
     """The precision called `name`.
 
     Args:
-        name: "no", "bf16" or "fp16".
+        name: "no", "bf16", "fp16" or "fp8".
         hardware: what computes.
-        options: of autocast and the scaler.
+        options: of autocast, the scaler and float8.
         parts: knows which part of the gradients lies here (the strategy); None: all of them do.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or options of another format.
         UnsupportedError: the hardware cannot compute in it.
+        OptionalDependencyMissing: torchao is not installed.
     """
+    check_float8(name, hardware, options)
     if name == "no":
         return FullPrecision()
-    if name == "bf16":
+    if name in ("bf16", "fp8"):
         if not hardware.supports_bf16():
             raise UnsupportedError(
-                f"mixed_precision='bf16', but this {hardware.kind} device has no bfloat16; use 'fp16' or 'no'"
+                f"mixed_precision={name!r}, but this {hardware.kind} device has no bfloat16; use 'fp16' or 'no'"
             )
         if is_bf16_emulated(hardware):
             log.warning_once(
-                "mixed_precision='bf16', but %s only emulates bfloat16, which is slower than float32: it has no bfloat16 units "
+                "mixed_precision='%s', but %s only emulates bfloat16, which is slower than float32: it has no bfloat16 units "
                 "(CUDA devices have them from compute capability 8.0). Use mixed_precision='fp16'",
+                name,
                 _name_of(hardware),
             )
         _check_autocast(hardware, name, torch.bfloat16)
-        return Bf16Precision(hardware, options)
+        return Bf16Precision(hardware, options) if name == "bf16" else Float8Precision(hardware, options)
     if name == "fp16":
         _check_autocast(hardware, name, torch.float16)
         return Fp16Precision(hardware, options, parts)
-    raise ConfigError(f"mixed_precision={name!r} is unknown; allowed: 'no', 'bf16', 'fp16'")
+    raise ConfigError(f"mixed_precision={name!r} is unknown; allowed: 'no', 'bf16', 'fp16', 'fp8'")
 
 
 def _check_autocast(hardware: Hardware, name: str, dtype: torch.dtype) -> None:

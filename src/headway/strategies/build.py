@@ -84,6 +84,10 @@ def build_strategy(
     Raises:
         UnsupportedError: a layout that is not there yet.
     """
+    if deepspeed is not None and number_format == "fp8":
+        raise UnsupportedError(
+            "mixed_precision='fp8' is not supported with DeepSpeed; use strategy='fsdp', or mixed_precision='bf16'"
+        )
     if deepspeed is not None:
         return _deepspeed(collectives, options, deepspeed, is_deferred)
     if not layout.is_replicas_only:
@@ -99,7 +103,9 @@ def build_strategy(
         from headway.strategies.mesh import MeshStrategy  # brings torch's compiler with it
 
         sharding = options.sharding or ShardingOptions()
-        return MeshStrategy(collectives, layout, sharding, number_format, options.tensor, options.context)
+        return MeshStrategy(
+            collectives, layout, sharding, number_format, options.tensor, options.context, options.float8
+        )
     if collectives.world_size > 1 and is_deferred:
         return ReplicaStrategy(collectives, options.ddp)
     if collectives.world_size > 1:

@@ -22,7 +22,7 @@ fsdp = Later("torch.distributed.fsdp")
 
 log = get_logger(__name__)
 
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 # Running statistics are float32 on every device, and must have their weights' type.
 _WITH_STATISTICS = torch.nn.modules.batchnorm._NormBase
 _NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)

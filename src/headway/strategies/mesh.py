@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from headway.collectives.door import Collectives
+from headway.config.float8 import Float8Options
 from headway.config.mesh import DATA_AXES, Layout
 from headway.config.plugins import TorchContextParallelConfig
 from headway.config.sharding import ShardingOptions
@@ -26,6 +27,7 @@ from headway.runtime import process
 from headway.strategies import gathered, gradients, values
 from headway.strategies.base import Capabilities, Engine, Transform
 from headway.strategies.context_parallel import ContextParallel
+from headway.strategies.float8 import check_float8, compute_scales, scale_before_forward, wrap_weights
 from headway.strategies.formats import check_formats, choose_formats, norms_within
 from headway.strategies.optimizers import check_optimizer
 from headway.strategies.single import SingleStrategy
@@ -47,9 +49,10 @@ class MeshStrategy(SingleStrategy):
         collectives: all ranks.
         layout: how many ranks each axis takes.
         options: of sharding.
-        number_format: the run's mixed_precision: "no", "bf16" or "fp16".
+        number_format: the run's mixed_precision: "no", "bf16", "fp16" or "fp8".
         tensor: options of tensor parallelism; None: models' own plans.
         context: options of context parallelism.
+        float8: options of "fp8".
 
     Attributes:
         mesh: torch's device mesh, its axes named as in the layout.
@@ -66,14 +69,17 @@ class MeshStrategy(SingleStrategy):
         number_format: str = "no",
         tensor: TensorParallelOptions | None = None,
         context: TorchContextParallelConfig | None = None,
+        float8: Float8Options | None = None,
     ) -> None:
         super().__init__(collectives)
         options.check(layout.num_shards)
+        check_float8(number_format, float8, options, layout.tp)
         self.layout = layout
         self._options = options
         self._number_format = number_format
         self._tensor = tensor or TensorParallelOptions()
         self._context = context or TorchContextParallelConfig()
+        self._float8 = float8
         self._cuts: list[tuple[torch.nn.Module, TensorParallel]] = []
         self._contexts: list[tuple[torch.nn.Module, ContextParallel]] = []
         self.mesh, self._shards = _build_mesh(collectives.runtime.device.type, layout)
@@ -175,6 +181,7 @@ class MeshStrategy(SingleStrategy):
         if not is_sharded:
             bring_buffers(model, self.everyone.runtime.device)
             return
+        num_wrapped = wrap_weights(model, self._float8, self._options, self.mesh["shard"].size())
         units = find_units(model, self._options)
         if units.split:
             log.info(
@@ -183,6 +190,8 @@ class MeshStrategy(SingleStrategy):
                 ", ".join(units.split),
             )
         inner = self._shard(model, units)
+        if num_wrapped:
+            scale_before_forward(model)
         if lacks_values:
             largest = values.fill(model, inner, self.everyone.runtime.device, self.everyone)
             log.info(
@@ -336,7 +345,15 @@ class MeshStrategy(SingleStrategy):
         if not self._is_checked:
             check_formats(self._models, self._dtypes)
             self._is_checked = True
-        return super().step(optimizer, precision, closure)
+        did_step = super().step(optimizer, precision, closure)
+        if did_step and self._number_format == "fp8":
+            compute_scales(self._models)
+        return did_step
+
+    def settle(self) -> None:
+        """Weights that are gathered in float8 have other scales now."""
+        if self._number_format == "fp8":
+            compute_scales(self._models)
 
     # ---------------------------------------------------------------- the end
 

@@ -1,7 +1,8 @@
 """Optimizers that do not work on sharded parameters, by name.
 
-Most can: what they compute is computed element by element. Those below take means over rows and columns of a whole matrix, or keep
-their state in blocks of memory that know no DTensor; torch's own errors in the first step say neither.
+Most can: what they compute is computed element by element. Those below take means over rows and columns of a whole matrix, keep
+their state in blocks of memory that know no DTensor, or step by an operation that torch has for whole tensors only; torch's own
+errors in the first step say none of this. `tests/distributed/test_sharded_optimizers.py` runs those that work.
 """
 
 import torch
@@ -11,12 +12,23 @@ from headway.errors import UnsupportedError
 _ELEMENTWISE = "use torch.optim.AdamW(fused=True) or another optimizer that works element by element"
 _REFUSED = {
     ("torch", "Adafactor"): f"it needs whole matrices for means over rows and columns; {_ELEMENTWISE}",
+    ("transformers", "Adafactor"): f"it needs whole matrices for means over rows and columns; {_ELEMENTWISE}",
+    (
+        "torch",
+        "Rprop",
+    ): f"it changes elements of gradients by a mask, which torch does not support on shards; {_ELEMENTWISE}",
     ("torch", "SparseAdam"): f"it needs sparse gradients, and shards have none; {_ELEMENTWISE}",
     ("torchao", "AdamW4bit"): f"its state cannot be sharded; use torchao's AdamW8bit, or {_ELEMENTWISE}",
     ("torchao", "Adam4bit"): f"its state cannot be sharded; use torchao's AdamW8bit, or {_ELEMENTWISE}",
     ("torchao", "AdamWFp8"): f"its state cannot be sharded; use torchao's AdamW8bit, or {_ELEMENTWISE}",
     ("torchao", "AdamFp8"): f"its state cannot be sharded; use torchao's AdamW8bit, or {_ELEMENTWISE}",
+    (
+        "torchao",
+        "CPUOffloadOptimizer",
+    ): "it is for one process; use ShardingOptions(cpu_offload=True) with torch.optim.AdamW",
 }
+_NEVER_FUSED = ("SGD", "Adagrad")
+"""Those whose fused step torch has for whole tensors only; Adam's and AdamW's know DTensors."""
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -30,5 +42,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         reason = _REFUSED.get((package, kind.__name__))
         if package == "bitsandbytes":
             reason = f"bitsandbytes does not support DTensor; use torchao's AdamW8bit, or {_ELEMENTWISE}"
+        if (package, reason) == ("torch", None) and kind.__name__ in _NEVER_FUSED and _is_fused(optimizer):
+            reason = (
+                f"torch's fused step of {kind.__name__} does not support DTensor; use {kind.__name__}(foreach=True)"
+            )
         if reason is not None:
             raise UnsupportedError(f"{type(optimizer).__name__} cannot train a sharded model: {reason}")
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    return any(group.get("fused") for group in optimizer.param_groups)

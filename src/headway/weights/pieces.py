@@ -114,7 +114,8 @@ def held(value: Any) -> torch.Tensor:
     """What this rank holds of a tensor, as a plain one."""
     if is_dtensor(value):
         local: torch.Tensor = value.detach().to_local()  # type: ignore[attr-defined]
-        return local
+        # What is cast as it is gathered (float8) lies in a tensor around the values.
+        return local._tensor if hasattr(local, "fsdp_pre_all_gather") else local  # type: ignore[attr-defined]
     if isinstance(value, Piece):
         if value.local is not None:
             return value.local

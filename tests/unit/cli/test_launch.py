@@ -119,7 +119,7 @@ def test_the_environment_and_the_file_are_read(run, monkeypatch, tmp_path):
             "num_processes='two' (command line: --num_processes) must be a whole number, 1 or more",
         ),
         (["-n", "0", "train.py"], "must be a whole number, 1 or more"),
-        (["--mixed_precision", "fp8", "train.py"], "must be one of no, bf16, fp16"),
+        (["--mixed_precision", "fp4", "train.py"], "must be one of no, bf16, fp16, fp8"),
         (["missing.py"], "there is no script 'missing.py'"),
         (["trian.py"], "there is no script 'trian.py' (looked in "),
         (["trian.py"], "; did you mean train.py?"),

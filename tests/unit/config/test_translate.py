@@ -121,10 +121,11 @@ def test_what_cannot_be(text, message):
         of(text)
 
 
-def test_fp8_and_tpus_are_lost_by_name():
-    made = of("mixed_precision: fp8\ndistributed_type: XLA\ntpu_name: mine\n")
+def test_fp8_is_kept_and_its_engine_and_tpus_are_lost_by_name():
+    made = of("mixed_precision: fp8\nfp8_config:\n  backend: TE\ndistributed_type: XLA\ntpu_name: mine\n")
+    assert made.config.mixed_precision == "fp8"
     assert made.num_lost == 3
-    assert "float8" in dict(made.lines)["mixed_precision"]
+    assert "float8 runs through torchao" in dict(made.lines)["fp8_config.backend"]
     assert "TPU" in dict(made.lines)["tpu_name"]
 
 

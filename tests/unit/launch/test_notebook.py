@@ -78,7 +78,7 @@ def test_several_machines_meet_where_they_are_told(resolved):
         ({"num_processes": 0}, "num_processes=0 .* must be a whole number, 1 or more"),
         ({"num_processes": 2.5}, "num_processes=2.5 .* must be a whole number"),
         ({"num_processes": True}, "num_processes=True .* must be a whole number"),
-        ({"mixed_precision": "fp8"}, "must be one of no, bf16, fp16"),
+        ({"mixed_precision": "fp4"}, "must be one of no, bf16, fp16, fp8"),
         ({"max_restarts": "twice"}, "max_restarts='twice' .* must be a whole number, 0 or more"),
         ({"num_nodes": 2, "use_port": "http"}, "use_port='http'; give a port as a number"),
         ({"num_nodes": 2, "master_addr": "10.0.0.1", "use_port": 99999}, r"99999 \(.*use_port=...\)\) must be .* 0 to 65535"),

@@ -34,8 +34,8 @@ def pair(accelerator: Accelerator, rate: float = 0.25) -> tuple[list[Any], list[
 
 def test_names() -> None:
     assert [build_precision(name, CPU, EngineOptions()).name for name in ("no", "fp16")] == ["no", "fp16"]
-    with pytest.raises(ConfigError, match="mixed_precision='fp8' is unknown; allowed: 'no', 'bf16', 'fp16'"):
-        Accelerator(cpu=True, mixed_precision="fp8")
+    with pytest.raises(ConfigError, match="mixed_precision='fp4' is unknown; allowed: 'no', 'bf16', 'fp16', 'fp8'"):
+        Accelerator(cpu=True, mixed_precision="fp4")
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("no", torch.float32)])

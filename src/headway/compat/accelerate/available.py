@@ -283,8 +283,8 @@ def is_fp16_available() -> bool:
 
 
 def is_fp8_available() -> bool:
-    """Is a package for fp8 installed? Headway does not compute in it yet."""
-    return _has("msamp") or _has("transformer_engine") or is_torchao_available()
+    """Is torchao installed, by which Headway computes in float8?"""
+    return is_torchao_available()
 
 
 def is_torch_distributed_available() -> bool:

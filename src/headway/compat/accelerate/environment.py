@@ -11,7 +11,7 @@ from typing import Any
 from headway import env, optional
 from headway.compat.accelerate.state import PartialState
 from headway.config.files import default_file, write
-from headway.config.launch import LaunchConfig
+from headway.config.launch import PRECISIONS, LaunchConfig
 from headway.errors import ConfigError
 from headway.units import parse_bytes
 
@@ -129,7 +129,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
     """Write a config file that `headway launch` starts from: this machine, all its devices, the precision.
 
     Args:
-        mixed_precision: "no", "bf16" or "fp16".
+        mixed_precision: "no", "bf16", "fp16" or "fp8".
         save_location: the file; None: the default one (see `headway config`).
 
     Returns:
@@ -140,8 +140,8 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
     """
     path = default_file(env.snapshot()) if save_location is None else Path(save_location)
     precision = str(mixed_precision).lower()
-    if precision not in ("no", "bf16", "fp16"):
-        raise ConfigError(f"mixed_precision={mixed_precision!r}; allowed: 'no', 'bf16', 'fp16'")
+    if precision not in PRECISIONS:
+        raise ConfigError(f"mixed_precision={mixed_precision!r}; allowed: {', '.join(map(repr, PRECISIONS))}")
     if path.exists():
         print(f"{path} already exists and was left alone; edit it with `headway config`, or give another save_location")
         return False

@@ -116,9 +116,9 @@ class Members:
         return self._accelerator.precision.is_mixed
 
     @property
-    def fp8_backend(self) -> None:
-        """None: there is no fp8 yet."""
-        return None
+    def fp8_backend(self) -> str | None:
+        """Accelerate's word for what computes in float8: "AO", torchao; None without float8."""
+        return "AO" if self._accelerator.mixed_precision == "fp8" else None
 
     # ---------------------------------------------------------------- the step
 

@@ -16,7 +16,14 @@ _PIPELINE = (
     "it is a part of Accelerate's `prepare_pippy`, which Headway does in another way; use `prepare_pippy` itself, or "
     "Accelerator(strategy='pp') to train"
 )
-_FP8 = "fp8 is not there yet; it is planned. Until then use mixed_precision='bf16'"
+_FP8 = (
+    "float8 runs through torchao, and prepare() converts the model: Accelerator(mixed_precision='fp8', "
+    "kwargs_handlers=[headway.Float8Options(...)]) (docs/float8.md)"
+)
+_FP8_ENGINES = (
+    "Headway drives neither Transformer Engine nor MS-AMP; float8 runs through torchao: Accelerator(mixed_precision='fp8', "
+    "kwargs_handlers=[headway.AORecipeKwargs()]) (docs/float8.md)"
+)
 _QUANTISED = (
     "Headway loads no quantised weights; load the model with transformers' `quantization_config` and prepare it"
 )
@@ -63,10 +70,12 @@ _BY_SENTENCE = {
     """,
     _PIPELINE: "build_pipeline find_pippy_batch_size generate_device_map pad_input_tensors pippy_forward",
     _FP8: """
-        AORecipeKwargs FP8BackendType FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs apply_fp8_autowrap
-        check_cuda_fp8_capability contextual_fp8_autocast convert_model convert_model_to_fp8_ao
-        filter_first_and_last_linear_layers filter_linear_layers find_first_last_linear_layers has_ao_layers
-        has_transformer_engine_layers setup_fp8_env torchao_required
+        FP8BackendType check_cuda_fp8_capability convert_model convert_model_to_fp8_ao filter_first_and_last_linear_layers
+        filter_linear_layers find_first_last_linear_layers has_ao_layers setup_fp8_env torchao_required
+    """,
+    _FP8_ENGINES: """
+        FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs apply_fp8_autowrap contextual_fp8_autocast
+        has_transformer_engine_layers
     """,
     _QUANTISED: """
         BnbQuantizationConfig get_keys_to_not_convert get_parameter_device get_quantized_model_device_map
@@ -140,26 +149,26 @@ NAMES: dict[str, str] = {name: why for why, names in _BY_SENTENCE.items() for na
 """Name -> sentence."""
 
 MEMBERS: dict[str, str] = {
-    "ao_recipe_handler": _FP8,
+    "ao_recipe_handler": "give Float8Options to kwargs_handlers; accelerator.options.float8 holds them",
     "autocast_handler": "give AutocastKwargs to kwargs_handlers; accelerator.options.autocast holds them",
     "ddp_handler": "give DistributedDataParallelKwargs to kwargs_handlers; accelerator.options.ddp holds them",
     "deepspeed_ulysses_dl_adapter": _PARALLEL,
-    "delayed_fp8_autocast": _FP8,
+    "delayed_fp8_autocast": _FP8_ENGINES,
     "device_placement": "pass it to prepare(..., device_placement=[...])",
     "flag_tensor": "use set_trigger() and check_trigger()",
-    "fp8_enabled": _FP8,
-    "fp8_recipe_handler": _FP8,
-    "has_fp8_handler": _FP8,
+    "fp8_enabled": "compare accelerator.mixed_precision with 'fp8'",
+    "fp8_recipe_handler": _FP8_ENGINES,
+    "has_fp8_handler": "give Float8Options to kwargs_handlers; accelerator.options.float8 holds them",
     "has_lomo_optimizer": "LOMO is not served; use another optimizer",
     "init_handler": "give InitProcessGroupKwargs to kwargs_handlers; accelerator.options.process_group holds them",
     "log_with": "accelerator.trackers lists the trackers in use",
-    "msamp_recipe_handler": _FP8,
+    "msamp_recipe_handler": _FP8_ENGINES,
     "profile_handler": "give ProfileKwargs to kwargs_handlers or to accelerator.profile()",
     "rng_types": "pass it to Accelerator(rng_types=...)",
     "scaler_handler": "give GradScalerKwargs to kwargs_handlers; accelerator.options.scaler holds them",
     "step": "accelerator.num_updates counts updates, accelerator.sync_gradients says whether this micro-batch ends a window",
     "step_scheduler_with_optimizer": "pass it to Accelerator(step_scheduler_with_optimizer=...)",
-    "te_recipe_handler": _FP8,
+    "te_recipe_handler": _FP8_ENGINES,
 }
 """Member of Accelerate's Accelerator -> sentence."""
 

@@ -55,10 +55,13 @@ def test_an_import_of_what_is_not_served_says_what_to_use(place):
 
 
 def test_reading_what_is_not_served_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="headway has no 'AORecipeKwargs': fp8 is not there yet"):
-        headway.AORecipeKwargs
-    assert not hasattr(headway, "AORecipeKwargs")
-    assert not hasattr(headway.utils, "AORecipeKwargs")
+    with pytest.raises(
+        AttributeError, match="headway has no 'TERecipeKwargs': Headway drives neither Transformer Engine"
+    ):
+        headway.TERecipeKwargs
+    assert not hasattr(headway, "TERecipeKwargs")
+    assert not hasattr(headway.utils, "TERecipeKwargs")
+    assert headway.utils.AORecipeKwargs is headway.AORecipeKwargs
 
 
 @pytest.mark.parametrize("place", ["headway", "headway.utils"])

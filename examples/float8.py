@@ -1,0 +1,49 @@
+"""The GPT of fsdp.py with linear layers in float8, sharded: weights are gathered in float8, too. Emulated where there is no float8.
+
+headway launch --cpu -n 2 examples/float8.py
+"""
+
+import torch
+from fsdp import GPT, WORDS, Block, counting  # the file beside this one
+from torch import nn
+from torch.utils.data import DataLoader
+
+from headway import Accelerator, Float8Options, ShardingOptions, set_seed
+
+
+def has_float8() -> bool:
+    """Does this machine's GPU multiply in float8?"""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def main() -> float:
+    """Train; returns the last epoch's mean loss."""
+    options = Float8Options(recipe="tensorwise", keeps=("MultiheadAttention",), emulate=not has_float8())
+    accelerator = Accelerator(
+        strategy="fsdp", mixed_precision="fp8", kwargs_handlers=[options, ShardingOptions(units=[Block])]
+    )
+    set_seed(0)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    loader = DataLoader(counting(), batch_size=16, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    mean = float("nan")
+    for epoch in range(4):
+        total = count = 0.0
+        for (ids,) in loader:
+            with accelerator.accumulate(model):
+                logits = model(ids)[:, :-1].float()
+                loss = nn.functional.cross_entropy(logits.reshape(-1, WORDS), ids[:, 1:].reshape(-1))
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            total, count = total + loss.item() * len(ids), count + len(ids)
+        mean = float(accelerator.reduce_mean(total, count))
+        accelerator.print(f"epoch {epoch}: loss {mean:.3f}")
+    accelerator.end_training()
+    return mean
+
+
+if __name__ == "__main__":
+    main()

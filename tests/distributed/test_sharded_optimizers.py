@@ -1,0 +1,128 @@
+"""Optimizers on sharded parameters: the losses of one process, and states that go on under another layout."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+
+from headway import Accelerator
+from headway.checkpoint.quantised import is_quantised
+from headway.strategies.gradients import local
+from tests.distributed.layouts import GPT, seeded, squares, text
+from tests.distributed.ranks import run_ranks
+
+Make = Callable[[list[torch.nn.Parameter]], Any]
+
+
+def matrices(parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    return [p for p in parameters if p.ndim == 2]
+
+
+def kinds() -> dict[str, Make]:
+    found: dict[str, Make] = {
+        "foreach AdamW": lambda ps: optim.AdamW(ps, lr=0.01, foreach=True, amsgrad=True),
+        "fused AdamW": lambda ps: optim.AdamW(ps, lr=0.01, fused=True),
+        "Adagrad": lambda ps: optim.Adagrad(ps, lr=0.01, foreach=True),
+        "Adadelta": lambda ps: optim.Adadelta(ps, lr=0.1),
+        "RMSprop": lambda ps: optim.RMSprop(ps, lr=0.01, momentum=0.9, centered=True),
+        "NAdam": lambda ps: optim.NAdam(ps, lr=0.01),
+        "RAdam": lambda ps: optim.RAdam(ps, lr=0.01),
+        "Adamax": lambda ps: optim.Adamax(ps, lr=0.01),
+        "ASGD": lambda ps: optim.ASGD(ps, lr=0.01),
+        "Muon": lambda ps: optim.Muon(matrices(ps), lr=0.01),
+        "LBFGS": lambda ps: optim.LBFGS(ps, lr=0.1, max_iter=2, history_size=3, line_search_fn="strong_wolfe"),
+    }
+    try:
+        import schedulefree
+    except ImportError:
+        return found
+    found["schedule-free AdamW"] = lambda ps: schedulefree.AdamWScheduleFree(ps, lr=0.01)
+    found["schedule-free SGD"] = lambda ps: schedulefree.SGDScheduleFree(ps, lr=0.01)
+    found["schedule-free RAdam"] = lambda ps: schedulefree.RAdamScheduleFree(ps, lr=0.01)
+    return found
+
+
+def torchao_kinds() -> dict[str, Make]:
+    from torchao import optim as torchao
+
+    return {
+        "AdamW8bit": lambda ps: torchao.AdamW8bit(ps, lr=0.01),
+        "Adam8bit": lambda ps: torchao.Adam8bit(ps, lr=0.01),
+    }
+
+
+class Wide(GPT):
+    """With matrices that are large enough to be kept in few bits, in parts too."""
+
+    def __init__(self) -> None:
+        super().__init__(width=64, num_blocks=2)
+
+
+def update(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, ids: torch.Tensor) -> float:
+    def again() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = squares(model, ids)
+        accelerator.backward(loss)
+        return loss
+
+    with accelerator.accumulate(model):
+        loss = squares(model, ids)
+        accelerator.backward(loss)
+        optimizer.step(again if isinstance(optimizer.optimizer, optim.LBFGS) else None)
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def curve(layout: str, make: Make, model: type, save: str = "", load: str = "") -> list[float]:
+    """Losses of four updates, and one of the model at the end; saved before the third, or loaded to go on from there."""
+    accelerator = Accelerator(cpu=True, strategy=layout)
+    built = seeded(0, model)
+    built, optimizer = accelerator.prepare(built, make(list(built.parameters())))
+    optimizer.train()
+    losses = []
+    if load:
+        accelerator.load_state(load)
+    for seed in range(2 if load else 0, 4):
+        if save and seed == 2:
+            accelerator.save_state(save, blocking=True)
+        losses.append(update(accelerator, built, optimizer, text(seed)))
+    optimizer.eval()
+    losses.append(squares(built, text()).item())
+    few = [local(state["exp_avg"]) for state in optimizer.state.values() if "exp_avg" in state]
+    assert any(map(is_quantised, few)) == (model is Wide)
+    accelerator.free_memory()
+    return losses
+
+
+def curves(layout: str, of_torchao: bool, save: str = "", load: str = "") -> dict[str, list[float]]:
+    if of_torchao:  # its step is compiled, which takes a minute and changes nothing that is looked at here
+        torch.compile = lambda function, **settings: function  # this process is for nothing else
+    made, model = (torchao_kinds(), Wide) if of_torchao else (kinds(), GPT)
+    return {
+        name: curve(layout, make, model, save and str(Path(save, name)), load and str(Path(load, name)))
+        for name, make in made.items()
+    }
+
+
+def check(folder: Path, of_torchao: bool, tolerance: float) -> None:
+    (plain,) = run_ranks(curves, 1, "ddp", of_torchao, timeout=250)
+    sharded, _ = run_ranks(curves, 2, "fsdp", of_torchao, str(folder), timeout=250)
+    (resumed,) = run_ranks(curves, 1, "ddp", of_torchao, "", str(folder), timeout=250)
+    for name, expected in plain.items():
+        close = max(tolerance, 1e-2 if name == "Muon" else 0.0)
+        assert sharded[name] == pytest.approx(expected, rel=close), name
+        assert resumed[name] == pytest.approx(sharded[name][2:], rel=close), name
+        assert expected[0] != expected[2]
+
+
+def test_what_works_on_shards_is_what_it_is_on_one_process(tmp_path):
+    check(tmp_path, of_torchao=False, tolerance=1e-5)
+
+
+def test_states_in_few_bits(tmp_path):
+    """Blocks of a part are other blocks than those of the whole, and round otherwise."""
+    pytest.importorskip("torchao.optim", reason="torchao is not installed")
+    check(tmp_path, of_torchao=True, tolerance=2e-2)
