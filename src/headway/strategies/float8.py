@@ -68,7 +68,7 @@ def wrap_weights(
         num_shards: among how many ranks a weight is cut.
     """
     wish = None if options is None else options.all_gather
-    layers = [module for module in model.modules() if _is_float8(module)]
+    layers: list[Any] = [module for module in model.modules() if _is_float8(module)]
     if wish is False or not layers or _is_partly_kept(sharding):
         return 0
     holders: dict[int, int] = {}

@@ -434,13 +434,6 @@ class PipelineStrategy(SingleStrategy):
             for optimizer in list(self._optimizers):
                 self._state.settle(optimizer)
 
-    def import_state(self, model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Whole tensors, of which this rank takes those of its stages."""
-        if self._state is None or model is not self._model:
-            super().import_state(model, tensors)
-            return
-        self._state.load(dict(tensors))
-
     def release(self, model: torch.nn.Module | None = None) -> None:
         """Forget the model. It stays cut, because a whole one need not fit here; it can be prepared again."""
         super().release()

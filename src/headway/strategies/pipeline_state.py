@@ -8,7 +8,6 @@ import torch
 
 from headway.collectives.door import Collectives
 from headway.config.mesh import Layout
-from headway.errors import CheckpointError
 from headway.weights.pieces import Box, Piece, Split
 
 
@@ -70,23 +69,6 @@ class PipelineState:
 
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self._model.named_parameters()}
-
-    def load(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Whole tensors into those that are here.
-
-        Raises:
-            CheckpointError: the names differ.
-        """
-        own = dict(self._model.state_dict(keep_vars=True))
-        if given.keys() != own.keys():
-            odd = sorted(given.keys() ^ own.keys())
-            raise CheckpointError(
-                f"the names of the state and of {type(self._model).__name__} differ: {', '.join(odd[:5])}"
-            )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                    tensor.copy_(given[name])
 
     # ---------------------------------------------------------------- optimizers
 
