@@ -10,7 +10,13 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway import Accelerator, ActivationCheckpointing, DataLoaderConfiguration, TorchContextParallelConfig
+from headway import (
+    Accelerator,
+    ActivationCheckpointing,
+    DataLoaderConfiguration,
+    TorchContextParallelConfig,
+    TorchDynamoPlugin,
+)
 from headway.errors import ConfigError, PrepareError, UnsupportedError
 from headway.strategies.gradients import is_distributed
 from tests.distributed import cut_models
@@ -304,6 +310,13 @@ class Places(ByHand):
         )
 
 
+class Shy(Judge):
+    """A loss while training only, which no comparison has seen."""
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> Any:
+        return super().forward(ids, targets) if self.training else self.gpt(ids)
+
+
 class Small(nn.Module):
     def __init__(self, kind: type[nn.Module], num_stacks: int = 1) -> None:
         super().__init__()
@@ -339,6 +352,13 @@ def wrong_use() -> None:
             model.model.layers[0](torch.zeros(1, LENGTH, 16), position_embeddings=(torch.zeros(1), torch.zeros(1)))
         with pytest.raises(UnsupportedError, match="leave out use_cache and past_key_values while training"):
             model(input_ids=ids, use_cache=True)
+    with running(dynamo_plugin=TorchDynamoPlugin(backend="eager", use_regional_compilation=True)) as accelerator:
+        with pytest.raises(UnsupportedError, match="is compiled, which context parallelism does not support yet"):
+            accelerator.prepare(seeded(0, gpt))(ids)
+    with running() as accelerator:
+        model = accelerator.prepare(seeded(0, Shy))
+        with pytest.raises(PrepareError, match=r"computes a loss from labels while training, but not in eval\(\) mode"):
+            model(ids, ids)
     with running(
         kwargs_handlers=[TorchContextParallelConfig(cp_comm_strategy="alltoall", blocks=("Nothing",))]
     ) as accelerator:

@@ -15,10 +15,13 @@ SPREADS = {
     "fsdp": "fsdp: weights, gradients and optimizer state sharded across all processes",
     "hsdp": "hsdp: sharded within groups of processes, with a replica in each group; for several machines",
     "tp": "tp: every matrix split across all processes; for large layers, few processes and fast links",
+    "fsdp+cp": "fsdp+cp: sequences cut within groups, parameters sharded across all; for long sequences",
     "fsdp+tp": "fsdp+tp: matrices split within groups, parameters sharded across the groups; for the largest models",
 }
 """The layouts that are offered, each with what is cut."""
-_SIZED = {"hsdp": "hsdp={}", "fsdp+tp": "fsdp+tp={}"}
+_SIZED = {"hsdp": "hsdp={}", "fsdp+tp": "fsdp+tp={}", "fsdp+cp": "fsdp+cp={}"}
+_SHARED = {"fsdp+tp": "matrix", "fsdp+cp": "sequence"}
+"""What a group of these layouts shares."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +113,12 @@ def _ask_spread(ask: Ask, answers: dict[str, str], num_processes: int, per_machi
     text = ask(Question("spread", "How should the model be split?", SPREADS["ddp"], tuple(SPREADS.values())))
     kind = text.partition(":")[0]
     if kind in _SIZED:
-        is_tp = kind == "fsdp+tp"
-        over = "How many processes share a matrix?" if is_tp else "Across how many processes is each replica sharded?"
-        groups = [n for n in range(2, num_processes) if num_processes % n == 0 and (is_tp or n <= per_machine)] or [2]
-        offered = str(groups[0] if is_tp else groups[-1])
+        shared = _SHARED.get(kind)
+        over = (
+            f"How many processes share a {shared}?" if shared else "Across how many processes is each replica sharded?"
+        )
+        groups = [n for n in range(2, num_processes) if num_processes % n == 0 and (shared or n <= per_machine)] or [2]
+        offered = str(groups[0] if shared else groups[-1])
         size = ask(Question("group", over, offered, written=_SIZED[kind], num_processes=num_processes))
         kind = _SIZED[kind].format(size.strip())
     if kind != "ddp":

@@ -104,6 +104,7 @@ class ContextParallel:
         self._streams = Streams(self._axis)
         self._phase, self._length = Phase.NONE, 0
         self._ways: dict[tuple[bool, bool], Way] = {}
+        self._with_loss: set[tuple[bool, bool]] = set()
         self._way = Way.MEANS
         self._blocks, self._hooks = blocks, list[Any]()
         for block in blocks:
@@ -161,6 +162,11 @@ class ContextParallel:
         way = self._ways[kind]
         call = self._read(args, kwargs, way)
         out = self._run(Phase.CUT, call.args, call.kwargs, way)
+        if kind not in self._with_loss and _has_loss(call, out):
+            raise PrepareError(
+                f"{type(self._model).__name__} computes a loss from labels while training, but not in eval() mode, in which context "
+                "parallelism compares it with its whole; compute it in both, or outside of the model"
+            )
         return self._finish(call, out, way, is_training=torch.is_grad_enabled())
 
     def _run(self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], way: Way = Way.MEANS) -> Any:
@@ -200,7 +206,7 @@ class ContextParallel:
 
     def _finish(self, call: Call, out: Any, way: Way, is_training: bool) -> Any:
         """What the caller gets: whole."""
-        has_loss = call.num_labels is not None and any(_is_loss(each) for each in tree.tensors(out))
+        has_loss = _has_loss(call, out)
         part = zigzag.padded(self._length, self._axis) // self._axis.size
 
         def whole(leaf: Any) -> Any:
@@ -235,7 +241,13 @@ class ContextParallel:
 
         Raises:
             PrepareError: none; on all ranks.
+            UnsupportedError: compiled code, into which attention cannot be reached.
         """
+        if any(getattr(module, "_compiled_call_impl", None) is not None for module in self._model.modules()):
+            raise UnsupportedError(
+                f"{type(self._model).__name__} is compiled, which context parallelism does not support yet; leave torch.compile "
+                "(dynamo_backend) out, or use fsdp or tp"
+            )
         kwargs = {**dict(zip(self._parameters, args)), **kwargs}
         args = args[len(self._parameters) :]
         args, kwargs = context_check.few(args, kwargs, 16 * self._axis.size, self._options.labels)
@@ -265,6 +277,8 @@ class ContextParallel:
             for way in ways:
                 told = context_check.difference(whole, self._finish(call, out, way, is_training=False), self._is_exact)
                 if not told:
+                    if _has_loss(call, out):
+                        self._with_loss.add(self._kind(args, kwargs))
                     return way
                 found = found or told
         except Exception as error:  # of the model's own code, at tensors that are shorter than it thought
@@ -391,6 +405,11 @@ def _positional(model: torch.nn.Module) -> list[str]:
 
 def _is_loss(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
+
+
+def _has_loss(call: Call, out: Any) -> bool:
+    """Has the model computed a loss from labels that were cut?"""
+    return call.num_labels is not None and any(_is_loss(each) for each in tree.tensors(out))
 
 
 def _filler(labels: torch.Tensor) -> int:

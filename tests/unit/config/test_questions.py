@@ -59,6 +59,7 @@ def test_answers_are_checked():
 @pytest.mark.parametrize(
     ("spread", "group", "strategy"),
     [("fsdp", None, "fsdp"), ("tp", None, "tp"), ("hsdp", None, "hsdp=4"), ("hsdp", "2", "hsdp=2"), ("fsdp+tp", None, "fsdp+tp=2"),
+     ("fsdp+cp", None, "fsdp+cp=2"),
      ("fsdp+tp", " 4", "fsdp+tp=4")],
 )  # fmt: skip
 def test_how_the_model_is_spread(spread, group, strategy):
@@ -83,6 +84,6 @@ def test_a_group_must_fit():
 
 def test_each_layout_is_explained_in_a_line():
     for name, text in SPREADS.items():
-        parse(f"{name}=2" if name == "hsdp" else name.replace("+tp", "+tp=2"))
+        parse(f"{name}=2" if name == "hsdp" else name.replace("+tp", "+tp=2").replace("+cp", "+cp=2"))
         assert text.startswith(f"{name}: ")
         assert len(text) < 100
