@@ -37,10 +37,19 @@ def train(layout, folder):
         max_position_embeddings=32, tie_word_embeddings=True,
     )  # fmt: skip
     args = TrainingArguments(
-        output_dir=folder, use_cpu=True, per_device_train_batch_size=4, per_device_eval_batch_size=7,
-        gradient_accumulation_steps=2, num_train_epochs=1, learning_rate=1e-2, logging_steps=1, eval_strategy="epoch", save_strategy="epoch", report_to="none",
+        output_dir=folder,
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        per_device_eval_batch_size=7,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1,
+        learning_rate=1e-2,
+        logging_steps=1,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        report_to="none",
         seed=3,
-    )  # fmt: skip
+    )
     trainer = Trainer(model=LlamaForCausalLM(config), args=args, train_dataset=Rows(), eval_dataset=Rows())
     trainer.train()
     return [value for entry in trainer.state.log_history for name, value in entry.items() if name.endswith("loss")]
