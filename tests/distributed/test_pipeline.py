@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ActivationCheckpointing, PipelineOptions, TorchDynamoPlugin
-from headway.errors import HeadwayError, StateError, UnsupportedError
+from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
 from tests.distributed import layouts
 from tests.distributed.layouts import GPT, Curve, Task, by_hand, difference, each, prepared, seeded, squares, text
 from tests.distributed.pipelines import as_function, whole_state
@@ -212,6 +212,17 @@ def evaluation_under_every_schedule() -> None:
         accelerator.end_training()
 
 
+class Odd(GPT):
+    def forward(self, ids: torch.Tensor) -> Any:
+        return super().forward(ids), lambda: 1
+
+
+def odd_outputs() -> None:
+    accelerator, model, _ = begin(model=seeded(0, lambda: Odd(num_blocks=2)))
+    refused(accelerator, UnsupportedError, "cannot be sent", lambda: model(text()))
+    accelerator.end_training()
+
+
 class Skipping(GPT):
     """Its head sees the embedding, too."""
 
@@ -260,6 +271,14 @@ def other_objects() -> None:
         accelerator.prepare(GPT())
     held = sum(p.numel() for p in model.parameters() if not p.is_meta)
     assert 0 < held < sum(p.numel() for p in model.parameters())
+    before = squares(model, text()).item()
+    accelerator.free_memory()
+    with pytest.raises(UnsupportedError, match="was released"):
+        model(text())
+    assert squares(accelerator.prepare(model), text()).item() == before
+    accelerator.end_training()
+    with pytest.raises(PrepareError, match="a run that has ended"):
+        begin(model=model)
     accelerator.end_training()
 
 
@@ -311,7 +330,7 @@ def checks() -> list[str]:
         [
             evaluation, streams, one_backward, backwards_by_hand, schedules_need_functions, losses_that_need_more, skipping,
             not_finite, other_objects, half_precision, compiled_blocks, the_example,
-            weightless, evaluation_under_every_schedule,
+            weightless, evaluation_under_every_schedule, odd_outputs,
         ]
     )  # fmt: skip
 

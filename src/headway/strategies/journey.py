@@ -275,6 +275,11 @@ def _refuse(route: Route, name: str) -> None:
     )
 
 
+def is_routed(model: torch.nn.Module) -> bool:
+    """Has it been cut before?"""
+    return _KEY in model.__dict__
+
+
 class Routed:
     """Mixed in before a module's class: its call goes through the route."""
 
@@ -285,7 +290,8 @@ class Routed:
 
 def _exchange(module: torch.nn.Module, call: Call) -> None:
     if _KEY not in module.__dict__:
-        module.__class__ = _routed(type(module))
+        bare: Any = type(module)
+        module.__class__ = _routed(bare)
     module.__dict__[_KEY] = call
 
 

@@ -5,6 +5,7 @@ schedule, one stage after the other, and after each stage all ranks hear what it
 model or a loss is an error on all of them. The schedule finds its forward done.
 """
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from headway.collectives.door import Collectives
 from headway.collectives.partition import slice_bounds
 from headway.collectives.tree import Tree, find_batch_size
 from headway.config.pipeline import PipelineOptions
-from headway.errors import CollectiveError, HeadwayError
+from headway.errors import CollectiveError, HeadwayError, UnsupportedError
 from headway.log import get_logger
 from headway.runtime import torch_stream
 from headway.strategies.journey import Route, signature
@@ -169,7 +170,7 @@ class Pipe:
             if chunk is not None:
                 try:
                     chunk.compute(number)
-                    told = chunk.parcels[number]
+                    told = self._sendable(chunk.parcels[number])
                 except Exception as error:
                     failure = error
             answer = (told if failure is None else None, None if failure is None else _named(failure))
@@ -198,7 +199,27 @@ class Pipe:
         """What the last stage tells the others of its result, or of its failure."""
         from headway.strategies.chunk import wrap
 
-        return (wrap(result)[0], None) if failure is None else (None, _named(failure))
+        if failure is not None:
+            return None, _named(failure)
+        try:
+            return self._sendable(wrap(result)[0]), None
+        except HeadwayError as error:
+            return None, _named(error)
+
+    def _sendable(self, parcel: "Parcel") -> "Parcel":
+        """What is beside the tensors goes to the other ranks as it is.
+
+        Raises:
+            UnsupportedError: it cannot.
+        """
+        try:
+            pickle.dumps(parcel)
+        except Exception as error:
+            raise UnsupportedError(
+                f"{self.route.kind} or one of its blocks returns something that cannot be sent to the other stages ({error}); let it "
+                "return tensors, numbers, text, and containers of them"
+            ) from error
+        return parcel
 
     # ---------------------------------------------------------------- torch's schedules
 

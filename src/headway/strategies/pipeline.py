@@ -22,7 +22,7 @@ from headway.precision.base import Precision
 from headway.runtime import process
 from headway.strategies import gradients
 from headway.strategies.base import Capabilities, Engine, Transform
-from headway.strategies.journey import Route
+from headway.strategies.journey import Route, is_routed
 from headway.strategies.pipe import Pipe
 from headway.strategies.pipeline_state import PipelineState
 from headway.strategies.plain_calls import PlainCalls
@@ -100,6 +100,21 @@ class PipelineStrategy(SingleStrategy):
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     # ---------------------------------------------------------------- setting up
+
+    def materialise(self, model: torch.nn.Module) -> None:
+        """Nothing, where only other ranks' stages are without memory.
+
+        Raises:
+            PrepareError: whole models come with their values.
+        """
+        if model in self.everyone.runtime.scope.own(Staged).of:
+            return
+        if is_routed(model):
+            raise PrepareError(
+                f"{type(model).__name__} was cut into stages by a run that has ended, and this process has some of them; build it "
+                "again, and load its values from a checkpoint"
+            )
+        super().materialise(model)
 
     def place(self, model: torch.nn.Module, device: torch.device) -> None:
         """Not yet: `setup` brings this rank's stages alone to the device."""

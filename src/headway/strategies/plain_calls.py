@@ -126,7 +126,7 @@ class PlainCalls:
         answers = pipe.group.gather_objects((told.is_any, *pipe.told(result, failure)))
         pipe.go_on(any(answer[0] for answer in answers))
         _, parcel, problem = answers[pipe.last_rank]
-        if failure is not None:
+        if failure is not None:  # as it was raised here
             raise failure
         if problem is not None:
             raise again(problem, last, pipe.last_rank)
