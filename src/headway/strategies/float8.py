@@ -68,7 +68,7 @@ def wrap_weights(
         num_shards: among how many ranks a weight is cut.
     """
     wish = None if options is None else options.all_gather
-    layers = [module for module in model.modules() if _is_float8(module)]
+    layers: list[Any] = [module for module in model.modules() if _is_float8(module)]
     if wish is False or not layers or _is_partly_kept(sharding):
         return 0
     holders: dict[int, int] = {}
@@ -79,6 +79,8 @@ def wrap_weights(
     for layer in layers:
         weight, cast = layer.weight, layer.config.cast_config_weight
         is_one_scale = cast.scaling_granularity.value == "tensorwise" and cast.scaling_type.value == "dynamic"
+        # torchao rounds scales in the layer only.
+        is_one_scale = is_one_scale and not layer.config.round_scales_to_power_of_2
         if is_one_scale and holders[id(weight)] == 1 and weight.shape[0] % num_shards == 0:
             wrapped = weights.WeightWithDynamicFloat8CastTensor(
                 weight.detach(), layer.linear_mm_config, cast.target_dtype
