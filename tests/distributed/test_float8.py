@@ -2,6 +2,7 @@
 
 import logging
 import runpy
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,30 +20,19 @@ from tests.distributed.ranks import run_ranks
 pytest.importorskip("torchao.float8", reason="torchao is not installed")
 
 EMULATED = Float8Options(emulate=True)
-TASK = Task(updates=5, steps=1, precision="fp8", handlers=(EMULATED,))
+TASK = Task(updates=4, steps=1, precision="fp8", handlers=(EMULATED,))
 
 
-def curves(tasks: list[tuple[str, Task]]) -> list[Any]:
+ROWWISE = replace(TASK, handlers=(Float8Options(emulate=True, recipe="rowwise"),))
+IN_HALF = replace(TASK, handlers=(Float8Options(emulate=True, fsdp_all_gather=False),))
+BF16 = replace(TASK, precision="bf16", handlers=())
+ON_TWO = (("ddp", TASK), ("fsdp", TASK), ("fsdp", IN_HALF), ("fsdp", ROWWISE))
+ON_ONE = (("ddp", replace(TASK, steps=2)), ("ddp", replace(BF16, steps=2)))
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all processes
+
+
+def curves(tasks: Sequence[tuple[str, Task]]) -> list[Any]:
     return [prepared(task, layout) for layout, task in tasks]
-
-
-def test_losses_of_every_layout():
-    """The same pieces of batches on each: one process accumulates what two ranks compute side by side."""
-    rowwise = replace(TASK, handlers=(Float8Options(emulate=True, recipe="rowwise"),))
-    plain = replace(TASK, handlers=(Float8Options(emulate=True, fsdp_all_gather=False),))
-    one, bf16 = run_ranks(
-        curves, 1, [("ddp", replace(TASK, steps=2)), ("ddp", replace(TASK, steps=2, precision="bf16", handlers=()))]
-    )[0]
-    ddp, fsdp, half, rows = run_ranks(curves, 2, [("ddp", TASK), ("fsdp", TASK), ("fsdp", plain), ("fsdp", rowwise)])[0]
-    # Weights gathered in float8 have the values and the one scale that whole weights have: nothing differs.
-    assert fsdp["losses"] == ddp["losses"]
-    assert difference(fsdp, ddp)["weights"] < 1e-6
-    # Gathered in bfloat16 first, they are rounded twice.
-    assert 0 < difference(half, ddp)["losses"] < 0.03
-    assert one["losses"][0] == ddp["losses"][0]
-    for curve, band in ((ddp, 0.03), (half, 0.03), (rows, 0.12), (bf16, 0.12)):
-        assert 0 < difference(one, curve)["losses"] < band
-    assert one["losses"][0] - one["losses"][-1] > 1
 
 
 # ---------------------------------------------------------------- what lies where, two ranks
@@ -94,9 +84,7 @@ def prepared_again_and_compiled() -> None:
     for name, given in {
         "plain": {},
         "checkpointed, compiled": {"handlers": [ActivationCheckpointing()], "dynamo_backend": "aot_eager"},
-        "kept whole": {"handlers": [ShardingOptions(reshard_after_forward=False)]},
         "offloaded": {"handlers": [ShardingOptions(cpu_offload=True)]},
-        "prefetched": {"handlers": [ShardingOptions(forward_prefetch=2, backward_prefetch=2)]},
     }.items():
         accelerator, model, optimizer = prepare(**given)
         losses[name] = [learn(accelerator, model, optimizer) for _ in range(2)]
@@ -145,16 +133,6 @@ def uncommon_models() -> None:
     accelerator.free_memory()
 
 
-def on_two_ranks() -> list[str]:
-    logging.getLogger("headway").setLevel(logging.ERROR)
-    return each([one_exchange_for_all_scales, prepared_again_and_compiled, without_memory, uncommon_models])
-
-
-def test_shards_in_float8():
-    for failed in run_ranks(on_two_ranks, 2, timeout=280):
-        assert not failed, failed
-
-
 # ---------------------------------------------------------------- checkpoints
 
 
@@ -180,23 +158,7 @@ def load(folder: str, layouts: tuple[str, ...]) -> list[dict[str, Any]]:
     return found
 
 
-def test_weights_stay_plain_and_go_from_layout_to_layout(tmp_path):
-    from safetensors.torch import load_file
-
-    (saved, _) = run_ranks(save, 2, str(tmp_path), "fsdp")
-    plain = load_file(tmp_path / "weights" / "model.safetensors")
-    assert {tensor.dtype for tensor in plain.values()} == {torch.float32}
-    assert all(torch.equal(tensor, saved["weights"][name]) for name, tensor in plain.items())
-    GPT().load_state_dict(plain, strict=False)
-    two, four = (
-        run_ranks(load, 2, str(tmp_path / "state"), ("fsdp", "ddp")),
-        run_ranks(load, 4, str(tmp_path / "state"), ("hsdp=2",)),
-    )
-    one = run_ranks(load, 1, str(tmp_path / "state"), ("ddp",))
-    for found in (*two[0], *four[0], *one[0]):
-        assert all(torch.equal(tensor, saved["weights"][name]) for name, tensor in found["weights"].items())
-        assert found["loss"] == pytest.approx(saved["loss"], rel=1e-3)
-    assert two[0][0]["loss"] == saved["loss"]
+# ---------------------------------------------------------------- all of it, in as few processes as will do
 
 
 def example() -> float:
@@ -206,6 +168,67 @@ def example() -> float:
         return runpy.run_path(str(folder / "float8.py"))["main"]()
 
 
-def test_the_example_learns():
-    first, second = run_ranks(example, 2)
-    assert first == second < 1.5
+def on_two_ranks(folder: str) -> dict[str, Any]:
+    found = {"curves": curves(ON_TWO), "saved": save(folder, "fsdp"), "example": example()}
+    found["loaded"] = load(str(Path(folder, "state")), ("fsdp", "ddp"))
+    logging.getLogger("headway").setLevel(logging.ERROR)
+    found["failed"] = each([one_exchange_for_all_scales, prepared_again_and_compiled, without_memory, uncommon_models])
+    return found
+
+
+def on_one(folder: str) -> dict[str, Any]:
+    return {"curves": curves(ON_ONE), "loaded": load(str(Path(folder, "state")), ("ddp",))}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("float8")
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return run_ranks(on_two_ranks, 2, str(folder), timeout=560)
+
+
+@pytest.fixture(scope="module")
+def one(two, folder):
+    return run_ranks(on_one, 1, str(folder))[0]
+
+
+def test_losses_of_every_layout(one, two):
+    """The same pieces of batches on each: one process accumulates what two ranks compute side by side."""
+    alone, bf16 = one["curves"]
+    ddp, fsdp, half, rows = two[0]["curves"]
+    # Weights gathered in float8 have the values and the one scale that whole weights have: nothing differs.
+    assert fsdp["losses"] == ddp["losses"]
+    assert difference(fsdp, ddp)["weights"] < 1e-6
+    # Gathered in bfloat16 first, they are rounded twice.
+    assert 0 < difference(half, ddp)["losses"] < 0.03
+    assert alone["losses"][0] == ddp["losses"][0]
+    for curve, band in ((ddp, 0.03), (half, 0.03), (rows, 0.12), (bf16, 0.12)):
+        assert 0 < difference(alone, curve)["losses"] < band
+    assert alone["losses"][0] - alone["losses"][-1] > 1
+
+
+def test_shards_in_float8(two):
+    for rank in two:
+        assert not rank["failed"], rank["failed"]
+
+
+def test_weights_stay_plain_and_go_from_layout_to_layout(one, two, folder):
+    from safetensors.torch import load_file
+
+    saved, again = two[0]["saved"], two[0]["loaded"]
+    plain = load_file(folder / "weights" / "model.safetensors")
+    assert {tensor.dtype for tensor in plain.values()} == {torch.float32}
+    assert all(torch.equal(tensor, saved["weights"][name]) for name, tensor in plain.items())
+    GPT().load_state_dict(plain, strict=False)
+    four = run_ranks(load, 4, str(folder / "state"), ("hsdp=2",))
+    for found in (*again, *four[0], *one["loaded"]):
+        assert all(torch.equal(tensor, saved["weights"][name]) for name, tensor in found["weights"].items())
+        assert found["loss"] == pytest.approx(saved["loss"], rel=1e-3)
+    assert again[0]["loss"] == saved["loss"]
+
+
+def test_the_example_learns(two):
+    assert two[0]["example"] == two[1]["example"] < 1.5

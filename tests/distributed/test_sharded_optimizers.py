@@ -125,4 +125,4 @@ def test_what_works_on_shards_is_what_it_is_on_one_process(tmp_path):
 def test_states_in_few_bits(tmp_path):
     """Blocks of a part are other blocks than those of the whole, and round otherwise."""
     pytest.importorskip("torchao.optim", reason="torchao is not installed")
-    check(tmp_path, of_torchao=True, tolerance=2e-2)
+    check(tmp_path, of_torchao=True, tolerance=2e-3)

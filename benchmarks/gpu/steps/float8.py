@@ -52,7 +52,7 @@ def compare(bench: Bench) -> None:
     loops = {name: loop_of(name) for name in ("bf16", *RECIPES)}
     for name, loop in loops.items():
         bench.say(f"  {name}: the first pass took {bench.seconds(loop):.1f} s")
-    found = bench.rates(loops, batch * sizes["n_positions"] * num_updates, bench.choose(5, 2, 1))
+    found = bench.rates(loops, batch * sizes["n_positions"] * num_updates, bench.choose(5, 2, 2))
     for name, rate in found.items():
         note = f"quartiles {rate['low']:,.0f} to {rate['high']:,.0f}; {batch} x {sizes['n_positions']} tokens an update"
         against = None if name == "bf16" else found["bf16"]["median"]

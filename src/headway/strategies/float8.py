@@ -79,6 +79,8 @@ def wrap_weights(
     for layer in layers:
         weight, cast = layer.weight, layer.config.cast_config_weight
         is_one_scale = cast.scaling_granularity.value == "tensorwise" and cast.scaling_type.value == "dynamic"
+        # torchao rounds scales in the layer only.
+        is_one_scale = is_one_scale and not layer.config.round_scales_to_power_of_2
         if is_one_scale and holders[id(weight)] == 1 and weight.shape[0] % num_shards == 0:
             wrapped = weights.WeightWithDynamicFloat8CastTensor(
                 weight.detach(), layer.linear_mm_config, cast.target_dtype
