@@ -197,7 +197,7 @@ PLACES = [
     Cell("loss", (1,), batch=5, steps=2, form="loop"), Cell("clip", (0,), batch=3, form="loop"),
     Cell("clip", (1,), batch=3, steps=2), Cell("first step", (1,), batch=0), Cell("reserve", (0,), batch=4, form="loop"),
     Cell("forward", (0, 1), batch=2), Cell("forward/late backward", (0, 1), batch=3, steps=2),
-    Cell("clip/backward", (0, 1), batch=3, form="loop"),
+    Cell("clip", (0, 1), batch=3, form="loop"),
 ]  # fmt: skip
 VARIANTS = [
     Cell("backward", (1,), batch=3, precision="bf16", label="bf16"),
