@@ -21,6 +21,8 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
         self.first, self.extra = nn.Linear(8, 8), nn.Linear(8, 8)
+        with torch.no_grad():
+            self.blocks[0][0].weight[:, :4] = 0  # the first rows of self.first have no gradient
 
     def forward(self, x: torch.Tensor, is_whole: bool = True) -> torch.Tensor:
         x = self.first(x)
@@ -76,7 +78,7 @@ def gradients_changed_on_one_rank() -> None:
 
 
 def groups_that_differ() -> None:
-    """Ranks 2 and 3 read different batches: 0 and 1, which agree, hear of it."""
+    """Ranks 2 and 3 hold the half of a weight whose gradient is not the same on them: 0 and 1, which agree, hear of it."""
     plan = {"blocks.*.0": "colwise_rep"}
     accelerator, model, optimizer = prepared("fsdp+tp=2", kwargs_handlers=[TensorParallelOptions(plan=plan)])
     rank = accelerator.process_index

@@ -5,6 +5,7 @@ compared with a run that used the final pieces from that batch on, bit for bit, 
 """
 
 import itertools
+import os
 import resource
 import traceback
 from collections.abc import Callable
@@ -17,7 +18,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway import Accelerator, ActivationCheckpointing, DataLoaderConfiguration, ShardingOptions
+from headway import (
+    Accelerator,
+    ActivationCheckpointing,
+    DataLoaderConfiguration,
+    ShardingOptions,
+    Trainer,
+    TrainingArguments,
+)
 from headway.errors import MemoryExhausted, UnsupportedError
 from headway.replay.step import PieceStep
 from headway.replay.transaction import Transaction
@@ -34,6 +42,8 @@ from tests.distributed.layouts import (
     whole_weights,
 )
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_trainer import Tight
+from tests.unit.trainer.models import Net, Points, cross_entropy
 
 UPDATES, BATCH = 8, 4
 NONE: dict[str, Any] = {"losses": [0.0]}
@@ -295,6 +305,29 @@ SCENARIOS: list[Callable[[], None]] = [what_cannot_stand_in_is_refused, one_row_
 def test_the_end_of_the_pieces():
     for rank, wrong in enumerate(run_ranks(each, 2, SCENARIOS, timeout=100)):
         assert not wrong, f"rank {rank}: {wrong}"
+
+
+def through_the_trainer(folder: str) -> list[tuple[dict[str, torch.Tensor], list[float]]]:
+    """The Trainer's `auto_find_batch_size`, with a model that has room for two rows on rank 1."""
+    os.environ["HEADWAY_STRATEGY"] = "fsdp"
+    found = []
+    for kind in (Net, Tight):
+        arguments = TrainingArguments(
+            output_dir=folder, use_cpu=True, disable_tqdm=True, learning_rate=0.01, logging_steps=1, save_strategy="no",
+            log_level="error", report_to="none", max_steps=4, per_device_train_batch_size=4, auto_find_batch_size=True,
+            optim="sgd",
+        )  # fmt: skip
+        trainer = Trainer(kind(), arguments, train_dataset=Points(32), loss_function=cross_entropy)
+        trainer.train()
+        found.append((whole_weights(trainer.model), [e["loss"] for e in trainer.state.log_history if "loss" in e]))
+    return found
+
+
+def test_through_the_trainer(tmp_path):
+    for (weights, losses), (tight, tight_losses) in run_ranks(through_the_trainer, 2, str(tmp_path), timeout=100):
+        torch.testing.assert_close(tight, weights, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(tight_losses, losses, rtol=1e-5, atol=1e-6)
+        assert len(losses) == 4
 
 
 # ---------------------------------------------------------------- the real thing

@@ -13,27 +13,18 @@ together, at different places: each does what somebody has entered, and leaves o
 A rank that cannot even stand in says that, and the run ends on all ranks with its reason.
 """
 
-import threading
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 
-from torch.distributed import DistError
-
-from headway.errors import CollectiveError, ControlPlaneError, HeadwayError, MemoryExhausted
+from headway.errors import CollectiveError, ControlPlaneError, MemoryExhausted
 from headway.log import get_logger
-from headway.runtime import control, process
-from headway.runtime.heartbeat import before_shutdown
+from headway.replay.answerer import Answerer
 from headway.runtime.process import ProcessRuntime
-from headway.runtime.trail import Step, Trail, is_vote, read
+from headway.runtime.trail import Step, Trail, is_vote
 from headway.strategies.base import Strategy
 
 log = get_logger(__name__)
 
-_LOOKS = 0.1
-"""Seconds between two looks of an answerer at this rank's progress."""
-_ANSWER = timedelta(seconds=60)
-"""How long the control plane may take to give what it has."""
 _SOON, _SELDOM = 0.002, 0.05
 """Seconds between two looks of a rank that stands in, at first and later."""
 
@@ -48,24 +39,20 @@ class Rounds:
 
     def __init__(self, strategy: Strategy, runtime: ProcessRuntime) -> None:
         self._strategy = strategy
+        self._runtime = runtime
         self._trail = runtime.scope.own(Trail)
-        self._rank, self._world_size = runtime.rank, runtime.world_size
+        self._rank = runtime.rank
         self._patience = runtime.patience.total_seconds()
-        self._control: control.Control | None = None
-        self._has_failed = False
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+
+    @property
+    def _answerer(self) -> Answerer:
+        return self._runtime.scope.own(Answerer)
 
     # ---------------------------------------------------------------- begin and end
 
     def open(self) -> None:
         """A batch begins, on all ranks."""
-        if self._thread is None:
-            self._control = control.current()
-            self._thread = threading.Thread(target=self._answer, name="headway-answerer", daemon=True)
-            self._thread.start()
-            before_shutdown(self.stop)
-            process.at_end(self.stop)
+        self._answerer.start()
         self._trail.open()
 
     def close(self) -> None:
@@ -74,19 +61,7 @@ class Rounds:
 
     def voted(self) -> None:
         """All ranks have come to the vote; nobody needs what this rank has told."""
-        number = self._trail.number
-        names = [f"{self._rank}/{index}" for index in self._trail.turn()]
-        if self._has_failed:
-            self._has_failed = False
-            names += ["failed", f"failed/{self._rank}"]
-        for name in names:
-            self._channel.delete(f"replay/{number}/{name}")
-
-    def stop(self) -> None:
-        """Answer no longer."""
-        self._over.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(5)
+        self._answerer.voted()
 
     # ---------------------------------------------------------------- a rank that has failed
 
@@ -97,14 +72,11 @@ class Rounds:
             MemoryExhausted: this rank cannot, or another one could not; all ranks raise it.
         """
         trail, started = self._trail, time.monotonic()
-        self._has_failed = True
         try:
             if trail.is_inside:
                 raise CollectiveError("it was inside an exchange, which cannot be entered twice")
             self._strategy.break_off()
-            trail.tell(trail.number, self._publish)
-            self._set(f"failed/{self._rank}")
-            self._set("failed")
+            self._answerer.say_failed()
             before = trail.position
             while (step := self._next()) is not None and not is_vote(step):
                 self._go_through(step)
@@ -130,7 +102,8 @@ class Rounds:
 
     def _next(self) -> Step | None:
         """The step at this place on any rank; None: all have failed before it."""
-        return self._found(self._trail.position, [rank for rank in range(self._world_size) if rank != self._rank])
+        others = [rank for rank in range(self._runtime.world_size) if rank != self._rank]
+        return self._found(self._trail.position, others)
 
     def _found(self, index: int, ranks: Sequence[int]) -> Step | None:
         """What one of these ranks has entered as its exchange `index`; None where all of them have failed before it.
@@ -138,14 +111,15 @@ class Rounds:
         Raises:
             ControlPlaneError: they do not come.
         """
-        channel, deadline, pause = self._channel, time.monotonic() + self._patience, _SOON
+        answerer, deadline, pause = self._answerer, time.monotonic() + self._patience, _SOON
         waiting = list(ranks)
         while waiting:
             rank = waiting[0]
             # Whether it has failed is asked first: what it did before that is told by then.
-            has_failed = channel.has(f"replay/{self._trail.number}/failed/{rank}")
-            if channel.has(self._key(rank, index)):
-                return self._read(rank, index)
+            has_failed = answerer.has_failed(rank)
+            step = answerer.step_of(rank, index)
+            if step is not None:
+                return step
             if has_failed:
                 waiting.pop(0)
                 continue
@@ -154,14 +128,8 @@ class Rounds:
             self.check(None)
             time.sleep(pause)
             pause = min(2 * pause, _SELDOM)
-        # A rank that failed may have stood in for itself since, because another one had entered it.
-        for rank in ranks:
-            if channel.has(self._key(rank, index)):
-                return self._read(rank, index)
-        return None
-
-    def _read(self, rank: int, index: int) -> Step:
-        return read(self._channel.get(self._key(rank, index), _ANSWER))
+        # One that failed may have stood in for itself since, because another one had entered it.
+        return next((step for rank in ranks if (step := answerer.step_of(rank, index)) is not None), None)
 
     def _give_up(self, error: Exception) -> MemoryExhausted:
         """Nobody can go on: tell all."""
@@ -169,8 +137,7 @@ class Rounds:
             f"memory ran out on rank {self._rank}, and it could not take part in what the others were still doing: {error}. "
             "End the run, and resume from a checkpoint with smaller batches"
         )
-        self._set("lost", text)
-        self._set("failed")
+        self._answerer.say_lost(text)
         return MemoryExhausted(text)
 
     def check(self, error: BaseException | None) -> None:
@@ -184,40 +151,3 @@ class Rounds:
         """
         if self._trail.lost and not isinstance(error, MemoryExhausted):
             raise MemoryExhausted(self._trail.lost) from error
-
-    # ---------------------------------------------------------------- the answerer
-
-    def _answer(self) -> None:
-        """Tell this rank's trail where another one asks."""
-        trail, before = self._trail, (-1, -1)
-        while not self._over.wait(_LOOKS):
-            now = (trail.number, trail.position)
-            is_still, before = trail.is_open and now == before, now
-            try:
-                if trail.is_told:
-                    self._look_for_the_end(trail.number)
-                elif is_still and self._channel.has(f"replay/{now[0]}/failed"):
-                    trail.tell(now[0], self._publish)
-            except (DistError, HeadwayError) as error:
-                log.debug("the control plane is lost: %s", error)
-                return
-
-    def _look_for_the_end(self, number: int) -> None:
-        key = f"replay/{number}/lost"
-        if not self._trail.lost and self._channel.has(key):
-            self._trail.lost = self._channel.get(key, _ANSWER).decode()
-            process.abort_group()
-
-    def _publish(self, index: int, text: str) -> None:
-        self._channel.set(self._key(self._rank, index), text.encode())
-
-    def _key(self, rank: int, index: int) -> str:
-        return f"replay/{self._trail.number}/{rank}/{index}"
-
-    def _set(self, name: str, text: str = "") -> None:
-        self._channel.set(f"replay/{self._trail.number}/{name}", text.encode())
-
-    @property
-    def _channel(self) -> control.Control:
-        assert self._control is not None
-        return self._control

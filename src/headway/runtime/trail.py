@@ -51,14 +51,12 @@ class Trail:
         self.turn()
         self.is_open = True
 
-    def turn(self) -> list[int]:
-        """The next round begins; returns the numbers of the steps that were told of this one."""
+    def turn(self) -> None:
+        """The next round begins."""
         with self._lock:
-            told = [] if self._tell is None else [i for i, step in enumerate(self._steps) if step is not None]
             self._steps, self._tell = [], None
             self.number += 1
             self.is_inside = False
-        return told
 
     def close(self) -> None:
         """No batch is in hand."""
