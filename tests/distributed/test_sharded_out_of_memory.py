@@ -104,7 +104,7 @@ def transaction_of(accelerator: Accelerator) -> Transaction:
 def start(layout: str, cell: Cell) -> Accelerator:
     return Accelerator(
         cpu=True, strategy=layout, gradient_accumulation_steps=cell.steps, microbatching="auto", mixed_precision=cell.precision,
-        dataloader_config=DataLoaderConfiguration(even_batches=False), kwargs_handlers=list(cell.handlers),
+        on_non_finite="raise", dataloader_config=DataLoaderConfiguration(even_batches=False), kwargs_handlers=list(cell.handlers),
     )  # fmt: skip
 
 

@@ -237,9 +237,9 @@ class FiniteGuard:
             and all(self._stamps(chosen) == before for chosen, before in seen.stamps)
             and all(math.isfinite(total.item()) for total in seen.totals)
         )
-        # A norm that is not finite may only have overflowed.
-        here = is_known or self._are_finite_here(parameters)
-        return self._group.reduce_numbers([float(here)], "min")[0] > 0
+        # A norm that is not finite may only have overflowed. All is well is 0: what a rank says that stands in without results.
+        is_bad = not (is_known or self._are_finite_here(parameters))
+        return self._group.reduce_numbers([float(is_bad)], "max")[0] == 0
 
     def _are_finite_here(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Are this rank's parts? One value is read from each device."""

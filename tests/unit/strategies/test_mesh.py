@@ -58,7 +58,7 @@ def test_a_digest_is_the_same_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None
 def test_where_batches_can_be_run_again(sizes: dict[str, int], kept: bool | int | None, said: str) -> None:
     options = ShardingOptions(reshard_after_forward=kept)
     if not said:
-        _check_replayed(Layout(sizes), options)
+        _check_replayed(Layout(**sizes), options)
         return
     with pytest.raises(UnsupportedError, match=said):
-        _check_replayed(Layout(sizes), options)
+        _check_replayed(Layout(**sizes), options)
