@@ -7,6 +7,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from types import FrameType, TracebackType
 
@@ -51,6 +52,7 @@ def is_headways(file: str) -> bool:
     return file.startswith(_HEADWAY)
 
 
+@lru_cache(maxsize=4096)  # each collective asks this of every frame between it and the user's line
 def is_users(file: str) -> bool:
     """Is it neither of Headway, nor of an installed package, nor of Python itself?"""
     return not file.startswith(_LIBRARIES)

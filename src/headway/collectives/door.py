@@ -22,13 +22,14 @@ from headway.runtime.callers import SAVE, missed_save
 from headway.runtime.group import MARGIN, carries_cpu, part
 from headway.runtime.ledger import Entry, Ledger
 from headway.runtime.process import ProcessRuntime
+from headway.runtime.trail import VOTE, Step, Trail
 
 NUM_SLOTS = 32
 _HEADER = 3
 _FOLDS: dict[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "min": min, "max": max}
 # torch 2.13 renamed it.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_OPERATIONS = ("numbers", "gather", "reduce", "broadcast", "pad", "objects", "object", "barrier", SAVE)
+_OPERATIONS = ("numbers", "gather", "reduce", "broadcast", "pad", "objects", "object", "barrier", SAVE, VOTE)
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _CARRIED = frozenset(
     {
@@ -66,6 +67,7 @@ class Collectives:
         runtime: this process.
         group: torch's process group, which carries CPU tensors too; None: all processes.
         is_alone: this process and no other, whatever groups there are; then it has no `group`.
+        place: what a batch's trail calls the group, alike on the ranks of all groups that were split together.
 
     Attributes:
         rank: this process's number in the group; the process's own is `runtime.rank`.
@@ -76,10 +78,18 @@ class Collectives:
     """
 
     def __init__(
-        self, runtime: ProcessRuntime, group: dist.ProcessGroup | None = None, *, is_alone: bool = False
+        self,
+        runtime: ProcessRuntime,
+        group: dist.ProcessGroup | None = None,
+        *,
+        is_alone: bool = False,
+        place: str = "all",
     ) -> None:
         self.runtime = runtime
         self.group = group
+        self.place = place
+        self._trail = runtime.scope.own(Trail)
+        self._num_splits = 0
         self._cpu_group = runtime.cpu_group if group is None else group
         is_joined = dist.is_initialized() and not is_alone
         self.rank = dist.get_rank(group) if is_joined else 0
@@ -109,7 +119,8 @@ class Collectives:
             if len(ranks) > 1 and len(ranks) < len(world):  # all ranks make all groups, in this order
                 own = part(ranks, self.runtime.patience + MARGIN) or own
         is_alone = any(list(ranks) == [self.runtime.rank] for ranks in groups)
-        return Collectives(self.runtime, own, is_alone=is_alone)
+        self._num_splits += 1
+        return Collectives(self.runtime, own, is_alone=is_alone, place=f"part{self._num_splits}")
 
     # ---------------------------------------------------------------- small numbers
 
@@ -265,16 +276,27 @@ class Collectives:
             found,
             lambda t: dist.broadcast(t, root, group=self._for(t), async_op=True),
             is_sum=False,
+            src=src,
         )
 
     def _in_place(
-        self, operation: str, found: Sequence[torch.Tensor], start: Callable[[torch.Tensor], Any], *, is_sum: bool
+        self,
+        operation: str,
+        found: Sequence[torch.Tensor],
+        start: Callable[[torch.Tensor], Any],
+        *,
+        is_sum: bool,
+        src: int = 0,
     ) -> None:
         if self.world_size == 1:
             return
         entry = self.ledger.record(operation, f"{len(found)} tensors, {sum(t.nbytes for t in found)} bytes")
+        if self._trail.is_open:
+            kinds = [(t.numel(), str(t.dtype).removeprefix("torch."), t.device.type) for t in found]
+            self._trail.note(self.place, "in place", is_sum, src, kinds)
         for work in start_all([tensor for tensor in found if tensor.numel()], self._for, start, is_sum=is_sum):
             work.wait()
+        self._trail.passed()
         self.ledger.leave(entry)
 
     def pad_across_processes(self, tree: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
@@ -338,6 +360,7 @@ class Collectives:
         if len(numbers) > NUM_SLOTS:
             raise CollectiveError(f"{len(numbers)} numbers in one handshake; it holds {NUM_SLOTS}")
         entry = self.ledger.record(operation, signature)
+        self._trail.note(self.place, "numbers", operation, signature, len(numbers))
         slots = [float(_OPERATIONS.index(operation)), _digest(signature), float(len(numbers)), *numbers]
         slots += [0.0] * (_HEADER + NUM_SLOTS - len(slots))
         rows = torch.empty(self.world_size, _HEADER + NUM_SLOTS, dtype=torch.float64)
@@ -350,11 +373,44 @@ class Collectives:
     def _finish(self, pending: Pending) -> list[list[float]]:
         if pending.work is not None:
             pending.work.wait()
+        self._trail.passed()
         self.ledger.leave(pending.entry)
         rows: list[list[float]] = pending.rows.tolist()
         if any(row[:_HEADER] != rows[0][:_HEADER] for row in rows):
             self._raise_mismatch(pending)
         return [row[_HEADER : _HEADER + pending.num_numbers] for row in rows]
+
+    # ---------------------------------------------------------------- for a rank that fell out
+
+    def members(self) -> list[int]:
+        """The ranks of the group."""
+        return [self._global_rank(rank) for rank in range(self.world_size)]
+
+    def stand_in(self, step: Step) -> None:
+        """Take part, with nothing of its own, in an exchange of the others, as a trail has noted it.
+
+        Raises:
+            CollectiveError: it is none of those that a batch is made of.
+        """
+        _, kind, *how = step
+        if kind == "in place":
+            is_sum, src, kinds = how
+            nothing = [torch.zeros(n, dtype=getattr(torch, dtype), device=self._device(on)) for n, dtype, on in kinds]
+            if is_sum:
+                self.sum_in_place(nothing)
+            else:
+                self.broadcast_in_place(nothing, src)
+            return
+        operation, signature, count = how
+        if operation not in ("numbers", "objects"):
+            raise CollectiveError(f"{operation} was called by the script in the middle of a batch")
+        self._finish(self._start(operation, signature, [0.0] * count))
+        if operation == "objects":
+            self._all_gather_objects(None)
+
+    def _device(self, kind: str) -> torch.device:
+        own = self.runtime.device
+        return own if own.type == kind else torch.device(kind)
 
     def _raise_mismatch(self, pending: Pending) -> None:
         entry = pending.entry

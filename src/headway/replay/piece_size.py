@@ -33,11 +33,18 @@ class PieceSize:
     patience: int = FIRST_PATIENCE
     num_clean: int = 0
 
-    def cuts(self, num_rows: int) -> list[tuple[int, int]]:
-        """Where the pieces of a batch begin and end: as few as the limit allows, their sizes at most one apart."""
-        if self.limit is None or num_rows <= self.limit:
-            return [(0, num_rows)]
-        count = -(-num_rows // self.limit)
+    def count(self, num_rows: int) -> int:
+        """How many pieces a batch is cut into: as few as the limit allows."""
+        return 1 if self.limit is None or num_rows <= self.limit else -(-num_rows // self.limit)
+
+    def cuts(self, num_rows: int, least: int = 1) -> list[tuple[int, int]]:
+        """Where the pieces of a batch begin and end, their sizes at most one apart.
+
+        Args:
+            num_rows: of the batch.
+            least: pieces that it takes at least, where it has so many rows: another rank's batch needs them.
+        """
+        count = min(max(self.count(num_rows), least), max(num_rows, 1))
         return [slice_bounds(num_rows, count, index) for index in range(count)]
 
     def below(self, num_rows: int) -> int:

@@ -11,6 +11,7 @@ from headway.collectives.tree import Tree, find_batch_size, tensors
 from headway.errors import StateError
 from headway.precision.base import Precision
 from headway.replay.headroom import Headroom
+from headway.replay.rounds import Rounds
 from headway.replay.snapshot import Snapshot
 from headway.replay.transaction import Transaction
 from headway.runtime.process import ProcessRuntime
@@ -55,9 +56,14 @@ class PieceStep(Step):
     ) -> None:
         super().__init__(windows, prepared, strategy, precision, policy, guard, moments)
         strategy.capabilities.require("rollback", strategy.name, "leave microbatching off")
-        snapshot = Snapshot(prepared, (windows, clock, precision), runtime.hardware)
-        self.transaction = Transaction(strategy, snapshot, Headroom(runtime.hardware, runtime.device), prepared)
+        snapshot = Snapshot(prepared, (windows, clock, precision, strategy), runtime.hardware)
+        # Where each piece is an exchange, its gradients travel at once, and all ranks run as many pieces.
+        self._is_joint = not strategy.capabilities.lone_pieces
+        rounds = Rounds(strategy, runtime) if self._is_joint else None
+        headroom = Headroom(runtime.hardware, runtime.device)
+        self.transaction = Transaction(strategy, snapshot, headroom, prepared, rounds)
         self._num_batches = 0
+        self._all_rows: list[int] = []
 
     # ---------------------------------------------------------------- micro-batches
 
@@ -69,7 +75,7 @@ class PieceStep(Step):
         """
         if not self.windows.is_cut:
             raise StateError(_NO_PIECE)
-        return super().begin(models)
+        return super().begin(models) or self._is_joint
 
     def end(self, error: BaseException | None) -> bool:
         """The piece's block is left; memory that ran out is dealt with."""
@@ -82,7 +88,9 @@ class PieceStep(Step):
         """As for whole batches, with a look at labels that rows do not count."""
         if weight is None:
             self.transaction.look_for_padding()
-        return super().weigh(weight)
+        local, total = super().weigh(weight)
+        # A filling piece, with the weight of one that is there.
+        return (local, total) if self.windows.piece.num_rows else (0.0, total)
 
     def _backward_inside(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
         window, transaction = self.windows.current, self.transaction
@@ -92,6 +100,8 @@ class PieceStep(Step):
         parameters = [p for p in self.prepared.parameters_of(window) if p.requires_grad]
         # A further loss of the last piece: what has travelled already must not travel again.
         travelled = transaction.put_aside(parameters) if window.is_closed else []
+        if window.is_closed:
+            self.strategy.expect_backward(window.models)
         self.run(loss, local, window.nominal or 1.0, reduction, **kwargs)
         if window.is_last:
             total, has_gaps = transaction.agree_gradients(window.local_weight, parameters)
@@ -103,9 +113,20 @@ class PieceStep(Step):
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
     def _estimate_nominal(self, window: Window) -> float | None:
-        """Nothing may travel now. A rank's own estimate does: gradients are corrected before they are summed."""
+        """Nothing may travel now. A rank's own estimate does: gradients are corrected before they are summed.
+
+        Where they are summed in backward all ranks must agree on it, and each piece is an exchange anyway.
+        """
         assert window.micro_weight is not None
         local, total = window.micro_weight
+        if self._is_joint:
+            loader = self.windows.loader
+            counts = None if total is None or loader is None else loader.valid_counts
+            if total is None:
+                weight = self.strategy.data_group.reduce_numbers([local / self.windows.piece.share])[0]
+            else:
+                weight = float(self.strategy.data_shard.count if counts is None else sum(counts))
+            return weight * self.windows.num_steps if weight > 0 else None
         total = (local * self.strategy.data_shard.count if total is None else total) / self.windows.piece.share
         return total * self.windows.num_steps if total > 0 else None
 
@@ -145,6 +166,7 @@ class PieceStep(Step):
         """The batch's pieces; all of them again, and smaller, where memory ran out."""
         self._check_not_inside("microbatches")
         self.transaction.begin()
+        self._tell_rows(batch)
         self._num_batches += 1
         try:
             while True:
@@ -174,16 +196,27 @@ class PieceStep(Step):
         self.transaction.hand_out(None, 0)
 
     def _attempt(self, batch: Tree) -> Iterator[Tree]:
-        num_rows = self._num_rows(batch)
-        cuts = [(0, 1)] if num_rows is None else self.transaction.size.cuts(num_rows)
-        for index, (start, stop) in enumerate(cuts):
-            self.windows.hand_out(Piece(self._num_batches, stop - start, num_rows or 1, index == len(cuts) - 1))
+        num_rows, size = self._num_rows(batch), self.transaction.size
+        least = max((size.count(rows) for rows in self._all_rows), default=1)
+        cuts = [(0, 1)] if num_rows is None else size.cuts(num_rows, least)
+        num_pieces = max(least, len(cuts))
+        for index in range(num_pieces):
+            # A rank whose batch has fewer rows than another's has pieces goes through its first piece again, which weighs nothing.
+            start, stop = cuts[index] if index < len(cuts) else cuts[0]
+            weighed = stop - start if index < len(cuts) else 0
+            self.windows.hand_out(Piece(self._num_batches, weighed, num_rows or 1, index == num_pieces - 1))
             is_whole = num_rows is None or len(cuts) == 1
             tree = batch if is_whole else cut_rows(batch, start, stop, num_rows or 1)
             self.transaction.hand_out(tree, stop - start)
             yield tree
             if self.transaction.must_replay:
                 return
+
+    def _tell_rows(self, batch: Tree) -> None:
+        """Where pieces are exchanges, all ranks run as many: each says how many rows it has."""
+        if self._is_joint:
+            rows = self.strategy.everyone.gather_numbers([float(self._num_rows(batch) or 0)])
+            self._all_rows = [int(row[0]) for row in rows]
 
     def _num_rows(self, batch: Tree) -> int | None:
         """The loader's count where it is that of the batch's tensors, else their first dimension."""
@@ -204,6 +237,7 @@ class PieceStep(Step):
         run = partial(self._run, task, self._num_batches)
         self.transaction.begin(again=run)
         try:
+            self._tell_rows(batch)
             run()
         except BaseException:
             self._leave()

@@ -24,10 +24,12 @@ from headway.log import get_logger
 from headway.memory.oom import free_after, is_out_of_memory
 from headway.replay.headroom import Headroom
 from headway.replay.piece_size import PieceSize
+from headway.replay.rounds import Rounds
 from headway.replay.snapshot import Snapshot
 from headway.replay.trial import Materialised, StepUndo
 from headway.runtime.events import notify
 from headway.runtime.readback import Readback
+from headway.runtime.trail import VOTE
 from headway.strategies.base import Strategy
 from headway.training.prepared import Prepared
 
@@ -54,6 +56,7 @@ class Transaction:
         snapshot: the way back.
         headroom: watches the device's memory.
         prepared: whose optimizers step.
+        rounds: where forwards are exchanges, brings a rank whose memory ran out to the others' vote.
 
     Attributes:
         size: how large pieces may be.
@@ -64,7 +67,14 @@ class Transaction:
         num_rows: rows of the largest piece so far.
     """
 
-    def __init__(self, strategy: Strategy, snapshot: Snapshot, headroom: Headroom, prepared: Prepared) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        snapshot: Snapshot,
+        headroom: Headroom,
+        prepared: Prepared,
+        rounds: Rounds | None = None,
+    ) -> None:
         self.size = PieceSize()
         self.is_open = False
         self.must_replay = False
@@ -76,6 +86,7 @@ class Transaction:
         self._snapshot = snapshot
         self._headroom = headroom
         self._prepared = prepared
+        self._rounds = rounds
         self._materialised: dict[int, Materialised] = {}
         self._undo: StepUndo | None = None
         self._actions: list[Callable[[], Any]] = []
@@ -98,6 +109,8 @@ class Transaction:
         self.is_open, self.must_replay, self.again = True, False, again
         self.num_rows = 1
         self._actions.clear()
+        if self._rounds is not None:
+            self._rounds.open()
 
     def hand_out(self, tree: Tree, num_rows: int) -> None:
         """This piece is run next."""
@@ -151,9 +164,15 @@ class Transaction:
         self.is_open, self.must_replay, self.again = False, False, None
         self._waiting.clear()
         self._undo = None
+        self._close_rounds()
+
+    def _close_rounds(self) -> None:
+        if self._rounds is not None:
+            self._rounds.close()
 
     def _commit(self) -> None:
         self._tell_padding()
+        self._close_rounds()
         self._snapshot.drop()
         self._undo, self.is_open, self.again = None, False, None
         self._actions.clear()
@@ -195,7 +214,9 @@ class Transaction:
         below = float(self.size.below(self.num_rows)) if phase == _FAILED else -1.0
         filled = [*numbers, 0.0, 0.0, 0.0][:3]
         thrashing = float(phase != _FAILED and self._headroom.is_thrashing())
-        rows = self._group.gather_numbers([float(phase), below, float(self.num_rows), spare, thrashing, *filled])
+        rows = self._group.gather_numbers([float(phase), below, float(self.num_rows), spare, thrashing, *filled], VOTE)
+        if self._rounds is not None:
+            self._rounds.voted()
         failed = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
         if failed:
             self._shrink(rows, failed)
@@ -235,10 +256,20 @@ class Transaction:
         if isinstance(error, Replay):
             traceback.clear_frames(error.__traceback__)
             return True
+        self._check_rounds(error)
         if not self.is_open or self.must_replay or not is_out_of_memory(error):
             return False
         self._fail(error)
         return True
+
+    def _check_rounds(self, error: BaseException) -> None:
+        """Did an exchange end because a rank cannot go on? Then that is said instead.
+
+        Raises:
+            MemoryExhausted: it did.
+        """
+        if self._rounds is not None and self.is_open:
+            self._rounds.check(error)
 
     def _fail(self, error: BaseException) -> None:
         """Memory ran out here: free what the attempt holds, and tell the others at their next vote.
@@ -248,6 +279,8 @@ class Transaction:
         """
         log.info("out of memory: %s", error, main_process_only=False)
         free_after(error)
+        if self._rounds is not None:
+            self._rounds.catch_up()
         try:
             self._vote(_FAILED)
         except MemoryExhausted as exhausted:
@@ -300,6 +333,7 @@ class Transaction:
         except Replay:
             return None
         except Exception as error:
+            self._check_rounds(error)
             if not self.is_open or self.must_replay or not is_out_of_memory(error):
                 raise
             self._fail(error)

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.collectives.tree import map_tensors, tensors
+from headway.strategies.gradients import local
 
 
 class StepUndo:
@@ -40,7 +41,7 @@ class StepUndo:
         state = self._optimizer.state
         with torch.no_grad():
             for parameter, saved in self._parameters:
-                parameter.copy_(saved)
+                local(parameter).copy_(saved)
             for key in [key for key in state if key not in self._state]:
                 del state[key]
             for key, saved in self._state.items():
@@ -57,7 +58,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
+    return local(tensor).detach().to("cpu", copy=True)
 
 
 def _put_back(live: Any, saved: Any, key: Any) -> Any:
@@ -69,8 +70,10 @@ def _put_back(live: Any, saved: Any, key: Any) -> Any:
             live[name] = _put_back(live.get(name), value, key)
         return live
     if isinstance(saved, torch.Tensor):
-        if isinstance(live, torch.Tensor) and live.shape == saved.shape and live.dtype == saved.dtype:
-            return live.copy_(saved)
+        held = local(live) if isinstance(live, torch.Tensor) else None
+        if held is not None and held.shape == saved.shape and held.dtype == saved.dtype:
+            held.copy_(saved)
+            return live
         # A scalar count stays on the host, as torch's optimizers keep it; the rest belongs beside its parameter.
         return saved.to(key.device) if isinstance(key, torch.Tensor) and saved.ndim else saved
     return saved
@@ -164,8 +167,8 @@ def _layout(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
 
 
 def _strided(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors that have a storage of their own; sparse ones consist of others."""
-    return (tensor for tensor in tensors(tree) if tensor.layout is torch.strided)
+    """The tensors that have a storage of their own, of sharded ones the parts here; sparse ones consist of others."""
+    return (local(tensor) for tensor in tensors(tree) if tensor.layout is torch.strided)
 
 
 class AllocationMeter(TorchDispatchMode):

@@ -7,30 +7,43 @@ function between two matrices), gets another gradient on each rank. The ranks wo
 import torch
 import torch.distributed as dist
 
+from headway.collectives.door import Collectives
 from headway.errors import PrepareError
 from headway.strategies import gradients
 from headway.strategies.crossings import Axis
 
 _RELATIVE = 1e-3
+_NUM_NAMES = 4
 _OF_LARGEST = 1e-6
 """Kernels that add in any order make small differences: of this gradient's norm, and of the largest one's."""
 _BLOCK = 2**22
 """Elements that are looked at at once."""
 
 
-def check(model: torch.nn.Module, axis: Axis) -> bool:
+def check(model: torch.nn.Module, axis: Axis, everyone: Collectives) -> bool:
     """Compare the gradients that there are; returns whether there were any.
 
+    Args:
+        model: cut along the axis.
+        axis: the ranks that must agree.
+        everyone: all ranks, which hear of it: those of other groups would wait for these in the next exchange.
+
     Raises:
-        PrepareError: ranks differ, on all of them.
+        PrepareError: ranks of some group differ, on all ranks.
     """
     named = [
         (name, gradients.local(parameter.grad).detach())
         for name, parameter in model.named_parameters()
         if parameter.grad is not None and parameter.placements[-1].is_replicate()  # type: ignore[attr-defined]
     ]
-    if not named:
-        return any(parameter.grad is not None for parameter in model.parameters())
+    odd = _differing(named, axis) if named else []
+    counts = [int(row[0]) for row in everyone.gather_numbers([float(len(odd))])]
+    if any(counts):
+        _raise(everyone.gather_objects(odd[:_NUM_NAMES]), counts)
+    return bool(named) or any(parameter.grad is not None for parameter in model.parameters())
+
+
+def _differing(named: list[tuple[str, torch.Tensor]], axis: Axis) -> list[str]:
     rows = torch.stack([_digest(grad) for _, grad in named])
     found = [torch.empty_like(rows) for _ in range(axis.size)]
     dist.all_gather(found, rows, group=axis.group)
@@ -38,16 +51,19 @@ def check(model: torch.nn.Module, axis: Axis) -> bool:
     spread = (every - every[0]).abs().amax(dim=(0, 2))
     norms = every[..., 0].abs().amax(0)
     odd = spread > _RELATIVE * norms + _OF_LARGEST * norms.max()
-    if bool(odd.any()):
-        names = [name for (name, _), is_odd in zip(named, odd.tolist()) if is_odd]
-        raise PrepareError(
-            f"the gradients of {len(names)} parameters that the tensor-parallel plan leaves whole differ between its ranks: "
-            f"{', '.join(names[:4])}{' and others' if len(names) > 4 else ''}. They act on "
-            'activations that are split. Give their modules the style "replicated_with_grad_allreduce", which sums their gradients; '
-            "if their inputs are whole, something before them draws different random numbers on each rank, or the ranks of a group "
-            "read different batches"
-        )
-    return True
+    return [name for (name, _), is_odd in zip(named, odd.tolist()) if is_odd]
+
+
+def _raise(names: list[list[str]], counts: list[int]) -> None:
+    ranks = [rank for rank, count in enumerate(counts) if count]
+    first = ranks[0]
+    more = " and others" if counts[first] > len(names[first]) else ""
+    raise PrepareError(
+        f"the gradients of {counts[first]} parameters that the tensor-parallel plan leaves whole differ between ranks "
+        f"{', '.join(map(str, ranks))}: {', '.join(names[first])}{more}. They act on activations that are split. Give their modules "
+        'the style "replicated_with_grad_allreduce", which sums their gradients; if their inputs are whole, something before them '
+        "draws different random numbers on each rank, or the ranks of a group read different batches"
+    )
 
 
 def _digest(grad: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.data.shard import Shard
 from headway.errors import UnsupportedError
 from headway.precision.base import Precision
+from headway.runtime.trail import Step
 
 Transform = Callable[[torch.nn.Module], torch.nn.Module]
 """Something done to a model before it is wrapped: activation checkpointing, compile, sharding."""
@@ -33,6 +34,8 @@ class Capabilities:
         copies: a prepared model can be copied and pickled; False: a rank holds a part, and a copy would lose its engine.
         optimizer_state: a prepared optimizer's state_dict() is its state; False: an engine keeps it, and checkpoints have it.
         scales_losses: an engine scales fp16 losses itself, and skips updates whose gradients overflow.
+        lone_pieces: each rank computes the pieces of a batch alone, and gradients travel after the last one; False: every
+            forward and backward is an exchange, and a rank whose memory ran out stands in for itself (`stand_in`).
     """
 
     several_models: bool = True
@@ -44,6 +47,7 @@ class Capabilities:
     copies: bool = True
     optimizer_state: bool = True
     scales_losses: bool = False
+    lone_pieces: bool = True
 
     def require(self, name: str, strategy: str, remedy: str) -> None:
         """Raise the one uniform error where the capability is missing.
@@ -177,6 +181,25 @@ class Strategy(Protocol):
 
     def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Forget the gradients of a window that failed, those that an engine still keeps among them."""
+
+    def break_off(self) -> None:
+        """A forward or backward ended in an error here: free what it has left behind, and be ready to stand in for it."""
+
+    def members(self, step: Step) -> Sequence[int]:
+        """The ranks with which this one has an exchange that a batch's trail has noted."""
+
+    def stand_in(self, step: Step) -> None:
+        """Take part in it without results, as the others wait in it.
+
+        Raises:
+            CollectiveError: it is an exchange that nobody can stand in for.
+        """
+
+    def snapshot(self) -> Any:
+        """What `restore` needs to take a batch back, beside gradients and buffers."""
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a snapshot, which stays good; what the batch has left gathered or in flight is let go."""
 
     def local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """What this rank holds of each gradient that there is, as plain tensors that may be changed in place."""

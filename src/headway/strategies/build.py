@@ -92,17 +92,15 @@ def build_strategy(
         return _deepspeed(collectives, options, deepspeed, is_deferred)
     if not layout.is_replicas_only:
         mesh.check_served(layout)
+        sharding = options.sharding or ShardingOptions()
         if is_deferred:
-            raise UnsupportedError(
-                "microbatching='auto' only works with whole models so far; leave it out, or use strategy='ddp'"
-            )
+            _check_replayed(layout, sharding)
         if layout.pp > 1:
             from headway.strategies.pipeline import PipelineStrategy
 
             return PipelineStrategy(collectives, layout, options.pipeline or PipelineOptions())
         from headway.strategies.mesh import MeshStrategy  # brings torch's compiler with it
 
-        sharding = options.sharding or ShardingOptions()
         return MeshStrategy(
             collectives, layout, sharding, number_format, options.tensor, options.context, options.float8
         )
@@ -111,6 +109,30 @@ def build_strategy(
     if collectives.world_size > 1:
         return DDPStrategy(collectives, options.ddp)
     return SingleStrategy(collectives)
+
+
+def _check_replayed(layout: Layout, sharding: ShardingOptions) -> None:
+    """Can a rank whose memory ran out stand in for itself in all that the others still exchange?
+
+    Raises:
+        UnsupportedError: it cannot.
+    """
+    others = [axis for axis in ("pp", "cp", "tp") if getattr(layout, axis) > 1]
+    if others:
+        raise UnsupportedError(
+            f"microbatching='auto' does not work with {', '.join(others)}: a rank whose memory ran out cannot take part in the "
+            "exchanges of activations that the others wait in. Leave it out, or use strategy='ddp', 'fsdp' or 'hsdp'"
+        )
+    if layout.shard < 2:
+        raise UnsupportedError(
+            "microbatching='auto' needs shards or whole models, but this layout has replicas of one shard each; use strategy='ddp'"
+        )
+    kept = sharding.reshard_after_forward
+    if kept is not None and not isinstance(kept, bool):
+        raise UnsupportedError(
+            f"microbatching='auto' does not work with ShardingOptions(reshard_after_forward={kept}), which gathers among other ranks "
+            "in backward; use True, False or None, or leave microbatching off"
+        )
 
 
 def _deepspeed(

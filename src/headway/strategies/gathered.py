@@ -26,13 +26,24 @@ def groups(model: torch.nn.Module) -> Iterator[Any]:
     """FSDP's groups of parameters that are gathered together, each once."""
     seen: set[int] = set()
     for module in shards(model):
-        state: Any = module._get_fsdp_state()  # type: ignore[operator]
-        # Older torch has one group a unit, or none.
-        found = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        for group in filter(None, found):
+        for group in groups_of(module):
             if id(group) not in seen:
                 seen.add(id(group))
                 yield group
+
+
+def groups_of(module: torch.nn.Module) -> list[Any]:
+    """The groups of one unit."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    # Older torch has one group a unit, or none.
+    found = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return list(filter(None, found))
+
+
+def prepare_to_gather(model: torch.nn.Module) -> None:
+    """Let FSDP find its root and its streams, as the first forward does: what comes before it could gather nothing."""
+    if isinstance(model, fsdp.FSDPModule):
+        model._get_fsdp_state()._lazy_init()
 
 
 def records(model: torch.nn.Module) -> Iterator[Any]:

@@ -24,7 +24,8 @@ from headway.log import get_logger
 from headway.optional import Later
 from headway.precision.base import Precision
 from headway.runtime import process
-from headway.strategies import gathered, gradients, values
+from headway.runtime.trail import Step
+from headway.strategies import doors, gathered, gradients, values
 from headway.strategies.base import Capabilities, Engine, Transform
 from headway.strategies.context_parallel import ContextParallel
 from headway.strategies.float8 import check_float8, compute_scales, scale_before_forward, wrap_weights
@@ -59,7 +60,7 @@ class MeshStrategy(SingleStrategy):
     """
 
     name = "fsdp"
-    capabilities = Capabilities(rollback=False, lone_forward=False, whole_gradients=False, copies=False)
+    capabilities = Capabilities(lone_forward=False, whole_gradients=False, copies=False, lone_pieces=False)
 
     def __init__(
         self,
@@ -89,10 +90,13 @@ class MeshStrategy(SingleStrategy):
         # Along cp each rank has the gradient of its part of the same loss: a term, as of another shard of the data.
         self.gradient_divisor = layout.num_data_shards * layout.cp
         self._models: list[torch.nn.Module] = []
+        self._doors = doors.Doors(collectives)
         self._usage: dict[int, Usage] = {}
         self._dtypes: dict[int, torch.dtype] = {}
         self._is_checked = False
         self._replaced: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self._whole: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+        self._num_whole, self._num_records = -1, 0
 
     def _data_index(self) -> int:
         index = 0
@@ -137,6 +141,8 @@ class MeshStrategy(SingleStrategy):
             # A prepared model may outlive its Accelerator, and would keep the groups beyond their end.
             process.at_end(self.release, is_engine=True)
         self._models.append(model)
+        self._num_whole = -1
+        self._doors.open(model)
         self._usage[id(model)] = Usage(model, self.everyone, self._options.find_unused_parameters)
         self._dtypes.update(
             (id(record.sharded_param), record.sharded_param.dtype) for record in gathered.records(model)
@@ -246,12 +252,24 @@ class MeshStrategy(SingleStrategy):
             return known[1]
         if gradients.is_distributed(parameter):
             return parameter
-        for model in self._models:
-            for record in gathered.records(model):
-                if gathered.whole_parameter(record) is parameter:
-                    part: torch.Tensor = record.sharded_param
-                    return part
-        return parameter
+        found = self._whole.get(id(parameter))
+        if found is None and self._num_whole < self._num_records:
+            self._note_whole()  # each is there from its first gather on
+            found = self._whole.get(id(parameter))
+        if found is None or found[0]() is not parameter:
+            return parameter
+        part: torch.Tensor = found[1].sharded_param
+        return part
+
+    def _note_whole(self) -> None:
+        """Which record each gathered parameter belongs to: clippings and steps look it up."""
+        self._whole.clear()
+        records = [record for model in self._models for record in gathered.records(model)]
+        for record in records:
+            whole = gathered.whole_parameter(record)
+            if whole is not None:
+                self._whole[id(whole)] = weakref.ref(whole), record
+        self._num_whole, self._num_records = len(self._whole), len(records)
 
     def cut(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's part of it, as the parameter is cut."""
@@ -310,12 +328,41 @@ class MeshStrategy(SingleStrategy):
             gathered.forget_gradients(model)
             self._usage[id(model)].forget()
 
+    # ---------------------------------------------------------------- a batch that is run again
+
+    def break_off(self) -> None:
+        """Free what is gathered and in flight, and whole gradients."""
+        for model in self._models:
+            gathered.prepare_to_gather(model)
+            gathered.forget_gradients(model)
+
+    def members(self, step: Step) -> Sequence[int]:
+        """Those along the axis of a unit, or of the group."""
+        return self._doors.members(step) if step[0] == doors.PLACE else super().members(step)
+
+    def stand_in(self, step: Step) -> None:
+        """With this rank's parts, and gradients of zero."""
+        if step[0] == doors.PLACE:
+            self._doors.stand_in(step)
+        else:
+            super().stand_in(step)
+
+    def snapshot(self) -> Any:
+        """Which parameters the window has used so far."""
+        return [(usage, usage.snapshot()) for usage in self._usage.values()]
+
+    def restore(self, snapshot: Any) -> None:
+        """All models at rest, with nothing in flight."""
+        self.break_off()
+        for usage, state in snapshot:
+            usage.restore(state)
+
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
         """Gradients have travelled in backward; what nobody used has none, and buffers follow rank 0."""
         for usage in self._usage.values():
             usage.settle()
         for _, cut in self._cuts:
-            cut.check_gradients()
+            cut.check_gradients(self.everyone)
         if not self._options.broadcast_buffers:
             return
         for model in self._models:
@@ -370,12 +417,15 @@ class MeshStrategy(SingleStrategy):
         self._contexts = [pair for pair in self._contexts if model is not None and pair[0] is not model]
         for each in [known for known in self._models if model is None or known is model]:
             gathered.reshard(each)
+            self._doors.close(each)
             self._usage.pop(id(each)).release()
         self._models = [] if model is None else [known for known in self._models if known is not model]
         held = {id(p) for each in self._models for p in each.parameters()}
         self._replaced = {key: pair for key, pair in self._replaced.items() if id(pair[1]) in held}
         self._dtypes = {key: dtype for key, dtype in self._dtypes.items() if key in held}
         self._is_checked = False
+        self._whole.clear()
+        self._num_whole = -1
 
     # ---------------------------------------------------------------- state
 

@@ -9,8 +9,9 @@ import torch
 from headway.collectives.door import Collectives
 from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.data.shard import Shard
-from headway.errors import PrepareError
+from headway.errors import CollectiveError, PrepareError
 from headway.precision.base import Precision
+from headway.runtime.trail import Step
 from headway.strategies.base import Capabilities, Engine, Transform
 from headway.weights.moving import move
 
@@ -137,6 +138,29 @@ class SingleStrategy:
         """They are where torch keeps them."""
         for parameter in parameters:
             parameter.grad = None
+
+    def break_off(self) -> None:
+        """It has left nothing behind."""
+
+    def members(self, step: Step) -> Sequence[int]:
+        """Those of the group in which it was made."""
+        return self._collectives_of(step).members()
+
+    def stand_in(self, step: Step) -> None:
+        """By the group in which it was made."""
+        self._collectives_of(step).stand_in(step)
+
+    def _collectives_of(self, step: Step) -> Collectives:
+        for group in (self.everyone, self.data_group):
+            if group.place == step[0]:
+                return group
+        raise CollectiveError(f"{step[1]} of {step[0]} is no exchange of the {self.name} strategy")
+
+    def snapshot(self) -> Any:
+        """Nothing is kept."""
+
+    def restore(self, snapshot: Any) -> None:
+        """Nothing is kept."""
 
     def local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """All of them."""

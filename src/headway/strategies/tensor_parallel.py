@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from headway.collectives.door import Collectives
 from headway.config.tensor import TensorParallelOptions
 from headway.errors import ConfigError, PrepareError
 from headway.optional import Later
@@ -62,14 +63,14 @@ class TensorParallel:
         self._has_head = head is not None
         self.resume()
 
-    def check_gradients(self) -> None:
-        """At the first update: are those of whole parameters alike on all ranks?
+    def check_gradients(self, everyone: Collectives) -> None:
+        """At the first update: are those of whole parameters alike on the ranks of each group?
 
         Raises:
-            PrepareError: they are not.
+            PrepareError: they are not, in some group; all ranks raise it.
         """
         if not self._is_checked:
-            self._is_checked = agreement.check(self._model, self.axis)
+            self._is_checked = agreement.check(self._model, self.axis, everyone)
 
     def resume(self) -> None:
         """Do what reaches beyond the model: losses understand logits that are cut."""

@@ -58,11 +58,22 @@ class Usage:
         """The window failed: what it has used says nothing."""
         self._is_settled = True
 
+    def snapshot(self) -> Any:
+        """What `restore` needs to take a batch back."""
+        return self._is_settled, self._asks, self._is_known, set(self._used), list(self._fired)
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to a snapshot, which stays good."""
+        self._is_settled, self._asks, self._is_known, used, fired = snapshot
+        self._used.clear()
+        self._used.update(used)
+        self._fired[:] = fired
+
     def settle(self) -> None:
         """After a window's last backward: parameters that no rank used have no gradient.
 
         Raises:
-            StateError: others than at the first update took no part.
+            StateError: others than at the first update took no part, on some rank; all ranks raise it.
         """
         if self._is_settled or not self._fired:
             return
@@ -72,14 +83,22 @@ class Usage:
             self._agree(found)
             return
         unused = [record for record in found if id(record) not in self._used]
-        if unused:
-            names = ", ".join(str(record._param_fqn) for record in unused[:_NUM_NAMES])
-            more = ", ..." if len(unused) > _NUM_NAMES else ""
-            raise StateError(
-                f"{len(unused)} parameters ({names}{more}) took no part in this update's losses on this rank, but did in the first "
-                "update. Headway did not check whether another rank used them. If the parameters in use change, pass "
-                "kwargs_handlers=[ShardingOptions(find_unused_parameters=True)]"
-            )
+        # What one rank alone sees is said on all of them: the others would wait for it in the next exchange.
+        counts = [int(row[0]) for row in self._everyone.gather_numbers([float(len(unused))])]
+        if any(counts):
+            self._raise(unused, counts)
+
+    def _raise(self, unused: list[Any], counts: list[int]) -> None:
+        told = self._everyone.gather_objects([str(record._param_fqn) for record in unused[:_NUM_NAMES]])
+        said = "; ".join(
+            f"{count} on rank {rank} ({', '.join(names)}{', ...' if count > len(names) else ''})"
+            for rank, (count, names) in enumerate(zip(counts, told))
+            if count
+        )
+        raise StateError(
+            f"parameters that took part in the first update's losses took no part in this one's: {said}. If the parameters in use "
+            "change, pass kwargs_handlers=[ShardingOptions(find_unused_parameters=True)]"
+        )
 
     def _agree(self, found: list[Any]) -> None:
         flags = torch.tensor([float(id(record) in self._used) for record in found])

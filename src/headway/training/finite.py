@@ -226,19 +226,31 @@ class FiniteGuard:
         return all(_is_finite(parameter.grad) for parameter in parameters if parameter.grad is not None)
 
     def _are_parts_finite(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """The same where each rank holds a part; the norms from clipping say all, where they are of all that learns."""
+        """The same where each rank holds a part. A rank on which nothing has changed since clipping goes by that norm.
+
+        Whether that is so may differ between ranks: each looks by itself, and one exchange makes the verdict.
+        """
         seen = self._seen
         is_known = (
             seen.noted_at == seen.num_backwards
             and seen.covered.issuperset(map(id, parameters))
             and all(self._stamps(chosen) == before for chosen, before in seen.stamps)
+            and all(math.isfinite(total.item()) for total in seen.totals)
         )
-        totals = seen.totals if is_known else [self._strategy.total_norm(parameters, 2.0)]
-        if all(math.isfinite(total.item()) for total in totals):
+        # A norm that is not finite may only have overflowed. All is well is 0: what a rank says that stands in without results.
+        is_bad = not (is_known or self._are_finite_here(parameters))
+        return self._group.reduce_numbers([float(is_bad)], "max")[0] == 0
+
+    def _are_finite_here(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Are this rank's parts? One value is read from each device."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for grad in self._strategy.local_gradients(parameters):
+            if grad.numel():
+                kinds.setdefault((grad.device, grad.dtype), []).append(grad.detach())
+        sums = [torch.stack(torch._foreach_norm(grads, 1.0)).sum() for grads in kinds.values()]
+        if all(math.isfinite(float(one)) for one in sums):
             return True
-        # It may only have overflowed; all ranks have the same norm, so all come here.
-        here = all(_is_finite(grad) for grad in self._strategy.local_gradients(parameters))
-        return self._group.reduce_numbers([float(here)], "min")[0] > 0
+        return all(_is_finite(grad) for grads in kinds.values() for grad in grads)
 
     def _stamps(self, parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
         """Where the gradients lie, and how often they were changed."""

@@ -214,8 +214,11 @@ class Step(ABC):
         mean_weight = (1.0 if weight else 0.0) if reduction == "sum" else weight
         # A policy that counts micro-batches instead of weights must see a piece as the part that it is.
         piece = windows.piece
-        share = 1.0 if reduction == "sum" else piece.num_rows / piece.total_rows
-        factor = self._policy.factor(mean_weight / share, nominal, strategy.gradient_divisor, windows.num_steps) * share
+        share = 1.0 if reduction == "sum" and piece.num_rows else piece.share
+        factor = 0.0  # of a piece that only fills up
+        if share:
+            factor = self._policy.factor(mean_weight / share, nominal, strategy.gradient_divisor, windows.num_steps)
+            factor *= share
         if factor:
             loss = self.guard.watch(loss)
             block: AbstractContextManager[object] = _AS_IT_COMES

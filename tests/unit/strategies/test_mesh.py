@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from headway.errors import PrepareError
+from headway.config.mesh import Layout
+from headway.config.sharding import ShardingOptions
+from headway.errors import PrepareError, UnsupportedError
 from headway.strategies import agreement
+from headway.strategies.build import _check_replayed
 from headway.strategies.crossings import Axis
 from headway.strategies.mesh import bring_buffers
 from headway.strategies.tensor_parallel import _check_size
@@ -40,3 +43,22 @@ def test_a_digest_is_the_same_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     flat = grad.double().flatten()
     torch.testing.assert_close(whole, torch.stack([flat.norm(), flat @ torch.arange(15.0).double().cos()]))
     assert agreement._digest(torch.empty(0)).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kept", "said"),
+    [
+        ({"shard": 4}, None, ""),
+        ({"replicate": 2, "shard": 2}, False, ""),
+        ({"shard": 2, "tp": 2}, None, "does not work with tp"),
+        ({"replicate": 4, "shard": 1}, None, "replicas of one shard each"),
+        ({"shard": 4}, 2, r"reshard_after_forward=2\), which gathers among other ranks"),
+    ],
+)
+def test_where_batches_can_be_run_again(sizes: dict[str, int], kept: bool | int | None, said: str) -> None:
+    options = ShardingOptions(reshard_after_forward=kept)
+    if not said:
+        _check_replayed(Layout(**sizes), options)
+        return
+    with pytest.raises(UnsupportedError, match=said):
+        _check_replayed(Layout(**sizes), options)
