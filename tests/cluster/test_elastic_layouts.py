@@ -113,7 +113,9 @@ def test_a_spread_model_goes_on_over_the_machines_that_are_left(layout, hosts, w
     launchers = [host.start(f"exec {words} {where} --machine_rank {rank} train.py {waits}", tmp_path)
                  for rank, host in enumerate(hosts)]  # fmt: skip
     if layout in BECOMES:
-        notice = f"with 3 of 4 machines: layout {layout} of 4 ranks does not fit 3: the run continues with {BECOMES[layout]}"
+        notice = (
+            f"with 3 of 4 machines: layout {layout} of 4 ranks does not fit 3: the run continues with {BECOMES[layout]}"
+        )
         wait_for(lambda: notice in said(), said)
     for update, left in KILLS.items():
         wait_for(lambda update=update: any(entry.get("update") == update for entry in told(said())), said)
