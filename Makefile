@@ -60,12 +60,15 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 cluster: setup
 	$(BIN)/pytest -q tests/cluster
 
-# Saves in which one call fails (strace), and an hour of runs that are ended at random moments; tests/sweep says how one is repeated.
+# Saves in which one call fails (strace), an hour of runs that are ended at random moments, another of sharded
+# ones, and checkpoints of every layout loaded under every other; tests/sweep says how one is repeated.
 SEED ?= 7
 MINUTES ?= 60
 sweep: setup
 	$(BIN)/python -m tests.sweep.failed_calls; calls=$$?; \
-	$(BIN)/python -m tests.sweep.runs --seed $(SEED) --count 200 --minutes $(MINUTES) && exit $$calls
+	$(BIN)/python -m tests.sweep.runs --seed $(SEED) --count 200 --minutes $(MINUTES); runs=$$?; \
+	$(BIN)/python -m tests.sweep.runs --seed $(SEED) --count 60 --minutes $(MINUTES) --sharded; sharded=$$?; \
+	$(BIN)/python -m tests.sweep.layouts && exit $$((calls + runs + sharded))
 
 bench: setup
 	$(BIN)/python benchmarks/run.py

@@ -411,3 +411,42 @@ def test_where_the_condition_cannot_be_seen(tmp_path):
     assert ran.returncode != 0
     assert "save_state was called on rank 0 only, at train.py:11: call it on every rank" in ran.stderr
     assert "this run hangs: rank 1 of 2 is missing from save_state" in ran.stderr
+
+
+# -------------------------------------------------------------------- a folder of each rank's own
+
+
+def save_to_own(folder, strategy):
+    """What scripts do that make a temporary folder on each rank."""
+    rank = process.start(cpu=True).rank
+    own = Path(folder, f"own {rank}")
+    own.mkdir()
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("headway").addHandler(handler)
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model = accelerator.prepare(torch.nn.Linear(4, 4))
+    saved = [accelerator.save_state(own), accelerator.save_state(Path(folder, "same"), blocking=False)]
+    accelerator.wait_for_save()
+    accelerator.load_state(saved[0])
+    whole = accelerator.get_state_dict(model)
+    return (
+        [path.name for path in saved],
+        sorted(os.listdir(own)),
+        messages,
+        {name: tuple(t.shape) for name, t in whole.items()},
+    )
+
+
+def test_ranks_that_name_different_folders_write_to_that_of_rank_0(tmp_path):
+    for strategy in ("ddp", "fsdp"):
+        (tmp_path / strategy).mkdir()
+        first, second = run_ranks(save_to_own, 2, str(tmp_path / strategy), strategy)
+        assert first[0] == second[0] == ["own 0", "same"]
+        verify(tmp_path / strategy / "own 0")
+        assert "manifest.json" in first[1]
+        assert second[1] == []
+        wanted = "own 1 on rank 1 and"
+        assert [sum(wanted in message for message in each[2]) for each in (first, second)] == [0, 1], (first, second)
+        assert first[3] == {"weight": (4, 4), "bias": (4,)}

@@ -16,6 +16,8 @@ class Mode:
         precision: the mixed precision.
         is_blocking: False: checkpoints are written behind the loop.
         is_split: batches are those of all ranks together.
+        layout: how the model is spread.
+        num_ranks: processes of its runs; several: in turn.
     """
 
     reading: str = "one"
@@ -26,6 +28,8 @@ class Mode:
     precision: str = "no"
     is_blocking: bool = True
     is_split: bool = False
+    layout: str = "ddp"
+    num_ranks: tuple[int, ...] = (1, 2)
 
 
 MODES = {
@@ -41,3 +45,13 @@ MODES = {
     "split batches": Mode(is_split=True, rows=40),
     "trainer": Mode(reading="trainer"),
 }
+
+SHARDED = {
+    "fsdp": Mode(layout="fsdp", num_ranks=(2,)),
+    "fsdp behind": Mode(layout="fsdp", num_ranks=(2,), accumulation=2, is_blocking=False),
+    "hsdp": Mode(layout="hsdp=2", num_ranks=(4,)),
+    "hsdp behind": Mode(layout="hsdp=2", num_ranks=(4,), rows=43, is_blocking=False),
+    "fsdp+tp": Mode(layout="fsdp+tp=2", num_ranks=(4,), accumulation=2),
+    "fsdp+tp behind": Mode(layout="fsdp+tp=2", num_ranks=(4,), is_blocking=False),
+}
+"""Each rank writes its part of the model, in step or behind the loop."""

@@ -1,6 +1,7 @@
 """Trainings that are ended at random moments and started again until they end: each must be the undisturbed one, bit for bit.
 
 `python -m tests.sweep.runs --seed 7 --count 200` runs them, `--only 31` one of them; the moments follow from the seed and the number.
+`--sharded` runs models that are spread over two and four ranks, each of which saves its part.
 """
 
 import argparse
@@ -11,13 +12,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from tests.sweep import jobs
 from tests.sweep.jobs import Ended, Mark, Strike
-from tests.sweep.modes import MODES
+from tests.sweep.modes import MODES, SHARDED, Mode
 from tests.sweep.tables import laid_out
 
 PREEMPTED = 75
@@ -65,12 +67,13 @@ class Outcome:
     struck: list[Mark | None] = field(default_factory=list)
 
 
-def plan(seed: int, number: int) -> Plan:
-    """The run of that number: modes in turn, on one process and on two."""
+def plan(seed: int, number: int, modes: Mapping[str, Mode] = MODES) -> Plan:
+    """The run of that number: modes in turn, each on its numbers of processes in turn."""
     draw = random.Random(f"{seed}/{number}")
-    mode = list(MODES)[number % len(MODES)]
-    num_ranks = 1 + number // len(MODES) % 2
-    targets = ["rank 0", "launcher", "all"] + ["rank 1"] * (num_ranks > 1)
+    mode = list(modes)[number % len(modes)]
+    counts = modes[mode].num_ranks
+    num_ranks = counts[number // len(modes) % len(counts)]
+    targets = ["rank 0", "launcher", "all", *(f"rank {rank}" for rank in range(1, num_ranks))]
     strikes = tuple(
         Strike(draw.choice(PHASES), draw.random(), draw.uniform(0, 1.2) if draw.random() < 0.8 else 0.0,
                draw.choices(SIGNALS, WEIGHTS)[0], draw.choice(targets))
@@ -221,7 +224,7 @@ def _num_trained(lines: list[dict]) -> int:
 def table(outcomes: list[Outcome]) -> str:
     """Mode by kind of disturbance: strikes that fell; then runs, resumes, and how many were equal."""
     rows = [["", *(number.name for number in SIGNALS), "runs", "resumes", "equal"]]
-    for mode in (*MODES, "all"):
+    for mode in (*dict.fromkeys(each.plan.mode for each in outcomes), "all"):
         own = [each for each in outcomes if mode in (each.plan.mode, "all")]
         fell = Counter(
             strike.number for each in own for strike, at in zip(each.plan.strikes, each.struck) if at is not None
@@ -238,6 +241,7 @@ def main() -> int:
     reader.add_argument("--count", type=int, default=200, help="how many runs")
     reader.add_argument("--begin", type=int, default=0, help="the first one's number")
     reader.add_argument("--only", type=int, nargs="*", help="these numbers alone")
+    reader.add_argument("--sharded", action="store_true", help="models that are spread over the ranks")
     reader.add_argument("--minutes", type=float, default=60, help="begin no run after that")
     reader.add_argument("--folder", type=Path, help="keeps what was not equal")
     asked = reader.parse_args()
@@ -249,7 +253,7 @@ def main() -> int:
         if time.monotonic() - began > 60 * asked.minutes:
             print(f"{asked.minutes:g} minutes are over", flush=True)
             break
-        planned = plan(asked.seed, number)
+        planned = plan(asked.seed, number, SHARDED if asked.sharded else MODES)
         outcome = sweep.run(planned)
         outcomes.append(outcome)
         said = "; ".join(

@@ -36,10 +36,10 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info  # noqa: E402
 
-from headway import Accelerator, ProjectConfiguration, set_seed  # noqa: E402
+from headway import Accelerator, ProjectConfiguration, TensorParallelOptions, set_seed  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.sweep.modes import MODES, Mode  # noqa: E402
+from tests.sweep.modes import MODES, SHARDED, Mode  # noqa: E402
 
 EPOCHS = 3
 BATCH = 4
@@ -91,7 +91,24 @@ def loader_of(mode: Mode, num_rows: int) -> DataLoader:
     return DataLoader(Rows(num_rows), batch_size=BATCH, shuffle=True, num_workers=mode.num_workers, **more)
 
 
-def network() -> torch.nn.Module:
+class Block(torch.nn.Module):
+    """What is gathered as a whole, and what tensor parallelism cuts; dropout falls on cut activations then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout = torch.nn.LayerNorm(12), torch.nn.Dropout(0.2)
+        self.up, self.down = torch.nn.Linear(12, 16), torch.nn.Linear(16, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.dropout(torch.tanh(self.up(self.norm(x)))))
+
+
+PLAN = {"*.up": "colwise", "*.down": "rowwise"}
+
+
+def network(layout: str = "ddp") -> torch.nn.Module:
+    if layout != "ddp":
+        return torch.nn.Sequential(torch.nn.Linear(6, 12), Block(), Block(), torch.nn.Linear(12, 1))
     return torch.nn.Sequential(
         torch.nn.Linear(6, 12), torch.nn.LayerNorm(12), torch.nn.Dropout(0.2), torch.nn.Linear(12, 1)
     )
@@ -102,6 +119,7 @@ def digest(*trees: object) -> str:
 
     def add(tree: object) -> None:
         if isinstance(tree, torch.Tensor):
+            tree = getattr(tree, "to_local", lambda: tree)()  # this rank's part
             found.update(tree.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(tree, np.ndarray):
             found.update(tree.tobytes())
@@ -133,9 +151,10 @@ class Run:
         project = ProjectConfiguration("run", automatic_checkpoint_naming=True, total_limit=2)
         self.accelerator = accelerator = Accelerator(
             cpu=True, project_config=project, mixed_precision=mode.precision, gradient_accumulation_steps=mode.accumulation,
-            split_batches=mode.is_split,
+            split_batches=mode.is_split, strategy=mode.layout,
+            kwargs_handlers=[TensorParallelOptions(plan=PLAN)] if "tp" in mode.layout else None,
         )  # fmt: skip
-        model = network()
+        model = network(mode.layout)
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.8)
         second = [loader_of(mode, mode.rows)] if mode.reading in ("zip", "in turn") else []
@@ -202,7 +221,7 @@ class Run:
 
     def is_saved_at(self, loader) -> bool:
         """The same answer on every rank and after every resume; in the middle of windows too."""
-        per_step = BATCH * (1 if self.mode.is_split else self.accelerator.num_processes)
+        per_step = BATCH * (1 if self.mode.is_split else self.accelerator.strategy.data_shard.count)
         return loader.is_last or loader.num_consumed // per_step % 3 == 2
 
     @torch.no_grad()
@@ -281,7 +300,7 @@ def with_trainer(mode: Mode) -> None:
 
 
 if __name__ == "__main__":
-    chosen = MODES[sys.argv[1]]
+    chosen = {**MODES, **SHARDED}[sys.argv[1]]
     if chosen.reading == "trainer":
         with_trainer(chosen)
     else:

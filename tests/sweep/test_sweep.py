@@ -23,6 +23,16 @@ CHOSEN = {
             jobs.Strike("between epochs", 0.28, 0.0, signal.SIGUSR1, "rank 1"),
         ),
     ),
+    # Killed while each rank writes its part behind the loop, and once more.
+    "a sharded model, saved behind the loop": runs.Plan(
+        1002,
+        "fsdp behind",
+        2,
+        (
+            jobs.Strike("saving", 0.4, 0.5, signal.SIGKILL, "rank 1"),
+            jobs.Strike("saving", 0.7, 0.2, signal.SIGTERM, "launcher"),
+        ),
+    ),
     # Its evaluation is run again before the loop, which has no epoch left.
     "a Trainer in its last evaluation": runs.Plan(
         1000, "trainer", 1, (jobs.Strike("evaluation", 0.99, 0.0, signal.SIGTERM, "launcher"),)
@@ -64,6 +74,11 @@ def test_a_run_follows_from_its_number():
     assert {strike.number for strike in strikes} == set(runs.SIGNALS)
     assert {strike.phase for strike in strikes} == set(runs.PHASES)
     assert {strike.target for strike in strikes} == {"rank 0", "rank 1", "launcher", "all"}
+    spread = [runs.plan(SEED, number, modes.SHARDED) for number in range(60)]
+    assert {(each.mode, each.num_ranks) for each in spread} == {
+        (name, mode.num_ranks[0]) for name, mode in modes.SHARDED.items()
+    }
+    assert {strike.target for each in spread for strike in each.strikes} >= {"rank 3", "launcher", "all"}
 
 
 def line(place, loss="0x1p0"):

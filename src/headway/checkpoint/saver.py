@@ -115,6 +115,25 @@ class Saver:
             self._pending = job
             self._background.start(job)
 
+    def agree_on(self, folder: Path) -> Path:
+        """Rank 0's folder, where ranks of one machine name different ones: often each has made a temporary one for itself.
+
+        Ranks of several machines are taken at their word, as each machine may have a disk of its own.
+        """
+        if not 1 < self._collectives.world_size == self._runtime.local_world_size:
+            return folder
+        chosen = Path(self._collectives.broadcast_object(str(folder.absolute())))
+        if chosen == folder.absolute():
+            return folder
+        log.warning_once(
+            "save_state was given %s on rank %d and %s on rank 0: all ranks write to that of rank 0. Give every rank the same folder",
+            folder,
+            self._runtime.rank,
+            chosen,
+            main_process_only=False,
+        )
+        return chosen
+
     def _find_share(self, final: Path, nonce: str) -> Share:
         """Do all machines see the folder that rank 0 writes to? A file of an unforeseeable name tells."""
         runtime, world = self._runtime, self._collectives.world_size

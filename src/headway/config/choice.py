@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from headway.config import deepspeed, mesh, outside
+from headway.config import deepspeed, mesh, outside, survivors
 from headway.config.deepspeed import DeepSpeedPlugin
 from headway.config.foreign import Foreign
 from headway.config.launch import OF_DEEPSPEED, OF_SHARDS, UNSET, WRAPPING
@@ -150,7 +150,10 @@ class Wish:
             ConfigError: as `layout` and `options`.
         """
         text, layout = self.layout(num_ranks, ranks_on_machine)
-        _check_typed(text, layout)
+        if survivors.launched_on(num_ranks) is None:
+            _check_typed(text, layout)
+        elif outside.find(text) is None:
+            survivors.tell(text, layout, num_ranks, ranks_per_machine() or ranks_on_machine)
         if self.needless:
             log.warning_once("%s: these have no effect here: %s", self.origin, "; ".join(self.needless))
         options, zero = (
@@ -179,7 +182,7 @@ class Wish:
         def resolve(text: str) -> Layout:
             if outside.find(text) is not None:
                 return Layout(replicate=num_ranks)  # as far as it is known here
-            return mesh.parse(text).resolve(num_ranks, ranks_per_machine() or ranks_on_machine)
+            return survivors.on_ranks(mesh.parse(text), num_ranks, ranks_per_machine() or ranks_on_machine)
 
         said = self._said(resolve)
         launched, told_by = run_setting("strategy", UNSET, None)

@@ -98,6 +98,7 @@ class PreparedLoader(DataLoader[Any]):
         self._events = events
         self._listeners = listeners
         self._position = Position()
+        self.asked_window = (0, 0)
         self._num_skipped = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -339,6 +340,11 @@ class PreparedLoader(DataLoader[Any]):
     def fits_window(self, window: int, num_rounds: int) -> bool:
         """Can `window` samples be given out in `num_rounds` rounds, none of them larger than this loader's own?"""
         return self._feed.fits_window(window, num_rounds)
+
+    def ask_window(self, window: int, num_rounds: int, unit: int) -> None:
+        """`keep_window` from the beginning of the run, by what the script asks for and not by a checkpoint."""
+        self.asked_window = (window, num_rounds)
+        self.keep_window(window, num_rounds, unit)
 
     def keep_window(self, window: int, num_rounds: int, unit: int = 1) -> None:
         """Give them out so from the next pass on; a window of 0: as this loader's settings say.

@@ -178,6 +178,7 @@ def make(
     is_silent = task is not None and task.rank > 0
     banner = "" if is_silent else _banner(resolved, machine, num_machines, num_local, threads, layout)
     notes = (*notes, *_notes(resolved, argv), *spread.check_options(resolved, layout))
+    notes += spread.after_losses(resolved, layout, num_machines, num_local)
     return Plan(argv, additions, removals, world_size, num_local, banner, notes, layout)
 
 

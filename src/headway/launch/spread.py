@@ -1,6 +1,6 @@
 """The layout of a launch, before any process starts: does it fit the processes, and do its options belong to it?"""
 
-from headway.config import mesh, outside
+from headway.config import mesh, outside, survivors
 from headway.config.launch import OF_DEEPSPEED, OF_SHARDS
 from headway.config.load import COMMAND_LINE, Resolved
 from headway.config.mesh import Layout
@@ -16,26 +16,17 @@ def layout(resolved: Resolved, num_machines: int, num_local: int) -> Layout | No
         num_local: processes on each.
 
     Raises:
-        ConfigError: it does not fit the processes, or those that a run goes on with after machines are lost; or is not there yet.
+        ConfigError: it does not fit the processes, or is not there yet.
     """
     text = resolved.get("strategy")
     if text is None or outside.find(text) is not None:
         return None
     asked = mesh.parse(text)
-    fewest = min(resolved.get("min_machines", num_machines), num_machines)
     try:
         found = asked.resolve(num_machines * num_local, num_local)
         mesh.check_served(found)
     except (ConfigError, UnsupportedError) as error:
         raise ConfigError(f"{error} ({resolved.origin('strategy')})") from None
-    for count in range(fewest, num_machines):
-        try:
-            asked.resolve(count * num_local, num_local)
-        except ConfigError as error:
-            raise ConfigError(
-                f"min_machines={fewest} ({resolved.origin('min_machines')}) lets the run continue with {count} of {num_machines} "
-                f"machines, but then {error}"
-            ) from None
     return found
 
 
@@ -65,6 +56,25 @@ def check_options(resolved: Resolved, found: Layout | None) -> tuple[str, ...]:
             if origin.startswith(COMMAND_LINE):
                 raise ConfigError(f"{text}; remove it, or add {remedy}")
             notes.append(f"without effect: {text}")
+    return tuple(notes)
+
+
+def after_losses(resolved: Resolved, found: Layout | None, num_machines: int, num_local: int) -> tuple[str, ...]:
+    """A note for each number of machines with which the run would go on in another layout.
+
+    Args:
+        resolved: the settings.
+        found: the layout of the whole run.
+        num_machines, num_local: as for `layout`.
+    """
+    fewest = min(resolved.get("min_machines", num_machines), num_machines)
+    if found is None or fewest == num_machines:
+        return ()
+    text, notes = resolved.get("strategy"), []
+    for count in reversed(range(fewest, num_machines)):
+        left = survivors.after_loss(mesh.parse(text), num_machines * num_local, count * num_local, num_local)
+        said = survivors.changed(text, left, num_machines * num_local, count * num_local, num_local)
+        notes += [f"with {count} of {num_machines} machines: {said}"] if said else []
     return tuple(notes)
 
 

@@ -46,6 +46,12 @@ class Plan:
     is_kept: bool = True
 
 
+def _asked_window(loader: PreparedLoader, num_steps: int) -> int:
+    """The samples of an update that a script's `global_batch_size` splits unevenly; 0: evenly, or other steps count since."""
+    window, num_rounds = loader.asked_window
+    return window if num_rounds == num_steps else 0
+
+
 class GlobalBatch:
     """What the updates of a run are made of.
 
@@ -77,7 +83,8 @@ class GlobalBatch:
     def sizes(self) -> list[int | None]:
         """For each loader, the samples of one update; None where they vary."""
         steps, windows = self._accumulation.num_steps, {} if self._plan is None else self._plan.windows
-        plain = [None if each.step_size is None else each.step_size * steps for each in self._loaders]
+        plain = [_asked_window(each, steps) or (None if each.step_size is None else each.step_size * steps)
+                 for each in self._loaders]  # fmt: skip
         return [windows[index][0] if index in windows else size for index, size in enumerate(plain)]
 
     def _trained(self) -> list[int]:

@@ -124,6 +124,8 @@ class Checkpoints:
         if not is_alone:  # some ranks may have saved without the others
             place.iteration = run.saver.meet(place.iteration)
         folder = place.folder_for(output_dir)
+        if not is_alone and not place.is_automatic:
+            folder = run.saver.agree_on(folder)
         collected, about = run.collect(before, is_alone)
         about |= {"name": folder.name, "iteration": place.iteration, "metric": metric}
         policy = Policy(

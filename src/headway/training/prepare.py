@@ -16,12 +16,13 @@ from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.data.build import prepare_loader
 from headway.data.draws import LoaderStream
 from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.errors import ConfigError, PrepareError
+from headway.errors import PrepareError
 from headway.log import get_logger
 from headway.offload.spread import spread_over
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
 from headway.training import model as prepared_model
+from headway.training.global_batch import derive_steps
 from headway.training.lone import LoneCalls
 from headway.training.neighbours import Neighbours
 from headway.training.optimizer import PreparedOptimizer, check_owned
@@ -298,7 +299,8 @@ class Preparation:
         self._synchronise()
         self._prepared.add_loader(made)
         if self._global_batch_size is not None and len(self.loaders) == 1:
-            self._derive_steps(made, self._global_batch_size)
+            count, ranks = self._strategy.data_shard.count, self._strategy.everyone.world_size
+            self._windows.set_steps(derive_steps(made, self._global_batch_size, count, ranks))
         return made
 
     def _synchronise(self) -> None:
@@ -312,23 +314,6 @@ class Preparation:
         seed = torch.initial_seed() if given is None else given
         agreed = self._strategy.everyone.broadcast_object(seed)
         return mix(agreed & ((1 << 63) - 1), len(self.loaders))
-
-    def _derive_steps(self, loader: PreparedLoader, wanted: int) -> None:
-        per_step = loader.total_batch_size
-        if not per_step or wanted % per_step:
-            raise ConfigError(
-                f"global_batch_size={wanted} is not a multiple of what all ranks read at once ({per_step} samples); choose a "
-                "multiple, or another batch size for the loader"
-            )
-        self._windows.set_steps(wanted // per_step)
-        count = self._strategy.data_shard.count
-        log.info(
-            "global batch %d = %d per process x %d processes x %d accumulation steps",
-            wanted,
-            per_step // count,
-            count,
-            self._windows.num_steps,
-        )
 
     def scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Wrap, bound to its prepared optimizer; say once how it will tick."""

@@ -61,9 +61,11 @@ def test_machines_shape_a_bare_hsdp(launch):
     plan = launch(f"-n 8 {where} --strategy hsdp")
     assert plan.layout == Layout(replicate=2, shard=4)
     assert '"ranks_per_machine":4' in plan.additions["HEADWAY_RUN"]
-    assert "continue with 1 of 2 machines, but then strategy 'hsdp' without a size" in launch(
-        f"-n 8 {where} --strategy hsdp --min_machines 1 --max_restarts 3"
+    notes = launch(f"-n 8 {where} --strategy hsdp --min_machines 1 --max_restarts 3").notes
+    assert notes == (
+        "with 1 of 2 machines: layout hsdp of 8 ranks does not fit 4: the run continues with fsdp=4 (4 shards)",
     )
+    assert launch(f"-n 8 {where} --strategy fsdp+tp=2 --min_machines 1 --max_restarts 3").notes == ()
 
 
 def test_the_banner_says_the_layout_and_what_the_batch_becomes(launch):
