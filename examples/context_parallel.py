@@ -53,7 +53,7 @@ def counting(num_rows: int, length: int) -> TensorDataset:
     return TensorDataset((first + step * torch.arange(length + 1)) % 64)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layout", default="cp")
     parser.add_argument("--length", type=int, default=256)
@@ -85,6 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     accelerator.print(f"loss {loss.item():.4f}")
     accelerator.print(f"kept for backward on each rank: {sum(kept.values()) / 2**20:.1f} MiB")
     accelerator.end_training()
+    return loss.item()
 
 
 if __name__ == "__main__":

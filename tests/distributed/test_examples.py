@@ -139,3 +139,13 @@ def test_the_sharded_gpt_learns_to_count_alike_on_one_process_and_on_two():
     for num_ranks in (1, 2):
         for found in run_ranks(accuracies, num_ranks, str(EXAMPLES / "fsdp.py")):
             assert found["fsdp"] < 0.5
+
+
+def loss_of_cut_sequences() -> float:
+    return runpy.run_path(str(EXAMPLES / "context_parallel.py"))["main"](["--rows", "12", "--length", "30"])
+
+
+def test_cut_sequences_give_the_loss_of_whole_ones():
+    (whole,) = run_ranks(loss_of_cut_sequences, 1)
+    for cut in run_ranks(loss_of_cut_sequences, 2):
+        assert cut == pytest.approx(whole, abs=1e-4)

@@ -140,11 +140,16 @@ class PieceStep(Step):
         return self.transaction.act(action)
 
     def update(self, optimizer: torch.optim.Optimizer, strategy: Strategy, closure: Callable[[], Any] | None) -> bool:
-        """Make the update, or the batch again; what is not permitted is voted on all the same: the batch is over."""
-        is_permitted = self.guard.permits()
-        return self.transaction.step(
-            optimizer, lambda: is_permitted and strategy.step(optimizer, self.precision, None), closure
-        )
+        """Make the update, or the batch again; what is not permitted is voted on all the same: the batch is over.
+
+        A batch that is run again asks again: other ranks, which failed before they came here, ask for the first time then.
+        """
+
+        def attempt() -> Callable[[], bool]:
+            is_permitted = self.guard.permits()
+            return lambda: is_permitted and strategy.step(optimizer, self.precision, None)
+
+        return self.transaction.step(optimizer, attempt, closure)
 
     def drop(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
         """Those that were put aside too."""

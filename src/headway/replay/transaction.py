@@ -376,8 +376,15 @@ class Transaction:
 
     # ---------------------------------------------------------------- the step
 
-    def step(self, optimizer: torch.optim.Optimizer, run: Callable[[], bool], closure: object = None) -> bool:
+    def step(
+        self, optimizer: torch.optim.Optimizer, attempt: Callable[[], Callable[[], bool]], closure: object = None
+    ) -> bool:
         """Make the update, or the batch again.
+
+        Args:
+            optimizer: torch's own.
+            attempt: what comes before each attempt; it returns the step.
+            closure: none is taken.
 
         Raises:
             Replay: the caller's loop has to run the batch again.
@@ -390,7 +397,7 @@ class Transaction:
             )
         self._look_for_hands()
         while True:
-            done = self._attempt(lambda: self._step(optimizer, run))
+            done = self._attempt(lambda: self._step(optimizer, attempt()))
             if done is not None:
                 return bool(done[0])
             self._replay()
