@@ -1,0 +1,4 @@
+"""x."""
+from headway.planning.sources import unmasked as _u
+def unmasked(model):
+    return _u(model) if hasattr(model,"config") else model
