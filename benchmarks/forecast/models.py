@@ -118,12 +118,16 @@ def _images(side: int) -> Callable[[int], Any]:
 
 
 CASES: dict[str, Case] = {
-    "MLP": Case(_mlp, lambda n: (torch.zeros(n * 64, 256), torch.zeros(n * 64, dtype=torch.long)), nn.functional.cross_entropy),
+    "MLP": Case(
+        _mlp, lambda n: (torch.zeros(n * 64, 256), torch.zeros(n * 64, dtype=torch.long)), nn.functional.cross_entropy
+    ),
     "CNN": Case(_cnn, _images(64), nn.functional.cross_entropy),
     "GPT-2": Case(_gpt2, _tokens),
     "BERT": Case(_bert, _tokens),
     "T5": Case(_t5, _tokens),
-    "ViT": Case(_vit, lambda n: {"pixel_values": torch.zeros(n, 3, 64, 64), "labels": torch.zeros(n, dtype=torch.long)}),
+    "ViT": Case(
+        _vit, lambda n: {"pixel_values": torch.zeros(n, 3, 64, 64), "labels": torch.zeros(n, dtype=torch.long)}
+    ),
     "Llama": Case(_llama, _tokens),
     "LoRA": Case(_lora, _tokens),
 }

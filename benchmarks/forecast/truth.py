@@ -11,7 +11,10 @@ from headway.forecasting.step import Recipe, run
 
 def peak(model: nn.Module, recipe: Recipe, batch: Callable[[], Any]) -> int:
     """The most bytes in use during two updates, the model's own included."""
-    held = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in (*model.parameters(), *model.buffers())}
+    held = {
+        each.untyped_storage()._cdata: each.untyped_storage().nbytes()
+        for each in (*model.parameters(), *model.buffers())
+    }
     with torch.autograd.profiler.profile(profile_memory=True, use_cpu=True) as profile:
         run(model, recipe, batch)
     in_use = most = sum(held.values())

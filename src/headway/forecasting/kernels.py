@@ -21,10 +21,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 _SORTED_FROM = 3072
 """Up to so many indices an embedding's backward on CUDA needs no sorting."""
 
-Sizes = Callable[[tuple[Any, ...], Any], list[int]]
+Sizes = Callable[[tuple[Any, ...]], list[int]]
 
 
-def _flash_backward(args: tuple[Any, ...], result: Any) -> list[int]:
+def _flash_backward(args: tuple[Any, ...]) -> list[int]:
     """The gradient of queries in float32, and a row of sums for each."""
     query = args[1]
     samples, heads, length, width = query.shape
@@ -32,7 +32,7 @@ def _flash_backward(args: tuple[Any, ...], result: Any) -> list[int]:
     return [samples * heads * padded * wide * 4, samples * heads * padded * 4]
 
 
-def _efficient_backward(args: tuple[Any, ...], result: Any) -> list[int]:
+def _efficient_backward(args: tuple[Any, ...]) -> list[int]:
     """A row of sums for each query; in half precision also the gradients in float32 while they are summed up."""
     query, key = args[1], args[2]
     samples, heads, length, width = query.shape
@@ -42,13 +42,34 @@ def _efficient_backward(args: tuple[Any, ...], result: Any) -> list[int]:
     return [sums, samples * heads * (length + 2 * key.shape[2]) * width * 4]
 
 
-def _embedding_backward(args: tuple[Any, ...], result: Any) -> list[int]:
+def _embedding_backward(args: tuple[Any, ...]) -> list[int]:
     """Indices, sorted, with where they were, and room to sort them in."""
     size = args[1].numel() * 8
     return [size, size, 2 * size] if args[1].numel() > _SORTED_FROM else []
 
 
-SCRATCH: dict[str, Sizes] = {
+def _convolution_on_cpu(args: tuple[Any, ...]) -> list[int]:
+    """oneDNN's copies of inputs and weights in its own order; channels in eights at least."""
+    inputs, weights = args[0], args[1]
+    return [weights.nbytes, *_ordered(inputs)]
+
+
+def _convolution_backward_on_cpu(args: tuple[Any, ...]) -> list[int]:
+    gradient, inputs = args[0], args[1]
+    return [*_ordered(gradient), *_ordered(inputs)]
+
+
+def _ordered(tensor: torch.Tensor) -> list[int]:
+    return [tensor.nbytes] if tensor.shape[1] % 8 == 0 else []
+
+
+SCRATCH_OF_CPU: dict[str, Sizes] = {
+    "aten::convolution": _convolution_on_cpu,
+    "aten::convolution_backward": _convolution_backward_on_cpu,
+}
+"""On a CPU: bytes that a kernel asks torch's allocator for while it runs, by operation."""
+
+SCRATCH_OF_CUDA: dict[str, Sizes] = {
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "aten::embedding_dense_backward": _embedding_backward,

@@ -20,7 +20,7 @@ from headway.callsite import Frame, stack, users_frame
 from headway.errors import UnsupportedError
 from headway.forecasting.devices import Device
 from headway.forecasting.events import Event
-from headway.forecasting.kernels import MATMUL, NAMESPACES, SCRATCH, UNKNOWN_SCRATCH
+from headway.forecasting.kernels import MATMUL, NAMESPACES, SCRATCH_OF_CPU, SCRATCH_OF_CUDA, UNKNOWN_SCRATCH
 
 _WORTH_A_LINE = 1 << 20
 """Bytes from which on the user's line is looked up, which takes longer than all the rest."""
@@ -75,12 +75,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phases: dict[str, int] = {}
         self.last = ""
         self._device = device
+        self._table = SCRATCH_OF_CUDA if device.is_cuda else SCRATCH_OF_CPU
         self._operations: Counter[str] = Counter()
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._kinds: dict[int, str] = {}
         self._next_key = 0
         self._threads: set[str] = set()
         self._phase = ""
+        self._begin = 0
         self._is_updating = False
 
     def __torch_dispatch__(
@@ -91,9 +93,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name
         self.last = name
         self._operations[name] += 1
-        if self._device.is_cuda and name in SCRATCH:
-            for size in SCRATCH[name](args, None):
-                self._briefly(size, name)
+        scratch = [self._scratch(size, name) for size in self._table[name](args)] if name in self._table else ()
         if self._device.cublas and name.removeprefix("aten::") in MATMUL:
             self._workspace()
         result = func(*args, **(kwargs or {}))
@@ -106,11 +106,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for each in leaf:
                     if isinstance(each, torch.Tensor):
                         self._seen(each, name, args)
+        for event in scratch:
+            self.events.append(event._replace(num_bytes=-event.num_bytes))
         return result
 
     def enter(self, phase: str) -> None:
         """What follows belongs to this phase of the step: "step 1 forward", say."""
         self._phase = phase
+        self._begin = len(self.events)
         self._is_updating = phase.endswith("update")
         self.phases.setdefault(phase, len(self.events))
 
@@ -123,9 +126,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark_activations(self) -> None:
         """Forward has ended: what it has made, and is still held, is kept for backward."""
-        begin = self.phases[self._phase]
         held = {key for _, key, _ in self._live.values()}
-        for event in self.events[begin:]:
+        for event in self.events[self._begin :]:
             if event.num_bytes > 0 and event.key in held:
                 self._kinds.setdefault(event.key, "activations")
 
@@ -181,10 +183,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events.append(Event(self._next_key, size, what, where))
         return self._next_key
 
-    def _briefly(self, size: int, what: str) -> None:
-        key = self._asked(size, what)
-        self.events.append(Event(key, -size, what))
-        self._kinds[key] = "workspaces"
+    def _scratch(self, size: int, what: str) -> Event:
+        self._kinds[self._asked(size, what)] = "workspaces"
+        return self.events[-1]
 
     def _workspace(self) -> None:
         """cuBLAS has a handle, and so a workspace, for each thread; autograd runs backward on a thread of its own."""
