@@ -24,7 +24,10 @@ from headway.forecasting.trace import Trace, Tracker
 from headway.placement.skeleton import init_empty_weights
 
 _READS_A_VALUE = "it reads a value of a tensor (.item(), .tolist(), `if tensor:`), and nothing is computed here"
-_SHAPE_BY_VALUES = "the shape of its result depends on values (nonzero, unique, a mask of bools as index), and nothing is computed here"
+_SHAPE_BY_VALUES = (
+    "the shape of its result depends on values (nonzero, unique, a mask of bools as index), "
+    "and nothing is computed here"
+)
 _NO_FAKE = (
     "it has no fake kernel, which says the shape of its result without computing it (torch.library.register_fake)"
 )
