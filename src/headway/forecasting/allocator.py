@@ -10,6 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
+from headway.errors import StateError
 from headway.forecasting.events import Event
 
 MIN_BLOCK = 512
@@ -117,10 +118,10 @@ class Allocator:
 
         Raises:
             Full: it does not fit.
-            ValueError: the key is in use.
+            StateError: the key is in use.
         """
         if key in self._live:
-            raise ValueError(f"{key!r} is allocated already")
+            raise StateError(f"{key!r} is allocated already; free it first, or give another key")
         if num_bytes <= 0:
             return
         size = rounded(num_bytes)

@@ -9,7 +9,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -28,12 +27,12 @@ _RESIZE = "resize_"
 _COMPILED = ("compile_wrapper", "_call_impl_compiled")
 
 
-def _refuse_compiled(frame: FrameType) -> None:
+def _refuse_compiled() -> None:
     """A compiled function runs uncompiled on fake tensors, without a word, and asks for other memory."""
     if "torch._dynamo.eval_frame" not in sys.modules:
         return
-    for each in stack(frame):
-        if each.f_code.co_name in _COMPILED and each.f_code.co_filename.endswith("eval_frame.py"):
+    for place in map(Frame.of, stack()):
+        if place.function in _COMPILED and place.file.endswith("eval_frame.py"):
             raise UnsupportedError(
                 "a function compiled by torch.compile was called: what its graphs ask for is not known before they are compiled. "
                 "Leave torch.compile out of what is forecast; a compiled step mostly takes less"
@@ -177,8 +176,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._next_key += 1
         where = ""
         if size >= _WORTH_A_LINE:
-            _refuse_compiled(sys._getframe(1))
-            frame = users_frame(sys._getframe(1))
+            _refuse_compiled()
+            frame = users_frame()
             where = "" if frame is None else str(Frame.of(frame))
         self.events.append(Event(self._next_key, size, what, where))
         return self._next_key

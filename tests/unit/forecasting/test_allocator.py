@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from headway.errors import StateError
 from headway.forecasting.allocator import Allocator, Full, replay, rounded, segment_of
 from headway.forecasting.events import Event, plain_peak, split_at
 
@@ -169,5 +170,5 @@ def test_a_replay_knows_its_peak_and_what_was_in_use_then():
 def test_a_key_that_is_in_use_is_refused():
     allocator = Allocator()
     allocator.allocate(1, 5)
-    with pytest.raises(ValueError, match="already"):
+    with pytest.raises(StateError, match="already"):
         allocator.allocate(1, 5)

@@ -223,3 +223,9 @@ def test_a_step_without_a_loss_is_refused():
 def test_convolutions_say_what_is_not_counted():
     found = trace(lambda: nn.Conv2d(3, 4, 3), lambda: torch.zeros(2, 3, 8, 8), Recipe(adamw, total), CARD)
     assert any("cuDNN" in caveat for caveat in found.caveats)
+
+
+def test_a_compiled_function_inside_the_step_is_refused():
+    compiled = torch.compile(torch.tanh, backend="eager")
+    with pytest.raises(UnsupportedError, match=r"torch\.compile"):
+        traced(compiled, batch=4096)
