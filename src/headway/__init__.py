@@ -75,6 +75,7 @@ _PLACES = {
     "find_batch_size": "headway.collectives.tree",
     "find_executable_batch_size": "headway.batch_size.find",
     "find_tied_parameters": "headway.placement.sizes",
+    "forecast": "headway.planning.forecast",
     "get_balanced_memory": "headway.placement.device_map",
     "get_logger": "headway.log",
     "get_max_layer_size": "headway.placement.sizes",
@@ -230,6 +231,7 @@ if TYPE_CHECKING:
     from headway.placement.skeleton import init_on_device as init_on_device
     from headway.placement.workload import Workload as Workload
     from headway.planning.compare import plan as plan
+    from headway.planning.forecast import forecast as forecast
     from headway.progress import track as track
     from headway.runtime.seed import set_seed as set_seed
     from headway.strategies.pippy import prepare_pippy as prepare_pippy

@@ -21,7 +21,7 @@ NAMES = [
     "attach_align_device_hook_on_blocks", "attach_execution_device_hook", "calculate_maximum_sizes",
     "check_device_map", "clean_device_map", "clear_device_cache", "compile_regions", "compute_module_sizes", "cpu_offload",
     "cpu_offload_with_hook", "debug_launcher", "disk_offload", "dispatch_model", "dtype_byte_size", "errors",
-    "extract_submodules_state_dict", "find_batch_size", "find_executable_batch_size", "find_tied_parameters",
+    "extract_submodules_state_dict", "find_batch_size", "find_executable_batch_size", "find_tied_parameters", "forecast",
     "get_balanced_memory", "get_logger", "get_max_layer_size", "get_max_memory", "has_offloaded_params",
     "infer_auto_device_map", "init_empty_weights", "init_on_device", "is_out_of_memory",
     "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_offloaded_weight",

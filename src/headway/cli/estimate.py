@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from headway.cli.estimate_training import OPTIONS, trained
 from headway.cli.options import GroupedCommand, GroupedOption, examples
 from headway.errors import ConfigError
 from headway.units import format_bytes, format_number
@@ -13,6 +14,9 @@ _ABOUT = """Say what running the model in FOLDER takes, what fits on this machin
 
 FOLDER is on this machine and holds a transformers `config.json`, with or without weights. The model is built without memory. The
 rate is a ceiling: bandwidth, measured here in about two seconds, over the bytes that each token has to read.
+
+With --device: what training takes on that card, which need not be here, and the largest batch. FOLDER may then also be a config file
+or a transformers model type.
 """
 
 _EPILOG = examples(
@@ -20,6 +24,7 @@ _EPILOG = examples(
         "headway estimate llama/                        the sizes, the placement, the ceiling",
         "headway estimate llama/ --dtype int4           placed as int4",
         "headway estimate llama/ --num_tokens 4096      with room for 4096 tokens and their cache",
+        "headway estimate bert --device rtx-3090        training on a card: memory, and the largest batch",
     ]
 )
 
@@ -29,8 +34,19 @@ _WORTH_SAYING = 1024
 _DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 
 
-def _estimate(folder: Path, inference: bool, dtype: str | None, batch_size: int | None, num_tokens: int | None) -> None:
+def _estimate(
+    folder: Path, inference: bool, dtype: str | None, batch_size: int | None, num_tokens: int | None, **training: Any
+) -> None:
     del inference  # what there is to estimate
+    given = {name: value for name, value in training.items() if value not in (None, False)}
+    if "device" in given:
+        for name, value in (("dtype", dtype), ("num_tokens", num_tokens)):
+            if value is not None:
+                raise ConfigError(f"--{name} is for running a model and --device for training it; give one of them")
+        click.echo(trained(str(folder), batch_size or 1, **given))
+        return
+    if given:
+        raise ConfigError(f"--{next(iter(given))} is for training; add --device, such as --device a100-40gb")
     if batch_size is not None and num_tokens is None:
         raise ConfigError(f"--batch_size {batch_size} needs --num_tokens, the tokens of each sample")
     # Imported here so that the help does not wait for torch.
@@ -172,8 +188,9 @@ command = GroupedCommand(
             metavar="N",
             group="Workload",
             type=click.IntRange(min=1),
-            help="Samples at once, with --num_tokens.  [default: 1]",
+            help="Samples at once, with --num_tokens or --device.  [default: 1]",
         ),
+        *OPTIONS,
     ],
     help=_ABOUT,
     epilog=_EPILOG,

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def _step_of(model: nn.Module, where: str, batch: int, sequence: int | None) -> 
         size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
         if not isinstance(size, int):
             return None, 0, "no batch: the config does not give the image size"
-        return _Images((batch, channels, size, size)), 0, f"{batch} image(s) of {size} x {size}"
+        return Images(batch, (channels, size, size)), 0, f"{batch} image(s) of {size} x {size}"
     if kind != "input_ids":
         return None, 0, f"no batch: {type(model).__name__} takes {kind or 'unknown inputs'}"
     limit = getattr(config, "max_position_embeddings", None)
@@ -130,41 +130,83 @@ def _step_of(model: nn.Module, where: str, batch: int, sequence: int | None) -> 
             f"{where}: a sequence of {length} tokens, but the model has {limit} positions (max_position_embeddings); give "
             f"{limit} or less"
         )
-    return _Tokens(batch, length, _learns(model)), batch * length, f"{batch} x {length:,} tokens"
+    return Tokens(batch, length, _second(model)), batch * length, f"{batch} x {length:,} tokens"
 
 
-def _learns(model: nn.Module) -> bool:
+def _second(model: nn.Module) -> str | None:
     is_of_tokens = type(model).__name__.endswith(_LEARNS_TOKENS)
-    return is_of_tokens and "labels" in inspect.signature(model.forward).parameters
+    if is_of_tokens and "labels" in inspect.signature(model.forward).parameters:
+        return "labels"
+    return "decoder_input_ids" if getattr(model.config, "is_encoder_decoder", False) else None
 
 
 @dataclass(frozen=True)
-class _Tokens:
+class Tokens:
+    """A step of so many samples of so many tokens; the second name under which they go in, if there is one."""
+
     batch: int
     length: int
-    has_labels: bool
+    second: str | None
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What the model is called with."""
+        tokens = torch.zeros(self.batch, self.length, dtype=torch.long)
+        return {"input_ids": tokens, **({self.second: tokens} if self.second else {})}
 
     def __call__(self, model: nn.Module) -> torch.Tensor:
-        tokens = torch.zeros(self.batch, self.length, dtype=torch.long)
-        if self.has_labels:
-            return _loss(model(input_ids=tokens, labels=tokens))
-        if getattr(model.config, "is_encoder_decoder", False):
-            return _loss(model(input_ids=tokens, decoder_input_ids=tokens))
-        return _loss(model(input_ids=tokens))
+        """The loss."""
+        return loss_of(model(**self.inputs()))
 
 
 @dataclass(frozen=True)
-class _Images:
+class Images:
+    """A step of images: samples, channels, height, width."""
+
+    batch: int
     shape: tuple[int, ...]
 
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What the model is called with."""
+        return {"pixel_values": torch.zeros(self.batch, *self.shape)}
+
     def __call__(self, model: nn.Module) -> torch.Tensor:
-        return _loss(model(pixel_values=torch.zeros(self.shape)))
+        """The loss."""
+        return loss_of(model(**self.inputs()))
 
 
-def _loss(outputs: Any) -> torch.Tensor:
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The model's own loss; of a model that has none, the mean of its first output, which is as large."""
     found = getattr(outputs, "loss", None)
     first: torch.Tensor = outputs[0]
     return first.float().mean() if found is None else found
+
+
+def trainable(
+    source: Source, attention: str | None = None
+) -> tuple[Callable[[], nn.Module], Callable[[int], dict[str, torch.Tensor]], Callable[[Any, Any], torch.Tensor]]:
+    """What makes the model, what gives a batch of so many samples, and the loss of its outputs.
+
+    Args:
+        source: of a transformers config.
+        attention: "eager" or "sdpa"; None: the model's own.
+
+    Raises:
+        ConfigError: it is not known how to call the model.
+    """
+    step = source.step
+    if not isinstance(step, Tokens | Images):
+        raise ConfigError(
+            f"{source.title}: {source.batch}; a forecast on the command line needs a transformers model of tokens or images. "
+            "From Python, headway.forecast(model_fn, batch_fn) takes any"
+        )
+
+    def make() -> nn.Module:
+        model = source.make()
+        if attention is not None:
+            model.set_attn_implementation(attention)  # type: ignore[operator]
+        return model
+
+    return make, lambda size: replace(step, batch=size).inputs(), lambda outputs, _: loss_of(outputs)
 
 
 def _of_function(module: str, name: str, text: str) -> Source:

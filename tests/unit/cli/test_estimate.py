@@ -208,3 +208,20 @@ def test_bandwidths_are_measured(tmp_path):
     found = bandwidth.disk_bandwidth([file])
     assert found is None or found > 1e3  # None on a file system in memory
     assert bandwidth.disk_bandwidth([file], most=100) is None
+
+
+def test_training_on_a_card_that_is_not_here(run, folder):
+    told = run(folder, "--device", "a100-40gb", "--batch_size", 2, "--sequence", 32, "--recompute")
+    assert "a100-40gb, batch 2" in told
+    assert "2 x 32 tokens" in told
+    assert "optimizer state" in told
+    assert "largest batch:" in told
+    options = ("--device", "t4", "--sequence", 32, "--attention", "eager", "--budget", "2GiB", "--json")
+    found = json.loads(run(folder / "config.json", *options))
+    assert found["device"] == "t4"
+    assert found["fits"] is True
+
+
+def test_training_and_running_are_told_apart(run, folder):
+    assert "add --device" in run(folder, "--precision", "bf16", code=2)
+    assert "--dtype is for running" in run(folder, "--device", "t4", "--dtype", "int8", code=2)

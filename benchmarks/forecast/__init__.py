@@ -1,0 +1,1 @@
+"""How far a forecast of memory is from what a run takes."""

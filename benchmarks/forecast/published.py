@@ -1,0 +1,50 @@
+"""The memory that was published for BERT-large on an RTX 3090 in 2022, forecast without a card."""
+
+import warnings
+
+from benchmarks.forecast.reference import LARGEST, PUBLISHED, AdamWOf2022, batch, model, recompute
+from headway.forecasting.allocator import replay
+from headway.forecasting.devices import MIB, find, room, spread
+from headway.forecasting.events import Event
+from headway.forecasting.fake import trace
+from headway.forecasting.solve import Search
+from headway.forecasting.step import Recipe
+
+DEVICE = find("rtx-3090")
+
+
+def events(size: int, is_checkpointed: bool, accumulation: int = 2) -> list[Event]:
+    """Of two updates. Two micro-batches stand for the 4 and 8 of the tutorial, after which nothing new happens."""
+    recipe = Recipe(AdamWOf2022, accumulation=accumulation, max_norm=1.0, keeps_gradients=True)
+    return trace(model, lambda: batch(size), recipe, DEVICE, recompute if is_checkpointed else None).events
+
+
+def row(size: int, is_checkpointed: bool) -> tuple[int, int, int]:
+    """In use on the card, in bytes: least, likely, most."""
+    return spread(DEVICE, replay(events(size, is_checkpointed)).reserved)
+
+
+def largest() -> int:
+    """The largest batch with checkpointing, which the tutorial trained without accumulation."""
+    assert DEVICE.memory is not None
+    found = Search(
+        lambda size: events(size, True, 1), lambda each: replay(each).reserved, room(DEVICE, DEVICE.memory)
+    ).run()
+    return found.batch
+
+
+def main() -> None:
+    """Print the table."""
+    print("batch  checkpointing  forecast (from .. to)      published  error")
+    for (size, is_checkpointed), published in PUBLISHED.items():
+        least, likely, most = (value / MIB for value in row(size, is_checkpointed))
+        shown = f"{likely:.0f} ({least:.0f} .. {most:.0f})"
+        print(
+            f"{size:5}  {'yes' if is_checkpointed else 'no':13}  {shown:25}  {published:9}  {likely / published - 1:+.1%}"
+        )
+    print(f"largest batch with checkpointing: {largest()}, published {LARGEST}")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main()

@@ -1,0 +1,130 @@
+"""What a card has, and what it takes before the first tensor: one table, with the source of each number."""
+
+from dataclasses import dataclass
+
+from headway.config.values import did_you_mean
+from headway.errors import ConfigError
+from headway.units import parse_bytes
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Device:
+    """A target.
+
+    Attributes:
+        name: as it is asked for.
+        memory: bytes on the card; None: not known, as on a CPU.
+        capability: compute capability; (0, 0) on a CPU.
+        overhead: bytes that the driver's context and loaded libraries take beside tensors: least, likely, most.
+        cublas: bytes of cuBLAS's workspace, for each thread that multiplies matrices.
+        source: where the overhead comes from.
+    """
+
+    name: str
+    memory: int | None
+    capability: tuple[int, int]
+    overhead: tuple[int, int, int]
+    cublas: int
+    source: str
+
+    @property
+    def is_cuda(self) -> bool:
+        """Does it have CUDA's allocator and kernels?"""
+        return self.capability > (0, 0)
+
+
+MARGIN = 0.02
+"""Of what the allocator takes: what may come on top, such as workspaces that no table knows. Assumed."""
+LEAST_MARGIN = 128 * MIB
+
+_AMPERE = 2 * 4096 * 1024 + 8 * 16 * 1024
+"""`:4096:2:16:8`, what torch asks for where CUBLAS_WORKSPACE_CONFIG is not set."""
+_HOPPER = 32 * MIB
+
+# In use on the card with BERT-large's weights alone, as published beside the table of docs/forecast.md, less what the allocator
+# takes for these weights. The rows of the table themselves are not in it.
+_3090_CONTEXT = (2564 - 1294) * MIB
+# Code for compute capability 8.6 in the libraries of nvidia-cublas-cu11 11.10.3.66 (May 2022), uncompressed: 61 MiB in libcublas,
+# 377 in libcublasLt. Before CUDA 11.7 all of it is loaded with the first matrix product, which comes after the reading above.
+_3090_CUBLAS = (61 + 377) * MIB
+_3090 = (
+    "RTX 3090, CUDA 11 of 2022, with a desktop: 1270 MiB published for a process that holds weights alone, and 438 MiB of cuBLAS's "
+    "code, counted in its package; CUDA 11.7 and later load less"
+)
+_ASSUMED = "assumed: a context, the driver's own share and lazily loaded kernels; not measured on this card"
+_ASSUMED_RANGE = (500 * MIB, 750 * MIB, 1100 * MIB)
+
+
+def _assumed(name: str, memory: int, capability: tuple[int, int], cublas: int = _AMPERE) -> Device:
+    return Device(name, memory * MIB, capability, _ASSUMED_RANGE, cublas, _ASSUMED)
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("cpu", None, (0, 0), (0, 0, 0), 0, "memory of tensors only"),
+        Device(
+            "rtx-3090",
+            24 * GIB,
+            (8, 6),
+            (_3090_CONTEXT, _3090_CONTEXT + _3090_CUBLAS, _3090_CONTEXT + _3090_CUBLAS),
+            _AMPERE,
+            _3090,
+        ),
+        _assumed("rtx-4090", 24564, (8, 9)),
+        _assumed("t4", 15360, (7, 5)),
+        _assumed("v100-16gb", 16384, (7, 0)),
+        _assumed("v100-32gb", 32768, (7, 0)),
+        _assumed("a10g", 23028, (8, 6)),
+        _assumed("l4", 23034, (8, 9)),
+        _assumed("l40s", 46068, (8, 9)),
+        _assumed("a100-40gb", 40960, (8, 0)),
+        _assumed("a100-80gb", 81920, (8, 0)),
+        _assumed("h100", 81559, (9, 0), _HOPPER),
+        _assumed("h200", 143771, (9, 0), _HOPPER),
+    )
+}
+
+
+def find(name: str) -> Device:
+    """The device of that name.
+
+    Raises:
+        ConfigError: it is not in the table.
+    """
+    device = DEVICES.get(name.lower())
+    if device is None:
+        hint = did_you_mean(name, list(DEVICES))
+        raise ConfigError(f"device={name!r} is not in the table{hint or ''}; it has {', '.join(DEVICES)}")
+    return device
+
+
+def budget_of(device: Device, budget: int | str | None) -> int | None:
+    """Bytes that a run may take from the card, its context included; None: no limit is known.
+
+    Args:
+        device: the target.
+        budget: None: all of its memory. Decimal units are powers of 1000, binary ones of 1024.
+    """
+    if budget is None:
+        return device.memory
+    return parse_bytes(budget)
+
+
+def spread(device: Device, taken: int) -> tuple[int, int, int]:
+    """Bytes in use on the device when the allocator has taken so many: least, likely, most."""
+    if not device.is_cuda:
+        return taken, taken, taken
+    least, likely, most = device.overhead
+    return taken + least, taken + likely, taken + most + max(int(taken * MARGIN), LEAST_MARGIN)
+
+
+def room(device: Device, budget: int) -> int:
+    """Bytes that the allocator may take so that even the most stays within the budget; may be negative."""
+    if not device.is_cuda:
+        return budget
+    left = budget - device.overhead[2]
+    return min(int(left / (1 + MARGIN)), left - LEAST_MARGIN)

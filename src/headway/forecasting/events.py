@@ -1,0 +1,52 @@
+"""What a trace consists of: memory that is asked for and given back, in order."""
+
+from typing import NamedTuple
+
+
+class Event(NamedTuple):
+    """Memory that is asked for or given back.
+
+    Attributes:
+        key: of the memory, the same at both; given anew for each request.
+        num_bytes: asked for; given back: negative.
+        what: the operation that asked for it.
+        where: the user's line, "train.py:12 in main"; "" where none is.
+        kind: what it turned out to be: one of `KINDS`.
+    """
+
+    key: int
+    num_bytes: int
+    what: str = ""
+    where: str = ""
+    kind: str = "temporaries"
+
+
+KINDS = (
+    "weights",
+    "buffers",
+    "batch",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "cast weights",
+    "workspaces",
+    "temporaries",
+)
+"""What memory is held for, in the order in which it is shown."""
+
+
+def plain_peak(events: list[Event]) -> int:
+    """The most bytes that were in use at once, without any rounding."""
+    held = most = 0
+    for event in events:
+        held += event.num_bytes
+        most = max(most, held)
+    return most
+
+
+def split_at(events: list[Event], index: int) -> dict[str, int]:
+    """Bytes in use right after the event of that index, by kind."""
+    held: dict[str, int] = {}
+    for event in events[: index + 1]:
+        held[event.kind] = held.get(event.kind, 0) + event.num_bytes
+    return {kind: held[kind] for kind in KINDS if held.get(kind)}

@@ -1,0 +1,145 @@
+"""Tracing a step in which nothing is computed, and saying what stands in the way where that cannot be done."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    is_fake,
+)
+from torch.utils._pytree import tree_map
+
+from headway.callsite import users_line
+from headway.errors import HeadwayError, UnsupportedError
+from headway.forecasting.devices import Device
+from headway.forecasting.kernels import substituted
+from headway.forecasting.step import STEPS, Batch, Recipe, run
+from headway.forecasting.trace import Trace, Tracker
+from headway.placement.skeleton import init_empty_weights
+
+_READS_A_VALUE = "it reads a value of a tensor (.item(), .tolist(), `if tensor:`), and nothing is computed here"
+_SHAPE_BY_VALUES = (
+    "the shape of its result depends on values (nonzero, unique, a mask of bools as index), "
+    "and nothing is computed here"
+)
+_NO_FAKE = (
+    "it has no fake kernel, which says the shape of its result without computing it (torch.library.register_fake)"
+)
+
+
+def trace(
+    make: Callable[[], nn.Module],
+    batch: Callable[[], Batch],
+    recipe: Recipe,
+    device: Device,
+    prepare: Callable[[nn.Module], object] | None = None,
+    steps: int = STEPS,
+) -> Trace:
+    """Trace training steps of a model, as they would run on a device.
+
+    Args:
+        make: makes the model, where parameters take no memory.
+        batch: gives a micro-batch.
+        recipe: how a step is made.
+        device: the target.
+        prepare: what is done to the model before it trains, such as activation checkpointing.
+        steps: updates.
+
+    Raises:
+        UnsupportedError: something in the step cannot be traced; the operation and the user's line are named.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with init_empty_weights():
+        model = make()
+    _refuse_compiled(model)
+    _fill(model, fake)
+    if prepare is not None:
+        prepare(model)
+    model.train()
+    tracker = Tracker(device)
+    try:
+        with substituted(device, recipe.precision), fake:
+            batches = _batches(batch, fake)
+            with tracker:
+                run(model, recipe, batches, tracker, device.is_cuda, steps)
+    except HeadwayError:
+        raise
+    except Exception as error:
+        raise _explained(error, tracker.last) from error
+    return tracker.trace()
+
+
+def _batches(batch: Callable[[], Batch], fake: FakeTensorMode) -> Callable[[], Batch]:
+    """Fake copies of one batch, which the tracker does not see being made."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        first = batch()
+
+    def next_batch() -> Batch:
+        with _disable_current_modes(), fake:
+            return tree_map(_copied, first)
+
+    return next_batch
+
+
+def _copied(leaf: Any) -> Any:
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _fill(model: nn.Module, fake: FakeTensorMode) -> None:
+    """Fake memory for every parameter and buffer; what is tied stays tied."""
+    made: dict[int, torch.Tensor] = {}
+
+    def filled(tensor: torch.Tensor) -> torch.Tensor:
+        if is_fake(tensor):
+            return tensor
+        if id(tensor) not in made:
+            with fake:
+                new: torch.Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, tensor.requires_grad)
+            new.__dict__.update({key: value for key, value in tensor.__dict__.items() if key not in new.__dict__})
+            made[id(tensor)] = new
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = filled(tensor)  # type: ignore[assignment]
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            raise UnsupportedError(
+                f"{name or 'the model'} ({type(module).__name__}) is compiled by torch.compile: what its graphs ask for is not known "
+                "before they are compiled. Forecast the model without torch.compile; a compiled step mostly takes less"
+            )
+
+
+def _explained(error: Exception, last: str) -> UnsupportedError:
+    operation, why = (
+        last,
+        f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}",
+    )
+    if isinstance(error, DataDependentOutputException):
+        operation, why = str(error.func), _READS_A_VALUE
+    elif isinstance(error, DynamicOutputShapeException):
+        operation, why = str(error.func), _SHAPE_BY_VALUES
+    elif isinstance(error, UnsupportedOperatorException):
+        operation, why = str(error.func), _NO_FAKE
+    elif isinstance(error, UnsupportedFakeTensorException):
+        why = str(error.reason)
+    line = users_line(error.__traceback__)
+    where = f", called at {line}" if line else ""
+    return UnsupportedError(
+        f"the step cannot be traced: {operation}{where}: {why}. A forecast needs a step whose shapes depend on shapes alone"
+    )

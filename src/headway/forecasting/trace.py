@@ -1,0 +1,217 @@
+"""One training step on fake tensors: every piece of memory it asks for and gives back, in order.
+
+What is followed is the memory behind tensors, by weak references to it: views ask for nothing, and memory is given back when the last
+tensor on it goes, wherever that is held. Nothing is computed, so a step of any size takes seconds and hardly any memory.
+"""
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from headway.callsite import Frame, stack, users_frame
+from headway.errors import UnsupportedError
+from headway.forecasting.devices import Device
+from headway.forecasting.events import Event
+from headway.forecasting.kernels import MATMUL, NAMESPACES, SCRATCH_OF_CPU, SCRATCH_OF_CUDA, UNKNOWN_SCRATCH
+
+_WORTH_A_LINE = 1 << 20
+"""Bytes from which on the user's line is looked up, which takes longer than all the rest."""
+_RESIZE = "resize_"
+_COMPILED = ("compile_wrapper", "_call_impl_compiled")
+
+
+def _refuse_compiled() -> None:
+    """A compiled function runs uncompiled on fake tensors, without a word, and asks for other memory."""
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return
+    for place in map(Frame.of, stack()):
+        if place.function in _COMPILED and place.file.endswith("eval_frame.py"):
+            raise UnsupportedError(
+                "a function compiled by torch.compile was called: what its graphs ask for is not known before they are compiled. "
+                "Leave torch.compile out of what is forecast; a compiled step mostly takes less"
+            )
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a step asked for.
+
+    Attributes:
+        events: in order.
+        phases: the index of the first event of each phase, by "step 1 forward", "step 1 backward", "step 1 update" ...
+        operations: how often each ran.
+        caveats: what the trace cannot vouch for.
+    """
+
+    events: list[Event]
+    phases: dict[str, int]
+    operations: dict[str, int]
+    caveats: tuple[str, ...]
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the memory of the tensors that are made in its block, fake or real.
+
+    Args:
+        device: whose kernels' scratch memory is added.
+
+    Attributes:
+        events: so far.
+        phases: see `Trace`.
+        last: what ran last, for an error's message.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[Event] = []
+        self.phases: dict[str, int] = {}
+        self.last = ""
+        self._device = device
+        self._table = SCRATCH_OF_CUDA if device.is_cuda else SCRATCH_OF_CPU
+        self._operations: Counter[str] = Counter()
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
+        self._kinds: dict[int, str] = {}
+        self._next_key = 0
+        self._threads: set[str] = set()
+        self._phase = ""
+        self._begin = 0
+        self._is_updating = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        name = func._schema.name
+        self.last = name
+        self._operations[name] += 1
+        scratch = [self._scratch(size, name) for size in self._table[name](args)] if name in self._table else ()
+        if self._device.cublas and name.removeprefix("aten::") in MATMUL:
+            self._workspace()
+        result = func(*args, **(kwargs or {}))
+        if name.endswith(_RESIZE) or name == "aten::set_":
+            self._resized(args[0])
+        for leaf in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(leaf, torch.Tensor):
+                self._seen(leaf, name, args)
+            elif isinstance(leaf, tuple | list):
+                for each in leaf:
+                    if isinstance(each, torch.Tensor):
+                        self._seen(each, name, args)
+        for event in scratch:
+            self.events.append(event._replace(num_bytes=-event.num_bytes))
+        return result
+
+    def enter(self, phase: str) -> None:
+        """What follows belongs to this phase of the step: "step 1 forward", say."""
+        self._phase = phase
+        self._begin = len(self.events)
+        self._is_updating = phase.endswith("update")
+        self.phases.setdefault(phase, len(self.events))
+
+    def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Say what these tensors are; those not seen before count from here on."""
+        for tensor in tensors:
+            key = self._seen(tensor, kind, ())
+            if key is not None:
+                self._kinds[key] = kind
+
+    def mark_activations(self) -> None:
+        """Forward has ended: what it has made, and is still held, is kept for backward."""
+        held = {key for _, key, _ in self._live.values()}
+        for event in self.events[self._begin :]:
+            if event.num_bytes > 0 and event.key in held:
+                self._kinds.setdefault(event.key, "activations")
+
+    def trace(self) -> Trace:
+        """What was seen; call it after the block."""
+        events = [
+            event if event.key not in self._kinds else event._replace(kind=self._kinds[event.key])
+            for event in self.events
+        ]
+        return Trace(events, dict(self.phases), dict(self._operations), self._caveats())
+
+    # ---------------------------------------------------------------- memory
+
+    def _seen(self, tensor: torch.Tensor, what: str, args: tuple[Any, ...]) -> int | None:
+        """The key of the memory behind a tensor; None where it has none, or on the host."""
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # a subclass without memory of its own
+            return None
+        address, size = storage._cdata, storage.nbytes()
+        known = self._live.get(address)
+        if known is not None and known[0]() is storage:
+            return known[1]
+        if size == 0 or self._is_on_host(tensor, args):
+            return None
+        key = self._asked(size, what)
+
+        def gone(_: Any, address: int = address, key: int = key) -> None:
+            found = self._live.get(address)
+            if found is not None and found[1] == key:
+                del self._live[address]
+                self.events.append(Event(key, -found[2], what))
+
+        self._live[address] = weakref.ref(storage, gone), key, size
+        return key
+
+    def _is_on_host(self, tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
+        """An optimizer's count of steps lies in host memory, unless it is fused: one number, made of no other tensor."""
+        return (
+            self._device.is_cuda
+            and self._is_updating
+            and tensor.dim() == 0
+            and not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in tree_leaves(args))
+        )
+
+    def _asked(self, size: int, what: str) -> int:
+        self._next_key += 1
+        where = ""
+        if size >= _WORTH_A_LINE:
+            _refuse_compiled()
+            frame = users_frame()
+            where = "" if frame is None else str(Frame.of(frame))
+        self.events.append(Event(self._next_key, size, what, where))
+        return self._next_key
+
+    def _scratch(self, size: int, what: str) -> Event:
+        self._kinds[self._asked(size, what)] = "workspaces"
+        return self.events[-1]
+
+    def _workspace(self) -> None:
+        """cuBLAS has a handle, and so a workspace, for each thread; autograd runs backward on a thread of its own."""
+        thread = "backward" if self._phase.endswith("backward") else "forward"
+        if thread not in self._threads:
+            self._threads.add(thread)
+            self._kinds[self._asked(self._device.cublas, "cuBLAS's workspace")] = "workspaces"
+
+    def _resized(self, tensor: Any) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            return
+        storage = tensor.untyped_storage()
+        known = self._live.get(storage._cdata)
+        if known is None or known[0]() is not storage or known[2] == storage.nbytes():
+            return
+        reference, key, size = known
+        # What it was and what it becomes are both there while it is copied.
+        new = self._asked(storage.nbytes(), "resize_")
+        self.events.append(Event(key, -size, "resize_"))
+        self._kinds.setdefault(new, self._kinds.get(key, "temporaries"))
+        self._live[storage._cdata] = reference, new, storage.nbytes()
+
+    def _caveats(self) -> tuple[str, ...]:
+        found: list[str] = []
+        if self._device.is_cuda:
+            found += dict.fromkeys(UNKNOWN_SCRATCH[name] for name in self._operations if name in UNKNOWN_SCRATCH)
+        foreign = sorted(name for name in self._operations if name.partition("::")[0] not in NAMESPACES)
+        if foreign:
+            found.append(f"what these operations need beside their results is not known: {', '.join(foreign)}")
+        return tuple(found)

@@ -1,0 +1,77 @@
+"""The largest batch, on events that are written by hand."""
+
+import pytest
+
+from headway.forecasting.allocator import replay
+from headway.forecasting.events import Event
+from headway.forecasting.solve import Search, alike, synthesise
+
+MIB = 1 << 20
+
+
+def takes(events):
+    return replay(events).reserved
+
+
+def step(batch):
+    return [
+        Event(1, 100 * MIB, "weights"),
+        Event(2, 30 * MIB * batch, "mm"),
+        Event(3, (10 * batch + 5) * MIB, "add"),
+        Event(3, -(10 * batch + 5) * MIB, "add"),
+        Event(2, -30 * MIB * batch, "mm"),
+    ]
+
+
+def test_two_traces_give_every_size():
+    for batch in (1, 8, 200):
+        assert synthesise(step(8), step(9), (8, 9), batch) == step(batch)
+
+
+def test_other_sequences_give_none():
+    assert synthesise(step(8), step(9)[:-1], (8, 9), 5) is None
+    assert not alike(step(1), [event._replace(what="other") for event in step(1)])
+
+
+@pytest.mark.parametrize("capacity", [0, 100, 144, 146, 150, 500, 1000, 24_000])
+def test_the_largest_that_fits_and_no_more(capacity):
+    found = Search(step, takes, capacity * MIB).run()
+    assert found.batch == 0 or takes(step(found.batch)) <= capacity * MIB
+    assert takes(step(found.batch + 1)) > capacity * MIB
+    assert found.num_traces <= 4
+
+
+def test_events_that_change_with_the_batch_are_traced():
+    traced = []
+
+    def odd(batch):
+        traced.append(batch)
+        return step(batch) + [Event(10 + each, 1) for each in range(batch)]
+
+    found = Search(odd, takes, 1000 * MIB).run()
+    assert not found.is_synthesised
+    assert found.num_traces == len(traced) == len(set(traced))
+    assert takes(odd(found.batch)) <= 1000 * MIB
+    assert takes(odd(found.batch + 1)) > 1000 * MIB
+
+
+def test_a_jump_at_large_batches_is_found_by_the_trace_at_the_answer():
+    def jumps(batch):
+        return step(batch) if batch < 15 else [Event(9, 500 * MIB, "sort"), *step(batch)]
+
+    found = Search(jumps, takes, 1000 * MIB).run()
+    assert found.batch == 14
+    assert Search(jumps, takes, 1400 * MIB).run().batch == 19
+
+
+def test_a_limit_is_kept():
+    assert Search(step, takes, 100_000 * MIB, limit=20).run().batch == 20
+
+
+def test_no_answer_above_a_batch_that_fragments():
+    def fragmented(events):
+        batch = events[1].num_bytes // (30 * MIB)
+        return takes(events) + (300 * MIB if batch == 17 else 0)
+
+    assert Search(step, takes, 1000 * MIB).run().batch == 22
+    assert Search(step, fragmented, 1000 * MIB).run().batch == 16

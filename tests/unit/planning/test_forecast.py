@@ -1,0 +1,106 @@
+"""`headway.forecast` and the published table."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import headway
+from headway.config.strategies import ActivationCheckpointing
+from headway.errors import ConfigError
+from headway.forecasting.devices import DEVICES, MIB, find, room, spread
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(512, 2048), nn.Linear(2048, 512)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def net():
+    return nn.Sequential(*[Block() for _ in range(4)])
+
+
+def batch(size):
+    return torch.zeros(size, 64, 512), torch.zeros(size, 64, 512)
+
+
+def forecast(**options):
+    return headway.forecast(net, batch, **{"loss": nn.functional.mse_loss, "largest": False, **options})
+
+
+def test_a_forecast_adds_up():
+    found = forecast(batch_size=32, device="a100-40gb")
+    assert sum(found.split.values()) == pytest.approx(found.allocated, rel=0.01)
+    assert found.allocated <= found.reserved < found.least < found.total < found.most
+    assert found.fits is True
+    assert found.peak.startswith("step 2")
+    assert "a100-40gb, batch 32" in found.describe()
+    assert found.as_dict()["allocated"] == found.allocated
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.allocated = 0
+
+
+def test_recomputing_takes_less_and_says_where():
+    plain, recomputed = forecast(batch_size=256), forecast(batch_size=256, recompute=True)
+    again = forecast(batch_size=256, recompute=ActivationCheckpointing())
+    assert recomputed.allocated == again.allocated < 0.8 * plain.allocated
+
+
+def test_the_largest_batch_fits_and_the_next_does_not():
+    options = {"device": "a100-40gb", "budget": "3GiB"}
+    found = forecast(batch_size=8, **{**options, "largest": True})
+    assert found.largest_batch > 8
+    assert found.num_traces <= 4
+    at = forecast(batch_size=found.largest_batch, **options)
+    above = forecast(batch_size=found.largest_batch + 1, **options)
+    assert at.fits is True
+    assert above.most > above.budget
+
+
+def test_a_budget_that_is_too_small_is_said():
+    found = forecast(budget="100MiB", largest=True)
+    assert found.fits is False
+    assert found.largest_batch == 0
+    assert "does not fit" in found.describe()
+
+
+def test_a_cpu_rounds_nothing_and_has_no_overhead():
+    found = forecast(device="cpu")
+    assert found.allocated == found.reserved == found.least == found.total == found.most
+    assert found.budget is None
+    assert found.fits is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"device": "rtx3090"}, {"precision": "fp8"}, {"batch_size": 0}, {"accumulation": 0}, {"optimizer": "adan"}],
+)
+def test_wrong_arguments_are_told(options):
+    with pytest.raises(ConfigError):
+        forecast(**options)
+
+
+def test_the_room_on_a_device_is_what_keeps_the_most_within_the_budget():
+    for device in DEVICES.values():
+        for budget in (3000 * MIB, 40_000 * MIB):
+            most = spread(device, room(device, budget))[2]
+            assert budget - 2 <= most <= budget
+    assert room(find("rtx-3090"), 0) < 0
+
+
+@pytest.mark.slow  # eight traces of BERT-large
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+def test_the_published_table_is_met():
+    from benchmarks.forecast.published import PUBLISHED, largest, row
+
+    for (size, is_checkpointed), published in PUBLISHED.items():
+        least, likely, most = (value / MIB for value in row(size, is_checkpointed))
+        assert likely == pytest.approx(published, rel=0.05)
+        assert least < published < most
+    assert 100 <= largest() <= 120
