@@ -96,6 +96,10 @@ def build_strategy(
         if is_deferred:
             _check_replayed(layout, sharding)
         if layout.pp > 1:
+            if number_format == "fp8":
+                raise UnsupportedError(
+                    "mixed_precision='fp8' does not support pipelines (pp) yet; use strategy='fsdp' or 'hsdp', or mixed_precision='bf16'"
+                )
             from headway.strategies.pipeline import PipelineStrategy
 
             return PipelineStrategy(collectives, layout, options.pipeline or PipelineOptions())

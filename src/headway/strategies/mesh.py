@@ -187,7 +187,7 @@ class MeshStrategy(SingleStrategy):
         if not is_sharded:
             bring_buffers(model, self.everyone.runtime.device)
             return
-        num_wrapped = wrap_weights(model, self._float8, self._options, self.mesh["shard"].size())
+        num_wrapped = wrap_weights(model, self._float8, self._options, self.layout.num_shards)
         units = find_units(model, self._options)
         if units.split:
             log.info(
