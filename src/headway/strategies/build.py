@@ -98,7 +98,7 @@ def build_strategy(
         if layout.pp > 1:
             if number_format == "fp8":
                 raise UnsupportedError(
-                    "mixed_precision='fp8' does not support pipelines (pp) yet; use strategy='fsdp' or 'hsdp', or mixed_precision='bf16'"
+                    "mixed_precision='fp8' does not support pipelines (pp) yet; use strategy='fsdp' or mixed_precision='bf16'"
                 )
             from headway.strategies.pipeline import PipelineStrategy
 

@@ -26,11 +26,13 @@ from headway.precision.base import Precision
 from headway.runtime import process
 from headway.runtime.trail import Step
 from headway.strategies import doors, gathered, gradients, values
+from headway.strategies.axes import build_mesh
 from headway.strategies.base import Capabilities, Engine, Transform
 from headway.strategies.context_parallel import ContextParallel
 from headway.strategies.float8 import check_float8, compute_scales, scale_before_forward, wrap_weights
 from headway.strategies.formats import check_formats, choose_formats, norms_within
 from headway.strategies.optimizers import check_optimizer
+from headway.strategies.sharded import Sharded
 from headway.strategies.single import SingleStrategy
 from headway.strategies.tensor_parallel import TensorParallel
 from headway.strategies.units import Units, find_units
@@ -38,7 +40,6 @@ from headway.strategies.usage import Usage
 from headway.units import format_bytes
 
 fsdp = Later("torch.distributed.fsdp")
-device_mesh = Later("torch.distributed.device_mesh")
 
 log = get_logger(__name__)
 
@@ -83,7 +84,7 @@ class MeshStrategy(SingleStrategy):
         self._float8 = float8
         self._cuts: list[tuple[torch.nn.Module, TensorParallel]] = []
         self._contexts: list[tuple[torch.nn.Module, ContextParallel]] = []
-        self.mesh, self._shards = _build_mesh(collectives.runtime.device.type, layout)
+        self.mesh, self._shards = build_mesh(collectives.runtime.device.type, layout)
         if layout.num_data_shards < layout.num_ranks:
             self.data_group = collectives.split(layout.data_groups)
         self.data_shard = Shard(self._data_index(), layout.num_data_shards)
@@ -435,70 +436,12 @@ class MeshStrategy(SingleStrategy):
         yield from super().export_state(model)
 
 
-class Sharded:
-    """The models that were sharded in this process, and how."""
-
-    def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
-        self._cuts: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
-
-    def note(self, model: torch.nn.Module, how: Any, cut: TensorParallel | None) -> None:
-        """It has been sharded; weakly, because what cut it holds the model, whose hooks hold what needs it."""
-        self._known[model] = how
-        if cut is not None:
-            self._cuts[model] = weakref.ref(cut)
-
-    def cut_of(self, model: torch.nn.Module) -> TensorParallel | None:
-        """What has cut its matrices, where any of that reaches beyond the model."""
-        found = self._cuts.get(model)
-        return None if found is None else found()
-
-    def is_sharded(self, model: torch.nn.Module, how: Any) -> bool:
-        """Has it been sharded before, in this very way?
-
-        Raises:
-            PrepareError: it was sharded in another way.
-        """
-        before = self._known.get(model)
-        if before is not None and before != how:
-            raise PrepareError(
-                f"{type(model).__name__} is already sharded in another way ({before[0]}, {before[1]}, mixed_precision="
-                f"{before[2]!r}); build it again, and load its values from a checkpoint"
-            )
-        return before is not None
-
-
 def bring_buffers(model: torch.nn.Module, device: torch.device) -> None:
     """Move a model's buffers; its parameters, as DTensors, lie there already. (`fully_shard` moves them itself.)"""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
-
-
-def _build_mesh(device_type: str, layout: Layout) -> tuple[Any, Any]:
-    """The mesh, and the part of it on which `fully_shard` works: replicas, if any, and those that share parameters.
-
-    Ranks along cp share parameters, too: they would hold the same ones, and their gradients have to be summed anyway.
-    """
-    sizes = {axis: layout.sizes[axis] for axis in layout.sizes}
-    shards = [axis for axis in ("shard", "cp") if axis in sizes]
-    if "replicate" in sizes and not shards:
-        # fully_shard replicates along an axis beside the one it cuts along, if only of one rank.
-        sizes = {a: getattr(layout, a) for a in ("pp", "replicate", "shard", "cp", "tp") if a in sizes or a == "shard"}
-        shards = ["shard"]
-    if len(shards) < 2:
-        mesh = device_mesh.init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        return mesh, mesh[tuple(axis for axis in ("replicate", *shards) if axis in sizes)] if shards else None
-    # One axis for both, which is opened for those who ask for cp alone.
-    names = [axis for axis in sizes if axis not in shards]
-    place = names.index("tp") if "tp" in names else len(names)
-    names.insert(place, "shard_cp")
-    flat = device_mesh.init_device_mesh(
-        device_type, tuple(sizes.get(axis, layout.num_shards) for axis in names), mesh_dim_names=tuple(names)
-    )
-    mesh = flat._unflatten(place, (layout.shard, layout.cp), ("shard", "cp"))
-    return mesh, flat[("replicate", "shard_cp")] if "replicate" in sizes else flat["shard_cp"]
 
 
 @contextmanager
