@@ -202,23 +202,19 @@ def check(layout: str, world_size: int, cells: list[Cell], far: float = 1e-6) ->
 
 # Of 37 rows the batch number 4 of a pass has 4 on rank 0 and 1 on rank 1: rank 1 has more pieces than rows.
 PLACES = [
-    Cell("before", (1,), batch=0), Cell("gather", (0,), batch=0, form="loop"), Cell("forward", (1,), batch=3, steps=2),
-    Cell("backward", (0,), batch=3, steps=2, form="loop"), Cell("late backward", (0,), batch=4, steps=3),
-    Cell("loss", (1,), batch=5, steps=2, form="loop"), Cell("clip", (0,), batch=3, form="loop"),
-    Cell("clip", (1,), batch=3, steps=2), Cell("first step", (1,), batch=0), Cell("reserve", (0,), batch=4, form="loop"),
-    Cell("forward", (0, 1), batch=2), Cell("forward/late backward", (0, 1), batch=3, steps=2),
-    Cell("clip", (0, 1), batch=3, form="loop"),
+    Cell("before", (1,), batch=0), Cell("first step", (1,), batch=0),
+    Cell("gather", (0,), batch=3, form="loop"), Cell("loss", (1,), batch=3, form="loop"), Cell("clip", (0, 1), batch=3, form="loop"),
+    Cell("reserve", (0,), batch=3, form="loop"), Cell("clip", (0,), batch=3, form="loop"),
+    Cell("forward", (1,), batch=3, steps=2), Cell("backward", (0,), batch=3, steps=2), Cell("clip", (1,), batch=3, steps=2),
+    Cell("forward/late backward", (0, 1), batch=3, steps=2), Cell("late backward", (0,), batch=4, form="loop"),
 ]  # fmt: skip
+CUT = ShardingOptions(reshard_after_forward=True, forward_prefetch=1, backward_prefetch=1, find_unused_parameters=True)
 VARIANTS = [
     Cell("backward", (1,), batch=3, precision="bf16", label="bf16"),
     Cell("backward", (0,), batch=3, handlers=(ActivationCheckpointing(),), label="recomputed"),
     Cell("forward", (1,), batch=3, model="gpt, frozen"),
     Cell("backward", (1,), batch=3, handlers=(ShardingOptions(reshard_after_forward=False),), label="kept"),
-    Cell("forward", (0,), batch=3, handlers=(ShardingOptions(reshard_after_forward=True),), label="freed"),
-    Cell(
-        "backward", (1,), batch=3, handlers=(ShardingOptions(forward_prefetch=1, backward_prefetch=1),), label="ahead"
-    ),
-    Cell("forward", (1,), batch=3, handlers=(ShardingOptions(find_unused_parameters=True),), label="unused"),
+    Cell("backward", (1,), batch=3, handlers=(CUT,), label="cut and ahead"),
 ]
 
 
@@ -234,9 +230,8 @@ def test_every_kind_of_model():
 
 def test_replicas_of_shards():
     check("hsdp=2", 4, [
-        Cell("forward", (1,), batch=0), Cell("backward", (2,), batch=3, steps=2, form="loop"),
-        Cell("forward/late backward/gather", (0, 1, 3), batch=3), Cell("gather/backward", (2, 3), batch=3),
-        Cell("clip", (3,), batch=3),
+        Cell("forward", (1,), batch=3), Cell("forward/late backward/gather", (0, 1, 3), batch=3),
+        Cell("gather/backward", (2, 3), batch=3), Cell("clip", (3,), batch=3),
     ])  # fmt: skip
 
 
