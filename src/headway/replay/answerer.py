@@ -64,10 +64,15 @@ class Answerer:
                 return
 
     def _look_for_the_end(self, number: int) -> None:
+        if not self.trail.lost and self.look_for_reason(number):
+            process.abort_group()  # nothing else wakes a rank inside an exchange
+
+    def look_for_reason(self, number: int) -> str:
+        """Why the round cannot be finished on some rank; empty while it can."""
         key = f"replay/{number}/lost"
         if not self.trail.lost and self._channel.has(key):
             self.trail.lost = self._channel.get(key, _ANSWER).decode()
-            process.abort_group()  # nothing else wakes a rank inside an exchange
+        return self.trail.lost
 
     # ---------------------------------------------------------------- saying and asking
 

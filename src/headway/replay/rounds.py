@@ -15,8 +15,11 @@ A rank that cannot even stand in says that, and the run ends on all ranks with i
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
-from headway.errors import CollectiveError, ControlPlaneError, MemoryExhausted
+from torch.distributed import DistError
+
+from headway.errors import CollectiveError, ControlPlaneError, HeadwayError, MemoryExhausted
 from headway.log import get_logger
 from headway.replay.answerer import Answerer
 from headway.runtime.process import ProcessRuntime
@@ -149,5 +152,9 @@ class Rounds:
         Raises:
             MemoryExhausted: it cannot.
         """
+        if error is not None and not self._trail.lost:
+            # The connection may have been closed by a rank that knew it earlier; the reason was told before that.
+            with suppress(DistError, HeadwayError):
+                self._answerer.look_for_reason(self._trail.number)
         if self._trail.lost and not isinstance(error, MemoryExhausted):
             raise MemoryExhausted(self._trail.lost) from error
