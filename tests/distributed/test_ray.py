@@ -14,6 +14,7 @@ from headway.optional import available
 
 HAS_RAY = available("ray") and available("pyarrow")
 NO_RAY = "Ray is not installed: pip install 'ray[train]' (200 MB)"
+pytestmark = pytest.mark.timeout(900)  # Ray starts seven times two workers
 
 
 @pytest.fixture(scope="module")
