@@ -1,7 +1,7 @@
 """A small GPT whose sequences are cut across the ranks: `headway launch -n 2 --cpu examples/context_parallel.py`.
 
-The loop is the same as for one process. On one process sequences stay whole. `--layout fsdp+cp=2` cuts them within pairs of ranks,
-and each pair reads its own data. The loss is the same for any number of ranks; what a rank keeps for backward is not.
+The loop is the same as for one process. On one process, sequences stay whole. `--layout fsdp+cp=2` splits them within pairs of ranks,
+and each pair reads its own data. The loss is the same for any number of ranks; the more ranks, the less each keeps for backward.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.tokens.weight, std=0.1)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        # The whole sequence, up to the first block; a part of it from there to the loss.
+        # The whole sequence up to the first block; one part of it from there to the loss.
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)

@@ -1,7 +1,7 @@
 """A small GPT whose blocks are spread over the ranks: `headway launch -n 2 --cpu examples/pipeline.py`.
 
-Each rank has a run of blocks, and parts of a batch pass from one rank to the next. On one process the model stays whole, and the same
-script runs. `--schedule 1f1b` (or interleaved, zero_bubble, zbv) changes the order in which the parts pass.
+Each rank holds a run of blocks, and micro-batches pass from one rank to the next. On one process the model stays whole, and the same
+script runs. `--schedule interleaved` (or gpipe, zero_bubble, zbv; the default is 1f1b) changes the order in which they pass.
 """
 
 import argparse

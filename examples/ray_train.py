@@ -2,10 +2,10 @@
 
     pip install 'ray[train]'
     python ray_train.py                                  two workers, sharded over both
-    python ray_train.py --kill                           one of them is killed in the second epoch; the losses are the same
+    python ray_train.py --kill --name killed             kills one of them in the second epoch; the losses are the same
     python ray_train.py --workers 4 --strategy hsdp=2
 
-The workers need no `headway launch`: Ray has set their variables and made the process group.
+The workers do not need `headway launch`: Ray sets their environment variables and creates the process group.
 """
 
 import argparse

@@ -17,15 +17,17 @@ def test_every_layout_goes_on_from_another(tmp_path):
         Job("fsdp", None, at("fsdp 4"), STOP, is_behind=True), Job("hsdp=2", None, at("hsdp 4"), STOP),
         Job("fsdp+tp=2", at("fsdp 4"), at("fsdp+tp 4"), 4, is_behind=True), Job("ddp", at("hsdp 4"), at("ddp 4"), 4),
         Job("fsdp", at("fsdp+tp 4")), Job("hsdp=2", at("ddp 4")),
+        Job("fsdp+cp=2", at("hsdp 4"), at("fsdp+cp 4"), 4), Job("ddp=2+pp=2", at("fsdp+cp 4"), at("ddp+pp 4"), 5),
     ]  # fmt: skip
     two = [
         Job("tp", at("fsdp+tp 4"), at("tp 2"), 6, is_behind=True), Job("fsdp", at("hsdp 4"), at("fsdp 2"), 6),
-        Job("ddp", at("fsdp 4"), at("ddp 2"), 6),
+        Job("ddp", at("fsdp 4"), at("ddp 2"), 6), Job("cp", at("ddp+pp 4"), at("cp 2"), 6, is_behind=True),
+        Job("pp", at("fsdp+cp 4"), at("pp 2"), 6, is_behind=True),
     ]  # fmt: skip
     if available("deepspeed"):  # else test_deepspeed_saves.py says that it is skipped, and why
         two += [Job(cell.layout, at("fsdp 4")) for cell in ENGINES]
-    three = [Job("fsdp", at("tp 2"), at("fsdp 3"), 7), Job("ddp", at("fsdp 2"), at("ddp 3"), 7, is_behind=True)]
-    one = [Job("ddp"), *(Job("ddp", at(name)) for name in ("fsdp 3", "ddp 3", "ddp 2", "hsdp 4", "fsdp+tp 4"))]
+    three = [Job("fsdp", at("pp 2"), at("fsdp 3"), 7), Job("ddp", at("fsdp 2"), at("ddp 3"), 7, is_behind=True)]
+    one = [Job("ddp"), *(Job("ddp", at(name)) for name in ("fsdp 3", "ddp 3", "tp 2", "cp 2", "fsdp+tp 4"))]
     ran = [(job, num_ranks, told)
            for num_ranks, jobs in ((4, four), (2, two), (3, three), (1, one))
            for job, told in zip(jobs, run(num_ranks, jobs, is_small=True), strict=True)]  # fmt: skip

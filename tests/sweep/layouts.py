@@ -48,7 +48,8 @@ class Cell:
 OWN = tuple(
     Cell(layout, num_ranks)
     for num_ranks, layouts in {
-        4: ("fsdp", "hsdp=2", "fsdp+tp=2", "ddp"), 2: ("fsdp", "tp", "ddp"), 3: ("fsdp", "ddp"), 1: ("ddp",),
+        4: ("fsdp", "hsdp=2", "fsdp+tp=2", "fsdp+cp=2", "ddp=2+pp=2", "ddp"),
+        2: ("fsdp", "tp", "cp", "pp", "ddp"), 3: ("fsdp", "ddp"), 1: ("ddp",),
     }.items()
     for layout in layouts
 )  # fmt: skip

@@ -2,7 +2,8 @@
 
 The sizes that were asked for stay where they fit. Where they do not::
 
-    tp, cp, pp        shrink to a divisor of what they were, as heads, sequences and blocks divide by those too
+    tp, cp            shrink to a divisor of what they were, as heads and sequences divide by those too
+    pp                becomes shards, as stages stand beside replicas alone
     replicas, shards  share the ranks that remain: as many replicas as there can be without a larger part of the model on any rank
 
 All ranks that are left take part. `fsdp+tp=2` of 8 ranks is 3 x 2 on 6 and fsdp=7 on 7; `hsdp=2` of 4 is fsdp=3 on 3.
@@ -65,6 +66,8 @@ def after_loss(asked: Asked, launched: int, left: int, ranks_per_machine: int | 
         lost *= _size(whole, axis) // inner[axis]
     if whole.is_replicas_only:
         return Layout(replicate=rest)
+    if whole.pp > 1:
+        return Layout(shard=left)
     wanted = whole.shard * lost  # what is no longer cut along the inner axes is cut into shards
     shard = next(size for size in range(min(wanted, rest), rest + 1) if rest % size == 0)
     return Layout(replicate=rest // shard, shard=shard, **inner)

@@ -23,6 +23,8 @@ from headway.errors import ConfigError
         ("fsdp+tp=2", 4, 2, Layout(tp=2)), ("fsdp+tp=2", 4, 1, Layout()), ("fsdp+tp=4", 16, 6, Layout(shard=3, tp=2)),
         ("tp", 4, 3, Layout(shard=3)), ("tp", 4, 2, Layout(tp=2)), ("tp", 8, 6, Layout(shard=3, tp=2)),
         ("tp=4", 4, 3, Layout(shard=3)), ("ddp+tp=4", 8, 6, Layout(replicate=1, shard=3, tp=2)),
+        ("pp", 4, 2, Layout(pp=2)), ("pp=4", 4, 2, Layout(shard=2)), ("ddp+pp=2", 8, 6, Layout(replicate=3, pp=2)),
+        ("ddp=2+pp=4", 8, 6, Layout(shard=6)), ("fsdp+cp=2", 8, 6, Layout(shard=3, cp=2)), ("cp=2", 2, 1, Layout()),
     ],
 )  # fmt: skip
 def test_the_layout_that_fits_what_is_left(text, launched, left, wanted):

@@ -174,8 +174,8 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 
 def is_pippy_available() -> bool:
-    """False: there are no pipelines yet."""
-    return False
+    """Can a model be cut into the stages of a pipeline? Wherever torch was built with `torch.distributed`."""
+    return torch.distributed.is_available()
 
 
 def is_weights_only_available() -> bool:

@@ -12,7 +12,7 @@ from headway.compat.accelerate.names import SERVED
 from headway.errors import ConfigError
 
 # A setting of Accelerate's; what it does with pipelines; and one with arguments.
-ELSEWHERE = {"is_rich_available", "is_pippy_available", "is_torch_version"}
+ELSEWHERE = {"is_rich_available", "is_torch_version"}
 PROBES = sorted(name for name in SERVED if name.startswith("is_") and hasattr(theirs, name) and name not in ELSEWHERE)
 
 
