@@ -6,6 +6,7 @@ from headway.collectives.door import Collectives
 from headway.config import mesh, outside
 from headway.config.choice import Chosen
 from headway.config.deepspeed import DeepSpeedPlugin
+from headway.config.float8 import Float8Options
 from headway.config.mesh import Layout
 from headway.config.pipeline import PipelineOptions
 from headway.config.sharding import ShardingOptions
@@ -94,7 +95,7 @@ def build_strategy(
         mesh.check_served(layout)
         sharding = options.sharding or ShardingOptions()
         if is_deferred:
-            _check_replayed(layout, sharding)
+            _check_replayed(layout, sharding, (options.float8 or Float8Options()) if number_format == "fp8" else None)
         if layout.pp > 1:
             if number_format == "fp8":
                 raise UnsupportedError(
@@ -115,7 +116,7 @@ def build_strategy(
     return SingleStrategy(collectives)
 
 
-def _check_replayed(layout: Layout, sharding: ShardingOptions) -> None:
+def _check_replayed(layout: Layout, sharding: ShardingOptions, float8: Float8Options | None) -> None:
     """Can a rank whose memory ran out stand in for itself in all that the others still exchange?
 
     Raises:
@@ -130,6 +131,11 @@ def _check_replayed(layout: Layout, sharding: ShardingOptions) -> None:
     if layout.shard < 2:
         raise UnsupportedError(
             "microbatching='auto' needs shards or whole models, but this layout has replicas of one shard each; use strategy='ddp'"
+        )
+    if float8 is not None and float8.recipe == "tensorwise" and float8.all_gather is not False:
+        raise UnsupportedError(
+            "microbatching='auto' does not work with weights that are gathered in float8, whose scales are exchanged in each forward; "
+            "pass kwargs_handlers=[Float8Options(fsdp_all_gather=False)]"
         )
     kept = sharding.reshard_after_forward
     if kept is not None and not isinstance(kept, bool):

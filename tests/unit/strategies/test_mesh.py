@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from headway.config.float8 import Float8Options
 from headway.config.mesh import Layout
 from headway.config.sharding import ShardingOptions
 from headway.errors import PrepareError, UnsupportedError
@@ -58,7 +59,14 @@ def test_a_digest_is_the_same_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None
 def test_where_batches_can_be_run_again(sizes: dict[str, int], kept: bool | int | None, said: str) -> None:
     options = ShardingOptions(reshard_after_forward=kept)
     if not said:
-        _check_replayed(Layout(**sizes), options)
+        _check_replayed(Layout(**sizes), options, None)
         return
     with pytest.raises(UnsupportedError, match=said):
-        _check_replayed(Layout(**sizes), options)
+        _check_replayed(Layout(**sizes), options, None)
+
+
+def test_weights_gathered_in_float8_cannot_be_run_again() -> None:
+    with pytest.raises(UnsupportedError, match="fsdp_all_gather=False"):
+        _check_replayed(Layout(shard=2), ShardingOptions(), Float8Options())
+    for float8 in (Float8Options(fsdp_all_gather=False), Float8Options(recipe="rowwise")):
+        _check_replayed(Layout(shard=2), ShardingOptions(), float8)
