@@ -134,7 +134,7 @@ def _check_replayed(layout: Layout, sharding: ShardingOptions, float8: Float8Opt
         )
     if float8 is not None and float8.recipe == "tensorwise" and float8.all_gather is not False:
         raise UnsupportedError(
-            "microbatching='auto' does not work with weights that are gathered in float8, whose scales are exchanged in each forward; "
+            "microbatching='auto' does not work with weights that are gathered in float8, whose scales are exchanged in forward; "
             "pass kwargs_handlers=[Float8Options(fsdp_all_gather=False)]"
         )
     kept = sharding.reshard_after_forward
