@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ActivationCheckpointing, PipelineOptions, TorchDynamoPlugin
@@ -248,6 +249,40 @@ def skipping() -> None:
     accelerator.end_training()
 
 
+class Recomputing(GPT):
+    """Checkpoints its blocks by itself."""
+
+    reentrant = True
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def own_checkpoints() -> None:
+    """A reentrant one would be left before it has a graph, and nothing before the head would learn."""
+    accelerator, model, _ = begin(model=seeded(0, lambda: Recomputing(num_blocks=2)))
+    refused(accelerator, UnsupportedError, "use_reentrant=False", lambda: model(text(rows=4)))
+    as_function = lambda: accelerator.forward_backward(text(rows=4), lambda piece: squares(model, piece))  # noqa: E731
+    refused(accelerator, UnsupportedError, "use_reentrant=False", as_function)
+    with torch.no_grad():
+        assert torch.isfinite(squares(model, text(rows=4)))
+    model.reentrant, plain = False, seeded(0, lambda: Recomputing(num_blocks=2))
+    plain.reentrant = False
+    as_function()
+    squares(plain, text(rows=4)).backward()
+    same_norm(accelerator, model, plain)
+    accelerator.end_training()
+
+
+def same_norm(accelerator: Accelerator, model: nn.Module, plain: nn.Module) -> None:
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
+    expected = float(nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.grad is not None], 1e9))
+    assert abs(norm - expected) < 1e-5 * expected, (norm, expected)
+
+
 def not_finite() -> None:
     accelerator, model, optimizer = begin(on_non_finite="skip")
     before = whole_state(accelerator, model)
@@ -329,6 +364,7 @@ def checks() -> list[str]:
     return each(
         [
             evaluation, streams, one_backward, backwards_by_hand, schedules_need_functions, losses_that_need_more, skipping,
+            own_checkpoints,
             not_finite, other_objects, half_precision, compiled_blocks, the_example,
             weightless, evaluation_under_every_schedule, odd_outputs,
         ]

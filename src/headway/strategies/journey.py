@@ -68,6 +68,7 @@ class Journey:
         self._next = 0
         self._num_calls = 0
         self._absent: list[str] = []
+        self._learns = torch.is_grad_enabled()
 
     def model_call(self) -> None:
         """The model is called.
@@ -86,7 +87,8 @@ class Journey:
         """A block is called.
 
         Raises:
-            UnsupportedError: in another order, or with what other stages have computed besides its input.
+            UnsupportedError: in another order, with gradients turned off on the way to it, or with what other stages have
+                computed besides its input.
         """
         names = self._route.stages.names
         if index != self._next:
@@ -98,9 +100,11 @@ class Journey:
         self._next += 1
         if index < self._begin:
             if index == self._begin - 1:
+                self._check_gradients(index, self._received)
                 return self._received
             return map_tensors(lambda tensor: stand_in(tensor, tensor.device), self._received)
         self._check(f"block {names[index]}", (args, kwargs))
+        self._check_gradients(index, (args, kwargs, list(self._route.stages.blocks[index].parameters())))
         output = bare(*args, **kwargs)
         if index == self._end - 1 and not self._goes_on:
             raise Arrived(self, output)
@@ -123,6 +127,16 @@ class Journey:
                 "once, and all blocks must run"
             )
         self._check("the result", result)
+
+    def _check_gradients(self, index: int, used: Tree) -> None:
+        """Is the graph of what learns lost around this block? `Arrived` leaves a reentrant checkpoint before it has made its own."""
+        if not self._learns or torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors(used)):
+            return
+        raise UnsupportedError(
+            f"{self._route.kind} called block {self._route.stages.names[index]} with gradients turned off, though it learns: a "
+            "pipeline takes no reentrant checkpointing, and no torch.no_grad() around blocks that learn. Use checkpoint(..., "
+            "use_reentrant=False) or ActivationCheckpointing, and requires_grad_(False) for what must not learn"
+        )
 
     def _check(self, where: str, tree: Tree) -> None:
         if any(isinstance(tensor, StandIn) for tensor in tensors(tree)):
