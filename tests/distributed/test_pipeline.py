@@ -277,6 +277,29 @@ def own_checkpoints() -> None:
     accelerator.end_training()
 
 
+def freezing() -> None:
+    """Between batches, in both directions: whether gradients travel back changes with it."""
+    for schedule in ("gpipe", "1f1b"):
+        accelerator, model, _ = begin(
+            *options(schedule), model=seeded(0, lambda: Recomputing(num_blocks=2, tied=False))
+        )
+        plain = seeded(0, lambda: Recomputing(num_blocks=2, tied=False))
+        for is_learning in (True, False, True):
+            for one in (model, plain):
+                one.tokens.requires_grad_(is_learning)
+                one.blocks.requires_grad_(is_learning)
+                one.reentrant = not is_learning  # no block learns: nothing is lost
+                one.zero_grad()
+            if schedule == "gpipe":
+                accelerator.backward(squares(model, text(rows=4)))
+            else:
+                accelerator.forward_backward(text(rows=4), lambda piece: squares(model, piece))
+            squares(plain, text(rows=4)).backward()
+            same_norm(accelerator, model, plain)
+            assert is_learning or all(p.grad is None for p in model.blocks.parameters())
+        accelerator.end_training()
+
+
 def same_norm(accelerator: Accelerator, model: nn.Module, plain: nn.Module) -> None:
     norm = float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
     expected = float(nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.grad is not None], 1e9))
@@ -364,7 +387,7 @@ def checks() -> list[str]:
     return each(
         [
             evaluation, streams, one_backward, backwards_by_hand, schedules_need_functions, losses_that_need_more, skipping,
-            own_checkpoints,
+            own_checkpoints, freezing,
             not_finite, other_objects, half_precision, compiled_blocks, the_example,
             weightless, evaluation_under_every_schedule, odd_outputs,
         ]

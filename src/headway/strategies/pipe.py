@@ -134,7 +134,9 @@ class Pipe:
         Raises:
             HeadwayError: on all ranks: what a stage raised on its way.
         """
-        state = (what, self.model.training, torch.is_grad_enabled(), _autocast(self.device))
+        # Parameters of other stages carry the flag, too: what a script freezes it freezes on all ranks.
+        frozen = bytes(not parameter.requires_grad for parameter in self.model.parameters())
+        state = (what, self.model.training, torch.is_grad_enabled(), _autocast(self.device), frozen)
         keys = [(signature(piece), *state) for piece in pieces]
         batch = Batch(self._chunks(compute), len(pieces), keys)
         for number, key in enumerate(keys):
