@@ -5,6 +5,7 @@ import importlib.util
 import io
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway import Accelerator, ActivationCheckpointing, PipelineOptions, TorchDynamoPlugin
+from headway import (
+    Accelerator,
+    ActivationCheckpointing,
+    PipelineOptions,
+    TorchDynamoPlugin,
+    find_executable_batch_size,
+    is_out_of_memory,
+)
 from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
 from tests.distributed import layouts
 from tests.distributed.layouts import GPT, Curve, Task, by_hand, difference, each, prepared, seeded, squares, text
@@ -300,6 +308,45 @@ def freezing() -> None:
         accelerator.end_training()
 
 
+class Hungry(nn.Linear):
+    """Runs out of memory with more than two rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 2:
+            torch.empty(2**60, dtype=torch.uint8)
+        return super().forward(x)
+
+
+def out_of_memory() -> None:
+    """In the micro-batch that goes ahead, on one rank: the others take it for what it is, however late that one says so."""
+    accelerator = Accelerator(cpu=True, strategy="pp", kwargs_handlers=list(options("gpipe", 1)))
+    for place in (2, 3):  # the last rank's block, and what comes after the blocks
+        tried, seen = [], []
+
+        @find_executable_batch_size(starting_batch_size=4)
+        def inner(batch_size: int) -> None:
+            tried.append(batch_size)
+            accelerator.free_memory()
+            parts = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)]
+            model = seeded(0, lambda: nn.Sequential(nn.Linear(3, 3), *parts, nn.Linear(3, 1)))
+            of, index = (model, 3) if place == 3 else (model[2], 0)
+            of[index] = Hungry(3, of[index].out_features)
+            model = accelerator.prepare(model)
+            try:
+                accelerator.backward(model(torch.ones(batch_size, 3)).sum())
+            except Exception as error:
+                seen.append((type(error).__name__, is_out_of_memory(error)))
+                if is_out_of_memory(error):
+                    time.sleep(0.3)
+                raise
+
+        inner()
+        assert tried == [4, 2], (place, tried)
+        mine = ("RuntimeError", True) if accelerator.process_index == 1 else ("PeerOutOfMemory", False)
+        assert seen == [mine], (place, seen)
+    accelerator.end_training()
+
+
 def same_norm(accelerator: Accelerator, model: nn.Module, plain: nn.Module) -> None:
     norm = float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
     expected = float(nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.grad is not None], 1e9))
@@ -387,7 +434,7 @@ def checks() -> list[str]:
     return each(
         [
             evaluation, streams, one_backward, backwards_by_hand, schedules_need_functions, losses_that_need_more, skipping,
-            own_checkpoints, freezing,
+            own_checkpoints, freezing, out_of_memory,
             not_finite, other_objects, half_precision, compiled_blocks, the_example,
             weightless, evaluation_under_every_schedule, odd_outputs,
         ]

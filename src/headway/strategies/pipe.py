@@ -21,8 +21,9 @@ from headway.collectives.door import Collectives
 from headway.collectives.partition import slice_bounds
 from headway.collectives.tree import Tree, find_batch_size
 from headway.config.pipeline import PipelineOptions
-from headway.errors import CollectiveError, HeadwayError, UnsupportedError
+from headway.errors import CollectiveError, HeadwayError, PeerOutOfMemory, UnsupportedError
 from headway.log import get_logger
+from headway.memory.oom import is_out_of_memory
 from headway.runtime import torch_stream
 from headway.strategies.journey import Route, signature
 
@@ -285,6 +286,9 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _named(error: Exception) -> tuple[str, str]:
+    """What the other ranks raise: its class, and its message."""
+    if is_out_of_memory(error):  # an allocator's own words would make it one of the reader's memory
+        return PeerOutOfMemory.__name__, "another rank of the pipeline ran out of memory, and its own error says where"
     return type(error).__name__, str(error)
 
 
