@@ -4,11 +4,13 @@ import contextlib
 import importlib.util
 import io
 import os
+import random
 import re
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -22,6 +24,7 @@ from headway import (
     TorchDynamoPlugin,
     find_executable_batch_size,
     is_out_of_memory,
+    set_seed,
 )
 from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
 from tests.distributed import layouts
@@ -137,6 +140,34 @@ def streams() -> None:
     assert draws[0] == draws[1]
     torch.manual_seed(7)
     assert squares(model, text()).item() == first
+    accelerator.end_training()
+
+
+class Drawing(nn.Module):
+    """Draws on the host, as LayerDrop and masks of a model's own do."""
+
+    def __init__(self, block: nn.Module, times: int) -> None:
+        super().__init__()
+        self.block, self.times = block, times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x) * sum(random.random() + float(numpy.random.rand()) for _ in range(self.times))
+
+
+def host_streams() -> None:
+    """One stage draws more often than the other; what the script draws afterwards is alike, from every stream."""
+    model = seeded(0, lambda: GPT(num_blocks=2))
+    model.blocks[0], model.blocks[1] = Drawing(model.blocks[0], 1), Drawing(model.blocks[1], 3)
+    accelerator, model, _ = begin(model=model)
+    set_seed(7)
+    before = torch.get_rng_state()
+    losses = [squares(model, text()).item()]
+    losses.append(accelerator.forward_backward(text(), lambda piece: squares(model, piece)).item())
+    losses += [squares(model, text()).item()]
+    assert len(set(losses)) == 3
+    assert torch.equal(torch.get_rng_state(), before)  # nothing was drawn from it
+    draws = accelerator.collectives.gather_objects((losses, random.random(), float(numpy.random.rand())))
+    assert draws[0] == draws[1], draws
     accelerator.end_training()
 
 
@@ -433,7 +464,8 @@ def the_example() -> None:
 def checks() -> list[str]:
     return each(
         [
-            evaluation, streams, one_backward, backwards_by_hand, schedules_need_functions, losses_that_need_more, skipping,
+            evaluation, streams, host_streams, one_backward,
+            backwards_by_hand, schedules_need_functions, losses_that_need_more, skipping,
             own_checkpoints, freezing, out_of_memory,
             not_finite, other_objects, half_precision, compiled_blocks, the_example,
             weightless, evaluation_under_every_schedule, odd_outputs,

@@ -6,11 +6,9 @@ model or a loss is an error on all of them. The schedule finds its forward done.
 """
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -24,7 +22,6 @@ from headway.config.pipeline import PipelineOptions
 from headway.errors import CollectiveError, HeadwayError, PeerOutOfMemory, UnsupportedError
 from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory
-from headway.runtime import torch_stream
 from headway.strategies.journey import Route, signature
 
 if TYPE_CHECKING:
@@ -51,16 +48,6 @@ class Batch:
     num: int
     keys: list[Any]
     ahead: set[int] = field(default_factory=set)
-
-
-class Drawn:
-    """Whether random numbers were drawn in a block.
-
-    Attributes:
-        is_any: they were.
-    """
-
-    is_any = False
 
 
 class Pipe:
@@ -249,30 +236,6 @@ class Pipe:
         }
         return kinds[name](list(chunks), num, **given)
 
-    # ---------------------------------------------------------------- random numbers
-
-    @contextmanager
-    def own_stream(self) -> Iterator[Drawn]:
-        """A block with a random stream of this rank's own, which follows from the common one; that one is as before afterwards.
-
-        Ranks along the pipeline read the same data, and must go on to draw alike; what each stage draws is its own.
-        """
-        kind, told = self.device.type, Drawn()
-        common = _read(kind)
-        seed = crc32(common.numpy().tobytes()) * 65_537 + self.group.rank
-        start = torch.Generator(kind).manual_seed(seed).get_state()
-        _write(kind, start)
-        try:
-            yield told
-        finally:
-            told.is_any = not torch.equal(_read(kind), start)
-            _write(kind, common)
-
-    def go_on(self, has_drawn: bool) -> None:
-        """Move the common stream by one number, where any rank has drawn: the next batch must not draw the same."""
-        if has_drawn:
-            torch.rand((), device=self.device)
-
 
 def carry(ops: list[dist.P2POp]) -> None:
     """Send or receive, and wait."""
@@ -303,17 +266,3 @@ def again(problem: tuple[str, str], stage: int, rank: int) -> HeadwayError:
 
 def _autocast(device: torch.device) -> str:
     return str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else ""
-
-
-def _read(kind: str) -> torch.Tensor:
-    if kind == "cpu":
-        return torch_stream.read()
-    state: torch.Tensor = torch.get_device_module(kind).get_rng_state()
-    return state
-
-
-def _write(kind: str, state: torch.Tensor) -> None:
-    if kind == "cpu":
-        torch_stream.write(state)
-    else:
-        torch.get_device_module(kind).set_rng_state(state)
