@@ -27,6 +27,7 @@ from headway import (
     set_seed,
 )
 from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
+from headway.strategies import known
 from tests.distributed import layouts
 from tests.distributed.layouts import GPT, Curve, Task, by_hand, difference, each, prepared, seeded, squares, text
 from tests.distributed.pipelines import as_function, whole_state
@@ -384,6 +385,21 @@ def same_norm(accelerator: Accelerator, model: nn.Module, plain: nn.Module) -> N
     assert abs(norm - expected) < 1e-5 * expected, (norm, expected)
 
 
+def changing_numbers() -> None:
+    """More kinds of batches than are remembered, and in one batch more kinds of micro-batches."""
+    known.CAPACITY = 2
+    accelerator, model, _ = begin(*options("gpipe", 4))
+    plain = seeded(0, lambda: GPT(num_blocks=2))
+    for step in range(4):
+        batch = {"x": text(rows=4), "step": step, "names": ["a", "b", "c", f"d{step}"]}
+        loss = accelerator.forward_backward(batch, lambda piece: squares(model, piece["x"]))
+        assert abs(loss.item() - squares(plain, text(rows=4)).item()) < 2e-6
+    found = accelerator.strategy._pipe._known
+    assert len(found) == 2
+    known.CAPACITY = 256
+    accelerator.end_training()
+
+
 def not_finite() -> None:
     accelerator, model, optimizer = begin(on_non_finite="skip")
     before = whole_state(accelerator, model)
@@ -466,7 +482,7 @@ def checks() -> list[str]:
         [
             evaluation, streams, host_streams, one_backward,
             backwards_by_hand, schedules_need_functions, losses_that_need_more, skipping,
-            own_checkpoints, freezing, out_of_memory,
+            own_checkpoints, freezing, out_of_memory, changing_numbers,
             not_finite, other_objects, half_precision, compiled_blocks, the_example,
             weightless, evaluation_under_every_schedule, odd_outputs,
         ]

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from headway.collectives.tree import Tree, leaves, map_tensors, structure, tensors
+from headway.collectives.tree import Tree, map_tensors, tensors
 from headway.errors import PrepareError, UnsupportedError
+from headway.strategies.known import Known, signature
 from headway.strategies.stages import Stages
 
 _KEY = "_headway_route"
@@ -169,7 +170,7 @@ class Route:
         self.journey: Journey | None = None
         self.whole: Call | None = None
         self._device = device
-        self._shapes: dict[Any, Tree] = {}
+        self._shapes: Known[Tree] = Known("the shapes that modules of other stages return are found anew for each")
         self._takes_cache = _takes(model, "use_cache")
         self._config = getattr(model, "config", None)
         for number, block in enumerate(stages.blocks):
@@ -219,20 +220,22 @@ class Route:
         Raises:
             PrepareError: it needs values.
         """
-        key = (name, signature((args, kwargs)), torch.is_grad_enabled())
-        if key not in self._shapes:
+        key = signature((args, kwargs)), (name, torch.is_grad_enabled())
+        found = self._shapes.get(key)
+        if found is None:
             meta = torch.device("meta")
             given, named = map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device=meta), (args, kwargs))
             try:
                 with torch.no_grad():
-                    self._shapes[key] = bare(*given, **named)
+                    found = bare(*given, **named)
             except Exception as error:
                 raise PrepareError(
                     f"the module {name} of {self.kind} is on another stage, and the shape of its result could not be found "
                     f"without its values ({type(error).__name__}: {error}); have it on both with "
                     f"PipelineOptions(first=[{name!r}], last=[{name!r}])"
                 ) from error
-        return map_tensors(lambda tensor: stand_in(tensor, self._device), self._shapes[key])
+            self._shapes.put(key, found)
+        return map_tensors(lambda tensor: stand_in(tensor, self._device), found)
 
 
 class _BlockCall:
@@ -318,17 +321,6 @@ def _routed(bare: Any) -> type:
         raise PrepareError(
             f"the class {bare.__qualname__} cannot be extended, which a pipeline needs: {error}"
         ) from error
-
-
-def signature(tree: Tree) -> str:
-    """Shapes and dtypes of all tensors, as text; other leaves by type, numbers and text by value."""
-    found = [structure(tree)]
-    for leaf in leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            found.append(f"{leaf.dtype}{tuple(leaf.shape)}")
-        else:
-            found.append(repr(leaf) if isinstance(leaf, int | float | str | bool | None) else type(leaf).__name__)
-    return "|".join(found)
 
 
 def _takes(model: torch.nn.Module, name: str) -> bool:

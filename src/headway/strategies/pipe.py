@@ -22,7 +22,8 @@ from headway.config.pipeline import PipelineOptions
 from headway.errors import CollectiveError, HeadwayError, PeerOutOfMemory, UnsupportedError
 from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory
-from headway.strategies.journey import Route, signature
+from headway.strategies.journey import Route
+from headway.strategies.known import Known, signature
 
 if TYPE_CHECKING:
     from headway.strategies.chunk import Chunk, Parcel
@@ -69,7 +70,9 @@ class Pipe:
         self.num_stages = route.stages.num
         self.owners = [options.rank_of(stage, group.world_size) for stage in range(self.num_stages)]
         self.last_rank = self.owners[-1]
-        self._known: dict[Any, list[Parcel]] = {}
+        self._known: Known[list[Parcel]] = Known(
+            "a micro-batch of each new kind goes through the stages by itself, which is slow"
+        )
         holders = route.stages.holders(model)
         self._weights = {
             stage: [parameter for parameter in model.parameters() if stage in holders[id(parameter)]]
@@ -125,17 +128,21 @@ class Pipe:
         # Parameters of other stages carry the flag, too: what a script freezes it freezes on all ranks.
         frozen = bytes(not parameter.requires_grad for parameter in self.model.parameters())
         state = (what, self.model.training, torch.is_grad_enabled(), _autocast(self.device), frozen)
-        keys = [(signature(piece), *state) for piece in pieces]
+        keys = [(signature(piece), state) for piece in pieces]
         batch = Batch(self._chunks(compute), len(pieces), keys)
+        parcels: list[list[Parcel]] = []
         for number, key in enumerate(keys):
-            if key not in self._known:
-                self._known[key] = self._go_ahead(batch, number)
+            known = self._known.get(key)
+            if known is None:
+                known = self._go_ahead(batch, number)
+                self._known.put(key, known)
                 batch.ahead.add(number)
+            parcels.append(known)
         for stage, chunk in batch.chunks.items():
             chunk.ahead = set(batch.ahead)
             chunk.chunks = batch.num
             if stage:
-                chunk.arriving = {number: self._known[key][stage - 1] for number, key in enumerate(keys)}
+                chunk.arriving = {number: known[stage - 1] for number, known in enumerate(parcels)}
         return batch
 
     def _chunks(self, compute: Compute) -> "dict[int, Chunk]":
