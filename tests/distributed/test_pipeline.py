@@ -4,17 +4,30 @@ import contextlib
 import importlib.util
 import io
 import os
+import random
 import re
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway import Accelerator, ActivationCheckpointing, PipelineOptions, TorchDynamoPlugin
+from headway import (
+    Accelerator,
+    ActivationCheckpointing,
+    PipelineOptions,
+    TorchDynamoPlugin,
+    find_executable_batch_size,
+    is_out_of_memory,
+    set_seed,
+)
 from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
+from headway.strategies import known
 from tests.distributed import layouts
 from tests.distributed.layouts import GPT, Curve, Task, by_hand, difference, each, prepared, seeded, squares, text
 from tests.distributed.pipelines import as_function, whole_state
@@ -128,6 +141,34 @@ def streams() -> None:
     assert draws[0] == draws[1]
     torch.manual_seed(7)
     assert squares(model, text()).item() == first
+    accelerator.end_training()
+
+
+class Drawing(nn.Module):
+    """Draws on the host, as LayerDrop and masks of a model's own do."""
+
+    def __init__(self, block: nn.Module, times: int) -> None:
+        super().__init__()
+        self.block, self.times = block, times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x) * sum(random.random() + float(numpy.random.rand()) for _ in range(self.times))
+
+
+def host_streams() -> None:
+    """One stage draws more often than the other; what the script draws afterwards is alike, from every stream."""
+    model = seeded(0, lambda: GPT(num_blocks=2))
+    model.blocks[0], model.blocks[1] = Drawing(model.blocks[0], 1), Drawing(model.blocks[1], 3)
+    accelerator, model, _ = begin(model=model)
+    set_seed(7)
+    before = torch.get_rng_state()
+    losses = [squares(model, text()).item()]
+    losses.append(accelerator.forward_backward(text(), lambda piece: squares(model, piece)).item())
+    losses += [squares(model, text()).item()]
+    assert len(set(losses)) == 3
+    assert torch.equal(torch.get_rng_state(), before)  # nothing was drawn from it
+    draws = accelerator.collectives.gather_objects((losses, random.random(), float(numpy.random.rand())))
+    assert draws[0] == draws[1], draws
     accelerator.end_training()
 
 
@@ -248,6 +289,117 @@ def skipping() -> None:
     accelerator.end_training()
 
 
+class Recomputing(GPT):
+    """Checkpoints its blocks by itself."""
+
+    reentrant = True
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def own_checkpoints() -> None:
+    """A reentrant one would be left before it has a graph, and nothing before the head would learn."""
+    accelerator, model, _ = begin(model=seeded(0, lambda: Recomputing(num_blocks=2)))
+    refused(accelerator, UnsupportedError, "use_reentrant=False", lambda: model(text(rows=4)))
+    as_function = lambda: accelerator.forward_backward(text(rows=4), lambda piece: squares(model, piece))  # noqa: E731
+    refused(accelerator, UnsupportedError, "use_reentrant=False", as_function)
+    with torch.no_grad():
+        assert torch.isfinite(squares(model, text(rows=4)))
+    model.reentrant, plain = False, seeded(0, lambda: Recomputing(num_blocks=2))
+    plain.reentrant = False
+    as_function()
+    squares(plain, text(rows=4)).backward()
+    same_norm(accelerator, model, plain)
+    accelerator.end_training()
+
+
+def freezing() -> None:
+    """Between batches, in both directions: whether gradients travel back changes with it."""
+    for schedule in ("gpipe", "1f1b"):
+        accelerator, model, _ = begin(
+            *options(schedule), model=seeded(0, lambda: Recomputing(num_blocks=2, tied=False))
+        )
+        plain = seeded(0, lambda: Recomputing(num_blocks=2, tied=False))
+        for is_learning in (True, False, True):
+            for one in (model, plain):
+                one.tokens.requires_grad_(is_learning)
+                one.blocks.requires_grad_(is_learning)
+                one.reentrant = not is_learning  # no block learns: nothing is lost
+                one.zero_grad()
+            if schedule == "gpipe":
+                accelerator.backward(squares(model, text(rows=4)))
+            else:
+                accelerator.forward_backward(text(rows=4), lambda piece: squares(model, piece))
+            squares(plain, text(rows=4)).backward()
+            same_norm(accelerator, model, plain)
+            assert is_learning or all(p.grad is None for p in model.blocks.parameters())
+        accelerator.end_training()
+
+
+class Hungry(nn.Linear):
+    """Runs out of memory with more than two rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 2:
+            torch.empty(2**60, dtype=torch.uint8)
+        return super().forward(x)
+
+
+def out_of_memory() -> None:
+    """In the micro-batch that goes ahead, on one rank: the others take it for what it is, however late that one says so."""
+    accelerator = Accelerator(cpu=True, strategy="pp", kwargs_handlers=list(options("gpipe", 1)))
+    for place in (2, 3):  # the last rank's block, and what comes after the blocks
+        tried, seen = [], []
+
+        @find_executable_batch_size(starting_batch_size=4)
+        def inner(batch_size: int) -> None:
+            tried.append(batch_size)
+            accelerator.free_memory()
+            parts = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)]
+            model = seeded(0, lambda: nn.Sequential(nn.Linear(3, 3), *parts, nn.Linear(3, 1)))
+            of, index = (model, 3) if place == 3 else (model[2], 0)
+            of[index] = Hungry(3, of[index].out_features)
+            model = accelerator.prepare(model)
+            try:
+                accelerator.backward(model(torch.ones(batch_size, 3)).sum())
+            except Exception as error:
+                seen.append((type(error).__name__, is_out_of_memory(error)))
+                if is_out_of_memory(error):
+                    time.sleep(0.3)
+                raise
+
+        inner()
+        assert tried == [4, 2], (place, tried)
+        mine = ("RuntimeError", True) if accelerator.process_index == 1 else ("PeerOutOfMemory", False)
+        assert seen == [mine], (place, seen)
+    accelerator.end_training()
+
+
+def same_norm(accelerator: Accelerator, model: nn.Module, plain: nn.Module) -> None:
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
+    expected = float(nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.grad is not None], 1e9))
+    assert abs(norm - expected) < 1e-5 * expected, (norm, expected)
+
+
+def changing_numbers() -> None:
+    """More kinds of batches than are remembered, and in one batch more kinds of micro-batches."""
+    known.CAPACITY = 2
+    accelerator, model, _ = begin(*options("gpipe", 4))
+    plain = seeded(0, lambda: GPT(num_blocks=2))
+    for step in range(4):
+        batch = {"x": text(rows=4), "step": step, "names": ["a", "b", "c", f"d{step}"]}
+        loss = accelerator.forward_backward(batch, lambda piece: squares(model, piece["x"]))
+        assert abs(loss.item() - squares(plain, text(rows=4)).item()) < 2e-6
+    found = accelerator.strategy._pipe._known
+    assert len(found) == 2
+    known.CAPACITY = 256
+    accelerator.end_training()
+
+
 def not_finite() -> None:
     accelerator, model, optimizer = begin(on_non_finite="skip")
     before = whole_state(accelerator, model)
@@ -328,7 +480,9 @@ def the_example() -> None:
 def checks() -> list[str]:
     return each(
         [
-            evaluation, streams, one_backward, backwards_by_hand, schedules_need_functions, losses_that_need_more, skipping,
+            evaluation, streams, host_streams, one_backward,
+            backwards_by_hand, schedules_need_functions, losses_that_need_more, skipping,
+            own_checkpoints, freezing, out_of_memory, changing_numbers,
             not_finite, other_objects, half_precision, compiled_blocks, the_example,
             weightless, evaluation_under_every_schedule, odd_outputs,
         ]

@@ -10,6 +10,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration
+from headway.runtime import process
+from headway.strategies.stage_streams import go_on, own_streams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -107,3 +109,22 @@ def test_the_first_use_of_the_device_is_named(tmp_path: Path) -> None:
     )
     ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
     assert ran.stdout.startswith(f"{script}:4:")
+
+
+def test_a_stage_of_a_pipeline_gives_back_the_streams_of_host_and_device():
+    accelerator = Accelerator()
+    torch.manual_seed(3)
+    before = torch.get_rng_state(), torch.cuda.get_rng_state()
+    drawn = []
+    for rank in (0, 1):
+        with own_streams(process.current().hardware, rank) as told:
+            drawn.append((torch.rand(2), torch.rand(2, device="cuda")))
+        assert told.flags == [0.0, 0.0, 1.0, 1.0]
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert torch.equal(torch.cuda.get_rng_state(), before[1])
+    assert torch.equal(drawn[0][0], drawn[1][0]), "what a forward draws on the host is alike on all stages"
+    assert not torch.equal(drawn[0][1], drawn[1][1])
+    go_on(told.flags, accelerator.device)
+    assert not torch.equal(torch.get_rng_state(), before[0])
+    assert not torch.equal(torch.cuda.get_rng_state(), before[1])
+    accelerator.end_training()

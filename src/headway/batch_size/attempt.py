@@ -132,7 +132,9 @@ class Attempt:
         try:
             result = function(self.size, *args, **kwargs)
         except Exception as error:
-            if not self._lost and not is_out_of_memory(error) and not self._has_peer_failed():
+            # A pipeline's agreement brings a peer's error here before that peer has said so on the control plane.
+            is_known = bool(self._lost) or (isinstance(error, PeerOutOfMemory) and is_several())
+            if not is_known and not is_out_of_memory(error) and not self._has_peer_failed():
                 raise
             return self._end(error)
         finally:

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from headway.collectives.tree import Tree, leaves, map_tensors, structure, tensors
+from headway.collectives.tree import Tree, map_tensors, tensors
 from headway.errors import PrepareError, UnsupportedError
+from headway.strategies.known import Known, signature
 from headway.strategies.stages import Stages
 
 _KEY = "_headway_route"
@@ -68,6 +69,7 @@ class Journey:
         self._next = 0
         self._num_calls = 0
         self._absent: list[str] = []
+        self._learns = torch.is_grad_enabled()
 
     def model_call(self) -> None:
         """The model is called.
@@ -86,7 +88,8 @@ class Journey:
         """A block is called.
 
         Raises:
-            UnsupportedError: in another order, or with what other stages have computed besides its input.
+            UnsupportedError: in another order, with gradients turned off on the way to it, or with what other stages have
+                computed besides its input.
         """
         names = self._route.stages.names
         if index != self._next:
@@ -98,9 +101,11 @@ class Journey:
         self._next += 1
         if index < self._begin:
             if index == self._begin - 1:
+                self._check_gradients(index, self._received)
                 return self._received
             return map_tensors(lambda tensor: stand_in(tensor, tensor.device), self._received)
         self._check(f"block {names[index]}", (args, kwargs))
+        self._check_gradients(index, (args, kwargs, list(self._route.stages.blocks[index].parameters())))
         output = bare(*args, **kwargs)
         if index == self._end - 1 and not self._goes_on:
             raise Arrived(self, output)
@@ -123,6 +128,16 @@ class Journey:
                 "once, and all blocks must run"
             )
         self._check("the result", result)
+
+    def _check_gradients(self, index: int, used: Tree) -> None:
+        """Is the graph of what learns lost around this block? `Arrived` leaves a reentrant checkpoint before it has made its own."""
+        if not self._learns or torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors(used)):
+            return
+        raise UnsupportedError(
+            f"{self._route.kind} called block {self._route.stages.names[index]} with gradients turned off, though it learns: a "
+            "pipeline takes no reentrant checkpointing, and no torch.no_grad() around blocks that learn. Use checkpoint(..., "
+            "use_reentrant=False) or ActivationCheckpointing, and requires_grad_(False) for what must not learn"
+        )
 
     def _check(self, where: str, tree: Tree) -> None:
         if any(isinstance(tensor, StandIn) for tensor in tensors(tree)):
@@ -155,7 +170,7 @@ class Route:
         self.journey: Journey | None = None
         self.whole: Call | None = None
         self._device = device
-        self._shapes: dict[Any, Tree] = {}
+        self._shapes: Known[Tree] = Known("the shapes that modules of other stages return are found anew for each")
         self._takes_cache = _takes(model, "use_cache")
         self._config = getattr(model, "config", None)
         for number, block in enumerate(stages.blocks):
@@ -205,20 +220,22 @@ class Route:
         Raises:
             PrepareError: it needs values.
         """
-        key = (name, signature((args, kwargs)), torch.is_grad_enabled())
-        if key not in self._shapes:
+        key = signature((args, kwargs)), (name, torch.is_grad_enabled())
+        found = self._shapes.get(key)
+        if found is None:
             meta = torch.device("meta")
             given, named = map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device=meta), (args, kwargs))
             try:
                 with torch.no_grad():
-                    self._shapes[key] = bare(*given, **named)
+                    found = bare(*given, **named)
             except Exception as error:
                 raise PrepareError(
                     f"the module {name} of {self.kind} is on another stage, and the shape of its result could not be found "
                     f"without its values ({type(error).__name__}: {error}); have it on both with "
                     f"PipelineOptions(first=[{name!r}], last=[{name!r}])"
                 ) from error
-        return map_tensors(lambda tensor: stand_in(tensor, self._device), self._shapes[key])
+            self._shapes.put(key, found)
+        return map_tensors(lambda tensor: stand_in(tensor, self._device), found)
 
 
 class _BlockCall:
@@ -304,17 +321,6 @@ def _routed(bare: Any) -> type:
         raise PrepareError(
             f"the class {bare.__qualname__} cannot be extended, which a pipeline needs: {error}"
         ) from error
-
-
-def signature(tree: Tree) -> str:
-    """Shapes and dtypes of all tensors, as text; other leaves by type, numbers and text by value."""
-    found = [structure(tree)]
-    for leaf in leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            found.append(f"{leaf.dtype}{tuple(leaf.shape)}")
-        else:
-            found.append(repr(leaf) if isinstance(leaf, int | float | str | bool | None) else type(leaf).__name__)
-    return "|".join(found)
 
 
 def _takes(model: torch.nn.Module, name: str) -> bool:

@@ -6,11 +6,9 @@ model or a loss is an error on all of them. The schedule finds its forward done.
 """
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -21,10 +19,11 @@ from headway.collectives.door import Collectives
 from headway.collectives.partition import slice_bounds
 from headway.collectives.tree import Tree, find_batch_size
 from headway.config.pipeline import PipelineOptions
-from headway.errors import CollectiveError, HeadwayError, UnsupportedError
+from headway.errors import CollectiveError, HeadwayError, PeerOutOfMemory, UnsupportedError
 from headway.log import get_logger
-from headway.runtime import torch_stream
-from headway.strategies.journey import Route, signature
+from headway.memory.oom import is_out_of_memory
+from headway.strategies.journey import Route
+from headway.strategies.known import Known, signature
 
 if TYPE_CHECKING:
     from headway.strategies.chunk import Chunk, Parcel
@@ -52,16 +51,6 @@ class Batch:
     ahead: set[int] = field(default_factory=set)
 
 
-class Drawn:
-    """Whether random numbers were drawn in a block.
-
-    Attributes:
-        is_any: they were.
-    """
-
-    is_any = False
-
-
 class Pipe:
     """One model's pipeline.
 
@@ -81,7 +70,9 @@ class Pipe:
         self.num_stages = route.stages.num
         self.owners = [options.rank_of(stage, group.world_size) for stage in range(self.num_stages)]
         self.last_rank = self.owners[-1]
-        self._known: dict[Any, list[Parcel]] = {}
+        self._known: Known[list[Parcel]] = Known(
+            "a micro-batch of each new kind goes through the stages by itself, which is slow"
+        )
         holders = route.stages.holders(model)
         self._weights = {
             stage: [parameter for parameter in model.parameters() if stage in holders[id(parameter)]]
@@ -134,18 +125,24 @@ class Pipe:
         Raises:
             HeadwayError: on all ranks: what a stage raised on its way.
         """
-        state = (what, self.model.training, torch.is_grad_enabled(), _autocast(self.device))
-        keys = [(signature(piece), *state) for piece in pieces]
+        # Parameters of other stages carry the flag, too: what a script freezes it freezes on all ranks.
+        frozen = bytes(not parameter.requires_grad for parameter in self.model.parameters())
+        state = (what, self.model.training, torch.is_grad_enabled(), _autocast(self.device), frozen)
+        keys = [(signature(piece), state) for piece in pieces]
         batch = Batch(self._chunks(compute), len(pieces), keys)
+        parcels: list[list[Parcel]] = []
         for number, key in enumerate(keys):
-            if key not in self._known:
-                self._known[key] = self._go_ahead(batch, number)
+            known = self._known.get(key)
+            if known is None:
+                known = self._go_ahead(batch, number)
+                self._known.put(key, known)
                 batch.ahead.add(number)
+            parcels.append(known)
         for stage, chunk in batch.chunks.items():
             chunk.ahead = set(batch.ahead)
             chunk.chunks = batch.num
             if stage:
-                chunk.arriving = {number: self._known[key][stage - 1] for number, key in enumerate(keys)}
+                chunk.arriving = {number: known[stage - 1] for number, known in enumerate(parcels)}
         return batch
 
     def _chunks(self, compute: Compute) -> "dict[int, Chunk]":
@@ -246,30 +243,6 @@ class Pipe:
         }
         return kinds[name](list(chunks), num, **given)
 
-    # ---------------------------------------------------------------- random numbers
-
-    @contextmanager
-    def own_stream(self) -> Iterator[Drawn]:
-        """A block with a random stream of this rank's own, which follows from the common one; that one is as before afterwards.
-
-        Ranks along the pipeline read the same data, and must go on to draw alike; what each stage draws is its own.
-        """
-        kind, told = self.device.type, Drawn()
-        common = _read(kind)
-        seed = crc32(common.numpy().tobytes()) * 65_537 + self.group.rank
-        start = torch.Generator(kind).manual_seed(seed).get_state()
-        _write(kind, start)
-        try:
-            yield told
-        finally:
-            told.is_any = not torch.equal(_read(kind), start)
-            _write(kind, common)
-
-    def go_on(self, has_drawn: bool) -> None:
-        """Move the common stream by one number, where any rank has drawn: the next batch must not draw the same."""
-        if has_drawn:
-            torch.rand((), device=self.device)
-
 
 def carry(ops: list[dist.P2POp]) -> None:
     """Send or receive, and wait."""
@@ -283,6 +256,9 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _named(error: Exception) -> tuple[str, str]:
+    """What the other ranks raise: its class, and its message."""
+    if is_out_of_memory(error):  # an allocator's own words would make it one of the reader's memory
+        return PeerOutOfMemory.__name__, "another rank of the pipeline ran out of memory, and its own error says where"
     return type(error).__name__, str(error)
 
 
@@ -297,17 +273,3 @@ def again(problem: tuple[str, str], stage: int, rank: int) -> HeadwayError:
 
 def _autocast(device: torch.device) -> str:
     return str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else ""
-
-
-def _read(kind: str) -> torch.Tensor:
-    if kind == "cpu":
-        return torch_stream.read()
-    state: torch.Tensor = torch.get_device_module(kind).get_rng_state()
-    return state
-
-
-def _write(kind: str, state: torch.Tensor) -> None:
-    if kind == "cpu":
-        torch_stream.write(state)
-    else:
-        torch.get_device_module(kind).set_rng_state(state)

@@ -28,6 +28,7 @@ from headway.strategies.pipeline_state import PipelineState
 from headway.strategies.plain_calls import PlainCalls
 from headway.strategies.replica import Buckets
 from headway.strategies.single import SingleStrategy
+from headway.strategies.stage_streams import go_on, own_streams
 from headway.strategies.stages import find_stages
 
 log = get_logger(__name__)
@@ -324,15 +325,14 @@ class PipelineStrategy(SingleStrategy):
                 total.add_(found.detach().reshape(()).float(), alpha=share)
             return precision.scale_loss(found.reshape(())) * (factor * share)
 
-        with torch.enable_grad(), pipe.own_stream() as told:
+        with torch.enable_grad(), own_streams(pipe.group.runtime.hardware, pipe.group.rank) as told:
             what = getattr(task.fn, "__code__", type(task.fn))
             batch = pipe.begin(task.pieces, compute, what)
             nothing = {n for n, weight in enumerate(task.weights) if not weight or not factor}
             for chunk in batch.chunks.values():
                 chunk.weightless = nothing
             pipe.drive(batch, has_backward=True)
-        drawn = pipe.group.reduce_numbers([float(told.is_any)])
-        pipe.go_on(any(drawn))
+        go_on(pipe.group.reduce_numbers(told.flags, "max"), pipe.device)
         total = total.reshape(1)
         pipe.group.sum_in_place([total])
         with torch.no_grad():

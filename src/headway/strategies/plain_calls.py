@@ -16,6 +16,7 @@ import torch.distributed as dist
 from headway.collectives.tree import Tree, concatenate, find_batch_size, map_tensors, tensors
 from headway.errors import StateError, UnsupportedError
 from headway.strategies.pipe import Batch, Pipe, again
+from headway.strategies.stage_streams import go_on, own_streams
 
 
 class Returned:
@@ -114,7 +115,7 @@ class PlainCalls:
         failure: Exception | None = None
         result: Any = None
         joined: list[torch.Tensor] = []
-        with pipe.own_stream() as told:
+        with own_streams(pipe.group.runtime.hardware, pipe.group.rank) as told:
             batch = pipe.begin(pieces, compute, "plain")
             self._run(batch)
             if pipe.is_last:
@@ -123,8 +124,8 @@ class PlainCalls:
                     result = pipe.route.run(last, received, lambda: call(*args, **kwargs), goes_on=True, is_tail=True)
                 except Exception as error:
                     failure = error
-        answers = pipe.group.gather_objects((told.is_any, *pipe.told(result, failure)))
-        pipe.go_on(any(answer[0] for answer in answers))
+        answers = pipe.group.gather_objects((told.flags, *pipe.told(result, failure)))
+        go_on([max(flags) for flags in zip(*(answer[0] for answer in answers))], pipe.device)
         _, parcel, problem = answers[pipe.last_rank]
         if failure is not None:  # as it was raised here
             raise failure
