@@ -1,7 +1,5 @@
 """Sequences in parts beside plain PyTorch on one process: losses, norms and weights; masks, dropout, generation, wrong use."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,8 +16,8 @@ from headway import (
     TorchDynamoPlugin,
 )
 from headway.errors import ConfigError, PrepareError, UnsupportedError
-from headway.strategies.gradients import is_distributed
 from tests.distributed import cut_models
+from tests.distributed.cut_losses import Judge, compare_gradients, losses_of_other_kinds, nothing_stays, running
 from tests.distributed.layouts import (
     LENGTH,
     MODELS,
@@ -66,19 +64,13 @@ def curves(num_ranks: int) -> dict[str, Curve]:
 # ---------------------------------------------------------------- losses that the model computes
 
 
-class Judge(nn.Module):
-    """A GPT that is given targets and computes a loss itself, as a mean or a sum."""
+class Greedy(Judge):
+    """Runs out of memory where its sequences are cut."""
 
-    def __init__(self, reduction: str = "mean") -> None:
-        super().__init__()
-        self.gpt, self.reduction = gpt(), reduction
-
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.gpt(ids)
-        loss = functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction=self.reduction
-        )
-        return logits, loss
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> Any:
+        if targets.shape[1] < ids.shape[1]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().forward(ids, targets)
 
 
 def judged_by_hand(updates: int = 4, clip: float = 0.5) -> Curve:
@@ -158,22 +150,6 @@ def the_models_own_loss() -> None:
                 logits[0]
             accelerator.backward(mine)
             compare_gradients(model, whole, 1e-5)
-
-
-@contextmanager
-def running(**options: Any) -> Iterator[Accelerator]:
-    accelerator = Accelerator(cpu=True, strategy="cp", **options)
-    yield accelerator
-    accelerator.end_training()
-
-
-def compare_gradients(model: nn.Module, whole: nn.Module, least: float) -> None:
-    wanted = {name: p.grad for name, p in whole.named_parameters()}
-    largest = max(float(grad.abs().max()) for grad in wanted.values() if grad is not None)
-    for name, parameter in model.named_parameters():
-        grad: Any = parameter.grad
-        grad = grad.full_tensor() if is_distributed(grad) else grad
-        assert float((grad - wanted[name]).abs().max()) <= least * largest, name
 
 
 # ---------------------------------------------------------------- evaluation, masks, dropout
@@ -356,6 +332,9 @@ def wrong_use() -> None:
         with pytest.raises(UnsupportedError, match="is compiled, which context parallelism does not support yet"):
             accelerator.prepare(seeded(0, gpt))(ids)
     with running() as accelerator:
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+            accelerator.prepare(seeded(0, Greedy))(ids, ids)
+    with running() as accelerator:
         model = accelerator.prepare(seeded(0, Shy))
         with pytest.raises(PrepareError, match=r"computes a loss from labels while training, but not in eval\(\) mode"):
             model(ids, ids)
@@ -368,7 +347,16 @@ def wrong_use() -> None:
 
 def scenarios(folder: str) -> list[str]:
     return each(
-        [the_models_own_loss, evaluation_and_generation, masks, dropout, lambda: checkpoints(folder), wrong_use]
+        [
+            the_models_own_loss,
+            losses_of_other_kinds,
+            nothing_stays,
+            evaluation_and_generation,
+            masks,
+            dropout,
+            lambda: checkpoints(folder),
+            wrong_use,
+        ]
     )
 
 

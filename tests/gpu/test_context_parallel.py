@@ -24,7 +24,7 @@ def attended(rotation: str) -> list[float]:
     rank = mesh.get_local_rank()
     torch.cuda.set_device(rank)
     axis = Axis.of(mesh)
-    found = ring.find(mesh, rotation)
+    found = ring.find(mesh, rotation, ring.Rings())
     assert found is not None, "this torch has another form of context parallelism"
     generator = torch.Generator().manual_seed(0)
     whole = [
@@ -35,7 +35,7 @@ def attended(rotation: str) -> list[float]:
     out = scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
     wanted = torch.autograd.grad((out * weights).sum(), whole)
     off = []
-    for attend in (found, None):
+    for attend in (found.attend, None):
         with Door(axis, attend):
             parts = [zigzag.part_of(each, axis, 2) for each in whole]
             part = scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)

@@ -149,11 +149,13 @@ class TorchContextParallelConfig:
         cp_comm_strategy: "allgather" (default) or "alltoall": how keys and values travel in torch's ring attention.
         labels: arguments of the model, of the shape (rows, tokens), from which it computes a loss over tokens itself.
         blocks: classes, class names or names of the modules through which sequences go; none: what is repeated in the model.
+        ignore_index: the label that the loss ignores; None (default): what the model passes to torch's cross entropy, or -100.
     """
 
     cp_comm_strategy: str | None = None
     labels: tuple[str, ...] = ("labels", "shift_labels", "targets", "target")
     blocks: tuple[Any, ...] = ()
+    ignore_index: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("labels", "blocks"):

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from headway.collectives import tree
+from headway.config.tensor import TensorParallelOptions
+from headway.errors import UnsupportedError
 
 ADVICE = (
     "Needed are: positions that are added before the first block or given to each block (as rotary embeddings or position_ids), "
@@ -19,14 +21,32 @@ ADVICE = (
     "a sum over labels of the shape (rows, tokens), in an argument that TorchContextParallelConfig(labels=...) names; else use fsdp "
     "or tp"
 )
-_EXACT, _TF32, _HALF = 2e-4, 1e-2, 5e-2
+_EXACT_LOSS, _EXACT, _TF32, _HALF = 5e-5, 2e-4, 1e-2, 5e-2
 """How far results may lie apart, as a share of the largest."""
+
+
+def check_options(tensor: TensorParallelOptions, num_parts: int) -> None:
+    """Can sequences be cut beside these options of tensor parallelism?
+
+    Args:
+        tensor: the options.
+        num_parts: into how many parts sequences are cut.
+
+    Raises:
+        UnsupportedError: they cannot.
+    """
+    given = [name for name in ("sequence_parallel", "loss_parallel") if num_parts > 1 and getattr(tensor, name)]
+    if given:
+        raise UnsupportedError(
+            f"context parallelism (cp={num_parts}) cuts sequences itself, which does not work with TensorParallelOptions("
+            f"{', '.join(f'{name}=True' for name in given)}); drop {' and '.join(given)}, or cp"
+        )
 
 
 def few(
     args: tuple[Any, ...], kwargs: dict[str, Any], num_tokens: int, labels: Collection[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The first row's first tokens of what a model is given; padding is taken for text, and ignored labels for class 0."""
+    """The first tokens of two rows of what a model is given; padding is taken for text, and ignored labels for class 0."""
     first = next((each for each in tree.tensors((args, kwargs)) if each.dim() > 1), None)
     if first is None:
         return args, kwargs
@@ -35,8 +55,12 @@ def few(
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
             return leaf
-        leaf = leaf[:1] if leaf.shape[0] == num_rows else leaf
-        for dim in range(1 if leaf.dim() > 1 or leaf.shape[0] == 1 else 0, leaf.dim()):
+        is_rows = leaf.shape[0] == num_rows
+        if num_rows > 1:
+            leaf = leaf[:2] if is_rows else leaf
+        elif is_rows and leaf.dim() > 1:
+            leaf = torch.cat([leaf, leaf])
+        for dim in range(1 if leaf.dim() > 1 or is_rows else 0, leaf.dim()):
             if leaf.shape[dim] == length:
                 leaf = leaf.narrow(dim, 0, min(num_tokens, length))
         return leaf
@@ -52,6 +76,28 @@ def few(
     return args, kwargs
 
 
+def ignore_some(kwargs: dict[str, Any], labels: Collection[str], ignored: int) -> dict[str, Any]:
+    """Let the first row have fewer labels than the others, and the ranks' parts of it unlike numbers.
+
+    A loss that is a mean over each row, or that ignores what is counted here, is another one in parts then.
+
+    Args:
+        kwargs: from `few`.
+        labels: which of them are labels.
+        ignored: what takes the labels' place.
+    """
+    found = dict(kwargs)
+    for name in labels:
+        label = found[name]
+        if label.is_floating_point() or label.dtype == torch.bool:
+            continue
+        largest = int(label.max())
+        label = label.masked_fill(label == ignored, largest if largest != ignored else int(ignored == 0))
+        label[0, : max(1, label.shape[1] // 4)] = ignored
+        found[name] = label
+    return found
+
+
 @contextmanager
 def at_rest(model: torch.nn.Module) -> Iterator[None]:
     """A block in which the model is evaluated."""
@@ -65,12 +111,14 @@ def at_rest(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def difference(whole: Any, cut: Any, is_exact: bool) -> str:
+def difference(whole: Any, cut: Any, is_exact: bool, is_loss_joined: bool = False) -> str:
     """What differs, in words; "": nothing does.
 
     Args:
         whole, cut: the model's outputs.
         is_exact: they were computed in float32.
+        is_loss_joined: losses of parts were put together. A wrong mean over tokens is near the right one: the losses of a model
+            that knows nothing are all alike.
     """
     pairs = [list(tree.tensors(each)) for each in (whole, cut)]
     shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in pairs]
@@ -83,7 +131,10 @@ def difference(whole: Any, cut: Any, is_exact: bool) -> str:
         apart = float((one - other).abs().nan_to_num(0.0).max())
         largest = float(one.abs().nan_to_num(0.0).max())
         odd = bool((one.isnan() != other.isnan()).any())
-        if odd or apart > _allowed(one.device, is_exact) * max(largest, math.ulp(1.0)):
+        allowed = _allowed(one.device, is_exact)
+        if is_loss_joined and not one.dim() and allowed == _EXACT:
+            allowed = _EXACT_LOSS
+        if odd or apart > allowed * max(largest, math.ulp(1.0)):
             what = "its loss" if not one.dim() else f"an output of the shape {tuple(one.shape)}"
             return f"{what} differs by {apart:.2g} (the largest value is {largest:.2g}) from that of the whole sequence"
     return ""

@@ -12,10 +12,10 @@ that mixes tokens past the door an error and not another result.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,17 +23,17 @@ import torch
 from headway.collectives import tree
 from headway.collectives.door import Collectives
 from headway.config.plugins import TorchContextParallelConfig
-from headway.errors import PrepareError, UnsupportedError
+from headway.errors import DataError, PrepareError, UnsupportedError
 from headway.log import get_logger
+from headway.memory.oom import is_out_of_memory
 from headway.strategies import context_check, crossings, gathered, ring, zigzag
 from headway.strategies.blocks import find_blocks
 from headway.strategies.crossings import Axis
 from headway.strategies.cut_attention import Door, put_in, take_out
+from headway.strategies.cut_labels import Call, Labels
 from headway.strategies.streams import Streams
 
 log = get_logger(__name__)
-
-_IGNORED = -100
 
 
 class Phase(Enum):
@@ -51,20 +51,6 @@ class Way(Enum):
     MEANS = "to its outputs, or to a loss that is a mean over labels"
     SUMS = "to its outputs, or to a loss that is a sum over labels"
     BLOCKS = "to the end of its last block"
-
-
-@dataclass
-class Call:
-    """One call of the model.
-
-    Attributes:
-        args, kwargs: what the model is given: labels are cut, everything else is whole.
-        num_labels: labels that count: of the whole sequences, and of this rank's part; None: none are cut.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    num_labels: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class ContextParallel:
@@ -98,16 +84,25 @@ class ContextParallel:
         self._axis = Axis.of(mesh)
         blocks = _stack(model, options)
         self._first, self._last = blocks[0], blocks[-1]
-        _use_sdpa(model)
+        self._eager = _use_sdpa(model)
         self._parameters = _positional(model)
-        self._door = Door(self._axis, ring.find(mesh, options.cp_comm_strategy or "allgather"))
+        self._labels = Labels(model, self._parameters, options, self._axis)
+        self._ring = ring.find(mesh, options.cp_comm_strategy or "allgather", everyone.runtime.scope.own(ring.Rings))
+        self._door = Door(self._axis, None if self._ring is None else self._ring.attend)
         self._streams = Streams(self._axis)
         self._phase, self._length = Phase.NONE, 0
         self._ways: dict[tuple[bool, bool], Way] = {}
         self._with_loss: set[tuple[bool, bool]] = set()
         self._way = Way.MEANS
         self._blocks, self._hooks = blocks, list[Any]()
-        for block in blocks:
+        try:
+            self._put_in()
+        except PrepareError:
+            self.release()
+            raise
+
+    def _put_in(self) -> None:
+        for block in self._blocks:
             put_in(block, self._door)
             self._hooks.append(block.register_forward_pre_hook(self._before_block, with_kwargs=True))
             self._hooks.append(block.register_forward_hook(self._after_any_block, always_call=True))
@@ -119,6 +114,10 @@ class ContextParallel:
             hook.remove()
         for block in self._blocks:
             take_out(block)
+        if self._ring is not None:
+            self._ring.release()
+        if self._eager is not None:
+            self._eager()
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -180,29 +179,13 @@ class ContextParallel:
             )
         return out
 
-    def _labels(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        given = {**dict(zip(self._parameters, args)), **kwargs}
-        found = {name: given.get(name) for name in self._options.labels}
-        return {name: label for name, label in found.items() if isinstance(label, torch.Tensor) and label.dim() > 1}
-
     def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
         """What is rehearsed once for each of: are there labels, and does the loss divide by a number that is given?"""
-        return bool(self._labels(args, kwargs)), kwargs.get("num_items_in_batch") is not None
+        return bool(self._labels.within(args, kwargs)), kwargs.get("num_items_in_batch") is not None
 
     def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], way: Way) -> Call:
         """Cut the labels among what the model is given."""
-        labels = self._labels(args, kwargs)
-        if not labels or way is Way.BLOCKS:
-            return Call(args, dict(kwargs))
-        if "labels" in labels and "shift_labels" not in labels and _shifts(self._model):
-            shifted = torch.nn.functional.pad(labels["labels"][:, 1:], (0, 1), value=_IGNORED)
-            labels["shift_labels"] = shifted
-        parts = {name: zigzag.part_of(label, self._axis, 1, _filler(label)) for name, label in labels.items()}
-        counted = "shift_labels" if "shift_labels" in labels else next(iter(labels))
-        counts = _count(labels[counted]), _count(parts[counted])
-        rest = args[len(self._parameters) :]
-        args = tuple(parts.pop(name, value) for name, value in zip(self._parameters, args)) + rest
-        return Call(args, {**kwargs, **parts}, counts)
+        return Call(args, dict(kwargs)) if way is Way.BLOCKS else self._labels.cut(args, kwargs)
 
     def _finish(self, call: Call, out: Any, way: Way, is_training: bool) -> Any:
         """What the caller gets: whole."""
@@ -250,9 +233,15 @@ class ContextParallel:
             )
         kwargs = {**dict(zip(self._parameters, args)), **kwargs}
         args = args[len(self._parameters) :]
+        given = self._labels.within(args, kwargs)
         args, kwargs = context_check.few(args, kwargs, 16 * self._axis.size, self._options.labels)
         told = ""
         with context_check.at_rest(self._model):
+            if given:
+                with self._labels.watching():
+                    self._run(Phase.WHOLE, args, kwargs)
+                ignored = self._labels.to_rehearse(given)
+                kwargs = context_check.ignore_some(kwargs, list(given), ignored)
             whole = self._run(Phase.WHOLE, args, kwargs)
             for ways in ((Way.MEANS, Way.SUMS), (Way.BLOCKS,)):
                 found = self._try(ways, args, kwargs, whole)
@@ -275,15 +264,18 @@ class ContextParallel:
             if not self._door.num_calls:
                 return "its blocks never call torch.nn.functional.scaled_dot_product_attention"
             for way in ways:
-                told = context_check.difference(whole, self._finish(call, out, way, is_training=False), self._is_exact)
+                cut = self._finish(call, out, way, is_training=False)
+                told = context_check.difference(whole, cut, self._is_exact, is_loss_joined=way is not Way.BLOCKS)
                 if not told:
                     if _has_loss(call, out):
                         self._with_loss.add(self._kind(args, kwargs))
                     return way
                 found = found or told
         except Exception as error:  # of the model's own code, at tensors that are shorter than it thought
-            log.debug("rehearsal of context parallelism", exc_info=True)
             gathered.reshard(self._model)
+            if isinstance(error, DataError) or is_out_of_memory(error):  # of this batch, whatever the model is
+                raise
+            log.debug("rehearsal of context parallelism", exc_info=True)
             found = f"{type(error).__name__}: {error}"
         return found
 
@@ -412,22 +404,6 @@ def _has_loss(call: Call, out: Any) -> bool:
     return call.num_labels is not None and any(_is_loss(each) for each in tree.tensors(out))
 
 
-def _filler(labels: torch.Tensor) -> int:
-    return 0 if labels.is_floating_point() or labels.dtype == torch.bool else _IGNORED
-
-
-def _count(labels: torch.Tensor) -> torch.Tensor:
-    """Labels that count: negative ones are ignored, whichever number a loss has for that."""
-    if labels.is_floating_point():
-        return torch.tensor(labels.numel(), device=labels.device)
-    return (labels > 0).sum() if labels.dtype == torch.bool else (labels >= 0).sum()
-
-
-def _shifts(model: torch.nn.Module) -> bool:
-    """Does the model's own loss shift labels by one (transformers' causal language models)?"""
-    return hasattr(model, "loss_function") and getattr(model, "loss_type", None) in (None, "ForCausalLM")
-
-
 def _stack(model: torch.nn.Module, options: TorchContextParallelConfig) -> list[torch.nn.Module]:
     blocks = find_blocks(model, options.blocks)
     inside = (
@@ -445,8 +421,8 @@ def _stack(model: torch.nn.Module, options: TorchContextParallelConfig) -> list[
     return blocks
 
 
-def _use_sdpa(model: torch.nn.Module) -> None:
-    """Let transformers' models compute attention by torch's function.
+def _use_sdpa(model: torch.nn.Module) -> Callable[[], object] | None:
+    """Let transformers' models compute attention by torch's function; returns what undoes it, if anything was done.
 
     Raises:
         PrepareError: they cannot.
@@ -455,7 +431,7 @@ def _use_sdpa(model: torch.nn.Module) -> None:
     now = getattr(config, "_attn_implementation", None)
     switch: Any = getattr(model, "set_attn_implementation", None)
     if now in (None, "sdpa") or switch is None:
-        return
+        return None
     if now != "eager":
         raise PrepareError(
             f"{type(model).__name__} has attn_implementation={now!r}, which context parallelism cannot cut; load the model with "
@@ -468,3 +444,4 @@ def _use_sdpa(model: torch.nn.Module) -> None:
             f"{type(model).__name__} only has eager attention, which context parallelism cannot cut: {error}"
         ) from error
     log.info_once("context parallelism: %s computes attention by sdpa from now on, not eagerly", type(model).__name__)
+    return partial(switch, now)

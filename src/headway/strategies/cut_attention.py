@@ -151,8 +151,8 @@ class CutBlock:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's own forward, whose attention sees whole sequences."""
-        run, door = super().forward, self.__dict__[_KEY]  # type: ignore[misc]
-        if not door.is_open:
+        run, door = super().forward, self.__dict__.get(_KEY)  # type: ignore[misc]
+        if door is None or not door.is_open:
             return run(*args, **kwargs)
         with door:
             return run(*args, **kwargs)
@@ -185,10 +185,12 @@ def put_in(block: torch.nn.Module, door: Door) -> None:
 
 
 def take_out(block: torch.nn.Module) -> None:
-    """Give the block its own class back, where no other was put on top."""
+    """Take the door away, and give the block its own class back; where another (FSDP's) is on top, it keeps an empty frame."""
+    if not isinstance(block, CutBlock):
+        return
     if CutBlock in type(block).__bases__:
         block.__class__ = type(block).__mro__[2]
-        del block.__dict__[_KEY]
+    block.__dict__.pop(_KEY, None)
 
 
 class _CausalOnCpu(torch.autograd.Function):

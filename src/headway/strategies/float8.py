@@ -23,7 +23,13 @@ weights = Later("torchao.float8.fsdp_utils")
 log = get_logger(__name__)
 
 
-def check_float8(number_format: str, options: Float8Options | None, sharding: ShardingOptions, num_parts: int) -> None:
+def check_float8(
+    number_format: str,
+    options: Float8Options | None,
+    sharding: ShardingOptions,
+    num_parts: int,
+    num_sequence_parts: int = 1,
+) -> None:
     """Can a layout of this kind compute in float8 as it is asked to?
 
     Args:
@@ -31,6 +37,7 @@ def check_float8(number_format: str, options: Float8Options | None, sharding: Sh
         options: of float8.
         sharding: of shards.
         num_parts: among how many ranks a matrix is split (tensor parallelism).
+        num_sequence_parts: among how many ranks a sequence is split (context parallelism).
 
     Raises:
         UnsupportedError: it cannot.
@@ -41,6 +48,11 @@ def check_float8(number_format: str, options: Float8Options | None, sharding: Sh
         raise UnsupportedError(
             "mixed_precision='fp8' does not support tensor parallelism yet: the parts of a matrix would have scales of their own; "
             "use strategy='fsdp' or 'hsdp', or mixed_precision='bf16'"
+        )
+    if num_sequence_parts > 1:
+        raise UnsupportedError(
+            "mixed_precision='fp8' does not support context parallelism (cp): parts of a sequence would have scales of their own, so "
+            "that they cannot be compared with the whole; use strategy='fsdp' or 'hsdp', or mixed_precision='bf16'"
         )
     if options is not None and options.all_gather and _is_partly_kept(sharding):
         raise UnsupportedError(

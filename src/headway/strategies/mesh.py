@@ -25,7 +25,7 @@ from headway.optional import Later
 from headway.precision.base import Precision
 from headway.runtime import process
 from headway.runtime.trail import Step
-from headway.strategies import doors, gathered, gradients, values
+from headway.strategies import context_check, doors, gathered, gradients, values
 from headway.strategies.axes import build_mesh
 from headway.strategies.base import Capabilities, Engine, Transform
 from headway.strategies.context_parallel import ContextParallel
@@ -75,11 +75,12 @@ class MeshStrategy(SingleStrategy):
     ) -> None:
         super().__init__(collectives)
         options.check(layout.num_shards)
-        check_float8(number_format, float8, options, layout.tp)
+        check_float8(number_format, float8, options, layout.tp, layout.cp)
         self.layout = layout
         self._options = options
         self._number_format = number_format
         self._tensor = tensor or TensorParallelOptions()
+        context_check.check_options(self._tensor, layout.cp)
         self._context = context or TorchContextParallelConfig()
         self._float8 = float8
         self._cuts: list[tuple[torch.nn.Module, TensorParallel]] = []
@@ -126,6 +127,26 @@ class MeshStrategy(SingleStrategy):
             PrepareError: what cannot be sharded, by name.
         """
         context = self._cut_sequences(model) if self.layout.cp > 1 else None
+        try:
+            self._shard_once(model, transforms)
+        except BaseException:
+            if context is not None:
+                context.release()
+                self._contexts.pop()
+            raise
+        if not self._models:
+            # A prepared model may outlive its Accelerator, and would keep the groups beyond their end.
+            process.at_end(self.release, is_engine=True)
+        self._models.append(model)
+        self._num_whole = -1
+        self._doors.open(model)
+        self._usage[id(model)] = Usage(model, self.everyone, self._options.find_unused_parameters)
+        self._dtypes.update(
+            (id(record.sharded_param), record.sharded_param.dtype) for record in gathered.records(model)
+        )
+        return context
+
+    def _shard_once(self, model: torch.nn.Module, transforms: Iterable[Transform]) -> None:
         known = self.everyone.runtime.scope.own(Sharded)
         how = (self.layout, self._options, self._number_format, self._tensor)
         if known.is_sharded(model, how):
@@ -138,17 +159,6 @@ class MeshStrategy(SingleStrategy):
             for name, parameter in before:
                 if after[name] is not parameter:
                     self._replaced[id(parameter)] = weakref.ref(parameter), after[name]
-        if not self._models:
-            # A prepared model may outlive its Accelerator, and would keep the groups beyond their end.
-            process.at_end(self.release, is_engine=True)
-        self._models.append(model)
-        self._num_whole = -1
-        self._doors.open(model)
-        self._usage[id(model)] = Usage(model, self.everyone, self._options.find_unused_parameters)
-        self._dtypes.update(
-            (id(record.sharded_param), record.sharded_param.dtype) for record in gathered.records(model)
-        )
-        return context
 
     def _cut_sequences(self, model: torch.nn.Module) -> ContextParallel:
         is_exact = self._number_format == "no" and self._options.param_dtype in (None, "float32")

@@ -10,22 +10,50 @@ from torch.nn import functional
 
 from headway.log import get_logger
 from headway.optional import Later
-from headway.strategies.cut_attention import Causal
 
 attention = Later("torch.distributed.tensor.experimental._attention")
 
 log = get_logger(__name__)
 _KINDS = ("cuda",)
 """Devices whose kernels torch's ring attention knows."""
-_NEEDED = ("_ContextParallel", "_enable_context_parallel_dispatcher", "_cp_options", "set_rotate_method")
+_NEEDED = (
+    "_ContextParallel", "_enable_context_parallel_dispatcher", "_disable_context_parallel_dispatcher", "_cp_options",
+    "set_rotate_method",
+)  # fmt: skip
 
 
-def find(mesh: Any, rotation: str) -> Causal | None:
+class Rings:
+    """Those in use, and how keys and values travelled before: torch has one dispatcher and one way for the whole process."""
+
+    def __init__(self) -> None:
+        self._held: list[Ring] = []
+        self._before: Any = None
+
+    def enter(self, ring: "Ring", rotation: str) -> None:
+        """Let torch's attention be a ring that sends in this way."""
+        if not self._held:
+            self._before = attention._cp_options.rotate_method
+        attention.set_rotate_method(rotation)
+        attention._enable_context_parallel_dispatcher()
+        self._held.append(ring)
+
+    def leave(self, ring: "Ring") -> None:
+        """The last ring leaves torch as it was."""
+        if ring not in self._held:
+            return
+        self._held.remove(ring)
+        if not self._held:
+            attention._cp_options.rotate_method = self._before
+            attention._disable_context_parallel_dispatcher()
+
+
+def find(mesh: Any, rotation: str, known: Rings) -> "Ring | None":
     """Causal attention by torch's ring; None where it has no kernel, or where this torch has another form of it.
 
     Args:
         mesh: the ranks, a DeviceMesh of one dimension.
         rotation: "allgather" or "alltoall": how keys and values travel.
+        known: the process's rings.
     """
     if mesh.device_type not in _KINDS:
         if rotation == "alltoall":
@@ -42,7 +70,7 @@ def find(mesh: Any, rotation: str) -> Causal | None:
             ", ".join(missing),
         )
         return None
-    return Ring(mesh, rotation).attend
+    return Ring(mesh, rotation, known)
 
 
 class Ring:
@@ -51,14 +79,18 @@ class Ring:
     Args:
         mesh: the ranks.
         rotation: how keys and values travel.
+        known: the process's rings.
     """
 
-    def __init__(self, mesh: Any, rotation: str) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Any, rotation: str, known: Rings) -> None:
+        self._mesh, self._known = mesh, known
         kind = attention._ContextParallel
         self._style = kind(seq_dim=2, attention_type=kind.AttentionType.SDPA)
-        attention.set_rotate_method(rotation)
-        attention._enable_context_parallel_dispatcher()
+        known.enter(self, rotation)
+
+    def release(self) -> None:
+        """Stop using torch's."""
+        self._known.leave(self)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Causal attention of this rank's parts, which lie as torch's head-tail balancer lays them."""

@@ -77,6 +77,10 @@ def test_layouts_that_cannot():
     partly = ShardingOptions(reshard_after_forward=2)
     check_layout("bf16", None, partly, 2)
     check_layout("fp8", EMULATED, partly, 1)
+    with pytest.raises(
+        UnsupportedError, match=r"does not support context parallelism \(cp\).*or mixed_precision='bf16'"
+    ):
+        check_layout("fp8", EMULATED, partly, 1, 2)
     with pytest.raises(UnsupportedError, match="does not support tensor parallelism"):
         check_layout("fp8", EMULATED, ShardingOptions(), 2)
     with pytest.raises(UnsupportedError, match="keeps parts of gathered weights"):

@@ -22,22 +22,36 @@ def test_a_few_tokens_of_whatever_is_given() -> None:
         "name": "x",
     }
     args, few = context_check.few((torch.zeros(3, 20),), given, 8, ("labels",))
-    assert args[0].shape == (1, 8)
-    assert few["input_ids"].tolist() == [list(range(8))]
-    assert few["attention_mask"].tolist() == [[1] * 8]
-    assert few["labels"].tolist() == [[0] * 8]
-    assert few["mask"].shape == (1, 1, 8, 8)
-    assert few["kinds"].tolist() == [0]
-    assert few["nested"][0].shape == (1, 8, 5)
+    assert args[0].shape == (2, 8)
+    assert few["input_ids"].tolist() == [list(range(8)), list(range(20, 28))]
+    assert few["attention_mask"].tolist() == [[1] * 8] * 2
+    assert few["labels"].tolist() == [[0] * 8] * 2
+    assert few["mask"].shape == (2, 1, 8, 8)
+    assert few["kinds"].tolist() == [0, 1]
+    assert few["nested"][0].shape == (2, 8, 5)
     assert (few["count"], few["name"]) == (7.0, "x")
     assert given["labels"].min() == -100
     assert context_check.few((1,), {}, 8, ()) == ((1,), {})
+    alone = {"ids": torch.arange(20)[None], "bias": torch.zeros(1, 1, 20, 20), "weights": torch.ones(1)}
+    _, few = context_check.few((), alone, 8, ())
+    assert few["ids"].tolist() == [list(range(8))] * 2
+    assert (few["bias"].shape, few["weights"].shape) == ((2, 1, 8, 8), (1,))
+
+
+@pytest.mark.parametrize(("ignored", "row"), [(-1, [3, 0, 4, 0]), (0, [3, 4, 4, 4]), (4, [3, 0, 0, 0])])
+def test_rows_have_unlike_numbers_of_labels(ignored: int, row: list[int]) -> None:
+    given = {"labels": torch.tensor([[3, 0, 4, 0]] * 2), "targets": torch.ones(2, 4), "ids": torch.zeros(2, 4)}
+    found = context_check.ignore_some(given, ["labels", "targets"], ignored)
+    assert found["labels"].tolist() == [[ignored, *row[1:]], row]
+    assert found["targets"] is given["targets"]
+    assert given["labels"][0, 0] == 3
 
 
 def test_what_differs_is_said() -> None:
     whole = {"loss": torch.tensor(2.0), "logits": torch.tensor([[1.0, torch.nan, 300.0]])}
     near = {"loss": torch.tensor(2.0001), "logits": whole["logits"] + 1e-3}
     assert context_check.difference(whole, near, is_exact=True) == ""
+    assert "its loss differs" in context_check.difference(whole, {**near, "loss": torch.tensor(2.0002)}, True, True)
     far = {**whole, "loss": torch.tensor(2.01)}
     assert context_check.difference(whole, far, is_exact=False) == ""
     assert "its loss differs by 0.01 (the largest value is 2)" in context_check.difference(whole, far, is_exact=True)

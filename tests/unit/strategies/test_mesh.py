@@ -7,9 +7,11 @@ from torch import nn
 from headway.config.float8 import Float8Options
 from headway.config.mesh import Layout
 from headway.config.sharding import ShardingOptions
+from headway.config.tensor import TensorParallelOptions
 from headway.errors import PrepareError, UnsupportedError
 from headway.strategies import agreement
 from headway.strategies.build import _check_replayed
+from headway.strategies.context_check import check_options
 from headway.strategies.crossings import Axis
 from headway.strategies.mesh import bring_buffers
 from headway.strategies.tensor_parallel import _check_size
@@ -44,6 +46,14 @@ def test_a_digest_is_the_same_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     flat = grad.double().flatten()
     torch.testing.assert_close(whole, torch.stack([flat.norm(), flat @ torch.arange(15.0).double().cos()]))
     assert agreement._digest(torch.empty(0)).tolist() == [0.0, 0.0]
+
+
+def test_sequences_are_cut_once() -> None:
+    both = TensorParallelOptions(sequence_parallel=True, loss_parallel=True)
+    check_options(both, 1)
+    check_options(TensorParallelOptions(), 2)
+    with pytest.raises(UnsupportedError, match=r"cp=2\) .* drop sequence_parallel and loss_parallel, or cp"):
+        check_options(both, 2)
 
 
 @pytest.mark.parametrize(
