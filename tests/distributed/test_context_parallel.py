@@ -12,6 +12,8 @@ from headway import (
     Accelerator,
     ActivationCheckpointing,
     DataLoaderConfiguration,
+    Float8Options,
+    TensorParallelOptions,
     TorchContextParallelConfig,
     TorchDynamoPlugin,
 )
@@ -365,7 +367,16 @@ def on_two(folder: str) -> tuple[list[str], dict[str, Curve], Curve]:
 
 
 def on_four() -> tuple[dict[str, Curve], Curve]:
-    return curves(4), judged("fsdp+cp=2")
+    found = curves(4), judged("fsdp+cp=2")
+    combinations_that_cannot()
+    return found
+
+
+def combinations_that_cannot() -> None:
+    with pytest.raises(UnsupportedError, match=r"drop loss_parallel, or cp"):
+        Accelerator(cpu=True, strategy="cp=2+tp=2", kwargs_handlers=[TensorParallelOptions(loss_parallel=True)])
+    with pytest.raises(UnsupportedError, match=r"'fp8' does not support context parallelism"):
+        Accelerator(cpu=True, strategy="cp", mixed_precision="fp8", kwargs_handlers=[Float8Options(emulate=True)])
 
 
 def compare(found: dict[str, Curve], own: Curve) -> None:
