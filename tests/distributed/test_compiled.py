@@ -137,7 +137,7 @@ def test_parity_with_plain_torch_on_two_ranks(regional: bool) -> None:
     for by_kind in run_ranks(all_kinds, 2, regional, timeout=300):
         for name, (norms, weights, num_graphs) in by_kind.items():
             wanted_norms, wanted = plain(rows(name), has_unused=name == "unused")
-            assert norms == pytest.approx(wanted_norms, abs=2e-6), name
+            assert norms == pytest.approx(wanted_norms, rel=5e-7, abs=2e-6), name
             for one, other in zip(weights, wanted):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6, msg=name)
             # The size of the whole batches, any size, evaluation; a last batch of one row.
@@ -205,7 +205,7 @@ def test_sharded_models_compile_block_by_block() -> None:
         wanted, _ = plain(32)
         for name in ("by regions", "one graph each", "checkpointed", "whole"):
             norms, _, num_graphs = found[name]
-            assert norms == pytest.approx(wanted, abs=2e-6), name
+            assert norms == pytest.approx(wanted, rel=5e-7, abs=2e-6), name
             assert num_graphs == 2, name  # training, evaluation
         assert found["bf16"][0] == pytest.approx(found["bf16, not compiled"][0], abs=2e-2)
         assert found["bf16"][2] > 0

@@ -78,13 +78,13 @@ def by_hand(updates: int) -> tuple[list[float], torch.Tensor]:
     return norms, whole(model)
 
 
-def test_the_norm_of_clipping_is_the_verdict_and_all_ranks_have_the_same() -> None:
+def test_the_verdict_is_one_exchange_and_all_ranks_have_the_same() -> None:
     first, second = run_ranks(verdicts, 2)
     norms, weights = by_hand(3)  # the update that was skipped did not happen, the one after it was not clipped
     for found in (first, second):
         assert found["skipped"] == [False, True, False, False]
-        # Good updates: the norm, be it asked for by clipping or by the guard. The bad one tells all ranks why.
-        assert [found["exchanges"][i] for i in (0, 2, 3)] == [1, 1, 1]
+        # Good updates: the norm, where it is asked for, and the verdict. The bad one tells all ranks why.
+        assert [found["exchanges"][i] for i in (0, 2, 3)] == [2, 1, 2]
         assert "gradients of 1 of 4 parameters are not (0.weight)" in found["report"], found["report"]
         assert not math.isfinite(found["norms"][1])
         torch.testing.assert_close(torch.tensor([found["norms"][0], found["norms"][2]]), torch.tensor(norms))

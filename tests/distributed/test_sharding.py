@@ -205,7 +205,7 @@ def trap_unused_parameters() -> None:
             assert second.weight.grad is None
             assert first.bias.grad is not None
         else:
-            with pytest.raises(StateError, match=r"3 parameters .*find_unused_parameters"):
+            with pytest.raises(StateError, match=r"3 on rank 0 .*; 3 on rank 1 .*find_unused_parameters"):
                 accelerator.backward(model(x).sum())
         hidden.remove()
         accelerator.free_memory()
