@@ -81,6 +81,8 @@ def trap_failed_window() -> None:
         accelerator = start(gradient_accumulation_steps=2)
         model = accelerator.prepare(seeded(0, GPT))
         if fails:
+            with pytest.raises(KeyError, match="the script's own"), accelerator.accumulate(model):
+                raise KeyError("the script's own")  # before anything was gathered
             with accelerator.accumulate(model):
                 accelerator.backward(squares(model, text(5)))
             assert any(gathered.whole_parameter(r).grad is not None for r in gathered.records(model))  # type: ignore[union-attr]

@@ -82,7 +82,8 @@ def forget_gradients(model: torch.nn.Module) -> None:
                 f"continuing after a failed window with a sharded model needs torch 2.13, but this is torch {torch.__version__}: the "
                 "parameters that the interrupted forward gathered cannot be freed; end the run, and resume from a checkpoint"
             )
-        model.reset_iter_state()
+        if model._get_fsdp_state()._is_root is not None:  # before its first forward, nothing is in flight
+            model.reset_iter_state()
     for record in records(model):
         record.unsharded_accumulated_grad = None
         whole = whole_parameter(record)

@@ -23,10 +23,15 @@ class Task:
         reduction: "mean" or "sum".
 
     Raises:
-        LossError: the weight is not a function.
+        LossError: fn or the weight is not a function.
     """
 
     def __init__(self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str) -> None:
+        if not callable(fn):
+            raise LossError(
+                f"forward_backward got fn={type(fn).__name__}, which cannot be called; give the batch first, then a function from a "
+                "piece to its loss: forward_backward(batch, lambda piece: ...)"
+            )
         if weight is not None and not callable(weight):
             raise LossError(
                 f"forward_backward got weight={weight!r}; give a function from a piece to the number of items that its loss was "

@@ -385,6 +385,8 @@ def test_what_is_typed_by_mistake_is_named() -> None:
 
     with pytest.raises(LossError, match=r"forward_backward got weight=3; give a function from a piece"):
         accelerator.forward_backward(batch, run, weight=3)  # type: ignore[arg-type]
+    with pytest.raises(LossError, match=r"got fn=Tensor, which cannot be called; give the batch first"):
+        accelerator.forward_backward(run, batch)  # type: ignore[arg-type]
     for piece in accelerator.microbatches(batch):
         with pytest.raises(StateError, match="microbatches inside a piece"):
             next(iter(accelerator.microbatches(piece)))
