@@ -10,6 +10,7 @@ import json
 import os
 import random
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -25,8 +26,15 @@ def mark(phase: str, number: object = 0) -> None:
 
 
 def say_where_if_late(name: str) -> None:
-    """The stacks of this process's threads, for who ends a run that hangs."""
-    faulthandler.dump_traceback_later(LATE, file=open(f"stacks.{ATTEMPT}.{name}", "w"))  # noqa: SIM115  (until it is written)
+    """The stacks of this process's threads, for who ends a run that hangs.
+
+    By a thread of Python's: dump_traceback_later of a rank, called again in a worker that was forked, waits for ever for
+    the rank's own thread, which the worker does not have.
+    """
+    stacks = open(f"stacks.{ATTEMPT}.{name}", "w")  # noqa: SIM115  (until it is written)
+    late = threading.Timer(LATE, faulthandler.dump_traceback, [stacks])
+    late.daemon = True
+    late.start()
 
 
 mark("set-up")
