@@ -7,7 +7,8 @@ are loaded on first use, so that the command line never pays for torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from headway.compat.accelerate.names import SERVED, find, install
+from headway.compat.accelerate.finder import install
+from headway.compat.accelerate.names import SERVED, find
 from headway.version import __version__ as __version__
 
 _PLACES = {

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,26 @@ GRACE_S = 4.0
 
 
 class Stage:
-    """Runs scripts one after the other."""
+    """Runs scripts one after the other.
 
-    def __init__(self) -> None:
+    Args:
+        preloaded: modules that are imported before the first one.
+        variables: for the environment.
+    """
+
+    def __init__(self, preloaded: Sequence[str] = PRELOADED, variables: Mapping[str, str] | None = None) -> None:
         environment = {
             **os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true",
             "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
         }  # fmt: skip
         root = Path(__file__).parents[2]
+        environment.update(variables or {})
         # The root goes last: a script's own folder holds what it imports.
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), str(root)]))
         for name in ("HEADWAY_RUN", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
             environment.pop(name, None)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.script_stage"],
+            [sys.executable, "-m", "tests.distributed.script_stage", *preloaded],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=root,
         )  # fmt: skip
 
@@ -123,7 +130,7 @@ def _carry_out(job: dict[str, Any]) -> list[int | None]:
 
 
 def _serve() -> None:
-    for name in PRELOADED:
+    for name in sys.argv[1:]:
         __import__(name)
     import torch
 

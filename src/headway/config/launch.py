@@ -90,6 +90,7 @@ class LaunchConfig:
 
     module: Maybe[bool] = UNSET
     no_python: Maybe[bool] = UNSET
+    run_as: Maybe[str] = UNSET
 
     def is_set(self, name: str) -> bool:
         """Has somebody decided the setting `name`?"""
@@ -454,6 +455,15 @@ _TABLE = (
     Setting("quiet", "switch", _CARE, "Leave the banner out.", short="-q"),
     Setting("module", "switch", _SCRIPT, "SCRIPT is a module, as in python -m.", short="-m", is_for_files=False),
     Setting("no_python", "switch", _SCRIPT, "SCRIPT is a program of its own, not Python.", is_for_files=False),
+    Setting(
+        "run_as",
+        "choice",
+        _SCRIPT,
+        "What `import accelerate` gives to SCRIPT and its libraries: Headway.",
+        short="--as",
+        choices=("accelerate",),
+        default="what is installed",
+    ),
 )
 
 SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _TABLE}

@@ -11,7 +11,7 @@ from headway.config.launch import DEFAULT_GRACE, SETTINGS
 from headway.config.load import Resolved, payload
 from headway.config.mesh import Layout
 from headway.errors import ConfigError
-from headway.launch import spread
+from headway.launch import spread, stand_in
 from headway.launch.clusters import Cluster, Task, check_agreement
 from headway.launch.machine import VISIBLE, Machine
 
@@ -162,6 +162,8 @@ def make(
         additions[_visible_variable(resolved, machine)] = ",".join(machine.device_ids)
     if threads.is_set_by_us:
         additions["OMP_NUM_THREADS"] = str(threads.number)
+    if resolved.get("run_as", None) is not None:
+        additions.update(stand_in.variables(environment))
     if resolved.get("debug", False):
         additions.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     if world_size == 1:

@@ -1,21 +1,11 @@
-"""Accelerate's names and module paths under Headway's: which are served besides its own, from where, and how they are found.
+"""Accelerate's names and module paths: which are served besides Headway's own names, and from where.
 
-`from headway.utils import set_seed` finds what `headway` itself has. A finder at the end of `sys.meta_path` is asked only for
-what nobody else found, so other imports pay nothing. It makes a module without a file, whose names are looked up in
-`headway`; and for `from headway import X` with a name of Accelerate's that is not served it raises NotServed, an ImportError
-with the sentence that says what to use. Those sentences are in `not_served.py`. Together the tables answer for every public
-name of Accelerate; a house test compares. Nothing here imports torch.
+The sentences for what is not served are in `not_served.py`; `finder.py` makes the modules. Together the tables answer for
+every public name of Accelerate; a house test compares. Nothing here imports torch.
 """
 
-import sys
-from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
-
-from headway.errors import ImportNotServed
 
 _BY_PLACE = {
     "headway.compiling.regions": "has_compiled_regions is_compiled_module",
@@ -25,6 +15,10 @@ _BY_PLACE = {
     "headway.config.spelled": "DynamoBackend",
     "headway.config.stand_ins": "DummyOptim DummyScheduler",
     "headway.compat.accelerate.state": "AcceleratorState GradientState PartialState is_initialized wait_for_everyone",
+    "headway.compat.accelerate.sharded": """
+        FSDP_AUTO_WRAP_POLICY FSDP_SHARDING_STRATEGY get_parameters_from_modules load_fsdp_model load_fsdp_optimizer
+        save_fsdp_model save_fsdp_optimizer
+    """,
     "headway.compat.accelerate.layouts": """
         DistributedType MegatronLMPlugin PrecisionType RNGType
     """,
@@ -71,6 +65,7 @@ SERVED: dict[str, str] = {name: place for place, names in _BY_PLACE.items() for 
 RENAMED: dict[str, tuple[str, str]] = {
     "AcceleratedOptimizer": ("headway.training.optimizer", "PreparedOptimizer"),
     "AcceleratedScheduler": ("headway.training.scheduler", "PreparedScheduler"),
+    "DeepSpeedSchedulerWrapper": ("headway.training.scheduler", "PreparedScheduler"),
     "DistributedOperationException": ("headway.errors", "CollectiveError"),
     "DataLoaderShard": ("headway.data.loader", "PreparedLoader"),
     "MultiProcessAdapter": ("headway.log", "RankLogger"),
@@ -90,70 +85,21 @@ MODULES = frozenset(_MODULES.split())
 Not among them: `accelerator` and `tracking`, which Headway has itself.
 """
 
+_CHANGEABLE = """
+    AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs GradientAccumulationPlugin
+    InitProcessGroupKwargs ProfileKwargs ProjectConfiguration
+"""
+_COMMANDS = "default_config_file launch_command launch_command_parser load_config_from_file main"
+AS_ACCELERATE: dict[str, tuple[str, str]] = {
+    "Accelerator": ("headway.compat.accelerate.accelerator", "AccelerateAccelerator"),
+    **{name: ("headway.compat.accelerate.changeable", name) for name in _CHANGEABLE.split()},
+    **{name: ("headway.compat.accelerate.commands", name) for name in _COMMANDS.split()},
+}
+"""Name -> (module, name there), for what `import accelerate` gives where Headway stands in for it, and `headway` does not."""
 
-_PACKAGE = "headway"
-
-
-class AccelerateModule(ModuleType):
-    """A module of Accelerate's, as a view of `headway`."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        inner = f"{self.__name__}.{name}"
-        if inner.removeprefix(f"{_PACKAGE}.") in MODULES and name not in SERVED:
-            return import_module(inner)
-        return getattr(sys.modules[_PACKAGE], name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        # The import system hangs `headway.utils.tqdm` into `headway.utils`, where `tqdm` is a function.
-        if not (isinstance(value, AccelerateModule) and name in SERVED):
-            super().__setattr__(name, value)
-
-    def __dir__(self) -> list[str]:
-        return dir(sys.modules[_PACKAGE])
-
-
-class AccelerateFinder(MetaPathFinder, Loader):
-    """Finds the modules of `MODULES`, and speaks where a name is asked for that is not served."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """The module's spec; None for what is not Headway's.
-
-        Raises:
-            ImportNotServed: a name of Accelerate's that is not served.
-        """
-        package, _, name = fullname.partition(".")
-        if package != _PACKAGE:
-            return None
-        if name in MODULES:
-            return ModuleSpec(fullname, self, is_package=any(other.startswith(f"{name}.") for other in MODULES))
-        from headway.compat.accelerate.not_served import advice
-
-        # `from headway.utils import X` asks for headway.utils.X, `from headway import X` for headway.X.
-        owner, _, last = name.rpartition(".")
-        sentence = advice(last) if not owner or owner in MODULES else None
-        if sentence is None:
-            return None
-        raise ImportNotServed(sentence, name=fullname)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """An empty module, filled as it is asked."""
-        return AccelerateModule(
-            spec.name, f"Accelerate's `{spec.name.removeprefix(f'{_PACKAGE}.')}`, served by Headway."
-        )
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Nothing runs: names are looked up on use. Without a path of its own it is asked name by name."""
-        module.__path__ = []
-
-
-def install() -> None:
-    """Add the finder, once a process."""
-    if not any(type(finder).__name__ == AccelerateFinder.__name__ for finder in sys.meta_path):
-        sys.meta_path.append(AccelerateFinder())
+_ONLY_THERE = "accelerator commands commands.accelerate_cli commands.config commands.launch test_utils tracking"
+MODULES_AS_ACCELERATE = MODULES | frozenset(_ONLY_THERE.split())
+"""The modules of `accelerate` itself where Headway stands in for it."""
 
 
 def find(name: str) -> Any:
@@ -168,7 +114,19 @@ def find(name: str) -> Any:
         place, own = RENAMED[name]
         return getattr(import_module(place), own)
     if name in MODULES:
-        return import_module(f"{_PACKAGE}.{name}")
+        return import_module(f"headway.{name}")
     from headway.compat.accelerate.not_served import advice
 
-    raise AttributeError(advice(name) or f"module {_PACKAGE!r} has no name {name!r}")
+    raise AttributeError(advice(name) or f"module 'headway' has no name {name!r}")
+
+
+def find_as_accelerate(name: str) -> Any:
+    """What `accelerate.NAME` is where Headway stands in for Accelerate.
+
+    Raises:
+        AttributeError: it is not served; the message says what to use.
+    """
+    if name in AS_ACCELERATE:
+        place, own = AS_ACCELERATE[name]
+        return getattr(import_module(place), own)
+    return getattr(import_module("headway"), name)

@@ -49,15 +49,15 @@ _CONSTANT = "this version bound or table concerns Accelerate itself; leave the c
 
 _BY_SENTENCE = {
     _FSDP: """
-        FSDP2_PYTORCH_VERSION FSDP2_STATE_DICT_TYPE FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME
-        FSDP_PYTORCH_VERSION FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE disable_fsdp_ram_efficient_loading
+        FSDP2_PYTORCH_VERSION FSDP2_STATE_DICT_TYPE FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME
+        FSDP_PYTORCH_VERSION FSDP_STATE_DICT_TYPE disable_fsdp_ram_efficient_loading
         enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names
         fsdp2_load_full_state_dict fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters
-        get_fsdp2_grad_scaler get_parameters_from_modules load_fsdp_model load_fsdp_optimizer merge_fsdp_weights
-        save_fsdp_model save_fsdp_optimizer compile_regions_fsdp2
+        get_fsdp2_grad_scaler merge_fsdp_weights
+        compile_regions_fsdp2
     """,
     _DEEPSPEED: """
-        DEEPSPEED_MULTINODE_LAUNCHERS DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper
+        DEEPSPEED_MULTINODE_LAUNCHERS DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper
         GatheredParameters compile_regions_deepspeed deepspeed_required get_active_deepspeed_plugin
         map_pytorch_optim_to_deepspeed prepare_deepspeed_cmd_env BETA_SP_AVAILABLE_DEEPSPEED_VERSION
     """,

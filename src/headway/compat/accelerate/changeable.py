@@ -1,0 +1,69 @@
+"""Accelerate's settings as scripts hold them: the same as Headway's, but fields may be changed until an Accelerator is built."""
+
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from headway.config import run, strategies
+
+Settings = TypeVar("Settings")
+
+
+class Changeable:
+    """Mixed into a frozen dataclass: fields can be assigned; `fixed` checks them and gives the frozen one."""
+
+    __setattr__ = object.__setattr__
+    __delattr__ = object.__delattr__
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        default = type(self)()
+        pairs = ((field.name, getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]  # with a dataclass
+        return {name: value for name, value in pairs if value != getattr(default, name)}
+
+
+class AutocastKwargs(Changeable, strategies.AutocastKwargs):
+    """Options of torch.autocast."""
+
+
+class DataLoaderConfiguration(Changeable, run.DataLoaderConfiguration):
+    """How prepared loaders split, pad and move batches."""
+
+
+class DistributedDataParallelKwargs(Changeable, strategies.DistributedDataParallelKwargs):
+    """Options of torch's DistributedDataParallel."""
+
+
+class GradScalerKwargs(Changeable, strategies.GradScalerKwargs):
+    """Options of torch's GradScaler."""
+
+
+class GradientAccumulationPlugin(Changeable, run.GradientAccumulationPlugin):
+    """How micro-batches form an update."""
+
+
+class InitProcessGroupKwargs(Changeable, strategies.InitProcessGroupKwargs):
+    """Options of torch's init_process_group."""
+
+
+class ProfileKwargs(Changeable, strategies.ProfileKwargs):
+    """Options of torch's profiler."""
+
+
+class ProjectConfiguration(Changeable, run.ProjectConfiguration):
+    """Where a run keeps its files."""
+
+    def set_directories(self, project_dir: str | None = None) -> None:
+        """Set `project_dir`, and `logging_dir` where there is none."""
+        values = vars(self)
+        values["project_dir"] = project_dir
+        if self.logging_dir is None:
+            values["logging_dir"] = project_dir
+
+
+def fixed(settings: Settings) -> Settings:
+    """Headway's own settings with the same fields, checked as if they were new; whatever else it is, unchanged."""
+    if not isinstance(settings, Changeable):
+        return settings
+    frozen: Any = next(base for base in type(settings).__mro__ if "__dataclass_fields__" in vars(base))
+    made: Settings = frozen(**{field.name: getattr(settings, field.name) for field in fields(frozen) if field.init})
+    return made

@@ -1,0 +1,98 @@
+"""Accelerate's commands as libraries call them: its config file as an object, its launcher as a parser and a function.
+
+Each hands over to a command of Headway's, under Accelerate's name.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headway import env
+from headway.config import files
+from headway.errors import ConfigError
+
+_COMMANDS = {
+    "config": ("config",),
+    "env": ("env",),
+    "estimate-memory": ("estimate",),
+    "launch": ("launch", "--as", "accelerate"),
+    "merge-weights": ("merge",),
+    "test": ("test",),
+}
+"""Command of `accelerate` -> what `headway` is given."""
+
+default_config_file = str(files.default_file(env.snapshot()))
+
+
+class LoadedConfig:
+    """A config file's keys as attributes.
+
+    Args:
+        values: by key.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All keys and their values."""
+        return dict(self.__dict__)
+
+
+def load_config_from_file(config_file: str | None) -> LoadedConfig:
+    """Read a config file, Headway's or Accelerate's.
+
+    Args:
+        config_file: its path; None: the one that `headway config` writes.
+
+    Raises:
+        ConfigError: there is no such file, or it is not a mapping.
+    """
+    path = Path(config_file or default_config_file)
+    if not path.is_file():
+        raise ConfigError(f"there is no config file {path}; `headway config` writes one")
+    return LoadedConfig(files.load_mapping(files.read(path), str(path)))
+
+
+class LaunchParser(argparse.ArgumentParser):
+    """Takes a launcher's command line as it is: `headway launch` reads it, and says what is wrong with it."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """All arguments in one list, `line`."""
+        found = namespace if namespace is not None else argparse.Namespace()
+        found.line = list(sys.argv[1:] if args is None else args)
+        return found, []
+
+
+def launch_command_parser(subparsers: Any = None) -> LaunchParser:
+    """A parser whose result `launch_command` takes."""
+    return LaunchParser("headway launch", add_help=False)
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Run `headway launch --as accelerate` with the arguments, and wait; a failure ends this process with the same code."""
+    code = _run("launch", args.line)
+    if code:
+        sys.exit(code)
+
+
+def _run(command: str, line: Sequence[str]) -> int:
+    return subprocess.call([sys.executable, "-m", "headway", *_COMMANDS[command], *line])
+
+
+def main() -> int:
+    """What `accelerate COMMAND` does where Headway stands in; returns the exit code."""
+    command, *line = sys.argv[1:] or ["--help"]
+    if command not in _COMMANDS:
+        commands = ", ".join(_COMMANDS)
+        print(f"accelerate (served by Headway): {command!r} is not one of its commands: {commands}", file=sys.stderr)
+        return 2
+    return _run(command, line)
+
+
+def launch_main() -> int:
+    """What `python -m accelerate.commands.launch` does."""
+    return _run("launch", sys.argv[1:])

@@ -1,0 +1,148 @@
+"""Headway under Accelerate's name: in a process, in those that it starts, with and without the real package."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from headway.launch.stand_in import FOLDER, VERSION, variables
+
+INSTALL = "from headway.compat import install_as_accelerate; install_as_accelerate()\n"
+
+
+def run(code: str, folder: Path, *flags: str, **more: str) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | more
+    return subprocess.run(
+        [sys.executable, *flags, "-c", code], capture_output=True, text=True, cwd=folder, env=environment, timeout=120
+    )
+
+
+def said(code: str, folder: Path, *flags: str, **more: str) -> list[str]:
+    ended = run(code, folder, *flags, **more)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.split()
+
+
+WHO = "import accelerate; print(accelerate.__headway_version__, accelerate.__version__)"
+
+
+def test_the_version_is_the_one_whose_names_are_served():
+    assert version("accelerate") == VERSION
+
+
+def test_installed_in_a_process_every_import_gives_headway(tmp_path):
+    code = (
+        INSTALL
+        + """
+import accelerate, accelerate.utils.operations, headway
+from accelerate import Accelerator
+from accelerate.utils import set_seed, DistributedType
+from accelerate.utils.modeling import clean_device_map
+from accelerate.utils.operations import gather
+from accelerate.state import PartialState
+assert issubclass(Accelerator, headway.Accelerator)
+assert gather is headway.gather and set_seed is headway.set_seed and PartialState is headway.PartialState
+assert accelerate.utils.operations.gather is gather
+print(accelerate.__version__)
+"""
+    )
+    assert said(code, tmp_path) == [VERSION]
+
+
+def test_it_reaches_processes_started_from_there(tmp_path):
+    code = INSTALL + f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WHO!r}], check=True)"
+    assert said(code, tmp_path)[1] == VERSION
+
+
+def test_it_reaches_spawned_workers(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing\n"
+        "def ask(_):\n    import accelerate\n    return accelerate.__headway_version__\n"
+        "if __name__ == '__main__':\n"
+        f"    {INSTALL.strip()}\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n        print(*pool.map(ask, [0]))\n"
+    )
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip()
+
+
+def test_the_environment_alone_is_enough(tmp_path):
+    assert said(WHO, tmp_path, **variables({}))[1] == VERSION
+
+
+def test_a_version_gate_is_passed_without_the_real_package(tmp_path):
+    code = """
+import sys
+sys.path[:] = [each for each in sys.path if "site-packages" not in each]
+from importlib.metadata import packages_distributions, version
+from importlib.util import find_spec
+print(version("accelerate"), find_spec("accelerate").origin, *packages_distributions()["accelerate"])
+"""
+    assert said(code, tmp_path, **variables({})) == [VERSION, str(FOLDER / "accelerate" / "__init__.py"), "accelerate"]
+
+
+def test_transformers_finds_it(tmp_path):
+    code = INSTALL + "from transformers.utils import is_accelerate_available as a; print(a('1.15.0'), a('1.16.0'))"
+    assert said(code, tmp_path) == ["True", "False"]
+
+
+def test_too_late_is_an_error_that_says_what_to_do(tmp_path):
+    ended = run("import accelerate\n" + INSTALL, tmp_path)
+    assert ended.returncode == 1
+    last = ended.stderr.strip().splitlines()[-1]
+    assert "too late" in last
+    assert "headway launch --as accelerate" in last
+
+
+def test_twice_is_once(tmp_path):
+    code = (
+        INSTALL * 2
+        + "import accelerate, os, sys\n"
+        + INSTALL
+        + "print(sys.path.count(sys.path[0]), os.environ['PYTHONPATH'])"
+    )
+    assert said(code, tmp_path) == ["1", str(FOLDER)]
+
+
+def test_the_path_that_was_there_stays(tmp_path):
+    assert variables({"PYTHONPATH": f"/a{os.pathsep}{FOLDER}{os.pathsep}/b"})["PYTHONPATH"] == os.pathsep.join(
+        [str(FOLDER), "/a", "/b"]
+    )
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["from accelerate.utils import AimCheckpoint", "import accelerate.no_such", "from accelerate import nothing"],
+)
+def test_what_accelerate_does_not_have_is_an_import_error(tmp_path, statement):
+    code = INSTALL + f"try:\n    {statement}\nexcept ImportError as error:\n    print('refused')"
+    assert said(code, tmp_path) == ["refused"]
+
+
+def test_what_is_set_on_a_module_stays_there(tmp_path):
+    code = INSTALL + (
+        "import accelerate.big_modeling as b, headway\nold = b.check_device_map\nb.check_device_map = 1\n"
+        "print(b.check_device_map, headway.check_device_map is old)"
+    )
+    assert said(code, tmp_path) == ["1", "True"]
+
+
+def test_the_launcher_starts_scripts_with_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WHO)
+    command = [sys.executable, "-m", "headway", "launch", "--cpu", "-n", "1", "--as", "accelerate", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.split()[1:] == [VERSION], ended.stderr
+
+
+def test_the_module_path_of_the_launcher_runs(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WHO)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | variables({}))
+    assert ended.stdout.split()[1:] == [VERSION], ended.stderr
