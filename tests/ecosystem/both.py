@@ -57,10 +57,12 @@ class Both:
     Args:
         folder: for what the runs write.
         preloaded: modules that are imported once; the script's own imports.
+        scripts: the folder that the scripts stand in.
     """
 
-    def __init__(self, folder: Path, preloaded: Sequence[str]) -> None:
+    def __init__(self, folder: Path, preloaded: Sequence[str], scripts: Path = SCRIPTS) -> None:
         self.folder = folder
+        self.scripts = scripts
         self._num_runs = 0
         as_accelerate = variables({name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ})
         self._stages = {
@@ -69,7 +71,7 @@ class Both:
         }
 
     def run(self, script: str, *args: str, world_size: int = 1, timeout_s: float = 240) -> Sides:
-        """Run `scripts/SCRIPT.py ARGS` on so many processes of each library.
+        """Run SCRIPT.py with ARGS on so many processes of each library.
 
         Raises:
             AssertionError: a rank failed; what it printed is the message.
@@ -79,7 +81,7 @@ class Both:
 
     def _one(self, library: str, script: str, args: Sequence[str], world_size: int, timeout_s: float) -> list[Numbers]:
         folder = self.folder / f"{self._num_runs}-{script}-{library}"
-        path = SCRIPTS / f"{script}.py"
+        path = self.scripts / f"{script}.py"
         codes = self._stages[library].run(path, *args, folder=folder, world_size=world_size, timeout_s=timeout_s)
         told = "".join((folder / f"log{rank}").read_text()[-6000:] for rank in range(world_size))
         # With gloo a rank of Accelerate's may hang when it is done: the group is gone, and DDP's reducer is still there.

@@ -5,13 +5,18 @@ kept here. `headway.Accelerator` itself weighs losses and leaves outputs as they
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from headway.accelerator import Accelerator
 from headway.compat.accelerate.batches import convert_to_fp32
 from headway.compat.accelerate.changeable import fixed
+from headway.compat.accelerate.shuffling import give_generator, seeded
+from headway.config.run import DataLoaderConfiguration
+from headway.data.loader import PreparedLoader
 from headway.training.windows import ConstantDivision
 
 _UNSET: Any = object()
@@ -52,12 +57,16 @@ class AccelerateAccelerator(Accelerator):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
+        loading = fixed(dataloader_config) or DataLoaderConfiguration()
+        self._asked_loading: DataLoaderConfiguration = loading
+        if loading.is_seedable:  # by a sampler as Accelerate's, see `shuffling.py`
+            loading = replace(loading, use_seedable_sampler=False)
         super().__init__(
             device_placement=device_placement,
             mixed_precision=mixed_precision,
             gradient_accumulation_steps=None if gradient_accumulation_steps == 1 else gradient_accumulation_steps,
             cpu=cpu or None,
-            dataloader_config=fixed(dataloader_config),
+            dataloader_config=loading,
             deepspeed_plugin=deepspeed_plugin,
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
@@ -78,6 +87,7 @@ class AccelerateAccelerator(Accelerator):
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False) -> Any:
         """As Headway's, and under mixed precision models give float32."""
+        objects = tuple(self._shuffled(each) for each in objects)
         prepared = super().prepare(*objects, device_placement=device_placement, strict=strict)
         for each in objects:
             self._upcast(each)
@@ -90,6 +100,27 @@ class AccelerateAccelerator(Accelerator):
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         self._upcast(prepared)
         return prepared
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> PreparedLoader:
+        """As Headway's, shuffled as Accelerate shuffles."""
+        return super().prepare_data_loader(self._shuffled(data_loader), device_placement, slice_fn_for_dispatch)
+
+    def _shuffled(self, each: Any) -> Any:
+        if not isinstance(each, DataLoader) or isinstance(each, PreparedLoader):
+            return each
+        asked = self._asked_loading
+        if asked.use_seedable_sampler:
+            return seeded(each, asked.data_seed)
+        if self.strategy.data_shard.count > 1 and not asked.dispatch_batches:
+            give_generator(each)
+        return each
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Is the order a function of seed and epoch?"""
+        return bool(self._asked_loading.use_seedable_sampler)
 
     def _upcast(self, model: Any) -> None:
         if isinstance(model, torch.nn.Module) and self.precision.is_mixed:

@@ -1,0 +1,49 @@
+"""The ten kinds of public script of `tests/scripts`, not a character changed, under Accelerate's name: its own numbers.
+
+Other than with a changed import (`tests/distributed/test_public_scripts.py`), this takes in what Accelerate does with short
+windows and the ends of epochs.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.script_stage import PRELOADED
+from tests.ecosystem.both import SCRIPTS, Both
+
+pytestmark = pytest.mark.slow
+
+PUBLIC = SCRIPTS.parents[1] / "scripts"
+TOLERANCE = 1e-6
+"""Of two processes, relative to the largest number of its kind; on one process every bit is the same."""
+
+CASES = {
+    "text_classification": "",
+    "cross_validation": "",
+    "text_to_image": "--use_ema --snr_gamma 5 --seed 1 --checkpoints_total_limit 2 --mixed_precision bf16",
+    "dreambooth": "--with_prior_preservation --train_text_encoder --class_data_dir ../class_images",
+    "denoising_diffusion": "",
+    "causal_lm": "--seed 1 --checkpointing_steps 4 --output_dir out --with_tracking --report_to tensorboard",
+    "lora": "",
+    "schedule_free": "",
+    "local_sgd": "--gradient_accumulation_steps 2",
+    "autoregressive_accumulation": "",
+}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> Iterator[Both]:
+    both = Both(
+        tmp_path_factory.mktemp("public"), [name for name in PRELOADED if not name.startswith("headway")], PUBLIC
+    )
+    yield both
+    both.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("script", CASES)
+def test_the_same_numbers(script, world_size, both):
+    args = [*CASES[script].split(), "--evidence", "evidence"]
+    found = both.run(script, *args, world_size=world_size).differences()
+    assert {"loss", "gradients", "parameters"} <= found.keys()
+    assert max(found.values()) <= (0.0 if world_size == 1 else TOLERANCE), found
