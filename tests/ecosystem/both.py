@@ -79,6 +79,15 @@ class Both:
         self._num_runs += 1
         return Sides(*(self._one(library, script, args, world_size, timeout_s) for library in LIBRARIES))
 
+    def run_on(self, library: str, script: str, *args: str, world_size: int = 1, timeout_s: float = 240) -> list[Numbers]:
+        """The same on one of them: "accelerate" or "headway"; what each rank noted.
+
+        Raises:
+            AssertionError: a rank failed; what it printed is the message.
+        """
+        self._num_runs += 1
+        return self._one(library, script, args, world_size, timeout_s)
+
     def _one(self, library: str, script: str, args: Sequence[str], world_size: int, timeout_s: float) -> list[Numbers]:
         folder = self.folder / f"{self._num_runs}-{script}-{library}"
         path = self.scripts / f"{script}.py"

@@ -99,7 +99,8 @@ class _Recipe:
         self.base_seed = BaseSeed(loader, config.is_seedable, stream)
         self.is_batched = loader.batch_sampler is not None
         self.is_even = config.even_batches and shard.count > 1
-        self.is_dispatched = bool(config.dispatch_batches) and self.everyone is not None
+        self.is_dispatched = config.dispatches(_is_stream(loader)) and self.everyone is not None
+        self.is_level = self.is_dispatched and config.levels_dispatched
         # Where several ranks read the same, workers' streams are functions of the seed that all have agreed on.
         self.is_shared = self.everyone is not self.collectives and not self.is_dispatched
         self.ranks: Sequence[int] = range(shard.count) if self.is_dispatched else (shard.index,)
@@ -123,11 +124,11 @@ class _Recipe:
         batch_sampler = self.loader.batch_sampler
         split: SampleSplit | BatchSplit
         if not self.is_batched:
-            order, split = self._order(self.loader.sampler), SampleSplit(1, self.shard.count, False, self.is_even)
+            order, split = self._order(self.loader.sampler), SampleSplit(1, self.shard.count, False, self.is_even, self.is_level)
         elif type(batch_sampler) is BatchSampler:
             size = self._size(batch_sampler.batch_size)
             order = self._order(batch_sampler.sampler)
-            split = SampleSplit(size, self.shard.count, batch_sampler.drop_last, self.is_even)
+            split = SampleSplit(size, self.shard.count, batch_sampler.drop_last, self.is_even, self.is_level)
         else:
             full = batch_sampler.batch_size if isinstance(batch_sampler, BatchSampler) else None
             drops_last = getattr(batch_sampler, "drop_last", False) is True
@@ -171,7 +172,8 @@ class _Recipe:
             )
 
     def _stream(self, kind: type[DataLoader[Any]]) -> StreamFeed:
-        split = SampleSplit(self._size(self.loader.batch_size), self.shard.count, self.loader.drop_last, self.is_even)
+        size = self._size(self.loader.batch_size)
+        split = SampleSplit(size, self.shard.count, self.loader.drop_last, self.is_even, self.is_level)
         agree = self._agree if self.is_synchronised else None
         return StreamFeed(
             self.loader, split, self.ranks, self.seed, self.base_seed, kind, agree=agree, is_shared=self.is_shared

@@ -64,6 +64,23 @@ class LoaderEvents:
                 return
 
 
+class LatePass(Iterator[Any]):
+    """A pass that begins when its first batch is asked for; one that never is leaves no trace.
+
+    Args:
+        open_pass: begins it.
+    """
+
+    def __init__(self, open_pass: Callable[[], Iterator[Any]]) -> None:
+        self._open_pass = open_pass
+        self._pass: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self._pass is None:
+            self._pass = self._open_pass()
+        return next(self._pass)
+
+
 class PreparedLoader(DataLoader[Any]):
     """Yields this rank's batches on its device; `accelerator.prepare` makes it.
 
@@ -77,6 +94,9 @@ class PreparedLoader(DataLoader[Any]):
         transfer: brings them there; None: they are there.
         events: of the run's loaders.
         listeners: objects whose set_epoch is told each epoch's number.
+
+    Attributes:
+        opens_late: a pass draws its order with its first batch; False: when `iter` is called, as torch's loaders do.
     """
 
     def __init__(
@@ -99,6 +119,7 @@ class PreparedLoader(DataLoader[Any]):
         self._listeners = listeners
         self._position = Position()
         self.asked_window = (0, 0)
+        self.opens_late = False
         self._num_skipped = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -111,6 +132,9 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """One pass; `break` closes it, and the next pass is another epoch."""
+        return LatePass(self._open) if self.opens_late else self._open()
+
+    def _open(self) -> Iterator[Any]:
         if self._position.is_stopped or self._position.is_over_already():
             return iter(())
         # Now, not with the first batch: in `zip(one, other)` torch's loaders draw in this order too.

@@ -56,7 +56,10 @@ class Checkpoints:
     Attributes:
         place: where the checkpoints lie.
         guard: answers who asks the run to end; None where nobody listens.
+        last_save_hook: as `add_save_hook`'s, called after all of those; a compatibility layer's.
     """
+
+    last_save_hook: SaveHook | None = None
 
     def __init__(self, run_state: RunState, project: ProjectConfiguration, moments: Moments) -> None:
         self.place = Place(project, run_state.saver)
@@ -135,7 +138,7 @@ class Checkpoints:
             is_blocking,
             is_alone=is_alone,
         )
-        fill = (lambda staging: self._call_save_hooks(collected, staging)) if self._save_hooks else None
+        fill = (lambda staging: self._call_save_hooks(collected, staging)) if self._save_hooks or self.last_save_hook else None
         where = run.place(before)  # asks the user's objects, and the random streams are read after them
         run.saver.save(folder, collected, about, policy, fill, lambda: run.seal(collected, before, is_alone))
         place.iteration += place.is_automatic
@@ -154,7 +157,8 @@ class Checkpoints:
             for index in range(len(models))
         ]
         before = list(weights)
-        for hook in self._save_hooks:
+        last = [] if self.last_save_hook is None else [self.last_save_hook]
+        for hook in (*self._save_hooks, *last):
             hook(models, weights, str(staging))
         for index, own in enumerate(before):
             if not any(own is each for each in weights):
@@ -257,6 +261,13 @@ class Checkpoints:
         self._run.custom.extend(objects)
 
     # ---------------------------------------------------------------- load
+
+    def models_to_load(self, folder: Path) -> list[torch.nn.Module]:
+        """The models that the hooks of a load leave to it, for a folder of another program's."""
+        models = self._run.models
+        for hook in self._load_hooks:
+            hook(models, str(folder))
+        return models
 
     def load(self, input_dir: str | Path | None, is_strict: bool) -> Restored:
         """Take a checkpoint up, after prepare: all of it or nothing; every rank calls it."""

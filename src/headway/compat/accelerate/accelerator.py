@@ -4,22 +4,40 @@ Scripts and libraries that were written against Accelerate count on how it divid
 kept here. `headway.Accelerator` itself weighs losses and leaves outputs as they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from headway import env
 from headway.accelerator import Accelerator
+from headway.checkpoint.foreign import number_of
 from headway.compat.accelerate.batches import convert_to_fp32
 from headway.compat.accelerate.changeable import fixed
-from headway.compat.accelerate.shuffling import give_generator, seeded
-from headway.config.run import DataLoaderConfiguration
+from headway.compat.accelerate.checkpoints import Reader, Writer, is_accelerates, newest_in
+from headway.compat.accelerate.exchange import gather_and_cut
+from headway.compat.accelerate.layouts import DistributedType
+from headway.compat.accelerate.shuffling import AccelerateLoading, give_generator, seeded
+from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin
 from headway.data.loader import PreparedLoader
+from headway.errors import MetricError, UnsupportedError
+from headway.log import get_logger
+from headway.resume.restored import Restored
 from headway.training.windows import ConstantDivision
 
+log = get_logger(__name__)
+
 _UNSET: Any = object()
+_SHARDED = ("FSDP", "DEEPSPEED", "TP", "MEGATRON_LM")
+_REPLICATED = frozenset(each for each in DistributedType if each.name not in _SHARDED)
+
+
+def _without_adjusting(plugin: Any) -> Any:
+    # Accelerate's `adjust_scheduler` moves a counter that schedules do not read: they tick per update whatever it says.
+    return replace(plugin, adjust_scheduler=False) if isinstance(plugin, GradientAccumulationPlugin) else plugin
 
 
 class AccelerateAccelerator(Accelerator):
@@ -59,14 +77,12 @@ class AccelerateAccelerator(Accelerator):
     ) -> None:
         loading = fixed(dataloader_config) or DataLoaderConfiguration()
         self._asked_loading: DataLoaderConfiguration = loading
-        if loading.is_seedable:  # by a sampler as Accelerate's, see `shuffling.py`
-            loading = replace(loading, use_seedable_sampler=False)
         super().__init__(
             device_placement=device_placement,
             mixed_precision=mixed_precision,
             gradient_accumulation_steps=None if gradient_accumulation_steps == 1 else gradient_accumulation_steps,
             cpu=cpu or None,
-            dataloader_config=loading,
+            dataloader_config=AccelerateLoading.of(loading),
             deepspeed_plugin=deepspeed_plugin,
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
@@ -75,7 +91,7 @@ class AccelerateAccelerator(Accelerator):
             log_with=log_with,
             project_dir=project_dir,
             project_config=fixed(project_config),
-            gradient_accumulation_plugin=fixed(gradient_accumulation_plugin),
+            gradient_accumulation_plugin=_without_adjusting(fixed(gradient_accumulation_plugin)),
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             kwargs_handlers=[fixed(each) for each in kwargs_handlers or ()],
             dynamo_backend=dynamo_backend,
@@ -84,6 +100,9 @@ class AccelerateAccelerator(Accelerator):
             parallelism_config=parallelism_config,
             loss_policy=ConstantDivision(),
         )
+        self._writer = Writer(self)
+        if self._writes_accelerates_files():
+            self._checkpoints.last_save_hook = self._writer
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False) -> Any:
         """As Headway's, and under mixed precision models give float32."""
@@ -91,6 +110,8 @@ class AccelerateAccelerator(Accelerator):
         prepared = super().prepare(*objects, device_placement=device_placement, strict=strict)
         for each in objects:
             self._upcast(each)
+        for each in self._preparation.loaders:
+            each.opens_late = True
         return prepared
 
     def prepare_model(
@@ -105,7 +126,79 @@ class AccelerateAccelerator(Accelerator):
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> PreparedLoader:
         """As Headway's, shuffled as Accelerate shuffles."""
-        return super().prepare_data_loader(self._shuffled(data_loader), device_placement, slice_fn_for_dispatch)
+        made = super().prepare_data_loader(self._shuffled(data_loader), device_placement, slice_fn_for_dispatch)
+        made.opens_late = True
+        return made
+
+    def gather(self, tensor: Any) -> Any:
+        """As Headway's; on one process what was given comes back."""
+        return tensor if self.num_processes == 1 else super().gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False, loader: Any = None) -> Any:
+        """As Headway's where there is one entry per sample; anything else is gathered and cut as Accelerate does."""
+        try:
+            return super().gather_for_metrics(input_data, use_gather_object, loader)
+        except MetricError:
+            return gather_and_cut(input_data, use_gather_object)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def _writes_accelerates_files(self) -> bool:
+        asked = env.get_bool("HEADWAY_ACCELERATE_FILES")
+        is_replicated = self.distributed_type in _REPLICATED
+        is_one_machine = self.runtime.local_world_size == self.num_processes
+        return asked is not False and is_replicated and is_one_machine
+
+    def save_state(
+        self,
+        output_dir: str | Path | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+        metric: float | None = None,
+        **save_model_func_kwargs: Any,
+    ) -> Path:
+        """As Headway's, with Accelerate's files in the folder too.
+
+        Those are left out where models are sharded, on several machines, and with HEADWAY_ACCELERATE_FILES=0.
+        """
+        self._writer.safe_serialization = safe_serialization
+        return super().save_state(output_dir, blocking=blocking, metric=metric, **save_model_func_kwargs)
+
+    def load_state(
+        self,
+        input_dir: str | Path | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        strict: bool = False,
+        **load_model_func_kwargs: Any,
+    ) -> Restored:
+        """As Headway's; a folder that Accelerate wrote is taken up too.
+
+        Raises:
+            CheckpointError: missing, damaged, or it does not fit.
+            UnsupportedError: a folder of Accelerate's, and models are sharded.
+        """
+        place = self._checkpoints.place
+        folder = None if input_dir is None else Path(input_dir).expanduser().absolute()
+        if folder is None and place.is_automatic:
+            folder = newest_in(place.parent())
+        if folder is None or not is_accelerates(folder):
+            return super().load_state(input_dir, load_kwargs, strict=strict, **load_model_func_kwargs)
+        if self.distributed_type not in _REPLICATED:
+            raise UnsupportedError(
+                f"{folder} was written by Accelerate, and this run's models are sharded; load it on replicas, and save it from there"
+            )
+        weights_strict = load_model_func_kwargs.get("strict", True)
+        restored = Reader(self, folder).restore(self._checkpoints.models_to_load(folder), weights_strict)
+        place.go_on_from(folder, number_of(folder))
+        log.info("%s was written by Accelerate: weights, optimizers, schedules and random streams are taken up", folder)
+        return restored
+
+    @property
+    def _num_micro_batches_in_hand(self) -> int:
+        window = self._training_step.windows.current
+        return 0 if window.is_closed else window.num_done
 
     def _shuffled(self, each: Any) -> Any:
         if not isinstance(each, DataLoader) or isinstance(each, PreparedLoader):

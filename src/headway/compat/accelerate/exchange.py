@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from headway.collectives.streams import synchronize_rng_states
-from headway.collectives.tree import Tree, tensors
-from headway.compat.accelerate.state import collectives
+from headway.collectives.tree import Tree, leaves, map_tensors, tensors
+from headway.compat.accelerate.state import GradientState, collectives
 from headway.errors import CollectiveError
 
 
@@ -28,6 +28,25 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - its name in Accelerate
         return object
     found = collectives().gather_objects(object)
     return [item for part in found for item in (part if isinstance(part, list | tuple | set | frozenset) else (part,))]
+
+
+def gather_and_cut(values: Any, is_objects: bool) -> Any:
+    """What every rank has, joined; of a loader's last round only as many entries as samples were left for it.
+
+    That is wrong where a rank's entries are not its samples, but scripts count on it: a loss of each rank, for their mean.
+
+    Args:
+        values: tensors in nested containers, or objects.
+        is_objects: gather them as objects whatever they are.
+    """
+    is_objects = is_objects or not all(isinstance(each, torch.Tensor) for each in leaves(values))
+    joined = gather_object(values) if is_objects else gather(values)
+    state = GradientState()
+    if not state.end_of_dataloader or state.remainder <= 0:
+        return joined
+    if is_objects:
+        return joined[: state.remainder] if isinstance(joined, list | tuple | str) else joined
+    return map_tensors(lambda each: each[: state.remainder] if each.ndim else each, joined)
 
 
 def broadcast(tensor: Tree, from_process: int = 0) -> Tree:

@@ -183,3 +183,7 @@ class Members:
     @property
     def _dataloaders(self) -> list[Any]:
         return list(self._accelerator._preparation.loaders)
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        return list(self._accelerator._run_state.custom)

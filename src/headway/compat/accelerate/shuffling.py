@@ -1,4 +1,4 @@
-"""Orders of shuffled loaders as Accelerate draws them, so that a run under its name sees the same rows in the same updates.
+"""Orders and shares of loaders as Accelerate makes them, so that a run under its name sees the same rows in the same updates.
 
 On several processes a shuffling sampler gets a generator, seeded by a number that `prepare` draws; with
 `use_seedable_sampler` the order of each epoch is that of (seed + epoch). Headway's loader keeps what each was drawn from, as
@@ -7,10 +7,32 @@ it does for every sampler of the user's.
 
 import copy
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+
+from headway.config.run import DataLoaderConfiguration
+
+
+class AccelerateLoading(DataLoaderConfiguration):
+    """Headway's settings with Accelerate's decisions: streams are dispatched, and what is dispatched ends in equal parts."""
+
+    def dispatches(self, is_stream: bool) -> bool:
+        """Does the main process read such data for all?"""
+        return is_stream if self.dispatch_batches is None else self.dispatch_batches
+
+    @property
+    def levels_dispatched(self) -> bool:
+        """True."""
+        return True
+
+    @classmethod
+    def of(cls, asked: DataLoaderConfiguration) -> "AccelerateLoading":
+        """The same settings; a seedable order is left to `seeded`."""
+        values = {field.name: getattr(asked, field.name) for field in fields(asked)}
+        return cls(**{**values, "use_seedable_sampler": False})
 
 
 class SeededSampler(Sampler[int]):
@@ -23,7 +45,7 @@ class SeededSampler(Sampler[int]):
 
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
         self.inner = copy.copy(sampler)
-        self.inner.generator = torch.Generator()
+        self.generator = self.inner.generator = torch.Generator()
         self.seed = seed
         self.epoch = 0
 
@@ -32,7 +54,7 @@ class SeededSampler(Sampler[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        self.inner.generator.manual_seed(self.seed + self.epoch)
+        self.generator.manual_seed(self.seed + self.epoch)
         yield from self.inner
 
     def __len__(self) -> int:
