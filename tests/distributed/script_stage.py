@@ -23,7 +23,6 @@ PRELOADED = [
     "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
 ]  # fmt: skip
 GRACE_S = 4.0
-"""How long the ranks of a run may go on after one of them failed, or after all of them wrote their evidence."""
 
 
 class Stage:
@@ -32,9 +31,16 @@ class Stage:
     Args:
         preloaded: modules that are imported before the first one.
         variables: for the environment.
+        grace_s: how long ranks may go on after one of them failed, or after all of them wrote their evidence.
     """
 
-    def __init__(self, preloaded: Sequence[str] = PRELOADED, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        preloaded: Sequence[str] = PRELOADED,
+        variables: Mapping[str, str] | None = None,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self._grace_s = grace_s
         environment = {
             **os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true",
             "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -60,7 +66,8 @@ class Stage:
         """
         folder.mkdir(parents=True)
         job = {"script": str(script), "args": args, "folder": str(folder), "world_size": world_size,
-               "port": free_port(), "is_deadly": is_deadly, "timeout_s": timeout_s}  # fmt: skip
+               "port": free_port(), "is_deadly": is_deadly, "timeout_s": timeout_s,
+               "grace_s": self._grace_s}  # fmt: skip
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
@@ -121,7 +128,7 @@ def _carry_out(job: dict[str, Any]) -> list[int | None]:
                 codes[rank] = os.waitstatus_to_exitcode(status) if ended else None
         time.sleep(0.02)
         if not is_short and (any(codes) or all(path.exists() for path in evidence)):
-            deadline, is_short = min(deadline, time.monotonic() + GRACE_S), True
+            deadline, is_short = min(deadline, time.monotonic() + job["grace_s"]), True
     for rank, pid in enumerate(pids):
         if codes[rank] is None:
             os.kill(pid, signal.SIGKILL)

@@ -66,7 +66,8 @@ class Both:
         self._num_runs = 0
         as_accelerate = variables({name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ})
         self._stages = {
-            "accelerate": Stage(["accelerate", *preloaded]),
+            # Where one of its ranks hangs when it is done (see below), nobody waits for it.
+            "accelerate": Stage(["accelerate", *preloaded], grace_s=1.0),
             "headway": Stage(["accelerate", "headway.accelerator", *preloaded], as_accelerate),
         }
 

@@ -65,6 +65,10 @@ for epoch in range(first_epoch, 3):
         if not args.resume and counter.seen == len(loader) + len(loader) // 3 // 2 * 2:
             accelerator.save_state(safe_serialization=not args.binary)
 evidence.add("seen", counter.seen)
-evidence.parameters(accelerator.unwrap_model(encoder), accelerator.unwrap_model(head))
+for part in map(accelerator.unwrap_model, (encoder, head)):
+    # A process's own running means count for nothing: before a forward they become those of the first one.
+    evidence.add("parameters", *(each.double().norm() for each in part.parameters()))
+    if accelerator.is_main_process:
+        evidence.parameters(part)
 evidence.write()
 accelerator.end_training()

@@ -93,6 +93,7 @@ _COMMANDS = "default_config_file launch_command launch_command_parser load_confi
 AS_ACCELERATE: dict[str, tuple[str, str]] = {
     "Accelerator": ("headway.compat.accelerate.accelerator", "AccelerateAccelerator"),
     **{name: ("headway.compat.accelerate.changeable", name) for name in _CHANGEABLE.split()},
+    "find_executable_batch_size": ("headway.compat.accelerate.batch_sizes", "find_executable_batch_size"),
     **{name: ("headway.compat.accelerate.commands", name) for name in _COMMANDS.split()},
 }
 """Name -> (module, name there), for what `import accelerate` gives where Headway stands in for it, and `headway` does not."""

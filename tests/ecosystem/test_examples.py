@@ -1,0 +1,52 @@
+"""Accelerate's documented examples, written anew from their description: the same numbers under both libraries."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ecosystem.both import Both
+
+pytestmark = pytest.mark.slow
+
+PRELOADED = [
+    "safetensors.torch", "schedulefree", "sklearn.model_selection", "tests.scripts.evidence",
+    "torch.utils.tensorboard", "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
+]  # fmt: skip
+
+EXAMPLES = {
+    "complete NLP": ("examples_nlp", "--checkpointing_steps epoch"),
+    "complete NLP, bf16, by steps": ("examples_nlp", "--checkpointing_steps 4 --mixed_precision bf16 --use_seedable_sampler"),
+    "complete CV": ("examples_cv", ""),
+    "gradient accumulation": ("examples_accumulation", ""),
+    "automatic gradient accumulation": ("examples_automatic_accumulation", ""),
+    "accumulation for autoregressive models": ("examples_autoregressive", ""),
+    "checkpointing": ("examples_checkpointing", ""),
+    "cross-validation": ("examples_cross_validation", ""),
+    "early stopping": ("examples_early_stopping", ""),
+    "local SGD": ("examples_local_sgd", ""),
+    "memory": ("examples_memory", ""),
+    "multi-process metrics": ("examples_metrics", ""),
+    "profiler": ("examples_profiler", ""),
+    "schedule-free": ("examples_schedule_free", ""),
+    "tracking": ("examples_tracking", ""),
+    "DDP communication hook": ("examples_comm_hook", "fp16"),
+    "DDP communication hook, PowerSGD": ("examples_comm_hook", "power_sgd"),
+}
+TOLERANCE = 1e-6
+"""Of two processes, relative to the largest number of its kind; on one process every bit is the same."""
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> Iterator[Both]:
+    both = Both(tmp_path_factory.mktemp("examples"), PRELOADED)
+    yield both
+    both.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_same_numbers(name, world_size, both):
+    script, flags = EXAMPLES[name]
+    found = both.run(script, *flags.split(), world_size=world_size).differences()
+    assert len(found) >= 2
+    assert max(found.values()) <= (0.0 if world_size == 1 else TOLERANCE), found
