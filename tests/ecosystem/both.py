@@ -80,7 +80,9 @@ class Both:
         self._num_runs += 1
         return Sides(*(self._one(library, script, args, world_size, timeout_s) for library in LIBRARIES))
 
-    def run_on(self, library: str, script: str, *args: str, world_size: int = 1, timeout_s: float = 240) -> list[Numbers]:
+    def run_on(
+        self, library: str, script: str, *args: str, world_size: int = 1, timeout_s: float = 240
+    ) -> list[Numbers]:
         """The same on one of them: "accelerate" or "headway"; what each rank noted.
 
         Raises:

@@ -15,7 +15,10 @@ PRELOADED = [
 
 EXAMPLES = {
     "complete NLP": ("examples_nlp", "--checkpointing_steps epoch"),
-    "complete NLP, bf16, by steps": ("examples_nlp", "--checkpointing_steps 4 --mixed_precision bf16 --use_seedable_sampler"),
+    "complete NLP, bf16, by steps": (
+        "examples_nlp",
+        "--checkpointing_steps 4 --mixed_precision bf16 --use_seedable_sampler",
+    ),
     "complete CV": ("examples_cv", ""),
     "gradient accumulation": ("examples_accumulation", ""),
     "automatic gradient accumulation": ("examples_automatic_accumulation", ""),

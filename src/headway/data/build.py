@@ -124,7 +124,10 @@ class _Recipe:
         batch_sampler = self.loader.batch_sampler
         split: SampleSplit | BatchSplit
         if not self.is_batched:
-            order, split = self._order(self.loader.sampler), SampleSplit(1, self.shard.count, False, self.is_even, self.is_level)
+            order, split = (
+                self._order(self.loader.sampler),
+                SampleSplit(1, self.shard.count, False, self.is_even, self.is_level),
+            )
         elif type(batch_sampler) is BatchSampler:
             size = self._size(batch_sampler.batch_size)
             order = self._order(batch_sampler.sampler)

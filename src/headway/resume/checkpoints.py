@@ -138,7 +138,11 @@ class Checkpoints:
             is_blocking,
             is_alone=is_alone,
         )
-        fill = (lambda staging: self._call_save_hooks(collected, staging)) if self._save_hooks or self.last_save_hook else None
+        fill = (
+            (lambda staging: self._call_save_hooks(collected, staging))
+            if self._save_hooks or self.last_save_hook
+            else None
+        )
         where = run.place(before)  # asks the user's objects, and the random streams are read after them
         run.saver.save(folder, collected, about, policy, fill, lambda: run.seal(collected, before, is_alone))
         place.iteration += place.is_automatic

@@ -7,7 +7,7 @@ from torch.optim import AdamW
 
 from tests.scripts.evidence import Evidence
 
-OBSERVED_BATCH_SIZE = 24
+OBSERVED_BATCH_SIZE = 8
 accelerator = Accelerator(cpu=True)
 evidence = Evidence("evidence", accelerator.process_index)
 
@@ -16,7 +16,7 @@ evidence = Evidence("evidence", accelerator.process_index)
 def train(batch_size):
     accelerator.free_memory()
     evidence.add("tried", batch_size)
-    if batch_size > 6:
+    if batch_size > 4:
         raise RuntimeError("CUDA out of memory. (This one is made up.)")
     accelerator.gradient_accumulation_steps = OBSERVED_BATCH_SIZE // batch_size
     set_seed(42)

@@ -40,7 +40,9 @@ for epoch in range(3):
         optimizer.zero_grad()
     found = evaluate(accelerator, model, eval_loader)
     evidence.add("metrics", found["accuracy"], found["seen"])
-    accelerator.log({"accuracy": 100 * found["accuracy"], "train_loss": total_loss.item() / len(train_loader)}, step=epoch)
+    accelerator.log(
+        {"accuracy": 100 * found["accuracy"], "train_loss": total_loss.item() / len(train_loader)}, step=epoch
+    )
     accelerator.save_state(os.path.join("checkpoints", f"epoch_{epoch}"))
 evidence.gradients(accelerator.unwrap_model(model))
 evidence.parameters(accelerator.unwrap_model(model))

@@ -4,7 +4,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import set_seed
-from examples_material import digit_loaders, evaluate, make_net
+from examples_material import digit_loaders, evaluate
 
 from tests.scripts.evidence import Evidence
 

@@ -52,7 +52,9 @@ def digit_sets(num_train=150, num_eval=70):
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
     end = num_train + num_eval
-    return TensorDataset(images[:num_train], labels[:num_train]), TensorDataset(images[num_train:end], labels[num_train:end])
+    return TensorDataset(images[:num_train], labels[:num_train]), TensorDataset(
+        images[num_train:end], labels[num_train:end]
+    )
 
 
 def digit_loaders(batch_size, **sizes):

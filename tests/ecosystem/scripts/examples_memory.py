@@ -11,7 +11,7 @@ accelerator = Accelerator(cpu=True)
 evidence = Evidence("evidence", accelerator.process_index)
 
 
-@find_executable_batch_size(starting_batch_size=64)
+@find_executable_batch_size(starting_batch_size=24)
 def inner_training_loop(batch_size):
     accelerator.free_memory()
     evidence.add("tried", batch_size)

@@ -77,7 +77,8 @@ def main():
         found = evaluate(accelerator, model, eval_loader)
         evidence.add("metrics", found["accuracy"], found["seen"])
         accelerator.log(
-            {"accuracy": found["accuracy"], "train_loss": total_loss.item() / len(train_loader), "epoch": epoch}, step=epoch
+            {"accuracy": found["accuracy"], "train_loss": total_loss.item() / len(train_loader), "epoch": epoch},
+            step=epoch,
         )
         if args.checkpointing_steps == "epoch":
             accelerator.save_state(os.path.join(args.output_dir, f"epoch_{epoch}"))

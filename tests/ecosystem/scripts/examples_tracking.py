@@ -1,7 +1,7 @@
 """Tracking: TensorBoard by name and a tracker of one's own, and what they were given."""
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import set_seed
 from examples_material import digit_loaders, evaluate, make_net
@@ -31,6 +31,7 @@ class Notebook(GeneralTracker):
         self.pages += [step, *values.values()]
 
 
+PartialState(cpu=True)  # before the tracker, which asks it which process this is
 own = Notebook()
 accelerator = Accelerator(cpu=True, log_with=["tensorboard", own], project_dir="logs")
 evidence = Evidence("evidence", accelerator.process_index)

@@ -37,7 +37,10 @@ rows = torch.randn(48, 4, generator=generator)
 dataset = TensorDataset(rows, rows.sum(1, keepdim=True).tanh())
 encoder = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2))
 head = torch.nn.Linear(8, 1)
-optimizers = [torch.optim.AdamW(encoder.parameters(), lr=0.02), torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9)]
+optimizers = [
+    torch.optim.AdamW(encoder.parameters(), lr=0.02),
+    torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9),
+]
 schedulers = [torch.optim.lr_scheduler.StepLR(each, 3, gamma=0.7) for each in optimizers]
 loader = DataLoader(dataset, batch_size=4, shuffle=True)
 encoder, head, *optimizers, loader = accelerator.prepare(encoder, head, *optimizers, loader)

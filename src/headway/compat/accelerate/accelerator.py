@@ -145,7 +145,7 @@ class AccelerateAccelerator(Accelerator):
 
     def _writes_accelerates_files(self) -> bool:
         asked = env.get_bool("HEADWAY_ACCELERATE_FILES")
-        is_replicated = self.distributed_type in _REPLICATED
+        is_replicated = self._members_of_accelerate.distributed_type in _REPLICATED
         is_one_machine = self.runtime.local_world_size == self.num_processes
         return asked is not False and is_replicated and is_one_machine
 
@@ -185,7 +185,7 @@ class AccelerateAccelerator(Accelerator):
             folder = newest_in(place.parent())
         if folder is None or not is_accelerates(folder):
             return super().load_state(input_dir, load_kwargs, strict=strict, **load_model_func_kwargs)
-        if self.distributed_type not in _REPLICATED:
+        if self._members_of_accelerate.distributed_type not in _REPLICATED:
             raise UnsupportedError(
                 f"{folder} was written by Accelerate, and this run's models are sharded; load it on replicas, and save it from there"
             )

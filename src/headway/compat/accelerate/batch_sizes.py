@@ -22,6 +22,5 @@ def find_executable_batch_size(
         starting_batch_size: of the first attempt.
         reduce_batch_size_fn: gives the next one; None: nine tenths of it (Headway's own takes half).
     """
-    return find.find_executable_batch_size(
-        function, starting_batch_size, reduce_batch_size_fn or _nine_tenths
-    )
+    call: Any = find.find_executable_batch_size
+    return call(function, starting_batch_size, reduce_batch_size_fn or _nine_tenths)

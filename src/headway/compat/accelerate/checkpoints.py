@@ -164,7 +164,9 @@ class Reader:
     def _pickled(self, name: str) -> Any:
         path = self._folder / name
         if not path.is_file():
-            raise CheckpointError(f"{self._folder} has no {name}, which this run's prepared objects need; prepare what was saved")
+            raise CheckpointError(
+                f"{self._folder} has no {name}, which this run's prepared objects need; prepare what was saved"
+            )
         try:
             return load(path, "cpu")
         except Exception as error:
@@ -217,7 +219,7 @@ def _put(model: torch.nn.Module, state: Mapping[str, torch.Tensor], strict: bool
     unknown = [name for name in state if name not in own]
     if strict and (missing or unknown):
         raise CheckpointError(
-            f"the weights in {folder} do not fit {type(model).__name__}: missing {missing[:3]}, unknown {unknown[:3]}; build the model "
-            "that was saved"
+            f"the weights in {folder} do not fit {type(model).__name__}: missing {missing[:3]}, unknown {unknown[:3]}; "
+            "build the model that was saved"
         )
     model.load_state_dict(dict(state), strict=False)
