@@ -3,6 +3,7 @@
 `Stage` is the tests' side of it. What a script prints goes into `log<rank>` of its folder.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -142,6 +143,8 @@ def _serve() -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a rank that collects garbage would copy every page of what was imported
     for line in sys.stdin:
         print(json.dumps(_carry_out(json.loads(line))), flush=True)
 
