@@ -12,6 +12,7 @@ import torch
 from headway.accelerator import Accelerator
 from headway.compat.accelerate.batches import convert_to_fp32
 from headway.compat.accelerate.changeable import fixed
+from headway.compat.accelerate.loading import AccelerateRules
 from headway.training.windows import ConstantDivision
 
 _UNSET: Any = object()
@@ -75,6 +76,7 @@ class AccelerateAccelerator(Accelerator):
             parallelism_config=parallelism_config,
             loss_policy=ConstantDivision(),
         )
+        self._preparation.rules = AccelerateRules()
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False) -> Any:
         """As Headway's, and under mixed precision models give float32."""
