@@ -5,14 +5,18 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.ecosystem.both import Both, Numbers, Sides
+from tests.ecosystem.both import LIBRARIES, Both, Numbers, Sides
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    preloaded = ["peft", "transformers", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2"]
+    preloaded = [
+        "peft", "transformers", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "accelerate.utils",
+        "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.experimental",
+        "transformers.integrations.integration_utils", "torch._dynamo",
+    ]  # fmt: skip
     stage = Both(tmp_path_factory.mktemp("trainer"), preloaded)
     yield stage
     stage.close()
@@ -85,7 +89,7 @@ def test_resumes_from_either_librarys_checkpoint(both, num_processes):
     line = Case(arguments, ["--save", "steps", "--evaluate"]).line()
     straight = both.run("trainer", *line, world_size=num_processes)
     assert differences(straight) == {}
-    written = [both.latest(library, "trainer") / "out" / "checkpoint-3" for library in ("accelerate", "headway")]
+    written = [both.latest(library, "trainer") / "out" / "checkpoint-3" for library in LIBRARIES]
     for checkpoint in written:  # in the second epoch on two processes, in the first on one
         resumed = both.run("trainer", *line, "--perturbed", "--resume", str(checkpoint), world_size=num_processes)
         assert differences(resumed) == {}
@@ -96,7 +100,7 @@ def test_resumes_from_either_librarys_checkpoint(both, num_processes):
 
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_batch_size_is_found_where_memory_runs_out(both, num_processes):
-    """On two processes it runs out on one of them only, which Accelerate's would wait for."""
+    """On two processes it runs out on one of them only, which Accelerate's other one would wait for."""
     arguments = {"num_train_epochs": 1, "auto_find_batch_size": True}
     hungry = ["--hungry", str(num_processes - 1)]
     found = both.run_on("headway", "trainer", *Case(arguments, hungry).line(), world_size=num_processes)
@@ -106,11 +110,10 @@ def test_a_batch_size_is_found_where_memory_runs_out(both, num_processes):
     assert compared(known, found) == {}
 
 
-def test_accelerate_finds_the_same_batch_size(both):
-    case = Case({"num_train_epochs": 1, "auto_find_batch_size": True}, ["--hungry", "0"])
-    sides = both.run("trainer", *case.line())
-    assert sides.accelerate[0]["batch size"] == sides.headway[0]["batch size"]
-    assert sides.accelerate[0]["log: step"] == sides.headway[0]["log: step"]
+@pytest.mark.parametrize("options", [[], ["--configured"]], ids=["of its own", "made before"])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_transformers_reads_the_same_of_the_states(both, num_processes, options):
+    assert differences(both.run("contracts", *options, world_size=num_processes)) == {}
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
@@ -134,8 +137,7 @@ def test_sharded_files_are_read_by_either_library_on_another_number_of_processes
     line = ["--kind", kind, *options]
     made = both.run("sharded_files", *line, world_size=2)
     assert differences(made) == {}
-    written = [both.latest(library, "sharded_files") / "saved" for library in ("accelerate", "headway")]
-    for folder in written:
-        read = both.run("sharded_files", *line, "--read", str(folder), world_size=3)
-        assert differences(read) == {}
-        assert compared(made.accelerate[:1], read.headway[:1]) == {}
+    written = {library: both.latest(library, "sharded_files") / "saved" for library in LIBRARIES}
+    for writer, reader in zip(LIBRARIES, reversed(LIBRARIES)):
+        read = both.run_on(reader, "sharded_files", *line, "--read", str(written[writer]), world_size=3)
+        assert compared(made.accelerate[:1], read[:1]) == {}

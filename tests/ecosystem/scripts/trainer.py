@@ -99,10 +99,10 @@ def build(flags):
     model = (Hungry if rank in (flags.hungry or ()) else GPT2LMHeadModel)(config)
     if flags.perturbed:
         torch.nn.init.constant_(model.transformer.wte.weight, 0.1)
-    given = json.loads(flags.arguments)
+    given = {"per_device_train_batch_size": 4, **json.loads(flags.arguments)}
     arguments = TrainingArguments(
         output_dir=flags.output, use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1, learning_rate=5e-3,
-        per_device_train_batch_size=4, per_device_eval_batch_size=4, seed=flags.seed, save_strategy=flags.save, **given,
+        per_device_eval_batch_size=4, seed=flags.seed, save_strategy=flags.save, **given,
     )  # fmt: skip
     data = Tokens(flags.samples, seed=1)
     data = Stream(data) if flags.data == "stream" else Sentences(data) if flags.data == "lengths" else data

@@ -40,7 +40,7 @@ class SeededShuffle:
     def draw(self, epoch: int) -> Sequence[int] | Iterator[int]:
         """The epoch's order, sliceable where every sample comes once."""
         sampler, seed = self._sampler, (self._seed + epoch) % (1 << 63)
-        length = len(sampler.data_source)  # type: ignore[arg-type]
+        length = len(sampler.data_source)
         if not sampler.replacement and sampler.num_samples == length:
             return permutation(length, seed)  # type: ignore[return-value]
         return iter(_with_generator(sampler, torch.Generator().manual_seed(seed)))
