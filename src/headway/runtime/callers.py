@@ -177,8 +177,10 @@ class _Source:
                 targets = node.targets
             elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
                 targets = (node.target,)
-            value = getattr(node, "value", None)
-            for key in dict.fromkeys((type(each), _named(each)) for each in targets) if value is not None else ():
+            value: ast.expr | None = getattr(node, "value", None)
+            if value is None:
+                continue
+            for key in dict.fromkeys((type(each), _named(each)) for each in targets):
                 self._assigned.setdefault(key, []).append(value)
 
     def body(self, frame: FrameType) -> list[ast.stmt] | None:

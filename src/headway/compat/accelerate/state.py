@@ -279,6 +279,9 @@ class GradientState:
                 "GradientState(plugin) has no effect; give the plugin to Accelerator(gradient_accumulation_plugin=...)"
             )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GradientState, ()
+
     @property
     def _windows(self) -> Windows | None:
         return None if self._run is None else self._run.accumulation
