@@ -4,16 +4,24 @@ Scripts and libraries that were written against Accelerate count on how it divid
 kept here. `headway.Accelerator` itself weighs losses and leaves outputs as they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from headway.accelerator import Accelerator
-from headway.compat.accelerate.batches import convert_to_fp32
+from headway.collectives.tree import Tree
+from headway.compat.accelerate.batches import convert_to_fp32, recursively_apply
 from headway.compat.accelerate.changeable import fixed
+from headway.compat.accelerate.exchange import gather_object
 from headway.compat.accelerate.loading import AccelerateRules
+from headway.compat.accelerate.state import GradientState
+from headway.data.draws import LoaderStream
+from headway.errors import MetricError
+from headway.log import get_logger
 from headway.training.windows import ConstantDivision
+
+log = get_logger(__name__)
 
 _UNSET: Any = object()
 
@@ -77,6 +85,7 @@ class AccelerateAccelerator(Accelerator):
             loss_policy=ConstantDivision(),
         )
         self._preparation.rules = AccelerateRules()
+        self._preparation.loader_stream = LoaderStream()
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False) -> Any:
         """As Headway's, and under mixed precision models give float32."""
@@ -93,6 +102,35 @@ class AccelerateAccelerator(Accelerator):
         self._upcast(prepared)
         return prepared
 
+    def gather_for_metrics(self, input_data: Tree, use_gather_object: bool = False, loader: Any = None) -> Tree:
+        """As Headway's; what has not one entry for each sample is joined too, and cut at the epoch's end as Accelerate cuts it.
+
+        Such are losses repeated to another number than the batch's rows. One value for each rank is never cut.
+        """
+        try:
+            return super().gather_for_metrics(input_data, use_gather_object, loader)
+        except MetricError as error:
+            log.warning_once("%s. It is joined as it is", error)
+        if use_gather_object or not _holds_tensors(input_data):
+            is_list = isinstance(input_data, list) or self.num_processes == 1
+            return self._cut(gather_object(input_data if is_list else [input_data]))
+        return recursively_apply(
+            lambda each: self._cut(self.gather(each)) if each.ndim else self.gather(each), input_data
+        )
+
+    def _cut(self, rows: Any) -> Any:
+        state = GradientState(_run=self._run)
+        is_cut = isinstance(rows, torch.Tensor | list) and state.end_of_dataloader and state.remainder > 0
+        return rows[: state.remainder] if is_cut else rows
+
     def _upcast(self, model: Any) -> None:
         if isinstance(model, torch.nn.Module) and self.precision.is_mixed:
             model.register_forward_hook(lambda module, inputs, outputs: convert_to_fp32(outputs))
+
+
+def _holds_tensors(tree: Any) -> bool:
+    if isinstance(tree, Mapping):
+        return all(map(_holds_tensors, tree.values()))
+    if isinstance(tree, list | tuple):
+        return all(map(_holds_tensors, tree))
+    return isinstance(tree, torch.Tensor)
