@@ -83,13 +83,17 @@ class Both:
     def run_on(
         self, library: str, script: str, *args: str, world_size: int = 1, timeout_s: float = 240
     ) -> list[Numbers]:
-        """The same on one of them: "accelerate" or "headway"; what each rank noted.
+        """Run it on one of the two, "accelerate" or "headway"; returns what each rank noted.
 
         Raises:
             AssertionError: a rank failed; what it printed is the message.
         """
         self._num_runs += 1
         return self._one(library, script, args, world_size, timeout_s)
+
+    def latest(self, library: str, script: str) -> Path:
+        """The folder that the latest run had as its current one."""
+        return self.folder / f"{self._num_runs}-{script}-{library}"
 
     def _one(self, library: str, script: str, args: Sequence[str], world_size: int, timeout_s: float) -> list[Numbers]:
         folder = self.folder / f"{self._num_runs}-{script}-{library}"

@@ -40,15 +40,6 @@ class DataLoaderConfiguration:
         """Is the order a pure function of (seed, epoch)?"""
         return self.data_seed is not None if self.use_seedable_sampler is None else self.use_seedable_sampler
 
-    def dispatches(self, is_stream: bool) -> bool:
-        """Does the main process read such data for all? A compatibility layer may decide otherwise."""
-        return bool(self.dispatch_batches)
-
-    @property
-    def levels_dispatched(self) -> bool:
-        """Is an incomplete round of dispatched samples shared out in equal parts?"""
-        return False
-
 
 @dataclass(frozen=True)
 class GradientAccumulationPlugin:

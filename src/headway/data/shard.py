@@ -63,14 +63,14 @@ class SampleSplit:
         count: ranks.
         drop_last: leave an incomplete round out.
         is_even: complete the last round with samples from the start of the order.
-        is_level: share an incomplete round out in equal parts; False: the first ranks' batches are full.
+        is_spread: an incomplete round is cut into short batches of equal size.
     """
 
     size: int
     count: int
     drop_last: bool = False
     is_even: bool = True
-    is_level: bool = False
+    is_spread: bool = False
 
     @cached_property
     def round_size(self) -> int:
@@ -104,7 +104,7 @@ class SampleSplit:
 
     def share(self, samples: Sequence[T], rank: int, opening: list[T]) -> tuple[list[T], tuple[int, ...]]:
         """What `rank` gets of a round, and every rank's number of real samples."""
-        size = self._size_of(samples)
+        size = self._size_in(samples)
         begin, end = rank * size, (rank + 1) * size
         if len(samples) == self.round_size:
             return as_list(samples[begin:end]), self._full_counts
@@ -114,12 +114,12 @@ class SampleSplit:
             return fill(real, opening, size * self.count)[begin:end], counts
         return real[begin:end] or real[:size], counts
 
-    def _size_of(self, samples: Sequence[Any]) -> int:
-        return -(-len(samples) // self.count) if self.is_level else self.size
+    def _size_in(self, samples: Sequence[Any]) -> int:
+        return min(self.size, -(-len(samples) // self.count)) if self.is_spread else self.size
 
     def offset(self, samples: Sequence[Any], rank: int) -> int:
         """How far into the round `rank`'s samples begin."""
-        return rank * self._size_of(samples)
+        return rank * self._size_in(samples)
 
     def count_samples(self, samples: Sequence[object]) -> int:
         """Real samples of a round."""

@@ -15,13 +15,15 @@ from torch.utils.data import DataLoader
 from headway import env
 from headway.accelerator import Accelerator
 from headway.checkpoint.foreign import number_of
+from headway.collectives.tree import Tree
 from headway.compat.accelerate.batches import convert_to_fp32
 from headway.compat.accelerate.changeable import fixed
 from headway.compat.accelerate.checkpoints import Reader, Writer, is_accelerates, newest_in
 from headway.compat.accelerate.exchange import gather_and_cut
 from headway.compat.accelerate.layouts import DistributedType
-from headway.compat.accelerate.shuffling import AccelerateLoading, give_generator, seeded
-from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin
+from headway.compat.accelerate.loading import AccelerateRules
+from headway.config.run import GradientAccumulationPlugin
+from headway.data.draws import LoaderStream
 from headway.data.loader import PreparedLoader
 from headway.errors import MetricError, UnsupportedError
 from headway.log import get_logger
@@ -75,14 +77,12 @@ class AccelerateAccelerator(Accelerator):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
-        loading = fixed(dataloader_config) or DataLoaderConfiguration()
-        self._asked_loading: DataLoaderConfiguration = loading
         super().__init__(
             device_placement=device_placement,
             mixed_precision=mixed_precision,
             gradient_accumulation_steps=None if gradient_accumulation_steps == 1 else gradient_accumulation_steps,
             cpu=cpu or None,
-            dataloader_config=AccelerateLoading.of(loading),
+            dataloader_config=fixed(dataloader_config),
             deepspeed_plugin=deepspeed_plugin,
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
@@ -100,13 +100,14 @@ class AccelerateAccelerator(Accelerator):
             parallelism_config=parallelism_config,
             loss_policy=ConstantDivision(),
         )
+        self._preparation.rules = AccelerateRules()
+        self._preparation.loader_stream = LoaderStream()
         self._writer = Writer(self)
         if self._writes_accelerates_files():
             self._checkpoints.last_save_hook = self._writer
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False) -> Any:
         """As Headway's, and under mixed precision models give float32."""
-        objects = tuple(self._shuffled(each) for each in objects)
         prepared = super().prepare(*objects, device_placement=device_placement, strict=strict)
         for each in objects:
             self._upcast(each)
@@ -125,21 +126,25 @@ class AccelerateAccelerator(Accelerator):
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> PreparedLoader:
-        """As Headway's, shuffled as Accelerate shuffles."""
-        made = super().prepare_data_loader(self._shuffled(data_loader), device_placement, slice_fn_for_dispatch)
+        """As Headway's; a pass draws its order with its first batch."""
+        made = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         made.opens_late = True
         return made
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: Tree) -> Tree:
         """As Headway's; on one process what was given comes back."""
         return tensor if self.num_processes == 1 else super().gather(tensor)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False, loader: Any = None) -> Any:
-        """As Headway's where there is one entry per sample; anything else is gathered and cut as Accelerate does."""
+    def gather_for_metrics(self, input_data: Tree, use_gather_object: bool = False, loader: Any = None) -> Tree:
+        """As Headway's; what has not one entry for each sample is joined too, and cut at the epoch's end as Accelerate cuts it.
+
+        Such are losses of each rank, or repeated to another number than the batch's rows.
+        """
         try:
             return super().gather_for_metrics(input_data, use_gather_object, loader)
-        except MetricError:
-            return gather_and_cut(input_data, use_gather_object)
+        except MetricError as error:
+            log.warning_once("%s. It is joined as it is", error)
+        return gather_and_cut(input_data, use_gather_object)
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -199,21 +204,6 @@ class AccelerateAccelerator(Accelerator):
     def _num_micro_batches_in_hand(self) -> int:
         window = self._training_step.windows.current
         return 0 if window.is_closed else window.num_done
-
-    def _shuffled(self, each: Any) -> Any:
-        if not isinstance(each, DataLoader) or isinstance(each, PreparedLoader):
-            return each
-        asked = self._asked_loading
-        if asked.use_seedable_sampler:
-            return seeded(each, asked.data_seed)
-        if self.strategy.data_shard.count > 1 and not asked.dispatch_batches:
-            give_generator(each)
-        return each
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Is the order a function of seed and epoch?"""
-        return bool(self._asked_loading.use_seedable_sampler)
 
     def _upcast(self, model: Any) -> None:
         if isinstance(model, torch.nn.Module) and self.precision.is_mixed:
