@@ -21,7 +21,7 @@ CASES = {
     "text_classification": "",
     "cross_validation": "",
     "text_to_image": "--use_ema --snr_gamma 5 --seed 1 --checkpoints_total_limit 2 --mixed_precision bf16",
-    "dreambooth": "--with_prior_preservation --train_text_encoder --class_data_dir ../class_images",
+    "dreambooth": "--with_prior_preservation --train_text_encoder --class_data_dir class_images",
     "denoising_diffusion": "",
     "causal_lm": "--seed 1 --checkpointing_steps 4 --output_dir out --with_tracking --report_to tensorboard",
     "lora": "",
