@@ -5,13 +5,18 @@ kept here. `headway.Accelerator` itself weighs losses and leaves outputs as they
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from headway.accelerator import Accelerator
 from headway.compat.accelerate.batches import convert_to_fp32
-from headway.compat.accelerate.changeable import fixed
+from headway.collectives.tree import Tree
+from headway.compat.accelerate.changeable import LiveDataLoaderConfiguration, fixed
+from headway.compat.accelerate.metrics import is_per_sample, joined
+from headway.config.run import DataLoaderConfiguration
+from headway.data.loader import PreparedLoader
 from headway.training.windows import ConstantDivision
 
 _UNSET: Any = object()
@@ -90,6 +95,33 @@ class AccelerateAccelerator(Accelerator):
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         self._upcast(prepared)
         return prepared
+
+    def gather_for_metrics(
+        self, input_data: Tree, use_gather_object: bool = False, loader: PreparedLoader | None = None
+    ) -> Tree:
+        """As Headway's; tensors that are not per sample are joined too, and at the end cut as Accelerate cuts them."""
+        chosen = loader if loader is not None else self._training_step.windows.loader
+        if use_gather_object or is_per_sample(input_data, chosen, self._readers):
+            return super().gather_for_metrics(input_data, use_gather_object, loader)
+        state = self.gradient_state
+        return joined(input_data, self._readers, state.remainder if state.end_of_dataloader else 0)
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How loaders split, pad and move batches; what is assigned goes for those that are prepared later."""
+        return LiveDataLoaderConfiguration(self._preparation.loading, self._load_by)
+
+    @property
+    def even_batches(self) -> bool:
+        """Is the last round completed with samples from the start? Settable, for loaders that are prepared later."""
+        return self._preparation.loading.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self._load_by(replace(self._preparation.loading, even_batches=value))
+
+    def _load_by(self, loading: DataLoaderConfiguration) -> None:
+        self._preparation.loading = loading
 
     def _upcast(self, model: Any) -> None:
         if isinstance(model, torch.nn.Module) and self.precision.is_mixed:
