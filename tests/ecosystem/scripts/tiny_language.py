@@ -5,6 +5,7 @@ import inspect
 import textwrap
 
 import torch
+from accelerate import PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -50,6 +51,13 @@ def llama(words):
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     ends = {"bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
     return LlamaForCausalLM(LlamaConfig(vocab_size=len(words), max_position_embeddings=128, **shape, **ends))
+
+
+def through_files(model):
+    """The model written by `save_pretrained` and read again, for trainers that read it once more by its path."""
+    with PartialState().main_process_first():
+        model.save_pretrained("model")
+    return type(model).from_pretrained("model")
 
 
 def bert_config(words):
