@@ -55,8 +55,9 @@ def llama(words):
 
 def through_files(model):
     """The model written by `save_pretrained` and read again, for trainers that read it once more by its path."""
-    with PartialState().main_process_first():
-        model.save_pretrained("model")
+    state = PartialState(cpu=True)
+    model.save_pretrained("model")
+    state.wait_for_everyone()
     return type(model).from_pretrained("model")
 
 
