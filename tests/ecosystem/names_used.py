@@ -92,7 +92,10 @@ def look(libraries: list[str]) -> dict[str, object]:
                 files.add(file)
                 places.setdefault(each, file)
         kinds = [kind for kind, _ in mine]
-        counts[library] = {"files": len(files), **{kind: kinds.count(kind) for kind in ("import", "attribute", "member")}}
+        counts[library] = {
+            "files": len(files),
+            **{kind: kinds.count(kind) for kind in ("import", "attribute", "member")},
+        }
     reasons = {f"{kind} {name}": (file, missing(kind, name, accelerator)) for (kind, name), file in places.items()}
     return {
         "is_headway": hasattr(accelerate, "__headway_version__"),

@@ -17,10 +17,9 @@ words = tokenizer()
 texts = lines(66)
 pairs = Dataset.from_dict({"prompt": texts[:22], "chosen": texts[22:44], "rejected": texts[44:]})
 options = {
-    "reference": {"gradient_accumulation_steps": 2},
+    "reference": {"gradient_accumulation_steps": 2, "sync_ref_model": True, "ref_model_sync_steps": 2},
     "lora": {"bf16": True},
     "ahead": {"precompute_ref_log_probs": True},
-    "synced": {"sync_ref_model": True, "ref_model_sync_steps": 2},
 }[way]
 args = DPOConfig(
     "out", per_device_train_batch_size=4, per_device_eval_batch_size=4, num_train_epochs=2, learning_rate=3e-3, logging_steps=1,

@@ -6,10 +6,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from datasets import Dataset
-from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, get_peft_model
 from tiny_language import gpt2, history, lines, llama, through_files, tokenizer
 from torch.utils.data import DataLoader
-from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments, get_linear_schedule_with_warmup, set_seed
+from transformers import (
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+    get_linear_schedule_with_warmup,
+    set_seed,
+)
 
 from tests.scripts.evidence import Evidence
 
@@ -66,7 +72,6 @@ config = {
     "dora": LoraConfig(r=4, use_dora=True, use_rslora=True, target_modules=["q_proj", "v_proj"]),
     "adalora": AdaLoraConfig(total_step=12, target_modules=["q_proj"], task_type="CAUSAL_LM"),
     "ia3": IA3Config(target_modules=["c_attn"], feedforward_modules=[], fan_in_fan_out=True),
-    "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
 }[kind]
 base = through_files(llama(words) if kind in ("dora", "adalora") else gpt2(words))
 model = get_peft_model(base, config)

@@ -14,7 +14,13 @@ words = tokenizer()
 texts = lines(44)
 pairs = Dataset.from_dict({"chosen": texts[:22], "rejected": texts[22:]})
 config = GPT2Config(
-    vocab_size=len(words), n_embd=32, n_layer=2, n_head=2, n_positions=128, num_labels=1, pad_token_id=words.pad_token_id
+    vocab_size=len(words),
+    n_embd=32,
+    n_layer=2,
+    n_head=2,
+    n_positions=128,
+    num_labels=1,
+    pad_token_id=words.pad_token_id,
 )
 args = RewardConfig(
     "out", per_device_train_batch_size=4, per_device_eval_batch_size=4, num_train_epochs=2, learning_rate=3e-3, logging_steps=1,
@@ -22,7 +28,11 @@ args = RewardConfig(
     gradient_checkpointing=False, accelerator_config={"use_seedable_sampler": False}, center_rewards_coefficient=0.01,
 )  # fmt: skip
 trainer = RewardTrainer(
-    GPT2ForSequenceClassification(config), args, train_dataset=pairs, eval_dataset=pairs.select(range(6)), processing_class=words
+    GPT2ForSequenceClassification(config),
+    args,
+    train_dataset=pairs,
+    eval_dataset=pairs.select(range(6)),
+    processing_class=words,
 )
 trainer.train()
 

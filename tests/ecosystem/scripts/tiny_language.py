@@ -22,19 +22,30 @@ TEMPLATE = (
 
 def tokenizer(size=400, kind="bytes"):
     """Byte-pair encoding trained on `SOURCES`, with a chat template; `kind="bert"`: with BERT's special tokens."""
-    special = ["<pad>", "<end>", "<user>", "<assistant>"] if kind == "bytes" else ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    special = (
+        ["<pad>", "<end>", "<user>", "<assistant>"]
+        if kind == "bytes"
+        else ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    )
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     inner.train_from_iterator(SOURCES, trainer)
     if kind == "bytes":
         made = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>", bos_token="<end>")
         made.chat_template = TEMPLATE
         return made
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]"
+        tokenizer_object=inner,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
     )
 
 
