@@ -2,8 +2,7 @@
 
 import torch
 from datasets import Dataset
-from tiny_language import lines, tokenizer
-from tiny_language import history
+from tiny_language import history, lines, tokenizer
 from transformers import GPT2Config, GPT2ForSequenceClassification, set_seed
 from trl import RewardConfig, RewardTrainer
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from headway.accelerator import Accelerator
-from headway.compat.accelerate.batches import convert_to_fp32
 from headway.collectives.tree import Tree
+from headway.compat.accelerate.batches import convert_to_fp32
 from headway.compat.accelerate.changeable import LiveDataLoaderConfiguration, fixed
 from headway.compat.accelerate.metrics import is_per_sample, joined
+from headway.compat.accelerate.state import GradientState
 from headway.config.run import DataLoaderConfiguration
 from headway.data.loader import PreparedLoader
 from headway.training.windows import ConstantDivision
@@ -103,7 +104,7 @@ class AccelerateAccelerator(Accelerator):
         chosen = loader if loader is not None else self._training_step.windows.loader
         if use_gather_object or is_per_sample(input_data, chosen, self._readers):
             return super().gather_for_metrics(input_data, use_gather_object, loader)
-        state = self.gradient_state
+        state = GradientState(_run=self._run)
         return joined(input_data, self._readers, state.remainder if state.end_of_dataloader else 0)
 
     @property
