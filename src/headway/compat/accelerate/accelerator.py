@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 
+from headway import env
 from headway.accelerator import Accelerator
 from headway.collectives.tree import Tree
 from headway.compat.accelerate.batches import convert_to_fp32
 from headway.compat.accelerate.changeable import LiveDataLoaderConfiguration, fixed
 from headway.compat.accelerate.metrics import is_per_sample, joined
-from headway.compat.accelerate.state import GradientState
+from headway.compat.accelerate.state import AcceleratorState, GradientState
 from headway.config.run import DataLoaderConfiguration
 from headway.data.loader import PreparedLoader
 from headway.training.windows import ConstantDivision
 
 _UNSET: Any = object()
+STATE_DICT_TYPE = "FSDP_STATE_DICT_TYPE"
+"""The variable by which Accelerate's launcher says how a library is to write sharded weights: whole, or each rank its part."""
 
 
 class AccelerateAccelerator(Accelerator):
@@ -81,6 +84,9 @@ class AccelerateAccelerator(Accelerator):
             parallelism_config=parallelism_config,
             loss_policy=ConstantDivision(),
         )
+        plugin = AcceleratorState(_run=self._run).fsdp_plugin
+        if plugin is not None and fsdp_plugin is None and (named := env.get(STATE_DICT_TYPE)):
+            plugin.set_state_dict_type(named)
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False) -> Any:
         """As Headway's, and under mixed precision models give float32."""

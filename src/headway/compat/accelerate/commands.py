@@ -84,19 +84,23 @@ def launch_command(args: argparse.Namespace) -> None:
 def _run(command: str, line: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="headway_") as folder:
         try:
-            line = with_own_file(line, Path(folder)) if command == "launch" else line
+            line, more = with_own_file(line, Path(folder)) if command == "launch" else (line, {})
         except ConfigError as error:
             print(f"headway: error: {error}", file=sys.stderr)
             return 2
-        return subprocess.call([sys.executable, "-m", "headway", *_COMMANDS[command], *line])
+        program = [sys.executable, "-m", "headway", *_COMMANDS[command], *line]
+        return subprocess.call(program, env={**env.snapshot(), **more})
 
 
-def with_own_file(line: Sequence[str], folder: Path) -> list[str]:
+def with_own_file(line: Sequence[str], folder: Path) -> tuple[list[str], dict[str, str]]:
     """A launcher's command line in which a config file of Accelerate's is replaced by its translation.
 
     Args:
         line: the launcher's arguments, the script and its arguments.
         folder: where the translation goes, if one is needed.
+
+    Returns:
+        The line, and variables for the environment of what it starts.
 
     Raises:
         ConfigError: the file cannot be read, or has a key that neither library knows.
@@ -104,7 +108,7 @@ def with_own_file(line: Sequence[str], folder: Path) -> list[str]:
     start, stop, named = _config_file(line)
     values = files.load_mapping(files.read(Path(named)), named) if named else {}
     if values.keys() <= set(files.KEYS):
-        return list(line)
+        return list(line), {}
     if values.get("distributed_type") == "NO":
         values["num_processes"] = 1  # Accelerate starts one, whatever number stands there
     made = translate(values, named)
@@ -113,7 +117,11 @@ def with_own_file(line: Sequence[str], folder: Path) -> list[str]:
             print(f"headway: {named}: {key}: {text}", file=sys.stderr)
     path = folder / f"{Path(named).stem}_translated.yaml"
     files.write(made.config, path)
-    return [*line[:start], "--config_file", str(path), *line[stop:]]
+    # transformers' Trainer writes whole weights at the end where the file says so, and none where it does not.
+    kind = (values.get("fsdp_config") or {}).get("fsdp_state_dict_type")
+    return [*line[:start], "--config_file", str(path), *line[stop:]], {
+        "FSDP_STATE_DICT_TYPE": str(kind)
+    } if kind else {}
 
 
 def _config_file(line: Sequence[str]) -> tuple[int, int, str]:

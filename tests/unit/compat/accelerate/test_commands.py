@@ -6,9 +6,12 @@ from headway.compat.accelerate.commands import with_own_file
 from headway.config.files import parse
 from headway.errors import ConfigError
 
-THEIRS = (
-    "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 4\nfsdp_config:\n  fsdp_version: 2\n"
-)
+THEIRS = """compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+num_processes: 4
+fsdp_config:
+  fsdp_state_dict_type: FULL_STATE_DICT
+"""
 
 
 def settings(path):
@@ -20,28 +23,29 @@ def test_accelerates_file_is_translated(tmp_path, joined):
     file = tmp_path / "theirs.yaml"
     file.write_text(THEIRS)
     told = [f"--config-file={file}"] if joined else ["--config_file", str(file)]
-    line = with_own_file(["--cpu", *told, "--debug", "train.py", "--config_file", "the script's"], tmp_path)
+    line, more = with_own_file(["--cpu", *told, "--debug", "train.py", "--config_file", "the script's"], tmp_path)
     assert line[:2] == ["--cpu", "--config_file"]
     assert line[3:] == ["--debug", "train.py", "--config_file", "the script's"]
     assert settings(line[2]).items() >= {"num_processes": 4, "strategy": "fsdp"}.items()
+    assert more == {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 
 
 def test_headways_file_stays(tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text("num_processes: 2\n")
     line = ["--config_file", str(file), "train.py"]
-    assert with_own_file(line, tmp_path) == line
+    assert with_own_file(line, tmp_path) == (line, {})
 
 
 def test_what_follows_the_script_is_its_own(tmp_path):
     for line in (["train.py", "--config_file", "missing.yaml"], ["-m", "train", "--config_file", "missing.yaml"]):
-        assert with_own_file(line, tmp_path) == line
+        assert with_own_file(line, tmp_path) == (line, {})
 
 
 def test_a_file_of_one_process_starts_one(tmp_path):
     file = tmp_path / "single.yaml"
     file.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 8\n")
-    line = with_own_file(["--config_file", str(file), "train.py"], tmp_path)
+    line, _ = with_own_file(["--config_file", str(file), "train.py"], tmp_path)
     assert settings(line[1])["num_processes"] == 1
 
 
