@@ -77,6 +77,17 @@ class Both:
         self._num_runs += 1
         return Sides(*(self._one(library, script, args, world_size, timeout_s) for library in LIBRARIES))
 
+    def run_on(
+        self, library: str, script: str, *args: str, world_size: int = 1, timeout_s: float = 240
+    ) -> list[Numbers]:
+        """Run it on one of the two libraries; returns what each rank noted."""
+        self._num_runs += 1
+        return self._one(library, script, args, world_size, timeout_s)
+
+    def latest(self, library: str, script: str) -> Path:
+        """The folder that the latest run had as its current one."""
+        return self.folder / f"{self._num_runs}-{script}-{library}"
+
     def _one(self, library: str, script: str, args: Sequence[str], world_size: int, timeout_s: float) -> list[Numbers]:
         folder = self.folder / f"{self._num_runs}-{script}-{library}"
         path = SCRIPTS / f"{script}.py"

@@ -26,7 +26,7 @@ class FullyShardedDataParallelPlugin:
         activation_checkpointing, activation_checkpointing_offload: compute activations of blocks again; keep their inputs in
             host memory.
         state_dict_type, state_dict_config, optim_state_dict_config: change nothing: checkpoints are sharded, `save_model`
-            writes whole weights.
+            writes whole weights. Accelerate's `save_fsdp_model` goes by the first.
         backward_prefetch, forward_prefetch, limit_all_gathers, use_orig_params, sync_module_states,
             cpu_ram_efficient_loading: change nothing: FSDP2 and prepare() do what they ask for.
         ignored_modules, param_init_fn: refused by the Accelerator.

@@ -13,8 +13,9 @@ from headway.data.draws import BaseSeed, LoaderStream
 from headway.data.feed import Feed
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.mapped import MappedFeed
-from headway.data.order import DrawnOrder, Order, PureOrder, SamplerOrder, is_plain_shuffling
+from headway.data.order import Order
 from headway.data.randomness import Agree
+from headway.data.rules import Draws, LoadingRules, TorchRules
 from headway.data.shard import BatchSplit, SampleSplit, Shard
 from headway.data.sharded import Agreement, is_shardable
 from headway.data.stream import OwnShards, StreamFeed
@@ -35,6 +36,7 @@ def prepare_loader(
     rng_types: Sequence[str] | None = ("generator",),
     stream: LoaderStream | None = None,
     everyone: Collectives | None = None,
+    rules: LoadingRules | None = None,
 ) -> PreparedLoader:
     """Share a loader's data out over the ranks.
 
@@ -49,6 +51,7 @@ def prepare_loader(
         rng_types: with "generator", samplers' own generators get rank 0's state at the start of each epoch.
         stream: what the run's loaders draw from; None: torch's global stream.
         everyone: all ranks, where several of them read the same part of the data; None: those of `collectives`.
+        rules: how to order, read and share out; None: as torch's loaders do.
 
     Raises:
         DataError: the loader's settings and the configuration do not fit together.
@@ -67,6 +70,7 @@ def prepare_loader(
         "generator" in (rng_types or ()),
         stream or LoaderStream(),
         everyone,
+        rules or TorchRules(),
     )
     feed = recipe.feed()
     if transfer is not None and transfer.wants_pinned and loader.num_workers:
@@ -87,8 +91,10 @@ class _Recipe:
         is_synchronised: bool,
         stream: LoaderStream,
         everyone: Collectives | None,
+        rules: LoadingRules,
     ) -> None:
         self.loader = loader
+        self.rules = rules
         self.shard = shard
         self.config = config
         self.collectives = collectives
@@ -96,7 +102,8 @@ class _Recipe:
         self.seed = seed
         self.is_synchronised = is_synchronised
         self.stream = stream
-        self.base_seed = BaseSeed(loader, config.is_seedable, stream)
+        self.is_apart = rules.is_apart(config)
+        self.base_seed = BaseSeed(loader, self.is_apart, stream)
         self.is_batched = loader.batch_sampler is not None
         self.is_even = config.even_batches and shard.count > 1
         self.is_dispatched = bool(config.dispatch_batches) and self.everyone is not None
@@ -127,7 +134,7 @@ class _Recipe:
         elif type(batch_sampler) is BatchSampler:
             size = self._size(batch_sampler.batch_size)
             order = self._order(batch_sampler.sampler)
-            split = SampleSplit(size, self.shard.count, batch_sampler.drop_last, self.is_even)
+            split = self._split(size, batch_sampler.drop_last)
         else:
             full = batch_sampler.batch_size if isinstance(batch_sampler, BatchSampler) else None
             drops_last = getattr(batch_sampler, "drop_last", False) is True
@@ -141,18 +148,14 @@ class _Recipe:
             self.seed,
             self.collectives,
             self.base_seed,
-            self.config.is_seedable,
+            self.is_apart,
             self.is_shared,
+            self.rules.reads_ahead,
         )
 
     def _order(self, sampler: Any) -> Order:
-        is_seedable = self.config.is_seedable
-        pure = PureOrder.of(sampler, self.seed, is_seedable)
-        if pure is not None:
-            return pure
-        if is_plain_shuffling(sampler):
-            return DrawnOrder(sampler, self.stream, self._agree)
-        return SamplerOrder(sampler, self.seed, is_seedable, self.stream, self._agree, self.is_synchronised)
+        draws = Draws(self.config, self.seed, self.stream, self._agree, self.is_synchronised)
+        return self.rules.order_of(sampler, draws)
 
     @property
     def _agree(self) -> Agree | None:
@@ -171,7 +174,7 @@ class _Recipe:
             )
 
     def _stream(self, kind: type[DataLoader[Any]]) -> StreamFeed:
-        split = SampleSplit(self._size(self.loader.batch_size), self.shard.count, self.loader.drop_last, self.is_even)
+        split = self._split(self._size(self.loader.batch_size), self.loader.drop_last)
         agree = self._agree if self.is_synchronised else None
         return StreamFeed(
             self.loader, split, self.ranks, self.seed, self.base_seed, kind, agree=agree, is_shared=self.is_shared
@@ -183,6 +186,10 @@ class _Recipe:
         own = OwnShards(dataset, index, count, Agreement(collectives, self.loader.drop_last))
         split = SampleSplit(self._size(self.loader.batch_size), 1, self.loader.drop_last, self.is_even)
         return StreamFeed(self.loader, split, (0,), self.seed, self.base_seed, kind, own)
+
+    def _split(self, size: int, drop_last: bool) -> SampleSplit:
+        is_spread = self.is_batched and self.rules.spreads(self.config, _is_stream(self.loader))
+        return SampleSplit(size, self.shard.count, drop_last, self.is_even, is_spread)
 
     def _size(self, batch_size: int | None) -> int:
         """Samples (unbatched: items) of one rank in one step."""

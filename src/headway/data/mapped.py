@@ -68,6 +68,7 @@ class MappedFeed:
         base_seed: draws that of the workers.
         is_seedable: order and workers' streams are functions of (seed, epoch); False: on one process, they are torch's own.
         is_shared: other ranks read the same, and their workers need the same streams.
+        reads_ahead: without workers, fetch a batch before the one in hand is done with.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class MappedFeed:
         base_seed: BaseSeed,
         is_seedable: bool,
         is_shared: bool = False,
+        reads_ahead: bool = False,
     ) -> None:
         self.order = order
         self.split: SampleSplit | BatchSplit | WindowSplit = split
@@ -92,6 +94,7 @@ class MappedFeed:
         self._is_alone = split.count == 1 and not is_shared
         has_workers, is_alone = loader.num_workers > 0, self._is_alone and not is_seedable
         self._is_seeded = has_workers and not is_alone
+        self._reads_ahead = reads_ahead and not has_workers
         self._draws_at_once = has_workers or len(ranks) > 1
         self._is_one_by_one = is_read_one_by_one(loader.dataset)
         self._is_in_order = getattr(loader, "in_order", True) or loader.num_workers == 0
@@ -176,6 +179,8 @@ class MappedFeed:
         deliveries = self._deliveries(iter(self.inner), handed_out)
         for _ in islice(deliveries, num_repeated):
             pass
+        if self._reads_ahead:
+            deliveries = (delivery for delivery, _ in mark_last(deliveries))
         return consumed if num_repeated else begun.consumed, deliveries
 
     def _shares(self, begun: Start, seed: int) -> Iterator[Share]:

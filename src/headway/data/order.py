@@ -197,10 +197,12 @@ class SamplerOrder:
         if not self._continues_global:
             return self._items(GlobalStreams.seeded(mix(self.seed, epoch)))
         text, self._loaded_global = self._loaded_global, None
-        draws_here = text is None and self._stream.is_global and self._agree is None
+        draws_here = text is None and self._stream.is_global
         text = self._stream.for_sampler() if text is None else text
         self._global = text if self._agree is None else self._agree(text)
-        return self._own_draw() if draws_here else self._items(GlobalStreams.of(self._global))
+        if draws_here and self._global == text:
+            return self._own_draw()
+        return self._items(GlobalStreams.of(self._global))
 
     def _own_draw(self) -> Iterator[Any]:
         """As plain torch would: what the sampler draws for its first item, it draws from this process's streams.

@@ -63,12 +63,14 @@ class SampleSplit:
         count: ranks.
         drop_last: leave an incomplete round out.
         is_even: complete the last round with samples from the start of the order.
+        is_spread: an incomplete round is cut into short batches of equal size.
     """
 
     size: int
     count: int
     drop_last: bool = False
     is_even: bool = True
+    is_spread: bool = False
 
     @cached_property
     def round_size(self) -> int:
@@ -102,18 +104,22 @@ class SampleSplit:
 
     def share(self, samples: Sequence[T], rank: int, opening: list[T]) -> tuple[list[T], tuple[int, ...]]:
         """What `rank` gets of a round, and every rank's number of real samples."""
-        begin, end = rank * self.size, (rank + 1) * self.size
+        size = self._size_in(samples)
+        begin, end = rank * size, (rank + 1) * size
         if len(samples) == self.round_size:
             return as_list(samples[begin:end]), self._full_counts
-        counts = tuple(min(max(len(samples) - r * self.size, 0), self.size) for r in range(self.count))
+        counts = tuple(min(max(len(samples) - r * size, 0), size) for r in range(self.count))
         real = as_list(samples)
         if self.is_even:
-            return fill(real, opening, self.round_size)[begin:end], counts
-        return real[begin:end] or real[: self.size], counts
+            return fill(real, opening, size * self.count)[begin:end], counts
+        return real[begin:end] or real[:size], counts
+
+    def _size_in(self, samples: Sequence[Any]) -> int:
+        return min(self.size, -(-len(samples) // self.count)) if self.is_spread else self.size
 
     def offset(self, samples: Sequence[Any], rank: int) -> int:
         """How far into the round `rank`'s samples begin."""
-        return rank * self.size
+        return rank * self._size_in(samples)
 
     def count_samples(self, samples: Sequence[object]) -> int:
         """Real samples of a round."""

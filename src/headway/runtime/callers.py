@@ -104,12 +104,13 @@ def calling_ranks(runtime: "ProcessRuntime") -> Callers:
     kept = [rank for rank in everyone if all(passes(rank, _local(runtime, rank)) for _, passes in _chosen.get())]
     reason = f"@accelerator.{_chosen.get()[-1][0]}" if len(kept) < len(everyone) else ""
     called, site = "", ""
+    sources = _Sources()
     for frame in stack():
         is_ours = is_headways(frame.f_code.co_filename)
         if not is_ours:
             place = Frame.of(frame)
             site = site or str(place)
-            for rank, (line, told) in _kept_out(frame, called, runtime, kept).items():
+            for rank, (line, told) in _kept_out(frame, sources.of(frame), called, runtime, kept).items():
                 kept.remove(rank)
                 reason = reason or f"{told} ({replace(place, line=line)})"
         if not site or not is_ours:
@@ -133,16 +134,15 @@ def _local(runtime: "ProcessRuntime", rank: int) -> int:
 
 
 def _kept_out(
-    frame: FrameType, called: str, runtime: "ProcessRuntime", ranks: Sequence[int]
+    frame: FrameType, source: "_Source | None", called: str, runtime: "ProcessRuntime", ranks: Sequence[int]
 ) -> dict[int, tuple[int, str]]:
     """Of these ranks, those that do not come to the line of this frame, with the line and text of the condition that is false."""
-    tree = _source(frame)
-    body = None if tree is None else _body(tree, frame)
-    if tree is None or body is None:
+    body = None if source is None else source.body(frame)
+    if source is None or body is None:
         return {}
     out: dict[int, tuple[int, str]] = {}
     for test, came_out in _conditions(body, frame.f_lineno, called):
-        reader = _Reader(frame, tree, runtime)
+        reader = _Reader(frame, source, runtime)
         if reader.truth(test, runtime.rank, False) not in (came_out, _UNKNOWN):
             continue
         for rank in ranks:
@@ -158,30 +158,68 @@ def _is_out(reader: "_Reader", test: ast.expr, came_out: bool, rank: int, own: i
     return reader.truth(test, own, True) is came_out and reader.truth(test, rank, True) is (not came_out)
 
 
-def _source(frame: FrameType) -> ast.Module | None:
-    file = frame.f_code.co_filename
-    lines = linecache.getlines(file, frame.f_globals)
-    text = "".join(lines)
-    if not any(word in text for word in _WORDS):
-        return None
-    try:
-        if os.path.exists(file) and os.path.getmtime(file) > _STARTED:
-            return None
-        return ast.parse(text)
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return None
+class _Source:
+    """A file as a syntax tree, walked once.
 
+    Args:
+        tree: the file's.
+    """
 
-def _body(tree: ast.Module, frame: FrameType) -> list[ast.stmt] | None:
-    """The statements of the function that this frame runs."""
-    if frame.f_code.co_name == "<module>":
-        return tree.body
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == frame.f_code.co_name:
-            first = min([node.lineno, *(mark.lineno for mark in node.decorator_list)])
-            if first == frame.f_code.co_firstlineno:
+    def __init__(self, tree: ast.Module) -> None:
+        self._tree = tree
+        self._functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
+        self._assigned: dict[tuple[type[ast.AST], str], list[ast.expr]] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                self._functions.setdefault(node.name, []).append(node)
+            targets: Sequence[ast.AST] = ()
+            if isinstance(node, ast.Assign):
+                targets = node.targets
+            elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
+                targets = (node.target,)
+            value: ast.expr | None = getattr(node, "value", None)
+            if value is None:
+                continue
+            for key in dict.fromkeys((type(each), _named(each)) for each in targets):
+                self._assigned.setdefault(key, []).append(value)
+
+    def body(self, frame: FrameType) -> list[ast.stmt] | None:
+        """The statements of the function that this frame runs."""
+        if frame.f_code.co_name == "<module>":
+            return self._tree.body
+        for node in self._functions.get(frame.f_code.co_name, ()):
+            if min([node.lineno, *(mark.lineno for mark in node.decorator_list)]) == frame.f_code.co_firstlineno:
                 return node.body
-    return None
+        return None
+
+    def assigned(self, name: str, kind: type[ast.AST]) -> Sequence[ast.expr]:
+        """What is assigned to a variable of that name, or to an attribute of any object."""
+        return self._assigned.get((kind, name), ())
+
+
+class _Sources:
+    """The files of one stack, each read once, however many frames are in it."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, _Source | None] = {}
+
+    def of(self, frame: FrameType) -> _Source | None:
+        """The file of this frame; None where it says nothing."""
+        file = frame.f_code.co_filename
+        if file not in self._read:
+            self._read[file] = self._parse(file, frame)
+        return self._read[file]
+
+    def _parse(self, file: str, frame: FrameType) -> _Source | None:
+        text = "".join(linecache.getlines(file, frame.f_globals))
+        if not any(word in text for word in _WORDS):
+            return None
+        try:
+            if os.path.exists(file) and os.path.getmtime(file) > _STARTED:
+                return None
+            return _Source(ast.parse(text))
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            return None
 
 
 # -------------------------------------------------------------------- where the line stands
@@ -283,13 +321,13 @@ class _Reader:
 
     Args:
         frame: where names are looked up.
-        tree: its file.
+        source: its file.
         runtime: this process.
     """
 
-    def __init__(self, frame: FrameType, tree: ast.Module, runtime: "ProcessRuntime") -> None:
+    def __init__(self, frame: FrameType, source: _Source, runtime: "ProcessRuntime") -> None:
         self._frame = frame
-        self._tree = tree
+        self._source = source
         self._runtime = runtime
         self._depth = 0
 
@@ -390,21 +428,10 @@ class _Reader:
         """What a variable is for that rank: by its one assignment, where that names a rank."""
         if not isinstance(node, ast.Name | ast.Attribute):
             return _UNKNOWN
-        assigned = {ast.unparse(value): value for value in self._assigned(_named(node), type(node))}
+        assigned = {ast.unparse(value): value for value in self._source.assigned(_named(node), type(node))}
         if any(word in text for text in assigned for word in _WORDS):
             return self._read(next(iter(assigned.values())), rank, knows_rest) if len(assigned) == 1 else _UNKNOWN
         return self._look_up(node) if knows_rest else _UNKNOWN
-
-    def _assigned(self, name: str, kind: type[ast.AST]) -> Iterator[ast.expr]:
-        for node in ast.walk(self._tree):
-            targets: Sequence[ast.AST] = ()
-            if isinstance(node, ast.Assign):
-                targets = node.targets
-            elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
-                targets = (node.target,)
-            value = getattr(node, "value", None)
-            if value is not None and any(isinstance(each, kind) and _named(each) == name for each in targets):
-                yield value
 
     def _look_up(self, node: ast.AST) -> Any:
         """Its value here and now."""

@@ -16,6 +16,7 @@ from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.data.build import prepare_loader
 from headway.data.draws import LoaderStream
 from headway.data.loader import LoaderEvents, PreparedLoader
+from headway.data.rules import LoadingRules, TorchRules
 from headway.errors import PrepareError
 from headway.log import get_logger
 from headway.offload.spread import spread_over
@@ -65,6 +66,7 @@ class Preparation:
     Attributes:
         loading: as above; `set_evenness` changes it.
         loader_stream: what loaders draw their orders from.
+        rules: what loaders go by that are prepared from then on.
         events: as above.
     """
 
@@ -93,6 +95,7 @@ class Preparation:
         self._transforms = transforms
         self._evaluated: set[int] = set()
         self.loader_stream = LoaderStream(is_private=self._is_spread)
+        self.rules: LoadingRules = TorchRules()
         self._clock = clock
         self._runtime = runtime
         self._places = device_placement
@@ -295,6 +298,7 @@ class Preparation:
             seed=self._seed(),
             rng_types=self._rng_types,
             stream=self.loader_stream,
+            rules=self.rules,
         )
         self._synchronise()
         self._prepared.add_loader(made)

@@ -23,8 +23,7 @@ options = {
 }[way]
 args = DPOConfig(
     "out", per_device_train_batch_size=4, per_device_eval_batch_size=4, num_train_epochs=2, learning_rate=3e-3, logging_steps=1,
-    eval_strategy="epoch", save_strategy="no", report_to="none", train_sampling_strategy="sequential", use_cpu=True,
-    accelerator_config={"use_seedable_sampler": False},
+    eval_strategy="epoch", save_strategy="no", report_to="none", use_cpu=True,
     **{"bf16": False, "gradient_checkpointing": False, **options},
 )  # fmt: skip
 model = through_files(gpt2(words))

@@ -21,7 +21,7 @@ args = GRPOConfig(
     "out", per_device_train_batch_size=4, num_generations=4, max_completion_length=12, max_steps=6, learning_rate=3e-3,
     logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, beta=0.04,
     num_iterations=2, per_device_eval_batch_size=4, eval_strategy="steps", eval_steps=3, shuffle_dataset=False,
-    gradient_accumulation_steps=2, accelerator_config={"use_seedable_sampler": False},
+    gradient_accumulation_steps=2,
 )  # fmt: skip
 model = through_files(gpt2(words, dropout=0.0))
 trainer = GRPOTrainer(

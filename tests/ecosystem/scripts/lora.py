@@ -24,9 +24,8 @@ def with_trainer(model, rows, collate, evidence):
     """Trained by transformers."""
     args = TrainingArguments(
         "out", per_device_train_batch_size=4, per_device_eval_batch_size=4, num_train_epochs=2, learning_rate=1e-2, logging_steps=1,
-        eval_strategy="epoch", save_strategy="no", report_to="none", train_sampling_strategy="sequential", use_cpu=True,
+        eval_strategy="epoch", save_strategy="no", report_to="none", use_cpu=True,
         gradient_accumulation_steps=2, warmup_steps=2, label_names=["labels"], activation_checkpointing=True,
-        accelerator_config={"use_seedable_sampler": False},
     )  # fmt: skip
     trainer = Trainer(model, args, collate, train_dataset=rows, eval_dataset=rows.select(range(10)))
     trainer.train()

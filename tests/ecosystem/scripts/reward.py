@@ -23,8 +23,8 @@ config = GPT2Config(
 )
 args = RewardConfig(
     "out", per_device_train_batch_size=4, per_device_eval_batch_size=4, num_train_epochs=2, learning_rate=3e-3, logging_steps=1,
-    eval_strategy="epoch", save_strategy="no", report_to="none", train_sampling_strategy="sequential", use_cpu=True, bf16=False,
-    gradient_checkpointing=False, accelerator_config={"use_seedable_sampler": False}, center_rewards_coefficient=0.01,
+    eval_strategy="epoch", save_strategy="no", report_to="none", use_cpu=True, bf16=False,
+    gradient_checkpointing=False, center_rewards_coefficient=0.01,
 )  # fmt: skip
 trainer = RewardTrainer(
     GPT2ForSequenceClassification(config),

@@ -47,7 +47,7 @@ body = Transformer("model", max_seq_length=48)
 model = SentenceTransformer(modules=[body, Pooling(32)], device="cpu")
 args = SentenceTransformerTrainingArguments(
     "out", per_device_train_batch_size=8, per_device_eval_batch_size=8, num_train_epochs=2, learning_rate=3e-3, logging_steps=1,
-    eval_strategy="epoch", save_strategy="no", report_to="none", use_cpu=True, accelerator_config={"use_seedable_sampler": False},
+    eval_strategy="epoch", save_strategy="no", report_to="none", use_cpu=True,
     **options,
 )  # fmt: skip
 trainer = SentenceTransformerTrainer(

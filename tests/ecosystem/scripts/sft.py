@@ -38,7 +38,7 @@ model = llama(words) if way in ("packed", "chat") else gpt2(words)
 args = SFTConfig(
     "out", per_device_train_batch_size=4, per_device_eval_batch_size=4, num_train_epochs=2, learning_rate=3e-3, logging_steps=1,
     eval_strategy="epoch", save_strategy="no", report_to="none",
-    train_sampling_strategy="sequential", use_cpu=True, warmup_steps=2, accelerator_config={"use_seedable_sampler": False},
+    use_cpu=True, warmup_steps=2,
     **{"bf16": False, "gradient_checkpointing": False, **options},
 )  # fmt: skip
 trainer = SFTTrainer(

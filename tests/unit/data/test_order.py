@@ -253,3 +253,21 @@ def test_rank_zeros_state_is_the_one_in_force():
         return order_of(SubsetRandomSampler(range(30), generator=generator), agree=agree)
 
     assert list(order(0).draw(0)) == list(order(1).draw(0))
+
+
+def test_ranks_whose_streams_agree_draw_from_them_and_others_take_rank_0s():
+    torch.manual_seed(5)
+    expected = list(Shuffling(9, "torch"))
+    after = torch.rand(1)
+
+    torch.manual_seed(5)
+    texts = []
+    alike = order_of(Shuffling(9, "torch"), is_seedable=False, agree=lambda text: texts.append(text) or text)
+    assert list(alike.draw(0)) == expected
+
+    torch.manual_seed(6)
+    other = order_of(Shuffling(9, "torch"), is_seedable=False, agree=lambda text: texts[0])
+    own = torch.get_rng_state()
+    assert list(other.draw(0)) == expected
+    assert torch.equal(torch.get_rng_state(), own)
+    assert not torch.equal(torch.rand(1), after)

@@ -186,3 +186,25 @@ def test_only_the_last_is_marked_last(items):
 def test_fill_repeats_its_source():
     assert fill([9], [1, 2], 6) == [9, 1, 2, 1, 2, 1]
     assert fill([9, 8], [1], 1) == [9, 8]
+
+
+@settings(max_examples=300, deadline=None)
+@given(n=lengths, size=sizes, count=worlds, drop_last=st.booleans(), kind=kinds)
+def test_a_spread_end_gives_each_rank_as_many_rows_and_repeats_less_than_a_row_each(n, size, count, drop_last, kind):
+    split = SampleSplit(size, count, drop_last, is_spread=True)
+    ranks = []
+    for rank in range(count):
+        start = split.start(as_kind(n, kind))
+        ranks.append([split.share(chunk, rank, start.opening) for chunk in start.rounds])
+    expected = n - n % (size * count) if drop_last else n
+    assert real_rows(ranks) == list(range(expected))
+    for parts in zip(*ranks):
+        assert len({len(rows) for rows, _ in parts}) == 1
+        counts = parts[0][1]
+        assert len(parts[0][0]) * count - sum(counts) < count
+
+
+def test_a_spread_end_begins_where_the_rank_before_ends():
+    split = SampleSplit(4, 2, is_spread=True)
+    assert [split.offset(range(5), rank) for rank in range(2)] == [0, 3]
+    assert split.share(list(range(8, 13)), 1, [0, 1]) == ([11, 12, 0], (3, 2))

@@ -15,6 +15,7 @@ from headway.accelerator import Accelerator
 from headway.collectives.tree import Tree
 from headway.compat.accelerate.batches import convert_to_fp32
 from headway.compat.accelerate.changeable import LiveDataLoaderConfiguration, fixed
+from headway.compat.accelerate.loading import AccelerateRules
 from headway.compat.accelerate.metrics import is_per_sample, joined
 from headway.compat.accelerate.state import AcceleratorState, GradientState
 from headway.config.run import DataLoaderConfiguration
@@ -87,6 +88,7 @@ class AccelerateAccelerator(Accelerator):
         plugin = AcceleratorState(_run=self._run).fsdp_plugin
         if plugin is not None and fsdp_plugin is None and (named := env.get(STATE_DICT_TYPE)):
             plugin.set_state_dict_type(named)
+        self._preparation.rules = AccelerateRules()
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False) -> Any:
         """As Headway's, and under mixed precision models give float32."""

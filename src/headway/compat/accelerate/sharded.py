@@ -1,9 +1,11 @@
-"""Sharded models and their optimizers in Accelerate's folders: torch.distributed.checkpoint's files, a part from each rank.
+"""Sharded models and their optimizers in Accelerate's files: a folder with a part from each rank, or whole tensors in one file.
 
-A library that keeps checkpoints of its own (transformers' Trainer) calls these; `save_state` needs none of them.
+A library that keeps checkpoints of its own (transformers' Trainer) calls these; `save_state` needs none of them. Saving goes by
+the plugin's `state_dict_type`, loading by what is there.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from headway.compat.accelerate.models import is_peft_model
 from headway.errors import CheckpointError
 
 FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 
-_PARTIAL = StateDictOptions(strict=False)
-
-
-def _folder(root: Any, word: str, index: int) -> Path:
-    return Path(root) / f"{word}_{index}"
+_MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save_fsdp_model(
@@ -39,20 +39,25 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Write a prepared model's weights into `pytorch_model_fsdp_N` below `output_dir`; called on all ranks.
+    """Write a prepared model's weights below `output_dir`; called on all ranks.
 
     Args:
-        fsdp_plugin: ignored: the files are sharded whatever it says.
+        fsdp_plugin: its `state_dict_type` "FULL_STATE_DICT" writes whole tensors into `pytorch_model_fsdp.bin`, from rank 0;
+            otherwise each rank writes its part into the folder `pytorch_model_fsdp_N`.
         accelerator: that prepared the model.
         model: prepared, with its parameters sharded.
         output_dir: the checkpoint's folder.
         model_index: the N.
-        adapter_only: only the parameters that learn.
-        use_dcp: ignored, as the files are torch.distributed.checkpoint's.
+        adapter_only: of a PEFT model only what learns; in parts, the active adapter by PEFT's names.
+        use_dcp: ignored: parts are written by torch.distributed.checkpoint.
     """
-    weights = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=adapter_only))
-    folder = _folder(output_dir, "pytorch_model_fsdp", model_index)
-    save({"model": weights}, checkpoint_id=folder)
+    is_whole = _is_whole(fsdp_plugin)
+    is_adapter = adapter_only and is_peft_model(model)
+    if is_whole:
+        weights = get_model_state_dict(model, options=replace(_WHOLE, ignore_frozen_params=is_adapter))
+    else:
+        weights = _adapter(model) if is_adapter else get_model_state_dict(model)
+    _write("model", weights, output_dir, _MODEL, model_index, is_whole, accelerator)
 
 
 def load_fsdp_model(
@@ -64,21 +69,27 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Read what `save_fsdp_model` wrote into the prepared model, on any number of ranks; called on all.
+    """Read what `save_fsdp_model` wrote, Headway's or Accelerate's, into the prepared model on any number of ranks; called on all.
 
     Returns:
         The missing and unexpected keys, as `load_state_dict` gives them.
 
     Raises:
-        CheckpointError: there is no such folder.
+        CheckpointError: neither kind of file is there.
     """
-    folder = _folder(input_dir, "pytorch_model_fsdp", model_index)
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder} with a sharded model; save_fsdp_model writes it")
-    options = StateDictOptions(ignore_frozen_params=adapter_only, strict=not adapter_only)
-    weights = get_model_state_dict(model, options=options)
-    load({"model": weights}, checkpoint_id=folder)
-    return set_model_state_dict(model, weights, options=options)
+    accelerator.wait_for_everyone()
+    is_adapter = adapter_only and is_peft_model(model)
+    place, is_whole = _find(input_dir, _MODEL, model_index)
+    if is_whole:
+        options = replace(_spreading(accelerator), strict=not is_adapter)
+        return set_model_state_dict(model, _read_first(place, accelerator), options=options)
+    weights = _adapter(model) if is_adapter else get_model_state_dict(model)
+    load({"model": weights}, checkpoint_id=place)
+    if is_adapter:
+        from peft import set_peft_model_state_dict
+
+        return set_peft_model_state_dict(model, weights, adapter_name=model.active_adapter)
+    return set_model_state_dict(model, weights)
 
 
 def save_fsdp_optimizer(
@@ -90,9 +101,10 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write a prepared optimizer's state into `optimizer_N` below `output_dir`; called on all ranks."""
-    state = get_optimizer_state_dict(model, _torch_optimizer(optimizer))
-    save({"optimizer": state}, checkpoint_id=_folder(output_dir, "optimizer", optimizer_index))
+    """Write a prepared optimizer's state, as `save_fsdp_model` does: `optimizer.bin`, or the folder `optimizer_N`."""
+    is_whole = _is_whole(fsdp_plugin)
+    state = get_optimizer_state_dict(model, _torch_optimizer(optimizer), options=_WHOLE if is_whole else None)
+    _write("optimizer", state, output_dir, _OPTIMIZER, optimizer_index, is_whole, accelerator)
 
 
 def load_fsdp_optimizer(
@@ -105,18 +117,67 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Read what `save_fsdp_optimizer` wrote, on any number of ranks; called on all.
+    """Read what `save_fsdp_optimizer` wrote, Headway's or Accelerate's, on any number of ranks; called on all.
 
     Raises:
-        CheckpointError: there is no such folder.
+        CheckpointError: neither kind of file is there.
     """
-    folder = _folder(input_dir, "optimizer", optimizer_index)
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder} with an optimizer's state; save_fsdp_optimizer writes it")
+    accelerator.wait_for_everyone()
     inner = _torch_optimizer(optimizer)
+    place, is_whole = _find(input_dir, _OPTIMIZER, optimizer_index)
+    if is_whole:
+        state = _read_first(place, accelerator)
+        set_optimizer_state_dict(model, inner, state, options=_spreading(accelerator))
+        return
     state = get_optimizer_state_dict(model, inner)
-    load({"optimizer": state}, checkpoint_id=folder)
-    set_optimizer_state_dict(model, inner, state, options=_PARTIAL)
+    load({"optimizer": state}, checkpoint_id=place)
+    set_optimizer_state_dict(model, inner, state)
+
+
+def _is_whole(fsdp_plugin: Any) -> bool:
+    return "FULL_STATE_DICT" in str(getattr(fsdp_plugin, "state_dict_type", ""))
+
+
+def _file(root: Any, word: str, index: int) -> Path:
+    return Path(root) / (f"{word}_{index}.bin" if index else f"{word}.bin")
+
+
+def _find(root: Any, word: str, index: int) -> tuple[Path, bool]:
+    """Where it lies, and whether it is one file of whole tensors."""
+    name, file = f"{word}_{index}", _file(root, word, index)
+    for folder in (Path(root) / name, Path(root)):
+        if folder.name == name and folder.is_dir():
+            return folder, False
+    if file.is_file():
+        return file, True
+    raise CheckpointError(
+        f"{root} holds neither a folder {name} nor a file {file.name}; give a folder that save_fsdp_model and "
+        "save_fsdp_optimizer wrote into"
+    )
+
+
+def _write(key: str, state: Any, root: Any, word: str, index: int, is_whole: bool, accelerator: Any) -> None:
+    if not is_whole:
+        save({key: state}, checkpoint_id=Path(root) / f"{word}_{index}")
+    elif accelerator.process_index == 0:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        torch.save(state, _file(root, word, index))
+
+
+def _read_first(file: Path, accelerator: Any) -> Any:
+    """On rank 0 what the file holds, which it hands on; nothing elsewhere."""
+    return torch.load(file, map_location="cpu", weights_only=True) if accelerator.process_index == 0 else {}
+
+
+def _spreading(accelerator: Any) -> StateDictOptions:
+    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=accelerator.num_processes > 1)
+
+
+def _adapter(model: Any) -> dict[str, Any]:
+    from peft import get_peft_model_state_dict
+
+    found: dict[str, Any] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+    return found
 
 
 def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:

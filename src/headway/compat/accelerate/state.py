@@ -104,6 +104,14 @@ class PartialState(RankAware):
         way = _started({name: value for name, value in given.items() if value})
         super().__init__(way.runtime, way)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # transformers keeps one in its TrainingArguments, which it pickles; what is read back looks at its own process.
+        return type(self), ()
+
+    def __setstate__(self, state: object) -> None:
+        # From a file of the real Accelerate's, which holds values and makes no call: live ones take their place.
+        self.__init__()  # type: ignore[misc]
+
     @staticmethod
     def _reset_state() -> None:
         """End the runtime, and the process group where Headway started it; the next state or Accelerator starts a new one."""
@@ -270,6 +278,9 @@ class GradientState:
             raise UnsupportedError(
                 "GradientState(plugin) has no effect; give the plugin to Accelerator(gradient_accumulation_plugin=...)"
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GradientState, ()
 
     @property
     def _windows(self) -> Windows | None:

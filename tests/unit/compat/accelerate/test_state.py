@@ -1,5 +1,8 @@
 """PartialState, AcceleratorState and GradientState on one process."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -143,3 +146,21 @@ def test_windows_by_hand_hold_step_and_zero_grad():
     accelerator.sync_gradients = False
     with accelerator.accumulate(model):  # a window of its own ends what was held
         assert accelerator.sync_gradients
+
+
+@pytest.mark.parametrize("kind", [PartialState, AcceleratorState, GradientState])
+def test_a_state_that_was_pickled_or_copied_looks_at_the_live_process(kind):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    for read in (pickle.loads(pickle.dumps(kind())), copy.deepcopy(kind())):
+        assert type(read) is kind
+        if kind is GradientState:
+            assert read.num_steps == 3
+        else:
+            assert read.runtime is accelerator.runtime
+
+
+def test_a_state_in_a_file_of_accelerates_is_read_as_a_live_one():
+    """Accelerate's holds its values in the file; they are not this process's."""
+    read = PartialState.__new__(PartialState)
+    read.__setstate__({"device": torch.device("cpu"), "num_processes": 8, "process_index": 5, "_cpu": True})
+    assert (read.num_processes, read.process_index) == (1, 0)
