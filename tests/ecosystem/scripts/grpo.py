@@ -25,7 +25,7 @@ args = GRPOConfig(
 )  # fmt: skip
 model = through_files(gpt2(words, dropout=0.0))
 trainer = GRPOTrainer(
-    model, reward, args=args, train_dataset=prompts, eval_dataset=prompts.select(range(4)), processing_class=words
+    model, reward, args=args, train_dataset=prompts, eval_dataset=prompts.select(range(8)), processing_class=words
 )
 trainer.train()
 
