@@ -73,6 +73,12 @@ CASES = {
     "2 processes, shuffled by a shared generator": Case({**EPOCHS, **UNSEEDED}, num_processes=2),
     "2 processes, bf16": Case({"num_train_epochs": 1, "bf16": True}, num_processes=2),
     "2 processes, batches of one length": Case(LENGTHS | {"num_train_epochs": 1}, ["--data", "lengths"], 2),
+    "2 processes, batches that are split": Case(
+        {"num_train_epochs": 1, "accelerator_config": {"split_batches": True}}, ["--evaluate"], 2
+    ),
+    "2 processes, workers that draw random numbers": Case(
+        {"num_train_epochs": 2, "dataloader_num_workers": 2}, ["--data", "corrupt"], 2
+    ),
     "2 processes, a stream": Case({"max_steps": 6}, ["--data", "stream"], 2),
 }
 

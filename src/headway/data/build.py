@@ -151,6 +151,7 @@ class _Recipe:
             self.is_apart,
             self.is_shared,
             self.rules.reads_ahead,
+            self.rules.leaves_workers,
         )
 
     def _order(self, sampler: Any) -> Order:

@@ -69,6 +69,7 @@ class MappedFeed:
         is_seedable: order and workers' streams are functions of (seed, epoch); False: on one process, they are torch's own.
         is_shared: other ranks read the same, and their workers need the same streams.
         reads_ahead: without workers, fetch a batch before the one in hand is done with.
+        leaves_workers: their streams are torch's own on several ranks too; a resumed epoch then has others.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class MappedFeed:
         is_seedable: bool,
         is_shared: bool = False,
         reads_ahead: bool = False,
+        leaves_workers: bool = False,
     ) -> None:
         self.order = order
         self.split: SampleSplit | BatchSplit | WindowSplit = split
@@ -93,7 +95,8 @@ class MappedFeed:
         self._base_seed = base_seed
         self._is_alone = split.count == 1 and not is_shared
         has_workers, is_alone = loader.num_workers > 0, self._is_alone and not is_seedable
-        self._is_seeded = has_workers and not is_alone
+        self._is_seeded = has_workers and not is_alone and not leaves_workers
+        self._is_given = self._is_alone or leaves_workers
         self._reads_ahead = reads_ahead and not has_workers
         self._draws_at_once = has_workers or len(ranks) > 1
         self._is_one_by_one = is_read_one_by_one(loader.dataset)
@@ -175,7 +178,7 @@ class MappedFeed:
         begun = self.split.start(self.order.draw(epoch), 0 if num_repeated else consumed, num_skipped)
         handed_out = self._sampler.begin(self._shares(begun, seed))
         seed_generator(self.inner, mix(seed, 1))
-        self._base_seed.begin(self.inner, is_given=self._is_alone)
+        self._base_seed.begin(self.inner, is_given=self._is_given)
         deliveries = self._deliveries(iter(self.inner), handed_out)
         for _ in islice(deliveries, num_repeated):
             pass

@@ -37,9 +37,12 @@ class LoadingRules(Protocol):
     Attributes:
         reads_ahead: fetch a map-style batch before the one in hand is trained on, where the process itself fetches it: what
             collating draws from the global streams then comes before what training draws.
+        leaves_workers: workers draw from the streams that torch gives them, on several ranks too; False: there from functions
+            of a sample's place in the epoch, so that a resumed epoch is the same on any number of ranks.
     """
 
     reads_ahead: bool
+    leaves_workers: bool
 
     def order_of(self, sampler: Any, draws: Draws) -> Order:
         """The order that a sampler or batch sampler stands for."""
@@ -55,6 +58,7 @@ class TorchRules:
     """Plain shuffling as torch draws it, or as a function of the seed and the epoch; other samplers as they are."""
 
     reads_ahead = False
+    leaves_workers = False
 
     def order_of(self, sampler: Any, draws: Draws) -> Order:
         """The order that a sampler or batch sampler stands for."""

@@ -15,12 +15,18 @@ from headway.accelerator import Accelerator
 from headway.collectives.tree import Tree
 from headway.compat.accelerate.batches import convert_to_fp32
 from headway.compat.accelerate.changeable import LiveDataLoaderConfiguration, fixed
+from headway.compat.accelerate.exchange import gather_object
 from headway.compat.accelerate.loading import AccelerateRules
 from headway.compat.accelerate.metrics import is_per_sample, joined
 from headway.compat.accelerate.state import AcceleratorState, GradientState
 from headway.config.run import DataLoaderConfiguration
+from headway.data.draws import LoaderStream
 from headway.data.loader import PreparedLoader
+from headway.errors import MetricError
+from headway.log import get_logger
 from headway.training.windows import ConstantDivision
+
+log = get_logger(__name__)
 
 _UNSET: Any = object()
 STATE_DICT_TYPE = "FSDP_STATE_DICT_TYPE"
@@ -89,6 +95,7 @@ class AccelerateAccelerator(Accelerator):
         if plugin is not None and fsdp_plugin is None and (named := env.get(STATE_DICT_TYPE)):
             plugin.set_state_dict_type(named)
         self._preparation.rules = AccelerateRules()
+        self._preparation.loader_stream = LoaderStream()
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False) -> Any:
         """As Headway's, and under mixed precision models give float32."""
@@ -108,12 +115,19 @@ class AccelerateAccelerator(Accelerator):
     def gather_for_metrics(
         self, input_data: Tree, use_gather_object: bool = False, loader: PreparedLoader | None = None
     ) -> Tree:
-        """As Headway's; tensors that are not per sample are joined too, and at the end cut as Accelerate cuts them."""
+        """As Headway's; what has not one entry for each sample is joined too, and at the end cut as Accelerate cuts it."""
         chosen = loader if loader is not None else self._training_step.windows.loader
-        if use_gather_object or is_per_sample(input_data, chosen, self._readers):
-            return super().gather_for_metrics(input_data, use_gather_object, loader)
         state = GradientState(_run=self._run)
-        return joined(input_data, self._readers, state.remainder if state.end_of_dataloader else 0)
+        remainder = state.remainder if state.end_of_dataloader else 0
+        if not use_gather_object and not is_per_sample(input_data, chosen, self._readers):
+            return joined(input_data, self._readers, remainder)
+        try:
+            return super().gather_for_metrics(input_data, use_gather_object, loader)
+        except MetricError as error:
+            log.warning_once("%s. It is joined as it is", error)
+        is_list = isinstance(input_data, list) or self.num_processes == 1
+        found = gather_object(input_data if is_list else [input_data])
+        return found[:remainder] if isinstance(found, list) and remainder > 0 else found
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:

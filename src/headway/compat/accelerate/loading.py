@@ -61,6 +61,7 @@ class AccelerateRules(TorchRules):
     """Orders, draws and ends of streams as Accelerate's loaders have them."""
 
     reads_ahead = True
+    leaves_workers = True
 
     def order_of(self, sampler: Any, draws: Draws) -> Order:
         """The order that a sampler or batch sampler stands for."""
