@@ -75,7 +75,8 @@ def prepare_loader(
     feed = recipe.feed()
     if transfer is not None and transfer.wants_pinned and loader.num_workers:
         feed.inner.pin_memory = True
-    return PreparedLoader(loader, feed, shard, device, transfer, events, _listeners(loader, feed))
+    listeners = _listeners(loader, feed)
+    return PreparedLoader(loader, feed, shard, device, transfer, events, listeners, recipe.rules.opens_late)
 
 
 class _Recipe:

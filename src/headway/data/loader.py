@@ -94,8 +94,6 @@ class PreparedLoader(DataLoader[Any]):
         transfer: brings them there; None: they are there.
         events: of the run's loaders.
         listeners: objects whose set_epoch is told each epoch's number.
-
-    Attributes:
         opens_late: a pass draws its order with its first batch; False: when `iter` is called, as torch's loaders do.
     """
 
@@ -108,6 +106,7 @@ class PreparedLoader(DataLoader[Any]):
         transfer: Transfer | None,
         events: LoaderEvents,
         listeners: Sequence[Any],
+        opens_late: bool = False,
     ) -> None:
         # Not DataLoader.__init__: the loader that reads is the feed's, this one only has the type.
         self.device = device
@@ -119,7 +118,7 @@ class PreparedLoader(DataLoader[Any]):
         self._listeners = listeners
         self._position = Position()
         self.asked_window = (0, 0)
-        self.opens_late = False
+        self._opens_late = opens_late
         self._num_skipped = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -132,7 +131,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """One pass; `break` closes it, and the next pass is another epoch."""
-        return LatePass(self._open) if self.opens_late else self._open()
+        return LatePass(self._open) if self._opens_late else self._open()
 
     def _open(self) -> Iterator[Any]:
         if self._position.is_stopped or self._position.is_over_already():

@@ -39,10 +39,12 @@ class LoadingRules(Protocol):
             collating draws from the global streams then comes before what training draws.
         leaves_workers: workers draw from the streams that torch gives them, on several ranks too; False: there from functions
             of a sample's place in the epoch, so that a resumed epoch is the same on any number of ranks.
+        opens_late: a pass draws its order with its first batch; False: when `iter` is called, as torch's loaders do.
     """
 
     reads_ahead: bool
     leaves_workers: bool
+    opens_late: bool
 
     def order_of(self, sampler: Any, draws: Draws) -> Order:
         """The order that a sampler or batch sampler stands for."""
@@ -59,6 +61,7 @@ class TorchRules:
 
     reads_ahead = False
     leaves_workers = False
+    opens_late = False
 
     def order_of(self, sampler: Any, draws: Draws) -> Order:
         """The order that a sampler or batch sampler stands for."""

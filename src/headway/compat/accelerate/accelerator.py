@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from headway import env
 from headway.accelerator import Accelerator
 from headway.checkpoint.foreign import number_of
 from headway.collectives.tree import Tree
 from headway.compat.accelerate.batches import convert_to_fp32
-from headway.compat.accelerate.changeable import fixed
+from headway.compat.accelerate.changeable import LiveDataLoaderConfiguration, fixed
 from headway.compat.accelerate.checkpoints import Reader, Writer, is_accelerates, newest_in
 from headway.compat.accelerate.exchange import gather_and_cut
 from headway.compat.accelerate.layouts import DistributedType
 from headway.compat.accelerate.loading import AccelerateRules
-from headway.config.run import GradientAccumulationPlugin
+from headway.compat.accelerate.metrics import is_per_sample, joined
+from headway.compat.accelerate.state import AcceleratorState, GradientState
+from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin
 from headway.data.draws import LoaderStream
 from headway.data.loader import PreparedLoader
 from headway.errors import MetricError, UnsupportedError
@@ -33,6 +34,8 @@ from headway.training.windows import ConstantDivision
 log = get_logger(__name__)
 
 _UNSET: Any = object()
+STATE_DICT_TYPE = "FSDP_STATE_DICT_TYPE"
+"""The variable by which Accelerate's launcher says how a library is to write sharded weights: whole, or each rank its part."""
 _SHARDED = ("FSDP", "DEEPSPEED", "TP", "MEGATRON_LM")
 _REPLICATED = frozenset(each for each in DistributedType if each.name not in _SHARDED)
 
@@ -100,6 +103,9 @@ class AccelerateAccelerator(Accelerator):
             parallelism_config=parallelism_config,
             loss_policy=ConstantDivision(),
         )
+        plugin = AcceleratorState(_run=self._run).fsdp_plugin
+        if plugin is not None and fsdp_plugin is None and (named := env.get(STATE_DICT_TYPE)):
+            plugin.set_state_dict_type(named)
         self._preparation.rules = AccelerateRules()
         self._preparation.loader_stream = LoaderStream()
         self._writer = Writer(self)
@@ -111,8 +117,6 @@ class AccelerateAccelerator(Accelerator):
         prepared = super().prepare(*objects, device_placement=device_placement, strict=strict)
         for each in objects:
             self._upcast(each)
-        for each in self._preparation.loaders:
-            each.opens_late = True
         return prepared
 
     def prepare_model(
@@ -123,23 +127,19 @@ class AccelerateAccelerator(Accelerator):
         self._upcast(prepared)
         return prepared
 
-    def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
-    ) -> PreparedLoader:
-        """As Headway's; a pass draws its order with its first batch."""
-        made = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        made.opens_late = True
-        return made
-
     def gather(self, tensor: Tree) -> Tree:
         """As Headway's; on one process what was given comes back."""
         return tensor if self.num_processes == 1 else super().gather(tensor)
 
-    def gather_for_metrics(self, input_data: Tree, use_gather_object: bool = False, loader: Any = None) -> Tree:
-        """As Headway's; what has not one entry for each sample is joined too, and cut at the epoch's end as Accelerate cuts it.
-
-        Such are losses of each rank, or repeated to another number than the batch's rows.
-        """
+    def gather_for_metrics(
+        self, input_data: Tree, use_gather_object: bool = False, loader: PreparedLoader | None = None
+    ) -> Tree:
+        """As Headway's; what has not one entry for each sample is joined too, and at the end cut as Accelerate cuts it."""
+        chosen = loader if loader is not None else self._training_step.windows.loader
+        state = GradientState(_run=self._run)
+        remainder = state.remainder if state.end_of_dataloader else 0
+        if not use_gather_object and not is_per_sample(input_data, chosen, self._readers):
+            return joined(input_data, self._readers, remainder)
         try:
             return super().gather_for_metrics(input_data, use_gather_object, loader)
         except MetricError as error:
@@ -204,6 +204,23 @@ class AccelerateAccelerator(Accelerator):
     def _num_micro_batches_in_hand(self) -> int:
         window = self._training_step.windows.current
         return 0 if window.is_closed else window.num_done
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How loaders split, pad and move batches; what is assigned goes for those that are prepared later."""
+        return LiveDataLoaderConfiguration(self._preparation.loading, self._load_by)
+
+    @property
+    def even_batches(self) -> bool:
+        """Is the last round completed with samples from the start? Settable, for loaders that are prepared later."""
+        return self._preparation.loading.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self._load_by(replace(self._preparation.loading, even_batches=value))
+
+    def _load_by(self, loading: DataLoaderConfiguration) -> None:
+        self._preparation.loading = loading
 
     def _upcast(self, model: Any) -> None:
         if isinstance(model, torch.nn.Module) and self.precision.is_mixed:

@@ -1,5 +1,6 @@
 """Accelerate's settings as scripts hold them: the same as Headway's, but fields may be changed until an Accelerator is built."""
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -27,6 +28,24 @@ class AutocastKwargs(Changeable, strategies.AutocastKwargs):
 
 class DataLoaderConfiguration(Changeable, run.DataLoaderConfiguration):
     """How prepared loaders split, pad and move batches."""
+
+
+class LiveDataLoaderConfiguration(DataLoaderConfiguration):
+    """An Accelerator's own: what is assigned goes for the loaders that are prepared from then on.
+
+    Args:
+        now: the settings in force.
+        use: takes the changed ones.
+    """
+
+    def __init__(self, now: run.DataLoaderConfiguration, use: Callable[[run.DataLoaderConfiguration], None]) -> None:
+        vars(self).update({field.name: getattr(now, field.name) for field in fields(now)})
+        self._use = use
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name != "_use":
+            self._use(fixed(self))
 
 
 class DistributedDataParallelKwargs(Changeable, strategies.DistributedDataParallelKwargs):

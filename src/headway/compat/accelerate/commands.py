@@ -6,12 +6,14 @@ Each hands over to a command of Headway's, under Accelerate's name.
 import argparse
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from headway import env
 from headway.config import files
+from headway.config.translate import translate
 from headway.errors import ConfigError
 
 _COMMANDS = {
@@ -80,7 +82,58 @@ def launch_command(args: argparse.Namespace) -> None:
 
 
 def _run(command: str, line: Sequence[str]) -> int:
-    return subprocess.call([sys.executable, "-m", "headway", *_COMMANDS[command], *line])
+    with tempfile.TemporaryDirectory(prefix="headway_") as folder:
+        try:
+            line, more = with_own_file(line, Path(folder)) if command == "launch" else (line, {})
+        except ConfigError as error:
+            print(f"headway: error: {error}", file=sys.stderr)
+            return 2
+        program = [sys.executable, "-m", "headway", *_COMMANDS[command], *line]
+        return subprocess.call(program, env={**env.snapshot(), **more})
+
+
+def with_own_file(line: Sequence[str], folder: Path) -> tuple[list[str], dict[str, str]]:
+    """A launcher's command line in which a config file of Accelerate's is replaced by its translation.
+
+    Args:
+        line: the launcher's arguments, the script and its arguments.
+        folder: where the translation goes, if one is needed.
+
+    Returns:
+        The line, and variables for the environment of what it starts.
+
+    Raises:
+        ConfigError: the file cannot be read, or has a key that neither library knows.
+    """
+    start, stop, named = _config_file(line)
+    values = files.load_mapping(files.read(Path(named)), named) if named else {}
+    if values.keys() <= set(files.KEYS):
+        return list(line), {}
+    if values.get("distributed_type") == "NO":
+        values["num_processes"] = 1  # Accelerate starts one, whatever number stands there
+    made = translate(values, named)
+    for key, text in made.lines:
+        if text.startswith("NOT KEPT"):
+            print(f"headway: {named}: {key}: {text}", file=sys.stderr)
+    path = folder / f"{Path(named).stem}_translated.yaml"
+    files.write(made.config, path)
+    # transformers' Trainer writes whole weights at the end where the file says so, and none where it does not.
+    kind = (values.get("fsdp_config") or {}).get("fsdp_state_dict_type")
+    return [*line[:start], "--config_file", str(path), *line[stop:]], {
+        "FSDP_STATE_DICT_TYPE": str(kind)
+    } if kind else {}
+
+
+def _config_file(line: Sequence[str]) -> tuple[int, int, str]:
+    """Where the launcher is told of a config file, from and to, and which; an empty name where it is not told."""
+    for index, word in enumerate(line):
+        if word.endswith(".py") or word in ("-m", "--module"):
+            break  # what follows is the script's
+        option, _, joined = word.partition("=")
+        if option.replace("-", "_") == "__config_file":
+            stop = index + (1 if joined else 2)
+            return index, stop, joined or "".join(line[index + 1 : stop])
+    return 0, 0, ""
 
 
 def main() -> int:
