@@ -77,6 +77,15 @@ class Both:
         self._num_runs += 1
         return Sides(*(self._one(library, script, args, world_size, timeout_s) for library in LIBRARIES))
 
+    def on_headway(self, script: str, *args: str, world_size: int = 1, timeout_s: float = 240) -> list[Numbers]:
+        """Run it on Headway alone, for what Accelerate cannot do; returns what each rank noted.
+
+        Raises:
+            AssertionError: a rank failed; what it printed is the message.
+        """
+        self._num_runs += 1
+        return self._one("headway", script, args, world_size, timeout_s)
+
     def _one(self, library: str, script: str, args: Sequence[str], world_size: int, timeout_s: float) -> list[Numbers]:
         folder = self.folder / f"{self._num_runs}-{script}-{library}"
         path = SCRIPTS / f"{script}.py"

@@ -43,7 +43,7 @@ class _Use:
 def _device(where: Where) -> torch.device:
     found = home_of(where) if isinstance(where, int) else torch.device(where)
     assert isinstance(found, torch.device)
-    return found
+    return torch.device("cpu") if found.type == "cpu" else found  # a tensor's device is never "cpu:0"
 
 
 def _version(tensor: torch.Tensor) -> int | None:
@@ -89,10 +89,10 @@ def _hang(
             made[id(home)] = copy
             if tied is not None:
                 tied.setdefault(home.data_ptr(), {})[device] = copy
-        uses.append(_Use(place, name, place.tensor, copy, _version(copy)))
+        if place.tensor is not copy:
+            uses.append(_Use(place, name, place.tensor, copy, _version(copy)))
     for use in uses:
-        if use.place.tensor is not use.copy:
-            use.place.put(use.copy)
+        use.place.put(use.copy)
     return uses
 
 
@@ -163,8 +163,7 @@ class AlignDevicesHook(ModelHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move the weights to the device, or home."""
-        places = _own_places(module, self.place_submodules, True)
-        self.original_devices = {name: place.tensor.device for name, place in places.items()}
+        places = self.note_devices(module)
         moved: dict[int, torch.Tensor] = {}
         for name, place in places.items():
             old = place.tensor
@@ -175,6 +174,12 @@ class AlignDevicesHook(ModelHook):
                 place.put(moved[id(old)])
         return module
 
+    def note_devices(self, module: nn.Module) -> dict[str, Place]:
+        """Note where the module's weights lie, which is where they go when the hook is removed; returns them."""
+        places = _own_places(module, self.place_submodules, True)
+        self.original_devices = {name: place.tensor.device for name, place in places.items()}
+        return places
+
     def _settled(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.execution_device is None or tensor.device == _device(self.execution_device):
             return tensor
@@ -184,10 +189,14 @@ class AlignDevicesHook(ModelHook):
         return nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
     def _at_home(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if self.weights_map is None:
-            value = tensor if tensor.device.type == "cpu" else tensor.detach().cpu()
+        stored = None
+        if self.weights_map is not None:
+            stored = self.weights_map[name] if self._is_held else tensor.detach().to("meta")
+        # Embeddings that were resized get the hook of the old ones, whose values are not theirs.
+        if stored is not None and stored.shape == tensor.shape:
+            value = stored
         else:
-            value = self.weights_map[name] if self._is_held else tensor.detach().to("meta")
+            value = tensor if tensor.device.type in ("cpu", "meta") else tensor.detach().cpu()
         if value is tensor or not isinstance(tensor, nn.Parameter):
             return value
         return nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)

@@ -89,11 +89,13 @@ _CHANGEABLE = """
     AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs GradientAccumulationPlugin
     InitProcessGroupKwargs ProfileKwargs ProjectConfiguration
 """
+_DISPATCHED = "cpu_offload disk_offload dispatch_model load_checkpoint_and_dispatch"
 _COMMANDS = "default_config_file launch_command launch_command_parser load_config_from_file main"
 AS_ACCELERATE: dict[str, tuple[str, str]] = {
     "Accelerator": ("headway.compat.accelerate.accelerator", "AccelerateAccelerator"),
     **{name: ("headway.compat.accelerate.changeable", name) for name in _CHANGEABLE.split()},
     **{name: ("headway.compat.accelerate.commands", name) for name in _COMMANDS.split()},
+    **{name: ("headway.compat.accelerate.dispatched", name) for name in _DISPATCHED.split()},
 }
 """Name -> (module, name there), for what `import accelerate` gives where Headway stands in for it, and `headway` does not."""
 
