@@ -21,7 +21,7 @@ def both(tmp_path_factory):
     found.close()
 
 
-@pytest.mark.parametrize("family, places", [
+@pytest.mark.parametrize(("family", "places"), [
     ("llama", "cpu"), ("llama", "word"), ("llama", "auto"), ("llama", "disk"), ("gpt2", "auto"), ("gpt2", "disk"),
     ("t5", "auto"), ("t5", "disk"),
 ])  # fmt: skip

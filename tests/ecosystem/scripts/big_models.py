@@ -1,6 +1,7 @@
 """transformers loads a checkpoint of several shards by a device map, generates, and writes it again.
 
-Arguments: the family (llama, gpt2, t5), and where its parts lie (cpu, disk, auto, word).
+Arguments: the family (llama, gpt2, t5), and where its parts lie (cpu, disk, auto, word, toy: also on an accelerator of the
+tests).
 """
 
 import sys
@@ -22,6 +23,10 @@ from transformers.integrations.accelerate import skip_device_map_check
 from tests.scripts.evidence import Evidence
 
 family, places = sys.argv[1:]
+if places == "toy":
+    from tests.accelerator.toy import register
+
+    register()
 torch.manual_seed(0)
 if family == "llama":
     config = LlamaConfig(
@@ -55,7 +60,13 @@ arguments = {
     "word": {"device_map": "cpu"},
     "auto": {"device_map": "auto", "max_memory": {"cpu": size * 2 // 3}, "offload_folder": "offload"},
     "disk": {"device_map": {blocks: "disk", **dict.fromkeys(others, "cpu")}, "offload_folder": "offload"},
-}[places]
+    "toy": {
+        "device_map": {
+            f"{blocks}.0": "toy:0", f"{blocks}.1": "cpu", f"{blocks}.2": "cpu", **dict.fromkeys(others, "toy:0")
+        },
+        "offload_folder": "offload",
+    },
+}[places]  # fmt: skip
 model = loader.from_pretrained("checkpoint", **arguments).eval()
 
 

@@ -17,7 +17,7 @@ from headway.compat.accelerate.align import AlignDevicesHook
 from headway.compat.accelerate.attach import Hooked, aligned, on_blocks
 from headway.compat.accelerate.hooks import remove_hook_from_module, show_hook
 from headway.offload import dispatch
-from headway.offload.dat_folder import OffloadedWeightsLoader
+from headway.offload.dat_folder import INDEX, OffloadedWeightsLoader, read_offload_index
 from headway.offload.spread import EXECUTION
 from headway.placement.budget import Device
 from headway.placement.device_map import check_device_map
@@ -51,6 +51,8 @@ def dispatch_model(
         others: as for `headway.dispatch_model`.
     """
     _clear(model)
+    if offload_index is None and offload_dir is not None:
+        offload_index = _written_before(model, offload_dir)
     whole = {**device_map, **_left_out(model, device_map)} if isinstance(device_map, Mapping) else device_map
     dispatch.dispatch_model(
         model, whole, main_device, state_dict, offload_dir, offload_index, offload_buffers, skip_keys, preload_module_classes,
@@ -144,6 +146,15 @@ def _execution_device(model: nn.Module, given: Where | None) -> Where | None:
         found = torch.accelerator.current_accelerator(check_available=True)
         return None if found is not None else torch.device("cpu")
     return first
+
+
+def _written_before(model: nn.Module, folder: str | Path) -> Index | None:
+    """What a library wrote to the folder for this model: entries of tensors that have their values nowhere else."""
+    if not (Path(folder) / INDEX).is_file():
+        return None
+    index = read_offload_index(folder)
+    empty = (name for name, place in places_of(model).items() if place.tensor.is_meta)
+    return {name: index[name] for name in empty if name in index} or None
 
 
 def _left_out(model: nn.Module, device_map: Mapping[str, Where]) -> dict[str, Where]:
