@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.accelerator.runs import needs_compiler
+from tests.accelerator.toy import build
 from tests.ecosystem.both import Both
 
 pytestmark = pytest.mark.slow
@@ -33,6 +35,16 @@ def test_loading_by_a_device_map_and_generating(both, family, places):
     noted = sides.headway[0]
     assert noted["as the reference"] == [1.0]
     assert set(noted["of the reference"]) == {1.0}
+
+
+@needs_compiler
+def test_weights_that_stream_to_an_accelerator_of_the_tests(both):
+    build.build()
+    sides = both.run("big_models", "llama", "toy")
+    differences = sides.differences()
+    assert set(differences.values()) == {0.0}, differences
+    assert sides.headway[0]["hooks"]
+    assert set(sides.headway[0]["of the reference"]) == {1.0}
 
 
 def test_lora_on_a_placed_model(both):

@@ -14,6 +14,9 @@ _BY_PLACE = {
     "headway.config.layouts": "ParallelismConfig",
     "headway.config.spelled": "DynamoBackend",
     "headway.config.stand_ins": "DummyOptim DummyScheduler",
+    "headway.offload.quantisation": "BnbQuantizationConfig QuantizationOptions get_keys_to_not_convert has_4bit_bnb_layers",
+    "headway.offload.quantised": "load_and_quantize_model",
+    "headway.compat.accelerate.casting": "LayerwiseCastingHook attach_layerwise_casting_hooks",
     "headway.compat.accelerate.state": "AcceleratorState GradientState PartialState is_initialized wait_for_everyone",
     "headway.compat.accelerate.sharded": """
         FSDP_AUTO_WRAP_POLICY FSDP_SHARDING_STRATEGY get_parameters_from_modules load_fsdp_model load_fsdp_optimizer
