@@ -7,7 +7,7 @@ memory (in host memory, or mapped from a file), and what is written to a copy go
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ Tied = dict[int, dict[torch.device, torch.Tensor]]
 
 
 @dataclass
-class _Use:
+class Use:
     """A tensor whose copy hangs in its module.
 
     Attributes:
@@ -37,17 +37,16 @@ class _Use:
     name: str
     home: torch.Tensor
     copy: torch.Tensor
-    version: int | None
+    version: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.version = None if self.copy.is_inference() else self.copy._version
 
 
 def _device(where: Where) -> torch.device:
     found = home_of(where) if isinstance(where, int) else torch.device(where)
     assert isinstance(found, torch.device)
-    return found
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+    return torch.device("cpu") if found.type == "cpu" else found  # a tensor's device is never "cpu:0"
 
 
 def _own_places(module: nn.Module, recurse: bool, has_buffers: bool) -> dict[str, Place]:
@@ -76,9 +75,9 @@ def _copied(home: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _hang(
     places: Mapping[str, Place], homes: Mapping[str, torch.Tensor], device: torch.device, tied: Tied | None = None
-) -> list[_Use]:
+) -> list[Use]:
     """Hang copies of what is elsewhere; a tensor with several names is copied once."""
-    uses: list[_Use] = []
+    uses: list[Use] = []
     made: dict[int, torch.Tensor] = {}
     for name, place in places.items():
         home = homes[name]
@@ -89,14 +88,14 @@ def _hang(
             made[id(home)] = copy
             if tied is not None:
                 tied.setdefault(home.data_ptr(), {})[device] = copy
-        uses.append(_Use(place, name, place.tensor, copy, _version(copy)))
+        if place.tensor is not copy:
+            uses.append(Use(place, name, place.tensor, copy))
     for use in uses:
-        if use.place.tensor is not use.copy:
-            use.place.put(use.copy)
+        use.place.put(use.copy)
     return uses
 
 
-def _write_home(home: torch.Tensor, use: _Use) -> None:
+def write_home(home: torch.Tensor, use: Use) -> None:
     """What was written to the copy in the meantime goes where it came from."""
     is_changed = use.version is not None and use.copy._version != use.version
     # Batch normalisation writes its running statistics past torch's count of versions.
@@ -144,7 +143,7 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
-        self._uses: list[list[_Use]] = []
+        self._uses: list[list[Use]] = []
 
     def __repr__(self) -> str:
         return (
@@ -163,8 +162,7 @@ class AlignDevicesHook(ModelHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move the weights to the device, or home."""
-        places = _own_places(module, self.place_submodules, True)
-        self.original_devices = {name: place.tensor.device for name, place in places.items()}
+        places = self.note_devices(module)
         moved: dict[int, torch.Tensor] = {}
         for name, place in places.items():
             old = place.tensor
@@ -175,6 +173,12 @@ class AlignDevicesHook(ModelHook):
                 place.put(moved[id(old)])
         return module
 
+    def note_devices(self, module: nn.Module) -> dict[str, Place]:
+        """Note where the module's weights lie, which is where they go when the hook is removed; returns them."""
+        places = _own_places(module, self.place_submodules, True)
+        self.original_devices = {name: place.tensor.device for name, place in places.items()}
+        return places
+
     def _settled(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.execution_device is None or tensor.device == _device(self.execution_device):
             return tensor
@@ -184,10 +188,14 @@ class AlignDevicesHook(ModelHook):
         return nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
     def _at_home(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if self.weights_map is None:
-            value = tensor if tensor.device.type == "cpu" else tensor.detach().cpu()
+        stored = None
+        if self.weights_map is not None:
+            stored = self.weights_map[name] if self._is_held else tensor.detach().to("meta")
+        # Embeddings that were resized get the hook of the old ones, whose values are not theirs.
+        if stored is not None and stored.shape == tensor.shape:
+            value = stored
         else:
-            value = self.weights_map[name] if self._is_held else tensor.detach().to("meta")
+            value = tensor if tensor.device.type in ("cpu", "meta") else tensor.detach().cpu()
         if value is tensor or not isinstance(tensor, nn.Parameter):
             return value
         return nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)
@@ -201,7 +209,7 @@ class AlignDevicesHook(ModelHook):
             self._uses.append([])
             return args, kwargs
         device = _device(self.execution_device)
-        uses: list[_Use] = []
+        uses: list[Use] = []
         if self.offload and not any(self._uses):  # within itself, its copies hang already
             places = _own_places(module, self.place_submodules, self.offload_buffers)
             homes = {name: self._value(name, place) for name, place in places.items()}
@@ -223,7 +231,7 @@ class AlignDevicesHook(ModelHook):
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Weights home, the result to where the input was."""
         for use in self._uses.pop() if self._uses else []:
-            _write_home(use.home, use)
+            write_home(use.home, use)
             if use.place.tensor is not use.home:
                 use.place.put(use.home)
             if self.tied_params_map is not None:
@@ -283,6 +291,6 @@ def align_module_device(module: nn.Module, execution_device: Where | None = None
         yield
     finally:
         for use in uses:
-            _write_home(homes[use.name], use)
+            write_home(homes[use.name], use)
             if use.place.tensor is not use.home:
                 use.place.put(use.home)

@@ -30,6 +30,16 @@ def _walk(module: nn.Module, whole: list[str] | None, prefix: str = "") -> Itera
             ]
 
 
+Hooked = Iterator[tuple[nn.Module, AlignDevicesHook, bool]]
+"""Modules and their hooks, and whether a hook that is there already stays beside the new one. Whoever takes a pair attaches it
+before taking the next: what follows looks at it."""
+
+
+def _attach(hooked: Hooked) -> None:
+    for module, hook, is_added in hooked:
+        add_hook_to_module(module, hook, append=is_added)
+
+
 def _has_tensors(module: nn.Module) -> bool:
     return any(t is not None for t in (*module._parameters.values(), *module._buffers.values()))
 
@@ -55,6 +65,33 @@ def attach_align_device_hook(
         preload_module_classes: classes whose modules use the weights of modules inside them without calling those: where
             weights are offloaded, all of theirs come in together.
     """
+    _attach(
+        aligned(
+            module,
+            execution_device,
+            offload,
+            weights_map,
+            offload_buffers,
+            module_name,
+            skip_keys,
+            preload_module_classes,
+            tied_params_map,
+        )
+    )
+
+
+def aligned(
+    module: nn.Module,
+    execution_device: Where | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, torch.Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    tied_params_map: Tied | None = None,
+) -> Hooked:
+    """The hooks of attach_align_device_hook, to be attached as they come."""
     for name, each, is_whole in _walk(module, preload_module_classes if offload else None, module_name):
         if _has_tensors(each) or is_whole:
             own = None if weights_map is None else PrefixedDataset(weights_map, f"{name}." if name else "")
@@ -67,7 +104,7 @@ def attach_align_device_hook(
                 skip_keys=skip_keys,
                 tied_params_map=tied_params_map,
             )
-            add_hook_to_module(each, hook, append=True)
+            yield each, hook, True
 
 
 def attach_execution_device_hook(
@@ -85,11 +122,20 @@ def attach_execution_device_hook(
         skip_keys, tied_params_map: as for AlignDevicesHook.
         preload_module_classes: modules of these classes get a hook, those inside them none.
     """
+    _attach(_executing(module, execution_device, skip_keys, preload_module_classes, tied_params_map))
+
+
+def _executing(
+    module: nn.Module,
+    execution_device: Where,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    tied_params_map: Tied | None = None,
+) -> Hooked:
     holding = _holding(module)
     for _, each, _ in _walk(module, preload_module_classes):
         if id(each) in holding and not hasattr(each, "_hf_hook"):
-            hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
-            add_hook_to_module(each, hook)
+            yield each, AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map), False
 
 
 def _holding(root: nn.Module) -> set[int]:
@@ -126,6 +172,33 @@ def attach_align_device_hook_on_blocks(
         weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map: as for attach_align_device_hook.
         module_name: the module's name in the whole model.
     """
+    _attach(
+        on_blocks(
+            module,
+            execution_device,
+            offload,
+            weights_map,
+            offload_buffers,
+            module_name,
+            skip_keys,
+            preload_module_classes,
+            tied_params_map,
+        )
+    )
+
+
+def on_blocks(
+    module: nn.Module,
+    execution_device: Where | Mapping[str, Where] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, torch.Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    tied_params_map: Tied | None = None,
+) -> Hooked:
+    """The hooks of attach_align_device_hook_on_blocks, to be attached as they come."""
     shared: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
     offloading: dict[str, Any] = {
         **shared,
@@ -136,10 +209,10 @@ def attach_align_device_hook_on_blocks(
     }
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
         if offload:
-            attach_align_device_hook(module, execution_device, module_name=module_name, **offloading)
+            yield from aligned(module, execution_device, module_name=module_name, **offloading)
         else:
             hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **shared)
-            add_hook_to_module(module, hook)
+            yield module, hook, False
         return
     devices: Mapping[str, Where | None]
     if isinstance(execution_device, Mapping):
@@ -154,12 +227,12 @@ def attach_align_device_hook_on_blocks(
             hook = AlignDevicesHook(
                 device, io_same_device=is_root, offload_buffers=offload_buffers, place_submodules=True, **shared
             )
-            add_hook_to_module(each, hook)
-            attach_execution_device_hook(each, device, **shared)  # type: ignore[arg-type]
+            yield each, hook, False
+            yield from _executing(each, device, **shared)  # type: ignore[arg-type]
         elif name in devices and name in offloads:
-            attach_align_device_hook(each, device, module_name=name, **offloading)
+            yield from aligned(each, device, module_name=name, **offloading)
             if not hasattr(each, "_hf_hook"):
-                add_hook_to_module(each, AlignDevicesHook(device, io_same_device=is_root, **shared))
-            attach_execution_device_hook(each, device, preload_module_classes=preload_module_classes, **shared)  # type: ignore[arg-type]
+                yield each, AlignDevicesHook(device, io_same_device=is_root, **shared), False
+            yield from _executing(each, device, preload_module_classes=preload_module_classes, **shared)  # type: ignore[arg-type]
         elif is_root:
-            add_hook_to_module(each, AlignDevicesHook(device, io_same_device=True, **shared))
+            yield each, AlignDevicesHook(device, io_same_device=True, **shared), False

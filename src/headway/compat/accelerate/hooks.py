@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from headway.collectives.tree import to_device
+from headway.offload.spread import EXECUTION
 from headway.weights.moving import move
 
 
@@ -120,6 +121,20 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     return module
 
 
+def show_hook(module: nn.Module, hook: ModelHook, append: bool = False) -> None:
+    """Let a module have a hook as `_hf_hook` that nobody calls in its forward: something else does its work there.
+
+    Args:
+        append: a hook that is there already stays, and goes on being called.
+    """
+    present = getattr(module, "_hf_hook", None)
+    if present is not None and append:
+        hook = SequentialHook(present, hook)
+    elif present is not None:
+        remove_hook_from_module(module)
+    module._hf_hook = hook  # type: ignore[assignment]
+
+
 def _detach(module: nn.Module) -> None:
     attached = module.__dict__.pop("_headway_hook", None)
     if attached is not None:
@@ -131,9 +146,12 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     """Take off the hook that add_hook_to_module() attached.
 
     Args:
-        recurse: from all modules inside as well.
+        recurse: from all modules inside as well, and what dispatch_model() attached to the module or to one inside.
     """
     for each in list(module.modules()) if recurse else [module]:
+        execution = vars(each).get(EXECUTION) if recurse else None
+        if execution is not None:
+            execution.remove()
         hook = getattr(each, "_hf_hook", None)
         _detach(each)
         if hook is not None:

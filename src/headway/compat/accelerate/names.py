@@ -14,6 +14,9 @@ _BY_PLACE = {
     "headway.config.layouts": "ParallelismConfig",
     "headway.config.spelled": "DynamoBackend",
     "headway.config.stand_ins": "DummyOptim DummyScheduler",
+    "headway.offload.quantisation": "BnbQuantizationConfig QuantizationOptions get_keys_to_not_convert has_4bit_bnb_layers",
+    "headway.offload.quantised": "load_and_quantize_model",
+    "headway.compat.accelerate.casting": "LayerwiseCastingHook attach_layerwise_casting_hooks",
     "headway.compat.accelerate.state": "AcceleratorState GradientState PartialState is_initialized wait_for_everyone",
     "headway.compat.accelerate.sharded": """
         FSDP_AUTO_WRAP_POLICY FSDP_SHARDING_STRATEGY get_parameters_from_modules load_fsdp_model load_fsdp_optimizer
@@ -89,12 +92,14 @@ _CHANGEABLE = """
     AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs GradientAccumulationPlugin
     InitProcessGroupKwargs ProfileKwargs ProjectConfiguration
 """
+_DISPATCHED = "cpu_offload disk_offload dispatch_model load_checkpoint_and_dispatch"
 _COMMANDS = "default_config_file launch_command launch_command_parser load_config_from_file main"
 AS_ACCELERATE: dict[str, tuple[str, str]] = {
     "Accelerator": ("headway.compat.accelerate.accelerator", "AccelerateAccelerator"),
     **{name: ("headway.compat.accelerate.changeable", name) for name in _CHANGEABLE.split()},
     "find_executable_batch_size": ("headway.compat.accelerate.batch_sizes", "find_executable_batch_size"),
     **{name: ("headway.compat.accelerate.commands", name) for name in _COMMANDS.split()},
+    **{name: ("headway.compat.accelerate.dispatched", name) for name in _DISPATCHED.split()},
 }
 """Name -> (module, name there), for what `import accelerate` gives where Headway stands in for it, and `headway` does not."""
 

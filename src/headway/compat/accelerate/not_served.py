@@ -25,7 +25,8 @@ _FP8_ENGINES = (
     "kwargs_handlers=[headway.AORecipeKwargs()]) (docs/float8.md)"
 )
 _QUANTISED = (
-    "Headway loads no quantised weights; load the model with transformers' `quantization_config` and prepare it"
+    "it is a part of Accelerate's `load_and_quantize_model`; use `headway.load_and_quantize_model` itself "
+    "(docs/quantised_loading.md)"
 )
 _SAGEMAKER = "SageMaker's own launching is not served; start the script with torchrun or `headway launch` there"
 _PARALLEL = (
@@ -78,8 +79,7 @@ _BY_SENTENCE = {
         has_transformer_engine_layers
     """,
     _QUANTISED: """
-        BnbQuantizationConfig get_keys_to_not_convert get_parameter_device get_quantized_model_device_map
-        has_4bit_bnb_layers load_and_quantize_model quantize_and_offload_8bit replace_with_bnb_layers
+        get_parameter_device get_quantized_model_device_map quantize_and_offload_8bit replace_with_bnb_layers
     """,
     _SAGEMAKER: """
         ComputeEnvironment SageMakerConfig SAGEMAKER_PARALLEL_EC2_INSTANCES SAGEMAKER_PYTHON_VERSION SAGEMAKER_PYTORCH_VERSION
@@ -140,9 +140,6 @@ _BY_SENTENCE = {
     "load_checkpoint_in_model keeps tied parameters tied; find_tied_parameters names them": "retie_parameters",
     "accelerator.get_state_dict(model) reads offloaded weights too": (
         "get_state_dict_from_offload get_state_dict_offloaded_model"
-    ),
-    "casting layer by layer is not served; load the model in the dtype that you want": (
-        "LayerwiseCastingHook attach_layerwise_casting_hooks"
     ),
 }
 NAMES: dict[str, str] = {name: why for why, names in _BY_SENTENCE.items() for name in names.split()}

@@ -1,0 +1,73 @@
+"""transformers' `device_map=` and PEFT on placed models, on Accelerate and on Headway, with the hooks that libraries read."""
+
+import pytest
+
+from tests.accelerator.runs import needs_compiler
+from tests.accelerator.toy import build
+from tests.ecosystem.both import Both
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    found = Both(
+        tmp_path_factory.mktemp("big_models"),
+        [
+            "peft", "transformers.generation.utils", "transformers.models.bert.modeling_bert",
+            "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
+            "transformers.models.t5.modeling_t5", "accelerate.big_modeling",
+        ],
+    )  # fmt: skip
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize(("family", "places"), [
+    ("llama", "cpu"), ("llama", "word"), ("llama", "auto"), ("llama", "disk"), ("gpt2", "auto"), ("gpt2", "disk"),
+    ("t5", "auto"), ("t5", "disk"),
+])  # fmt: skip
+def test_loading_by_a_device_map_and_generating(both, family, places):
+    sides = both.run("big_models", family, places)
+    differences = sides.differences()
+    assert set(differences.values()) == {0.0}, differences
+    assert ("hooks" in differences) == (places in ("auto", "disk"))
+    noted = sides.headway[0]
+    assert noted["as the reference"] == [1.0]
+    assert set(noted["of the reference"]) == {1.0}
+
+
+@needs_compiler
+def test_weights_that_stream_to_an_accelerator_of_the_tests(both):
+    build.build()
+    sides = both.run("big_models", "llama", "toy")
+    differences = sides.differences()
+    assert set(differences.values()) == {0.0}, differences
+    assert sides.headway[0]["hooks"]
+    assert set(sides.headway[0]["of the reference"]) == {1.0}
+
+
+def test_lora_on_a_placed_model(both):
+    differences = both.run("big_model_adapters", "cpu").differences()
+    assert set(differences.values()) == {0.0}, differences
+
+
+def test_lora_on_a_model_on_disk_which_only_headway_trains_and_merges(both):
+    in_memory = both.run("big_model_adapters", "cpu").headway
+    on_disk = both.run_on("headway", "big_model_adapters", "disk")
+    names = ("loss", "gradients", "trained", "loaded", "tokens", "merged", "resized", "parameters")
+    assert {name: on_disk[0][name] for name in names} == {name: in_memory[0][name] for name in names}
+
+
+def test_maps_are_valid_and_use_accelerators_no_less(both):
+    sides = both.run("device_maps")
+    theirs, ours = sides.accelerate[0], sides.headway[0]
+    for kind in ("host alone", "accelerators"):
+        for fault in ("over budget", "blocks apart"):
+            assert set(ours[f"{kind}: {fault}"]) == {0.0}, fault
+        assert set(ours[f"{kind}: budgets within limits"]) == {1.0}
+        for better in ("on accelerators", "not on disk"):
+            pairs = list(zip(ours[f"{kind}: {better}"], theirs[f"{kind}: {better}"]))
+            assert pairs
+            assert all(our >= their for our, their in pairs), better
+    assert sum(ours["accelerators: on accelerators"]) > 1.1 * sum(theirs["accelerators: on accelerators"])
