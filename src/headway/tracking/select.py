@@ -22,7 +22,14 @@ _BUILT_IN = {
     "tensorboard": ("headway.tracking.tensorboard", "TensorBoardTracker"),
     "wandb": ("headway.tracking.wandb", "WandbTracker"),
     "mlflow": ("headway.tracking.mlflow", "MLflowTracker"),
+    "comet_ml": ("headway.tracking.comet", "CometTracker"),
+    "aim": ("headway.tracking.aim", "AimTracker"),
+    "clearml": ("headway.tracking.clearml", "ClearMLTracker"),
+    "dvclive": ("headway.tracking.dvclive", "DVCLiveTracker"),
+    "swanlab": ("headway.tracking.swanlab", "SwanLabTracker"),
+    "trackio": ("headway.tracking.trackio", "TrackioTracker"),
 }
+_IN_EXTRA = ("tensorboard", "wandb", "mlflow")
 
 Choice = Tracker | tuple[str, Callable[..., Tracker]]
 """A user's own tracker, or the name and the class of one that is built when a run begins."""
@@ -88,8 +95,9 @@ def _by_name(name: str, has_folder: bool, is_main: bool) -> Callable[..., Tracke
     if getattr(kind, "requires_logging_directory", False) and not has_folder:
         raise _needs_folder(name)
     if is_main and name in _BUILT_IN and not available(name):
+        line = "'headway[trackers]'" if name in _IN_EXTRA else name
         raise OptionalDependencyMissing(
-            f"log_with={name!r} needs {name}, which is not installed: pip install 'headway[trackers]'"
+            f"log_with={name!r} needs {name}, which is not installed: pip install {line}"
         )
     return kind
 
