@@ -111,6 +111,21 @@ class Tracker:
         """The run is over. Default: nothing."""
 
 
+@dataclass(frozen=True)
+class TrackerMaker:
+    """A tracker that is made when a run begins; `log_with` takes it in the place of an instance.
+
+    Attributes:
+        name: the tracker's.
+        make: gives it, from what `init_kwargs` has under its name.
+        requires_logging_directory: as the tracker's.
+    """
+
+    name: str
+    make: Callable[..., Tracker]
+    requires_logging_directory: bool = False
+
+
 GeneralTracker = Tracker
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from headway.errors import ConfigError, OptionalDependencyMissing
 from headway.log import get_logger
 from headway.optional import available
-from headway.tracking.base import Tracker
+from headway.tracking.base import Tracker, TrackerMaker
 
 log = get_logger(__name__)
 
@@ -39,7 +39,7 @@ def select_trackers(log_with: object, *, has_folder: bool, is_main: bool = True)
     """The trackers that `log_with` asks for, each once.
 
     Args:
-        log_with: a name, a `Tracker`, a list of them, or None; "all": those that are installed.
+        log_with: a name, a `Tracker` or what makes one, a list of them, or None; "all": those that are installed.
         has_folder: is there a place for files?
         is_main: only rank 0 needs the packages.
 
@@ -56,6 +56,10 @@ def select_trackers(log_with: object, *, has_folder: bool, is_main: bool = True)
             if each.requires_logging_directory and not has_folder:
                 raise _needs_folder(name)
             chosen[name] = each
+        elif isinstance(each, TrackerMaker):
+            if each.requires_logging_directory and not has_folder:
+                raise _needs_folder(each.name)
+            chosen[each.name] = each.name, each.make
         elif _text(each) == "all":
             for name, choice in _installed(has_folder, is_main):
                 chosen.setdefault(name, choice)
@@ -96,9 +100,7 @@ def _by_name(name: str, has_folder: bool, is_main: bool) -> Callable[..., Tracke
         raise _needs_folder(name)
     if is_main and name in _BUILT_IN and not available(name):
         line = "'headway[trackers]'" if name in _IN_EXTRA else name
-        raise OptionalDependencyMissing(
-            f"log_with={name!r} needs {name}, which is not installed: pip install {line}"
-        )
+        raise OptionalDependencyMissing(f"log_with={name!r} needs {name}, which is not installed: pip install {line}")
     return kind
 
 

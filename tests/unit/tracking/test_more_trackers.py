@@ -87,8 +87,7 @@ def test_comet(tmp_path, caplog):
     parameters = {each["paramName"]: each["paramValue"] for one in told for each in [one.get("param") or one["params"]]}
     assert (parameters["lr"], parameters["model|layers"]) == (0.1, [1, 2])
     files = [each["payload"] for each in messages if each["type"] == "file_upload"]
-    names = {told.get("fileName") or told.get("imageName", "") for told in (each["additional_params"] for each in files)}
-    print(files)
+    names = {told.get("fileName") or told.get("figName", "") for told in (each["additional_params"] for each in files)}
     assert {"samples", "maps/0", "maps/1", "weights.bin"} <= names
     assert any("vocabulary.txt" in name for name in names)
 

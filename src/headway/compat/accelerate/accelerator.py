@@ -12,6 +12,7 @@ import torch
 from headway.accelerator import Accelerator
 from headway.compat.accelerate.batches import convert_to_fp32
 from headway.compat.accelerate.changeable import fixed
+from headway.compat.accelerate.trackers import makers
 from headway.training.windows import ConstantDivision
 
 _UNSET: Any = object()
@@ -52,6 +53,7 @@ class AccelerateAccelerator(Accelerator):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
+        self._project = ""
         super().__init__(
             device_placement=device_placement,
             mixed_precision=mixed_precision,
@@ -63,7 +65,7 @@ class AccelerateAccelerator(Accelerator):
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
             rng_types=rng_types if rng_types is not None else ("generator",),
-            log_with=log_with,
+            log_with=makers(log_with, lambda: self._project, lambda: self.logging_dir),
             project_dir=project_dir,
             project_config=fixed(project_config),
             gradient_accumulation_plugin=fixed(gradient_accumulation_plugin),
@@ -75,6 +77,11 @@ class AccelerateAccelerator(Accelerator):
             parallelism_config=parallelism_config,
             loss_policy=ConstantDivision(),
         )
+
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
+        """As Headway's; trackers named in `log_with` are made of Accelerate's classes."""
+        self._project = project_name
+        super().init_trackers(project_name, config, init_kwargs)
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False) -> Any:
         """As Headway's, and under mixed precision models give float32."""

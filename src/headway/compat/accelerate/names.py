@@ -7,6 +7,8 @@ every public name of Accelerate; a house test compares. Nothing here imports tor
 from importlib import import_module
 from typing import Any
 
+from headway.compat.accelerate.only_there import PLACES
+
 _BY_PLACE = {
     "headway.compiling.regions": "has_compiled_regions is_compiled_module",
     "headway.config.compiling": "TorchDynamoPlugin",
@@ -85,19 +87,18 @@ MODULES = frozenset(_MODULES.split())
 Not among them: `accelerator` and `tracking`, which Headway has itself.
 """
 
-_CHANGEABLE = """
-    AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs GradientAccumulationPlugin
-    InitProcessGroupKwargs ProfileKwargs ProjectConfiguration
-"""
-_COMMANDS = "default_config_file launch_command launch_command_parser load_config_from_file main"
 AS_ACCELERATE: dict[str, tuple[str, str]] = {
     "Accelerator": ("headway.compat.accelerate.accelerator", "AccelerateAccelerator"),
-    **{name: ("headway.compat.accelerate.changeable", name) for name in _CHANGEABLE.split()},
-    **{name: ("headway.compat.accelerate.commands", name) for name in _COMMANDS.split()},
+    "DataLoaderAdapter": ("headway.data.loader", "PreparedLoader"),
+    "DataLoaderStateMixin": ("headway.data.loader", "PreparedLoader"),
+    **PLACES,
 }
 """Name -> (module, name there), for what `import accelerate` gives where Headway stands in for it, and `headway` does not."""
 
-_ONLY_THERE = "accelerator commands commands.accelerate_cli commands.config commands.launch test_utils tracking"
+_ONLY_THERE = """
+    accelerator commands commands.accelerate_cli commands.config commands.launch test_utils test_utils.testing
+    test_utils.training tracking
+"""
 MODULES_AS_ACCELERATE = MODULES | frozenset(_ONLY_THERE.split())
 """The modules of `accelerate` itself where Headway stands in for it."""
 
