@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy
 import pytest
-import torch
 
 from headway import Accelerator, ProjectConfiguration
 from headway.errors import OptionalDependencyMissing
@@ -245,4 +244,107 @@ def test_trackio(monkeypatch, tmp_path):
     assert Image.open(io.BytesIO(media.read_bytes())).size == (5, 6)
     kept = SQLiteStorage.get_run_config("team-p", name)
     assert {each: kept[each] for each in CONFIG} == CONFIG
-    assert torch.is_tensor(torch.zeros(1))
+
+
+def read_comet(folder):
+    (archive,) = folder.rglob("*.zip")
+    with zipfile.ZipFile(archive) as read:
+        messages = [json.loads(line) for line in read.read("messages.json").splitlines()]
+    return [
+        (each["payload"]["metric"]["step"], each["payload"]["metric"]["metricValue"])
+        for each in messages
+        if each["type"] == "metric_msg" and each["payload"]["metric"]["metricName"] == "loss"
+    ]
+
+
+def read_dvclive(folder):
+    rows = [line.split("\t") for line in (folder / "plots" / "metrics" / "loss.tsv").read_text().splitlines()[1:]]
+    return [(int(step), float(loss)) for step, loss in rows]
+
+
+def by_hand(kind, *args, **kwargs):
+    """What scripts do with one of Accelerate's trackers without an Accelerator."""
+    tracker = kind(*args, **kwargs)
+    tracker.start()
+    tracker.store_init_configuration({"lr": 0.1})
+    for step in (1, 2):
+        tracker.log({"loss": 1.0 / step}, step=step)
+    return tracker
+
+
+EXPECTED = [(1, 1.0), (2, 0.5)]
+
+
+def test_by_hand_comet(tmp_path):
+    comet_ml = pytest.importorskip("comet_ml", reason="comet_ml is not installed")
+    from headway.compat.accelerate.trackers import CometMLTracker
+
+    config = comet_ml.ExperimentConfig(offline_directory=str(tmp_path / "files"))
+    by_hand(CometMLTracker, "mine", online=False, experiment_config=config).finish()
+    assert read_comet(tmp_path / "files") == EXPECTED
+
+
+def test_by_hand_aim(tmp_path):
+    aim = pytest.importorskip("aim", reason="aim is not installed")
+    from aim.storage.context import Context
+
+    from headway.compat.accelerate.trackers import AimTracker
+
+    tracker = by_hand(
+        AimTracker, "mine", str(tmp_path / "repo"), log_system_params=False, system_tracking_interval=None
+    )
+    run_hash = tracker.tracker.hash
+    tracker.finish()
+    read = aim.Run(run_hash, repo=str(tmp_path / "repo"), system_tracking_interval=None)
+    losses = read.get_metric("loss", Context({})).dataframe()
+    assert (read.name, list(zip(losses["step"], losses["value"]))) == ("mine", EXPECTED)
+    read.close()
+
+
+def test_by_hand_clearml(monkeypatch):
+    pytest.importorskip("clearml", reason="clearml is not installed")
+    from headway.compat.accelerate.trackers import ClearMLTracker
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    quiet = {"auto_connect_frameworks": False, "auto_resource_monitoring": False, "auto_connect_streams": False}
+    tracker = by_hand(ClearMLTracker, "mine", reuse_last_task_id=False, **quiet)
+    tracker.log_table("table", columns=["a"], data=[[1], [2]], step=2)
+    folder = Path(tracker.tracker.get_offline_mode_folder())
+    tracker.finish()
+    told = [each for line in (folder / "metrics.jsonl").read_text().splitlines() for each in json.loads(line)]
+    assert [(each["iter"], each["value"]) for each in told if each["metric"] == "loss"] == EXPECTED
+    assert [each["type"] for each in told if each["metric"] == "table"] == ["plot"]
+
+
+def test_by_hand_dvclive(tmp_path):
+    pytest.importorskip("dvclive", reason="dvclive is not installed")
+    from headway.compat.accelerate.trackers import DVCLiveTracker
+
+    by_hand(DVCLiveTracker, "ignored", dir=str(tmp_path / "live"), save_dvc_exp=False).finish()
+    assert read_dvclive(tmp_path / "live") == EXPECTED
+
+
+def test_by_hand_swanlab(tmp_path):
+    pytest.importorskip("swanlab", reason="swanlab is not installed")
+    from headway.compat.accelerate.trackers import SwanLabTracker
+
+    tracker = by_hand(SwanLabTracker, "mine", log_dir=str(tmp_path / "logs"))
+    folder = Path(tracker.tracker.dir)
+    tracker.finish()
+    told = swanlab_records(folder)
+    assert b"mine" in told
+    assert told.count(b"loss") >= 2
+
+
+def test_by_hand_trackio():
+    pytest.importorskip("trackio", reason="trackio is not installed")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    from headway.compat.accelerate.trackers import TrackioTracker
+
+    tracker = by_hand(TrackioTracker, "mine", auto_log_cpu=False, auto_log_gpu=False)
+    name = tracker.tracker.name
+    tracker.finish()
+    rows = SQLiteStorage.get_logs("mine", name)
+    assert [(row["step"], row["loss"]) for row in rows] == EXPECTED
+    assert SQLiteStorage.get_run_config("mine", name)["lr"] == 0.1

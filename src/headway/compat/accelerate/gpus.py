@@ -48,6 +48,15 @@ def check_cuda_p2p_ib_support() -> bool:
     return tuple(int(part) for part in driver.split(".")[:2]) >= (550, 40)
 
 
+def check_cuda_fp8_capability() -> bool:
+    """Does the first NVIDIA GPU compute in float8 (capability 8.9 or later)?"""
+    try:
+        major, minor = _ask("compute_cap")[0].split(".")
+    except ConfigError:
+        return False
+    return (int(major), int(minor)) >= (8, 9)
+
+
 def get_current_device_type() -> tuple[str, str]:
     """The kind of accelerator, and Accelerate's word for several of them: ("cuda", "MULTI_GPU"); "cuda" where there is none."""
     kind = detect().kind

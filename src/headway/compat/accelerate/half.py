@@ -45,6 +45,11 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> Any:
     return torch.amp.GradScaler("cuda" if kind == "cpu" else kind, **kwargs)
 
 
+def get_fsdp2_grad_scaler(**kwargs: Any) -> Any:
+    """A gradient scaler for parameters that `fully_shard` has sharded: torch's usual one."""
+    return get_grad_scaler(**kwargs)
+
+
 class ConvertOutputsToFp32:
     """A forward function whose half-precision outputs are converted; it can be pickled where the function can.
 

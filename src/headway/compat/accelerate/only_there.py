@@ -20,15 +20,27 @@ _BY_FILE = {
         TORCH_DISTRIBUTED_OPERATION_TYPES TORCH_LAUNCH_PARAMS WEIGHTS_INDEX_NAME WEIGHTS_PATTERN_NAME
         XPU_PROFILING_AVAILABLE_PYTORCH_VERSION
     """,
-    "gpus": "check_cuda_p2p_ib_support get_current_device_type get_driver_version get_free_port get_gpu_info",
-    "half": "ConvertOutputsToFp32 get_grad_scaler get_mixed_precision_context_manager",
+    "gpus": """
+        check_cuda_fp8_capability check_cuda_p2p_ib_support get_current_device_type get_driver_version get_free_port get_gpu_info
+    """,
+    "half": "ConvertOutputsToFp32 get_fsdp2_grad_scaler get_grad_scaler get_mixed_precision_context_manager",
+    "launch_words": """
+        convert_dict_to_env_variables disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading
+        get_active_deepspeed_plugin
+    """,
+    "module_parts": """
+        check_device_same filter_first_and_last_linear_layers filter_linear_layers find_first_last_linear_layers
+        get_module_leaves get_non_persistent_buffers get_state_dict_offloaded_model has_ao_layers has_repeated_blocks
+        is_repeated_blocks
+    """,
     "loaders": "DataLoaderDispatcher prepare_data_loader",
     "recipes": "FP8RecipeKwargs MSAMPRecipeKwargs MegatronLMPlugin TERecipeKwargs",
     "samplers": """
         BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler SkipDataLoader get_sampler
     """,
     "shared_tensors": """
-        TensorInformation clean_state_dict_for_safetensors get_data_structure get_shape id_tensor_storage initialize_tensors
+        TensorInformation clean_state_dict_for_safetensors get_data_structure get_shape id_tensor_storage
+        ignorant_find_batch_size initialize_tensors
         is_tensor_information retie_parameters
     """,
     "testing": """

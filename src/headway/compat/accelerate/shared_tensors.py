@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from headway.collectives.tree import find_batch_size
 from headway.compat.accelerate.batches import recursively_apply
 from headway.log import get_logger
 
@@ -81,3 +82,11 @@ def initialize_tensors(data_structure: Any) -> Any:
         return torch.empty(about.shape, dtype=about.dtype)
 
     return recursively_apply(make, data_structure, test_type=is_tensor_information)
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """`find_batch_size`; None where there is no tensor, or one without rows."""
+    try:
+        return find_batch_size(data)
+    except (ValueError, TypeError):
+        return None
