@@ -5,6 +5,7 @@ from typing import Any
 
 from headway import env
 from headway.compat.accelerate.layouts import DistributedType
+from headway.errors import ConfigError
 from headway.log import get_logger
 
 log = get_logger(__name__)
@@ -40,8 +41,8 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
     """The plugin of a state whose Accelerator runs DeepSpeed.
 
     Raises:
-        ValueError: it does not.
+        ConfigError: it does not.
     """
     if state.distributed_type != DistributedType.DEEPSPEED:
-        raise ValueError(f"there is no active DeepSpeedPlugin: the run is {state.distributed_type}, not DEEPSPEED")
+        raise ConfigError(f"there is no active DeepSpeedPlugin: the run is {state.distributed_type}, not DEEPSPEED")
     return state.deepspeed_plugin

@@ -41,8 +41,12 @@ _LOADERS = (
 )
 _INSIDE = "this is internal to Accelerate and has no counterpart; leave the call out"
 _LAUNCH = "`headway launch` builds its own commands (`--dry-run` shows them); use it, or notebook_launcher"
-_REGISTER = "give an instance of your `headway.Tracker` to log_with, or register the class as an entry point (docs/tracking.md)"
-_BUILT_IN = "give its name to log_with ('wandb', 'aim', ...: docs/tracking.md); accelerator.get_tracker(name) returns it"
+_REGISTER = (
+    "give an instance of your `headway.Tracker` to log_with, or register the class as an entry point (docs/tracking.md)"
+)
+_BUILT_IN = (
+    "give its name to log_with ('wandb', 'aim', ...: docs/tracking.md); accelerator.get_tracker(name) returns it"
+)
 _COMPILE = "compile_regions and TorchDynamoPlugin(use_regional_compilation=True) find repeated blocks by themselves"
 _NUMA = "start with `headway launch --enable_cpu_affinity`"
 _CONSTANT = "this version bound or table concerns Accelerate itself; leave the check out"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from headway.compat.accelerate.changeable import KwargsHandler
-from headway.errors import UnsupportedError
+from headway.errors import ConfigError, UnsupportedError
 
 
 class _Engine(KwargsHandler):
@@ -24,7 +24,7 @@ class _Engine(KwargsHandler):
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
-        raise ValueError(f"{name}={value!r}; allowed: {', '.join(allowed)}")
+        raise ConfigError(f"{name}={value!r}; allowed: {', '.join(allowed)}")
     return value
 
 

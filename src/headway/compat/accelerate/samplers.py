@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from headway.errors import ConfigError
+
 
 class SeedableRandomSampler(RandomSampler):
     """A random order that follows from a seed and the epoch alone.
@@ -48,7 +50,7 @@ class BatchSamplerShard(BatchSampler):
         even_batches: the end is filled from the beginning, so that all processes get full batches and equally many.
 
     Raises:
-        ValueError: a batch size that the processes cannot split evenly.
+        ConfigError: a batch size that the processes cannot split evenly.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class BatchSamplerShard(BatchSampler):
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]  # it may have none
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         if split_batches and (self.batch_size is None or self.batch_size % num_processes):
-            raise ValueError(
+            raise ConfigError(
                 f"split_batches with a batch size of {self.batch_size}; give one that {num_processes} processes can split evenly"
             )
 
@@ -161,7 +163,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         split_batches: see `batch_size`.
 
     Raises:
-        ValueError: a batch size that the processes cannot split evenly.
+        ConfigError: a batch size that the processes cannot split evenly.
     """
 
     def __init__(
@@ -174,7 +176,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         split_batches: bool = False,
     ) -> None:
         if split_batches and batch_size > 1 and batch_size % num_processes:
-            raise ValueError(
+            raise ConfigError(
                 f"split_batches with a batch size of {batch_size}; give one that {num_processes} processes can split evenly"
             )
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
@@ -245,14 +247,14 @@ class SkipDataLoader(DataLoader[Any]):
         use_stateful_dataloader: must be False; give `skip_first_batches` a stateful loader.
 
     Raises:
-        ValueError: `use_stateful_dataloader`.
+        ConfigError: `use_stateful_dataloader`.
     """
 
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
     ) -> None:
         if use_stateful_dataloader:
-            raise ValueError("SkipDataLoader(use_stateful_dataloader=True) is not served; use skip_first_batches")
+            raise ConfigError("SkipDataLoader(use_stateful_dataloader=True) is not served; use skip_first_batches")
         super().__init__(dataset, **kwargs)
         self.skip_batches = skip_batches
 

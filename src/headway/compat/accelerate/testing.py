@@ -20,6 +20,7 @@ from headway.compat.accelerate import available
 from headway.compat.accelerate.environment import parse_flag_from_env
 from headway.compat.accelerate.exchange import gather
 from headway.compat.accelerate.state import AcceleratorState, PartialState
+from headway.errors import HeadwayError, LaunchError
 from headway.launch.stand_in import FOLDER
 from headway.optional import available as installed
 from headway.runtime.device import detect
@@ -192,7 +193,7 @@ def are_the_same_tensors(tensor: torch.Tensor) -> bool:
 # -------------------------------------------------------------------- processes
 
 
-class SubprocessCallException(Exception):
+class SubprocessCallException(HeadwayError):
     """A command failed; the message has what it printed."""
 
 
@@ -219,7 +220,7 @@ def execute_subprocess_async(
         echo: print the command.
 
     Raises:
-        RuntimeError: it failed; the message ends with its standard error.
+        LaunchError: it failed; a RuntimeError; the message ends with its standard error.
     """
     line = [str(each) for each in cmd]
     if echo:
@@ -229,7 +230,7 @@ def execute_subprocess_async(
         sys.stdout.write(ran.stdout)
         sys.stderr.write(ran.stderr)
     if ran.returncode:
-        raise RuntimeError(f"{' '.join(line)!r} ended with {ran.returncode}; it said:\n{ran.stderr or ran.stdout}")
+        raise LaunchError(f"{' '.join(line)!r} ended with {ran.returncode}; it said:\n{ran.stderr or ran.stdout}")
     return RunOutput(ran.returncode, ran.stdout.splitlines(), ran.stderr.splitlines())
 
 

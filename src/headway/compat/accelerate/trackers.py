@@ -237,7 +237,7 @@ class ClearMLTracker(_Named, ClearML, GeneralTracker):
             ValueError: neither.
         """
         if dataframe is None and data is None:
-            raise ValueError("log_table() got neither data= nor dataframe=; give one of them")
+            raise ConfigError("log_table() got neither data= nor dataframe=; give one of them")
         rows = dataframe if dataframe is not None else [*([list(columns)] if columns else []), *(data or ())]
         title, series = title_and_series(table_name)
         self.task.get_logger().report_table(title=title, series=series, iteration=step, table_plot=rows, **kwargs)
@@ -276,14 +276,14 @@ def register_tracker_class(tracker_class: type[Any]) -> None:
     """Let `log_with` find a class of trackers by its `name`; it is made with the project's name (and the logging folder).
 
     Raises:
-        ValueError: not a class of trackers, or one without a name or `requires_logging_directory`.
+        ConfigError: not a class of trackers, or one without a name or `requires_logging_directory`.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, Tracker)):
-        raise ValueError(f"register_tracker_class({tracker_class!r}): a subclass of GeneralTracker is needed")
+        raise ConfigError(f"register_tracker_class({tracker_class!r}): a subclass of GeneralTracker is needed")
     name = getattr(tracker_class, "name", None)
     own = [kind for kind in tracker_class.__mro__ if kind not in (GeneralTracker, Tracker, object)]
     if not name or not any("requires_logging_directory" in vars(kind) for kind in own):
-        raise ValueError(
+        raise ConfigError(
             f"register_tracker_class({tracker_class.__name__}): the class needs a name and requires_logging_directory"
         )
     if name in LOGGER_TYPE_TO_CLASS:
@@ -300,7 +300,7 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
     """The usable ones of `log_with`, each once: names of installed or registered trackers, and instances.
 
     Raises:
-        ValueError: an unknown name, or a tracker that needs a logging_dir where there is none.
+        ConfigError: an unknown name, or a tracker that needs a logging_dir where there is none.
     """
     several = log_with if isinstance(log_with, list | tuple) else [] if log_with is None else [log_with]
     if any(str(each) == LoggerType.ALL.value for each in several):
@@ -312,13 +312,13 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
             continue
         name = str(each)
         if name not in LOGGER_TYPE_TO_CLASS:
-            raise ValueError(f"log_with={each!r}; allowed: all, {', '.join(LOGGER_TYPE_TO_CLASS)}, or a tracker")
+            raise ConfigError(f"log_with={each!r}; allowed: all, {', '.join(LOGGER_TYPE_TO_CLASS)}, or a tracker")
         is_built_in = name in {kind.value for kind in LoggerType}
         if is_built_in and not available(name):
             log.info("log_with leaves %s out: it is not installed", name)
             continue
         if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory and logging_dir is None:
-            raise ValueError(f"log_with={name!r} needs a logging_dir; there is none")
+            raise ConfigError(f"log_with={name!r} needs a logging_dir; there is none")
         kept = LoggerType(name) if is_built_in else each
         if kept not in found:
             found.append(kept)

@@ -173,8 +173,7 @@ def test_wandb_with_a_table(tmp_path, monkeypatch):
     from tests.unit.tracking.wandb_file import offline_run
 
     monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    tracker = ours.WandBTracker("mine", dir=str(tmp_path))
+    tracker = ours.WandBTracker("mine", dir=str(tmp_path), mode="offline")
     accelerator = AccelerateAccelerator(cpu=True, log_with=tracker)
     follow(accelerator)
     tracker.log_table("table", columns=["a"], data=[[1], [2]], step=4)
