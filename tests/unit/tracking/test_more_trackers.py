@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import sys
+import uuid
 import zipfile
 from pathlib import Path
 
@@ -225,14 +226,15 @@ def test_trackio(monkeypatch, tmp_path):
     from trackio import utils
     from trackio.sqlite_storage import SQLiteStorage
 
-    accelerator = start("trackio", "team/p", auto_log_cpu=False, auto_log_gpu=False)
+    team = uuid.uuid4().hex  # its database is where it was when the package was imported
+    accelerator = start("trackio", f"{team}/p", auto_log_cpu=False, auto_log_gpu=False)
     name = accelerator.get_tracker("trackio", unwrap=True).name
     use(accelerator)
     accelerator.get_tracker("trackio", unwrap=True).finish()  # killed, and started again
-    resumed(start("trackio", "team/p", auto_log_cpu=False, auto_log_gpu=False))
-    assert failures("team/p") == []
-    assert SQLiteStorage.get_runs("team-p") == [name]
-    rows = SQLiteStorage.get_logs("team-p", name)
+    resumed(start("trackio", f"{team}/p", auto_log_cpu=False, auto_log_gpu=False))
+    assert failures(f"{team}/p") == []
+    assert SQLiteStorage.get_runs(f"{team}-p") == [name]
+    rows = SQLiteStorage.get_logs(f"{team}-p", name)
     losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
     assert losses == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3)), (4, 0.25)]
     assert [row["note"] for row in rows if "note" in row] == ["warm"]
@@ -242,7 +244,7 @@ def test_trackio(monkeypatch, tmp_path):
     from PIL import Image
 
     assert Image.open(io.BytesIO(media.read_bytes())).size == (5, 6)
-    kept = SQLiteStorage.get_run_config("team-p", name)
+    kept = SQLiteStorage.get_run_config(f"{team}-p", name)
     assert {each: kept[each] for each in CONFIG} == CONFIG
 
 
@@ -342,9 +344,10 @@ def test_by_hand_trackio():
 
     from headway.compat.accelerate.trackers import TrackioTracker
 
-    tracker = by_hand(TrackioTracker, "mine", auto_log_cpu=False, auto_log_gpu=False)
+    project = uuid.uuid4().hex
+    tracker = by_hand(TrackioTracker, project, auto_log_cpu=False, auto_log_gpu=False)
     name = tracker.tracker.name
     tracker.finish()
-    rows = SQLiteStorage.get_logs("mine", name)
+    rows = SQLiteStorage.get_logs(project, name)
     assert [(row["step"], row["loss"]) for row in rows] == EXPECTED
-    assert SQLiteStorage.get_run_config("mine", name)["lr"] == 0.1
+    assert SQLiteStorage.get_run_config(project, name)["lr"] == 0.1
