@@ -1,4 +1,8 @@
-"""Every public name of Accelerate, and every member of its Accelerator, is served or has a sentence."""
+"""Every public name of Accelerate, and every member of its Accelerator, is served or has a sentence.
+
+There are two places: `headway`, for scripts that change their imports, and `accelerate` itself where Headway stands in for it,
+which has more. A name that only the second has keeps its sentence for the first.
+"""
 
 import dataclasses
 import importlib
@@ -11,9 +15,19 @@ import accelerate.utils
 import pytest
 
 import headway
+from headway.compat.accelerate.differences import DIFFERENT, answer
 from headway.compat.accelerate.members import Members
-from headway.compat.accelerate.names import MODULES, RENAMED, SERVED, find
+from headway.compat.accelerate.names import (
+    AS_ACCELERATE,
+    MODULES,
+    MODULES_AS_ACCELERATE,
+    RENAMED,
+    SERVED,
+    find,
+    find_as_accelerate,
+)
 from headway.compat.accelerate.not_served import MEMBERS, NAMES
+from headway.compat.accelerate.surface import SURFACE
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory_utils has been reorganized")
 
@@ -56,6 +70,57 @@ def test_there_is_something_to_compare():
 def test_every_public_name_is_served_or_explained():
     answered = {*headway.__all__, *SERVED, *RENAMED, *NAMES}
     assert sorted(set(public_names()) - answered) == []
+
+
+def test_headway_answers_for_every_name_that_only_accelerate_has():
+    theirs = set(AS_ACCELERATE) & set(public_names())
+    assert sorted(theirs - {*headway.__all__, *SERVED, *RENAMED, *NAMES}) == []
+
+
+PLACES_OF_THEIRS = {
+    "commands.config",
+    "commands.launch",
+    "commands.accelerate_cli",
+    "test_utils.testing",
+    "test_utils.training",
+}
+
+
+def test_the_table_of_the_command_is_accelerates_surface():
+    told = {name for module, names in SURFACE.items() for name in names if module not in PLACES_OF_THEIRS}
+    assert told == set(public_names())
+    for module, names in SURFACE.items():
+        home = importlib.import_module(f"accelerate.{module}") if module != "utils.rich" else None
+        assert [name for name in names if not hasattr(home, name)] == []
+
+
+def test_each_name_has_one_answer():
+    answers = [answer(name) for names in SURFACE.values() for name in names]
+    assert {each.status for each in answers} == {"served", "differs", "not served"}
+    assert [each.name for each in answers if each.status != "served" and len(each.note.split()) < 2] == []
+    assert {each.name for each in answers if each.status == "not served"} <= set(NAMES)
+
+
+def test_differences_are_of_names_that_are_served():
+    served = {*headway.__all__, *SERVED, *RENAMED, *AS_ACCELERATE}
+    assert sorted(set(DIFFERENT) - served) == []
+    assert sorted(set(DIFFERENT) - {name for names in SURFACE.values() for name in names}) == []
+
+
+@pytest.mark.parametrize("name", sorted(AS_ACCELERATE))
+def test_what_is_served_under_its_name_is_there_and_explains_itself(name):
+    value = find_as_accelerate(name)
+    plain = isinstance(value, str | int | list | tuple | dict)
+    assert plain or inspect.getdoc(value) or inspect.getdoc(type(value))
+
+
+def test_the_test_helpers_of_accelerate_are_there():
+    import accelerate.test_utils as theirs
+
+    names = {name for name, value in vars(theirs).items() if not name.startswith("_") and not inspect.ismodule(value)}
+    assert sorted(names - set(AS_ACCELERATE)) == []
+    assert len(names) > 40
+    assert {"test_utils", "test_utils.testing", "test_utils.training"} <= MODULES_AS_ACCELERATE
 
 
 def test_no_name_is_both():

@@ -18,6 +18,9 @@ COMMANDS = [
     ["env", "--help"],
     ["estimate", "--help"],
     ["report", "--help"],
+    ["compat", "--help"],
+    ["compat"],
+    ["compat", "--path"],
 ]
 
 

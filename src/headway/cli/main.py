@@ -21,6 +21,7 @@ _COMMANDS = {
     "plan": ("headway.cli.plan", "Say what a run takes by layout: memory, traffic, time, for any number of ranks."),
     "doctor": ("headway.cli.doctor", "Look for what keeps a run from starting, or slows it down."),
     "report": ("headway.cli.report", "Draw runs on one page: loss, speed, memory, what happened."),
+    "compat": ("headway.cli.compat", "Say how the names of Accelerate are served, and which ones a script uses."),
     "env": ("headway.cli.env", "Print versions, hardware and configuration, for bug reports."),
 }
 

@@ -18,6 +18,12 @@ class LoggerType(str, Enum):
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
     MLFLOW = "mlflow"
+    COMETML = "comet_ml"
+    AIM = "aim"
+    CLEARML = "clearml"
+    DVCLIVE = "dvclive"
+    SWANLAB = "swanlab"
+    TRACKIO = "trackio"
 
     def __str__(self) -> str:
         return self.value
@@ -103,6 +109,21 @@ class Tracker:
 
     def finish(self) -> None:
         """The run is over. Default: nothing."""
+
+
+@dataclass(frozen=True)
+class TrackerMaker:
+    """A tracker that is made when a run begins; `log_with` takes it in the place of an instance.
+
+    Attributes:
+        name: the tracker's.
+        make: gives it, from what `init_kwargs` has under its name.
+        requires_logging_directory: as the tracker's.
+    """
+
+    name: str
+    make: Callable[..., Tracker]
+    requires_logging_directory: bool = False
 
 
 GeneralTracker = Tracker

@@ -10,7 +10,7 @@ from typing import Any
 from headway.errors import ConfigError, OptionalDependencyMissing
 from headway.log import get_logger
 from headway.optional import available
-from headway.tracking.base import Tracker
+from headway.tracking.base import Tracker, TrackerMaker
 
 log = get_logger(__name__)
 
@@ -22,7 +22,14 @@ _BUILT_IN = {
     "tensorboard": ("headway.tracking.tensorboard", "TensorBoardTracker"),
     "wandb": ("headway.tracking.wandb", "WandbTracker"),
     "mlflow": ("headway.tracking.mlflow", "MLflowTracker"),
+    "comet_ml": ("headway.tracking.comet", "CometTracker"),
+    "aim": ("headway.tracking.aim", "AimTracker"),
+    "clearml": ("headway.tracking.clearml", "ClearMLTracker"),
+    "dvclive": ("headway.tracking.dvclive", "DVCLiveTracker"),
+    "swanlab": ("headway.tracking.swanlab", "SwanLabTracker"),
+    "trackio": ("headway.tracking.trackio", "TrackioTracker"),
 }
+_IN_EXTRA = ("tensorboard", "wandb", "mlflow")
 
 Choice = Tracker | tuple[str, Callable[..., Tracker]]
 """A user's own tracker, or the name and the class of one that is built when a run begins."""
@@ -32,7 +39,7 @@ def select_trackers(log_with: object, *, has_folder: bool, is_main: bool = True)
     """The trackers that `log_with` asks for, each once.
 
     Args:
-        log_with: a name, a `Tracker`, a list of them, or None; "all": those that are installed.
+        log_with: a name, a `Tracker` or what makes one, a list of them, or None; "all": those that are installed.
         has_folder: is there a place for files?
         is_main: only rank 0 needs the packages.
 
@@ -49,6 +56,10 @@ def select_trackers(log_with: object, *, has_folder: bool, is_main: bool = True)
             if each.requires_logging_directory and not has_folder:
                 raise _needs_folder(name)
             chosen[name] = each
+        elif isinstance(each, TrackerMaker):
+            if each.requires_logging_directory and not has_folder:
+                raise _needs_folder(each.name)
+            chosen[each.name] = each.name, each.make
         elif _text(each) == "all":
             for name, choice in _installed(has_folder, is_main):
                 chosen.setdefault(name, choice)
@@ -88,9 +99,8 @@ def _by_name(name: str, has_folder: bool, is_main: bool) -> Callable[..., Tracke
     if getattr(kind, "requires_logging_directory", False) and not has_folder:
         raise _needs_folder(name)
     if is_main and name in _BUILT_IN and not available(name):
-        raise OptionalDependencyMissing(
-            f"log_with={name!r} needs {name}, which is not installed: pip install 'headway[trackers]'"
-        )
+        line = "'headway[trackers]'" if name in _IN_EXTRA else name
+        raise OptionalDependencyMissing(f"log_with={name!r} needs {name}, which is not installed: pip install {line}")
     return kind
 
 

@@ -74,7 +74,10 @@ def test_what_is_not_installed_is_an_error_on_rank_0_only(monkeypatch):
     ("asked", "message"),
     [
         ("tensorbord", "no such tracker .did you mean 'tensorboard'"),
-        ("sheets", "no such tracker; allowed: mlflow, tensorboard, wandb"),
+        (
+            "sheets",
+            "no such tracker; allowed: aim, clearml, comet_ml, dvclive, mlflow, swanlab, tensorboard, trackio, wandb",
+        ),
         (3, "log_with=3 is not a tracker"),
         ([object], "is not a tracker"),
     ],

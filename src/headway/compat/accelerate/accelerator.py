@@ -23,6 +23,7 @@ from headway.compat.accelerate.layouts import DistributedType
 from headway.compat.accelerate.loading import AccelerateRules
 from headway.compat.accelerate.metrics import is_per_sample, joined
 from headway.compat.accelerate.state import AcceleratorState, GradientState
+from headway.compat.accelerate.trackers import makers
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin
 from headway.data.draws import LoaderStream
 from headway.data.loader import PreparedLoader
@@ -80,6 +81,7 @@ class AccelerateAccelerator(Accelerator):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
+        self._project = ""
         super().__init__(
             device_placement=device_placement,
             mixed_precision=mixed_precision,
@@ -91,7 +93,7 @@ class AccelerateAccelerator(Accelerator):
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
             rng_types=rng_types if rng_types is not None else ("generator",),
-            log_with=log_with,
+            log_with=makers(log_with, lambda: self._project, lambda: self.logging_dir),
             project_dir=project_dir,
             project_config=fixed(project_config),
             gradient_accumulation_plugin=_without_adjusting(fixed(gradient_accumulation_plugin)),
@@ -111,6 +113,11 @@ class AccelerateAccelerator(Accelerator):
         self._writer = Writer(self)
         if self._writes_accelerates_files():
             self._checkpoints.last_save_hook = self._writer
+
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
+        """As Headway's; trackers named in `log_with` are made of Accelerate's classes."""
+        self._project = project_name
+        super().init_trackers(project_name, config, init_kwargs)
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False) -> Any:
         """As Headway's, and under mixed precision models give float32."""

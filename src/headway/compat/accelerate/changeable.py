@@ -2,24 +2,39 @@
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 from headway.config import run, strategies
 
-Settings = TypeVar("Settings")
 
+class KwargsHandler:
+    """The base of settings for `kwargs_handlers`: dataclasses whose fields have defaults."""
 
-class Changeable:
-    """Mixed into a frozen dataclass: fields can be assigned; `fixed` checks them and gives the frozen one."""
-
-    __setattr__ = object.__setattr__
-    __delattr__ = object.__delattr__
+    def to_dict(self) -> dict[str, Any]:
+        """All fields."""
+        return dict(vars(self))
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""
         default = type(self)()
         pairs = ((field.name, getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]  # with a dataclass
         return {name: value for name, value in pairs if value != getattr(default, name)}
+
+    def as_headway(self) -> Any:
+        """What Headway's Accelerator is given in its place."""
+        return self
+
+
+class Changeable(KwargsHandler):
+    """Mixed into a frozen dataclass: fields can be assigned; `fixed` checks them and gives the frozen one."""
+
+    __setattr__ = object.__setattr__
+    __delattr__ = object.__delattr__
+
+    def as_headway(self) -> Any:
+        """Headway's own settings with the same fields, checked as if they were new."""
+        frozen: Any = next(base for base in type(self).__mro__ if "__dataclass_fields__" in vars(base))
+        return frozen(**{field.name: getattr(self, field.name) for field in fields(frozen) if field.init})
 
 
 class AutocastKwargs(Changeable, strategies.AutocastKwargs):
@@ -79,10 +94,6 @@ class ProjectConfiguration(Changeable, run.ProjectConfiguration):
             values["logging_dir"] = project_dir
 
 
-def fixed(settings: Settings) -> Settings:
-    """Headway's own settings with the same fields, checked as if they were new; whatever else it is, unchanged."""
-    if not isinstance(settings, Changeable):
-        return settings
-    frozen: Any = next(base for base in type(settings).__mro__ if "__dataclass_fields__" in vars(base))
-    made: Settings = frozen(**{field.name: getattr(settings, field.name) for field in fields(frozen) if field.init})
-    return made
+def fixed(settings: Any) -> Any:
+    """What Headway's Accelerator takes: Headway's own settings in the place of changeable ones, anything else as it is."""
+    return settings.as_headway() if isinstance(settings, KwargsHandler) else settings

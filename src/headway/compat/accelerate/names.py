@@ -7,6 +7,8 @@ every public name of Accelerate; a house test compares. Nothing here imports tor
 from importlib import import_module
 from typing import Any
 
+from headway.compat.accelerate.only_there import PLACES
+
 _BY_PLACE = {
     "headway.compiling.regions": "has_compiled_regions is_compiled_module",
     "headway.config.compiling": "TorchDynamoPlugin",
@@ -88,22 +90,21 @@ MODULES = frozenset(_MODULES.split())
 Not among them: `accelerator` and `tracking`, which Headway has itself.
 """
 
-_CHANGEABLE = """
-    AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs GradientAccumulationPlugin
-    InitProcessGroupKwargs ProfileKwargs ProjectConfiguration
-"""
 _DISPATCHED = "cpu_offload disk_offload dispatch_model load_checkpoint_and_dispatch"
-_COMMANDS = "default_config_file launch_command launch_command_parser load_config_from_file main"
 AS_ACCELERATE: dict[str, tuple[str, str]] = {
     "Accelerator": ("headway.compat.accelerate.accelerator", "AccelerateAccelerator"),
-    **{name: ("headway.compat.accelerate.changeable", name) for name in _CHANGEABLE.split()},
+    "DataLoaderAdapter": ("headway.data.loader", "PreparedLoader"),
+    "DataLoaderStateMixin": ("headway.data.loader", "PreparedLoader"),
     "find_executable_batch_size": ("headway.compat.accelerate.batch_sizes", "find_executable_batch_size"),
-    **{name: ("headway.compat.accelerate.commands", name) for name in _COMMANDS.split()},
     **{name: ("headway.compat.accelerate.dispatched", name) for name in _DISPATCHED.split()},
+    **PLACES,
 }
 """Name -> (module, name there), for what `import accelerate` gives where Headway stands in for it, and `headway` does not."""
 
-_ONLY_THERE = "accelerator commands commands.accelerate_cli commands.config commands.launch test_utils tracking"
+_ONLY_THERE = """
+    accelerator commands commands.accelerate_cli commands.config commands.launch test_utils test_utils.testing
+    test_utils.training tracking
+"""
 MODULES_AS_ACCELERATE = MODULES | frozenset(_ONLY_THERE.split())
 """The modules of `accelerate` itself where Headway stands in for it."""
 

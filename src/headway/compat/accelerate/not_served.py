@@ -42,8 +42,12 @@ _LOADERS = (
 )
 _INSIDE = "this is internal to Accelerate and has no counterpart; leave the call out"
 _LAUNCH = "`headway launch` builds its own commands (`--dry-run` shows them); use it, or notebook_launcher"
-_TRACKER = "this tracker is not built in; subclass `headway.Tracker` and give an instance to log_with"
-_BUILT_IN = "give its name to log_with ('tensorboard', 'wandb', 'mlflow'); accelerator.get_tracker(name) returns it"
+_REGISTER = (
+    "give an instance of your `headway.Tracker` to log_with, or register the class as an entry point (docs/tracking.md)"
+)
+_BUILT_IN = (
+    "give its name to log_with ('wandb', 'aim', ...: docs/tracking.md); accelerator.get_tracker(name) returns it"
+)
 _COMPILE = "compile_regions and TorchDynamoPlugin(use_regional_compilation=True) find repeated blocks by themselves"
 _NUMA = "start with `headway launch --enable_cpu_affinity`"
 _CONSTANT = "this version bound or table concerns Accelerate itself; leave the check out"
@@ -119,9 +123,10 @@ _BY_SENTENCE = {
     _LAUNCH: """
         PrepareForLaunch env_var_path_add prepare_multi_gpu_env prepare_simple_launcher_cmd_env prepare_tpu test_launch
     """,
-    _TRACKER: "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker SwanLabTracker TrackioTracker register_tracker_class",
+    _REGISTER: "register_tracker_class",
     _BUILT_IN: """
-        LOGGER_TYPE_TO_CLASS MLflowTracker TensorBoardTracker WandBTracker filter_trackers get_available_trackers
+        AimTracker ClearMLTracker CometMLTracker DVCLiveTracker LOGGER_TYPE_TO_CLASS MLflowTracker SwanLabTracker
+        TensorBoardTracker TrackioTracker WandBTracker filter_trackers get_available_trackers
     """,
     _COMPILE: "has_repeated_blocks is_repeated_blocks",
     _NUMA: "override_numa_affinity set_numa_affinity",

@@ -1,0 +1,124 @@
+"""`headway compat`: how each public name of Accelerate is served where Headway stands in for it, and what a script needs of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headway.cli.options import GroupedCommand, GroupedOption, examples
+from headway.compat.accelerate.differences import Answer, answer
+from headway.compat.accelerate.scripts import uses
+from headway.compat.accelerate.surface import SURFACE
+from headway.errors import ConfigError
+from headway.launch.stand_in import FOLDER, VERSION
+from headway.untrusted import printable
+
+_ABOUT = f"""Say how the names of Accelerate {VERSION} are served where Headway stands in for it.
+
+Without SCRIPTS, all of them by module. With SCRIPTS, those that the files use: the files are read, not run, and the exit code is
+1 where one is not served.
+"""
+
+_EPILOG = examples(
+    [
+        "headway compat train.py                             what the script uses",
+        "PYTHONPATH=$(headway compat --path) python train.py   run it on Headway",
+        "headway launch --as accelerate train.py             the same, on every device",
+    ]
+)
+_WORDS = {"served": "", "differs": "differs", "not served": "NOT SERVED", "unknown": "unknown"}
+_UNKNOWN = f"not a public name of Accelerate {VERSION}"
+
+
+def _compat(scripts: tuple[Path, ...], path: bool, as_json: bool) -> None:
+    if path:
+        if scripts or as_json:
+            raise ConfigError("--path prints the folder for PYTHONPATH; it takes neither scripts nor --json")
+        click.echo(str(FOLDER))
+        return
+    if not scripts:
+        _list(as_json)
+        return
+    found = {str(each): _of(each) for each in scripts}
+    if as_json:
+        told = {name: [_row(each) | {"line": line} for each, line in rows] for name, rows in found.items()}
+        click.echo(json.dumps(told, indent=1))
+    else:
+        for name, rows in found.items():
+            _tell(name, rows)
+    if any(_fails(each) for rows in found.values() for each, _ in rows):
+        click.get_current_context().exit(1)
+
+
+def _fails(each: Answer) -> bool:
+    return each.status in ("not served", "unknown")
+
+
+def _of(script: Path) -> list[tuple[Answer, int]]:
+    try:
+        source = script.read_text(encoding="utf-8")
+        return [(answer(use.name), use.line) for use in uses(source)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{script} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{script} is not Python that can be read: {error}") from error
+
+
+def _row(each: Answer) -> dict[str, Any]:
+    return {
+        "name": each.name,
+        "status": each.status,
+        "note": each.note or (_UNKNOWN if each.status == "unknown" else ""),
+    }
+
+
+def _tell(name: str, rows: list[tuple[Answer, int]]) -> None:
+    if not rows:
+        click.echo(printable(f"{name}: uses nothing of Accelerate"))
+        return
+    answers = [each for each, _ in rows]
+    click.echo(printable(f"{name}: {_counts(answers)}"))
+    width = max(len(each.name) for each in answers)
+    for each, line in rows:
+        text = f"  line {line:<5} {each.name:<{width}}  {_WORDS[each.status] or 'served'}"
+        note = _row(each)["note"]
+        click.echo(printable(text + (f": {note}" if note else "")))
+
+
+def _counts(answers: list[Answer]) -> str:
+    counts = {status: sum(each.status == status for each in answers) for status in _WORDS}
+    parts = [f"{counts['served'] + counts['differs']} served"]
+    if counts["differs"]:
+        parts[0] += f" ({counts['differs']} with a difference)"
+    parts += [f"{counts[status]} {status}" for status in ("not served", "unknown") if counts[status]]
+    return f"{len(answers)} names of Accelerate: {', '.join(parts)}"
+
+
+def _list(as_json: bool) -> None:
+    found = {module: [answer(name) for name in names] for module, names in SURFACE.items()}
+    if as_json:
+        told = {f"accelerate.{module}": [_row(each) for each in answers] for module, answers in found.items()}
+        click.echo(json.dumps(told, indent=1))
+        return
+    every = [each for answers in found.values() for each in answers]
+    click.echo(f"Accelerate {VERSION}: {_counts(every)}")
+    width = max(len(each.name) for each in every)
+    for module, answers in found.items():
+        click.echo(f"\naccelerate.{module}")
+        for each in answers:
+            word = _WORDS[each.status]
+            click.echo(f"  {each.name:<{width}}  {word}{': ' if each.note else ''}{each.note}".rstrip())
+
+
+command = GroupedCommand(
+    "compat",
+    callback=_compat,
+    params=[
+        click.Argument(["scripts"], nargs=-1, type=click.Path(path_type=Path)),
+        GroupedOption(["--path"], group="Output", is_flag=True, help="Print the folder for PYTHONPATH, nothing else."),
+        GroupedOption(["--json", "as_json"], group="Output", is_flag=True, help="Print JSON."),
+    ],
+    help=_ABOUT,
+    epilog=_EPILOG,
+)

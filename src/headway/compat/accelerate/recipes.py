@@ -1,0 +1,94 @@
+"""Settings of float8 engines that Headway does not drive: they can be built and read, and an Accelerator refuses them."""
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from headway.compat.accelerate.changeable import KwargsHandler
+from headway.errors import ConfigError, UnsupportedError
+
+
+class _Engine(KwargsHandler):
+    """Refused where an Accelerator takes it."""
+
+    def as_headway(self) -> NoReturn:
+        """Say what to use.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} in kwargs_handlers: Headway drives neither Transformer Engine nor MS-AMP; float8 runs through "
+            "torchao: kwargs_handlers=[AORecipeKwargs()] (docs/float8.md)"
+        )
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r}; allowed: {', '.join(allowed)}")
+    return value
+
+
+@dataclass
+class TERecipeKwargs(_Engine):
+    """Settings of Transformer Engine."""
+
+    use_autocast_during_eval: bool = False
+    margin: int = 0
+    interval: int = 1
+    fp8_format: str = "HYBRID"
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "most_recent"
+    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+    use_mxfp8_block_scaling: bool = False
+
+    def __post_init__(self) -> None:
+        self.fp8_format = _one_of("fp8_format", str(self.fp8_format).upper(), ("HYBRID", "E4M3", "E5M2"))
+        algorithm = str(self.amax_compute_algo).lower()
+        self.amax_compute_algo = _one_of("amax_compute_algo", algorithm, ("max", "most_recent"))
+
+
+@dataclass
+class MSAMPRecipeKwargs(_Engine):
+    """Settings of MS-AMP."""
+
+    opt_level: str = "O2"
+
+    def __post_init__(self) -> None:
+        self.opt_level = _one_of("opt_level", self.opt_level, ("O1", "O2"))
+
+
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """The older settings of both; `backend` says which is meant."""
+
+    backend: str = "TE"
+
+    def __post_init__(self) -> None:
+        self.backend = _one_of("backend", str(self.backend).upper(), ("TE", "MSAMP"))
+        TERecipeKwargs.__post_init__(self)
+        MSAMPRecipeKwargs.__post_init__(self)
+
+
+class MegatronLMPlugin:
+    """Settings of Megatron-LM, kept as they are given; an Accelerator refuses them.
+
+    Args:
+        options: the fields of Accelerate's class, by name.
+    """
+
+    tp_degree: int | None = None
+    pp_degree: int | None = None
+    num_micro_batches: int | None = None
+    gradient_clipping: float | None = None
+    sequence_parallelism: bool | None = None
+    recompute_activations: bool | None = None
+    use_distributed_optimizer: bool | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        first = ("tp_degree", "pp_degree", "num_micro_batches", "gradient_clipping", "sequence_parallelism")
+        if len(args) > len(first):
+            raise TypeError(f"MegatronLMPlugin takes {len(first)} arguments by position, {len(args)} were given")
+        self.__dict__.update(dict(zip(first, args)) | options)
+
+    def __repr__(self) -> str:
+        return f"MegatronLMPlugin({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"

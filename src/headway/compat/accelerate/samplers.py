@@ -1,0 +1,271 @@
+"""Accelerate's samplers and loaders as scripts build them by hand: shares of batches, of a stream, and what skips a beginning.
+
+`prepare` uses none of them: it shares out the order of any sampler itself (`headway.data`).
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from headway.errors import ConfigError
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A random order that follows from a seed and the epoch alone.
+
+    Args:
+        args, kwargs: for RandomSampler.
+        data_seed: the seed; None: torch's initial one.
+    """
+
+    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.initial_seed = torch.random.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator(torch.get_default_device())
+        self.generator.manual_seed(self.initial_seed + self.epoch)
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next pass is."""
+        self.epoch = epoch
+
+
+class BatchSamplerShard(BatchSampler):
+    """One process's batches of a batch sampler: whole batches dealt out in turn, or a part of each.
+
+    Args:
+        batch_sampler: gives the batches of all processes.
+        num_processes: among whom they are shared.
+        process_index: whose share this is.
+        split_batches: each process gets a part of each batch.
+        even_batches: the end is filled from the beginning, so that all processes get full batches and equally many.
+
+    Raises:
+        ConfigError: a batch size that the processes cannot split evenly.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes, self.process_index = num_processes, process_index
+        self.split_batches, self.even_batches = split_batches, even_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]  # it may have none
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        if split_batches and (self.batch_size is None or self.batch_size % num_processes):
+            raise ConfigError(
+                f"split_batches with a batch size of {self.batch_size}; give one that {num_processes} processes can split evenly"
+            )
+
+    @property
+    def total_length(self) -> int:
+        """Batches of all processes."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        total = len(self.batch_sampler)
+        if self.split_batches:
+            return total
+        rounds, rest = divmod(total, self.num_processes)
+        if not rest or self.drop_last:
+            return rounds
+        return rounds + int(self.even_batches or self.process_index < rest)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._parts() if self.split_batches else self._whole()
+
+    def _parts(self) -> Iterator[list[Any]]:
+        size = self.batch_size // self.num_processes
+        part = slice(size * self.process_index, size * (self.process_index + 1))
+        first: list[Any] | None = None
+        batch: list[Any] = []
+        for batch in self.batch_sampler:
+            first = list(batch) if first is None else first
+            if len(batch) == self.batch_size:
+                yield batch[part]
+        if self.drop_last or not first or len(batch) >= self.batch_size:
+            return
+        filled = [*batch, *islice(cycle(first), self.batch_size)] if self.even_batches else batch
+        if filled[part]:
+            yield filled[part]
+
+    def _is_full(self, batch: list[Any]) -> bool:
+        return self.batch_size is None or len(batch) == self.batch_size
+
+    def _whole(self) -> Iterator[list[Any]]:
+        first: list[list[Any]] = []
+        own: list[Any] | None = None  # of the round that is under way
+        last: list[Any] = []
+        count = 0
+        for last in self.batch_sampler:
+            if count < self.num_processes:
+                first.append(list(last))
+            place = count % self.num_processes
+            count += 1
+            if place == self.process_index:
+                own = last
+            if place == self.num_processes - 1 and self._is_full(last):
+                assert own is not None
+                yield own
+                own = None
+        if self.drop_last or not first:
+            return
+        if not self.even_batches:
+            if own:
+                yield own
+            return
+        if own and self._is_full(own):
+            yield own
+        yield from self._filled(first, last, count)
+
+    def _filled(self, first: list[list[Any]], last: list[Any], count: int) -> Iterator[list[Any]]:
+        """This process's batch where the last round is filled up from the beginning."""
+        if self.batch_size is None:
+            batches = iter(first * self.num_processes)
+            for place in range(count, math.ceil(count / self.num_processes) * self.num_processes):
+                batch = next(batches)
+                if place % self.num_processes == self.process_index:
+                    yield batch
+            return
+        begun = 0 if self._is_full(last) else 1  # the short batch is the first to be filled
+        rows = cycle(row for batch in first for row in batch)
+        short = list(last) if begun else []
+        for place in range(count - begun, math.ceil(count / self.num_processes) * self.num_processes):
+            batch = [*short, *islice(rows, self.batch_size - len(short))]
+            short = []
+            if place % self.num_processes == self.process_index:
+                yield batch
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """One process's samples of a stream, in blocks of a batch.
+
+    Args:
+        dataset: the stream, the same on all processes.
+        batch_size: of one process; with `split_batches`, of all together.
+        drop_last: leave an incomplete round out; else it is filled from the beginning.
+        num_processes: among whom samples are shared.
+        process_index: whose share this is.
+        split_batches: see `batch_size`.
+
+    Raises:
+        ConfigError: a batch size that the processes cannot split evenly.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        if split_batches and batch_size > 1 and batch_size % num_processes:
+            raise ConfigError(
+                f"split_batches with a batch size of {batch_size}; give one that {num_processes} processes can split evenly"
+            )
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        self.num_processes, self.process_index, self.split_batches = num_processes, process_index, split_batches
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next pass is; a stream that knows epochs is told."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        rounds = len(self.dataset) / (self.batch_size * self.num_processes)
+        return (math.floor(rounds) if self.drop_last else math.ceil(rounds)) * self.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = getattr(self.dataset, "generator", None)
+        if not hasattr(self.dataset, "set_epoch") and isinstance(generator, torch.Generator):
+            generator.manual_seed(self.epoch)
+        own = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        size = self.batch_size if self.split_batches else self.batch_size * self.num_processes
+        share = slice(self.process_index * own, (self.process_index + 1) * own)
+        samples = iter(self.dataset)
+        first: list[Any] | None = None
+        while block := list(islice(samples, size)):
+            first = first or list(block)
+            if len(block) < size:
+                if self.drop_last:
+                    return
+                block += islice(cycle(first), size - len(block))
+            yield from block[share]
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches.
+
+    Args:
+        batch_sampler: the sampler.
+        skip_batches: how many are left out.
+    """
+
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.sampler = getattr(batch_sampler, "sampler", batch_sampler)
+        self.skip_batches = skip_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]  # it may have none
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return islice(iter(self.batch_sampler), self.skip_batches, None)
+
+    @property
+    def total_length(self) -> int:
+        """Batches, those left out included."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler) - self.skip_batches
+
+
+class SkipDataLoader(DataLoader[Any]):
+    """A DataLoader without its first batches, in every pass; `skip_first_batches` is for one pass, and reads nothing in vain.
+
+    Args:
+        dataset, kwargs: for DataLoader.
+        skip_batches: how many are left out.
+        use_stateful_dataloader: must be False; give `skip_first_batches` a stateful loader.
+
+    Raises:
+        ConfigError: `use_stateful_dataloader`.
+    """
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        if use_stateful_dataloader:
+            raise ConfigError("SkipDataLoader(use_stateful_dataloader=True) is not served; use skip_first_batches")
+        super().__init__(dataset, **kwargs)
+        self.skip_batches = skip_batches
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return islice(super().__iter__(), self.skip_batches, None)
+
+    def __len__(self) -> int:
+        return super().__len__() - self.skip_batches
+
+
+def get_sampler(dataloader: Any) -> Any:
+    """The sampler below a loader's batches; None where its batch sampler has none."""
+    holder = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
+    return getattr(holder, "sampler", None)

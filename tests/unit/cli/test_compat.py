@@ -1,0 +1,145 @@
+"""`headway compat`: the list of names, what a script needs of them, and the folder for PYTHONPATH."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from headway.cli.compat import command
+from headway.cli.main import group
+from headway.compat.accelerate.scripts import uses
+from headway.errors import ConfigError
+
+SCRIPT = '''
+import accelerate
+import accelerate.utils as au
+import accelerate.state
+from accelerate import Accelerator, DistributedType as Kinds, utils
+from accelerate.utils import *
+from accelerate.logging import get_logger
+from accelerate.utils.dataclasses import DeepSpeedPlugin
+from accelerate.utils.tqdm import tqdm
+from torch import nn
+
+try:
+    from accelerate.utils import merge_fsdp_weights
+except ImportError:
+    pass
+
+
+def train():
+    accelerator = Accelerator(cpu=True)
+    other: object = accelerate.Accelerator()
+    print(accelerator.step, accelerator.device, other.flag_tensor, nn.step)
+    au.set_seed(3)
+    accelerate.utils.gather_object([1])
+    accelerate.state.PartialState()
+    utils.broadcast(1)
+    print(accelerate.__version__, au.moonshine)
+
+
+class Holder:
+    def __init__(self):
+        self.accelerator = Accelerator()
+        print(self.accelerator.log_with)
+'''  # fmt: skip
+
+
+def invoke(*args):
+    return CliRunner().invoke(command, [str(each) for each in args])
+
+
+def test_the_names_that_a_script_uses():
+    found = {use.name: use.line for use in uses(SCRIPT)}
+    assert set(found) == {
+        "Accelerator", "Accelerator.flag_tensor", "Accelerator.log_with", "Accelerator.step", "DeepSpeedPlugin",
+        "DistributedType", "PartialState", "broadcast", "gather_object", "get_logger", "merge_fsdp_weights", "moonshine",
+        "set_seed", "state", "tqdm", "utils",
+    }  # fmt: skip
+    assert (found["Accelerator"], found["DeepSpeedPlugin"], found["Accelerator.log_with"]) == (5, 8, 32)
+
+
+def test_a_script_without_accelerate(tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text("from headway import Accelerator\nfrom .accelerate import x\nimport accelerated\n")
+    ran = invoke(script)
+    assert (ran.exit_code, ran.output) == (0, f"{script}: uses nothing of Accelerate\n")
+
+
+def test_a_script_that_can_run(tmp_path):
+    script = tmp_path / "good.py"
+    script.write_text("from accelerate import Accelerator\nfrom accelerate.utils import set_seed\n")
+    ran = invoke(script)
+    assert ran.exit_code == 0
+    assert ran.output.splitlines()[0] == f"{script}: 2 names of Accelerate: 2 served (1 with a difference)"
+    assert "  line 1     Accelerator  differs: " in ran.output
+    assert "  line 2     set_seed     served\n" in ran.output
+
+
+def test_a_script_that_cannot(tmp_path):
+    script = tmp_path / "bad.py"
+    script.write_text(SCRIPT)
+    ran = invoke(script)
+    assert ran.exit_code == 1
+    assert "4 not served, 1 unknown" in ran.output
+    assert "Accelerator.step" in ran.output
+    assert "NOT SERVED: accelerator.num_updates counts updates" in ran.output
+    assert "moonshine                unknown: not a public name of Accelerate 1.15.0" in ran.output
+    told = json.loads(invoke("--json", script).output)[str(script)]
+    assert {"name": "set_seed", "status": "served", "note": "", "line": 22} in told
+    assert {each["status"] for each in told} == {"served", "differs", "not served", "unknown"}
+
+
+def test_the_whole_list():
+    ran = invoke()
+    assert ran.exit_code == 0
+    assert ran.output.startswith("Accelerate 1.15.0: ")
+    assert "\naccelerate.utils.dataclasses\n" in ran.output
+    told = json.loads(invoke("--json").output)
+    names = {each["name"]: each for rows in told.values() for each in rows}
+    assert len(names) > 450
+    assert names["BatchSamplerShard"] == {"name": "BatchSamplerShard", "status": "served", "note": ""}
+    assert names["Accelerator"]["status"] == "differs"
+    assert names["MegatronEngine"]["status"] == "not served"
+
+
+@pytest.mark.parametrize("source", [b"\xff\xfe\x00", b"def f(:\n", b"x = '\0'\n", b"(" * 4000])
+def test_what_is_no_script(tmp_path, source):
+    script = tmp_path / "odd.py"
+    script.write_bytes(source)
+    ran = invoke(script)
+    assert isinstance(ran.exception, ConfigError)
+    assert str(script) in str(ran.exception)
+
+
+def test_what_cannot_be_read(tmp_path):
+    ran = invoke(tmp_path / "none.py")
+    assert isinstance(ran.exception, ConfigError)
+    assert str(ran.exception).endswith("none.py cannot be read: No such file or directory")
+    assert isinstance(invoke("--path", "--json").exception, ConfigError)
+
+
+def test_help():
+    ran = CliRunner().invoke(group, ["compat", "--help"])
+    assert ran.exit_code == 0
+    assert "PYTHONPATH=$(headway compat --path) python train.py" in ran.output
+    assert "compat " in CliRunner().invoke(group, ["--help"]).output
+
+
+@pytest.mark.slow
+def test_a_script_runs_on_the_printed_path(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import accelerate, importlib.metadata as metadata\n"
+        "from accelerate.utils import BatchSamplerShard, TERecipeKwargs\n"
+        "from accelerate.test_utils import RegressionModel\n"
+        "from accelerate.tracking import GeneralTracker, WandBTracker\n"
+        "print(accelerate.Accelerator(cpu=True).num_processes, metadata.version('accelerate'), accelerate.__headway_version__)\n"
+    )
+    line = f"PYTHONPATH=$({sys.executable} -m headway compat --path):$PYTHONPATH {sys.executable} {script}"
+    ran = subprocess.run(line, shell=True, capture_output=True, text=True, env=dict(os.environ), timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("1 1.15.0 ")
