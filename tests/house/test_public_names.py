@@ -13,7 +13,7 @@ NAMES = [
     "__version__", "Accelerator", "AORecipeKwargs", "ActivationCheckpointing", "AlignDevicesHook", "AutocastKwargs",
     "CpuOffload", "CustomDtype", "DDPCommunicationHookType", "DataLoaderConfiguration",
     "DistributedDataParallelKwargs", "EarlyStoppingCallback", "EvalPrediction", "Float8Options", "GeneralTracker",
-    "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LocalSGD", "LoggerType", "MemoryMonitor",
+    "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "LocalSGD", "LoggerType", "LongestSequence", "MemoryMonitor",
     "ModelHook", "NonFinitePolicy", "OffloadedWeightsLoader", "PipelineOptions", "Preemption", "PrefixedDataset", "PrinterCallback",
     "ProfileKwargs", "ProgressCallback", "ProjectConfiguration", "SequentialHook", "ShardingOptions", "TensorParallelOptions",
     "Tracker", "Trainer", "TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments", "UserCpuOffloadHook", "Workload",
