@@ -31,6 +31,7 @@ _PLACES = {
     "InitProcessGroupKwargs": "headway.config.strategies",
     "LocalSGD": "headway.training.local_sgd",
     "LoggerType": "headway.tracking.base",
+    "LongestSequence": "headway.forecasting.solve",
     "MemoryMonitor": "headway.memory.monitor",
     "ModelHook": "headway.compat.accelerate.hooks",
     "NonFinitePolicy": "headway.training.finite",
@@ -189,6 +190,7 @@ if TYPE_CHECKING:
     from headway.config.strategies import ProfileKwargs as ProfileKwargs
     from headway.config.tensor import TensorParallelOptions as TensorParallelOptions
     from headway.data.skip import skip_first_batches as skip_first_batches
+    from headway.forecasting.solve import LongestSequence as LongestSequence
     from headway.launch.notebook import debug_launcher as debug_launcher
     from headway.launch.notebook import notebook_launcher as notebook_launcher
     from headway.log import get_logger as get_logger

@@ -42,6 +42,9 @@ TABLE = {
     "llama, sharded and cut, sequences": (
         "fsdp+tp=2", 4, Task("llama, cut", handlers=(replace(OWN, sequence_parallel=True), ActivationCheckpointing())),
     ),
+    "gpt, sharded and cut and compiled": (
+        "fsdp+tp=2", 4, Task("gpt, cut", updates=3, handlers=(GIVEN,), options={"dynamo_backend": "aot_eager"}),
+    ),
     "mixtral, sharded and cut": ("fsdp+tp=2", 4, Task("mixtral", updates=3, handlers=(OWN,))),
     "gpt, copied and cut, loss": ("ddp=2+tp=2", 4, Task("gpt, cut", handlers=(replace(GIVEN, loss_parallel=True),))),
 }  # fmt: skip

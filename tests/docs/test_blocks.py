@@ -84,7 +84,8 @@ def _run_headway(words: list[str], line: str, folder: Path) -> None:
     if words[0] == "launch":
         words = ["launch", "--dry-run", *words[1:]]
     elif words[:2] not in (["config", "show"], ["config", "default"]):
-        words = [*words, "--help"]
+        end = words.index("--") if "--" in words else len(words)  # what follows is a script's own
+        words = [*words[:end], "--help"]
     ran = _headway(words, folder)
     lacks_accelerators = "--gpu_ids" in words and "accelerators of this machine" in ran.stderr
     assert ran.returncode == 0 or lacks_accelerators, f"{line}\n{ran.stderr[-1500:]}"

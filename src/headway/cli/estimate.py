@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from headway.cli.estimate_training import OPTIONS, trained
+from headway.cli.estimate_training import OPTIONS, scripted, trained
 from headway.cli.options import GroupedCommand, GroupedOption, examples
 from headway.errors import ConfigError
 from headway.units import format_bytes, format_number
@@ -17,6 +17,8 @@ rate is a ceiling: bandwidth, measured here in about two seconds, over the bytes
 
 With --device: what training takes on that card, which need not be here, and the largest batch. FOLDER may then also be a config file
 or a transformers model type.
+
+With --script and --device: what your own training script takes. It is run up to its second update on tensors without values.
 """
 
 _EPILOG = examples(
@@ -25,20 +27,38 @@ _EPILOG = examples(
         "headway estimate llama/ --dtype int4           placed as int4",
         "headway estimate llama/ --num_tokens 4096      with room for 4096 tokens and their cache",
         "headway estimate bert --device rtx-3090        training on a card: memory, and the largest batch",
+        "headway estimate --script train.py --device rtx-3090 -- --lr 3e-4",
     ]
 )
 
 _WORTH_SAYING = 1024
 """Bytes for each sample below which a cache's fixed part is bookkeeping, not a state."""
 
+_OF_SCRIPTS = ("device", "budget", "page", "as_json")
+"""Options that a script does not decide itself."""
+
 _DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 
 
 def _estimate(
-    folder: Path, inference: bool, dtype: str | None, batch_size: int | None, num_tokens: int | None, **training: Any
+    folder: Path,
+    arguments: tuple[str, ...],
+    inference: bool,
+    script: bool,
+    dtype: str | None,
+    batch_size: int | None,
+    num_tokens: int | None,
+    **training: Any,
 ) -> None:
     del inference  # what there is to estimate
     given = {name: value for name, value in training.items() if value not in (None, False)}
+    if script:
+        more = {"dtype": dtype, "batch_size": batch_size, "num_tokens": num_tokens, **given}
+        _check_script(more)
+        click.echo(scripted(folder, arguments, **given))
+        return
+    if arguments:
+        raise ConfigError(f"{' '.join(arguments)}: only a script has arguments; add --script, or take them out")
     if "device" in given:
         for name, value in (("dtype", dtype), ("num_tokens", num_tokens)):
             if value is not None:
@@ -72,6 +92,14 @@ def _estimate(
         *_ceiling(model, stored, bandwidths, unit),
     ):
         click.echo(line)
+
+
+def _check_script(given: dict[str, Any]) -> None:
+    if "device" not in given:
+        raise ConfigError("--script needs --device, such as --device a100-40gb")
+    for name, value in given.items():
+        if value is not None and name not in _OF_SCRIPTS:
+            raise ConfigError(f"--{name} is what the script itself decides; with --script, give it to the script")
 
 
 def _head(model: Any, stored: Any) -> list[str]:
@@ -168,6 +196,13 @@ command = GroupedCommand(
     callback=_estimate,
     params=[
         click.Argument(["folder"], metavar="FOLDER", type=click.Path(path_type=Path)),
+        click.Argument(["arguments"], metavar="[-- ARGS]...", nargs=-1),
+        GroupedOption(
+            ["--script"],
+            group="Training",
+            is_flag=True,
+            help="FOLDER is a training script of yours, run with ARGS up to its second update.",
+        ),
         GroupedOption(["--inference"], group="What", is_flag=True, hidden=True, help="The default: running the model."),
         GroupedOption(
             ["--dtype"],

@@ -1,11 +1,16 @@
 """`headway estimate --device`: what training a transformers model takes on a card, and the largest batch."""
 
 import json
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
 
 from headway.cli.options import GroupedOption
+from headway.errors import ConfigError
+from headway.report.forecast_page import forecast_page
 
 
 def trained(
@@ -19,12 +24,18 @@ def trained(
     accumulation: int = 1,
     attention: str | None = None,
     budget: str | None = None,
+    longest: bool = False,
+    page: Path | None = None,
     as_json: bool = False,
 ) -> str:
-    """The forecast as text, or as JSON."""
+    """The forecast as text, or as JSON.
+
+    Args:
+        page: an HTML page is written there too.
+    """
     # Imported here so that the help does not wait for torch.
     from headway.planning.forecast import forecast
-    from headway.planning.sources import find, trainable
+    from headway.planning.sources import find, lengths, trainable
 
     source = find(model, batch_size, sequence)
     make, batch, loss = trainable(source, attention)
@@ -39,10 +50,39 @@ def trained(
         precision=precision,
         recompute=recompute,
         accumulation=accumulation,
+        longest=lengths(source) if longest else None,
     )
+    if found.peak_line.startswith(sys.argv[0]):  # the command itself: there is no line of the user's
+        found = replace(found, peak_line="")
+    if page is not None:
+        _write(page, forecast_page(source.title, found.as_dict()))
     if as_json:
         return json.dumps(found.as_dict(), indent=1)
     return f"{source.title}, {source.batch}\n{found.describe()}"
+
+
+def scripted(
+    script: Path,
+    arguments: tuple[str, ...],
+    device: str,
+    budget: str | None = None,
+    page: Path | None = None,
+    as_json: bool = False,
+) -> str:
+    """The forecast of a user's own script as text, or as JSON."""
+    from headway.planning.forecast import forecast_script
+
+    found = forecast_script(script, arguments, device=device, budget=budget)
+    if page is not None:
+        _write(page, forecast_page(script.name, found.as_dict()))
+    return json.dumps(found.as_dict(), indent=1) if as_json else f"{script}\n{found.describe()}"
+
+
+def _write(page: Path, content: str) -> None:
+    try:
+        page.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {page} ({error.strerror}); name another file with --page") from error
 
 
 def _option(name: str, metavar: str | None, text: str, **more: Any) -> GroupedOption:
@@ -73,5 +113,12 @@ OPTIONS = [
         type=click.Choice(["eager", "sdpa"]),
     ),
     _option("--budget", "SIZE", "Memory that the process may take, such as 20GiB.  [default: all of the card]"),
+    _option("--longest", None, "Also look for the longest sequence, in this batch.", is_flag=True),
+    _option(
+        "--page",
+        "FILE",
+        "Also write an HTML page: memory over the step, and against the batch.",
+        type=click.Path(path_type=Path, dir_okay=False),
+    ),
     GroupedOption(["--json", "as_json"], group="Training", is_flag=True, help="Print the forecast as JSON."),
 ]

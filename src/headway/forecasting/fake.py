@@ -57,8 +57,8 @@ def trace(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with init_empty_weights():
         model = make()
-    _refuse_compiled(model)
-    _fill(model, fake)
+    refuse_compiled(model)
+    fill(model, fake)
     if prepare is not None:
         prepare(model)
     model.train()
@@ -71,7 +71,7 @@ def trace(
     except HeadwayError:
         raise
     except Exception as error:
-        raise _explained(error, tracker.last) from error
+        raise explained(error, tracker.last) from error
     return tracker.trace()
 
 
@@ -84,17 +84,18 @@ def _batches(batch: Callable[[], Batch], fake: FakeTensorMode) -> Callable[[], B
 
     def next_batch() -> Batch:
         with _disable_current_modes(), fake:
-            return tree_map(_copied, first)
+            return tree_map(copied, first)
 
     return next_batch
 
 
-def _copied(leaf: Any) -> Any:
+def copied(leaf: Any) -> Any:
+    """A tensor of the same shape, strides and dtype, without values where a fake mode is on; anything else as it is."""
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _fill(model: nn.Module, fake: FakeTensorMode) -> None:
-    """Fake memory for every parameter and buffer; what is tied stays tied."""
+def fill(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor]:
+    """Fake memory for every parameter and buffer; what is tied stays tied. Returns what replaced them, by their ids."""
     made: dict[int, torch.Tensor] = {}
 
     def filled(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,9 +115,11 @@ def _fill(model: nn.Module, fake: FakeTensorMode) -> None:
             for name, tensor in held.items():
                 if tensor is not None:
                     held[name] = filled(tensor)  # type: ignore[assignment]
+    return made
 
 
-def _refuse_compiled(model: nn.Module) -> None:
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise UnsupportedError for a model with a part that torch.compile has compiled."""
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             raise UnsupportedError(
@@ -125,7 +128,8 @@ def _refuse_compiled(model: nn.Module) -> None:
             )
 
 
-def _explained(error: Exception, last: str) -> UnsupportedError:
+def explained(error: Exception, last: str) -> UnsupportedError:
+    """What stood in the way of a trace; `last` is the operation that ran last."""
     operation, why = (
         last,
         f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}",

@@ -243,6 +243,7 @@ def _in_float32(library: torch.library.Library, name: str) -> None:
     packet, _, overload = name.partition(".")
     operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
     is_optional = name in FLOAT32_IF_FREE
+    place = [argument.name for argument in operation._schema.arguments].index("dtype") if is_optional else 0
 
     def cast(value: Any) -> Any:
         if isinstance(value, FakeTensor) and value.dtype in _HALVES:
@@ -252,8 +253,10 @@ def _in_float32(library: torch.library.Library, name: str) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         # As torch's own kernels do it: what is called from here on is not cast again.
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-            if is_optional and kwargs.get("dtype") is None and any(isinstance(each, FakeTensor) for each in args):
-                kwargs["dtype"] = torch.float32
+            if is_optional:
+                said = args[place] if len(args) > place else kwargs.get("dtype")
+                if said is None and any(isinstance(each, FakeTensor) for each in args):
+                    return operation(*args[:place], **{**kwargs, "dtype": torch.float32})
                 return operation(*args, **kwargs)
             return operation(*(cast(each) for each in args), **{key: cast(each) for key, each in kwargs.items()})
 

@@ -1,16 +1,21 @@
 """The largest batch for a budget: two traces give the events of every batch, two more confirm the answer.
 
 Where the sequence of events does not depend on the batch, the bytes of each are a + b * batch, and two traces give a and b. What a
-batch of any size takes is then one replay, which costs milliseconds where a trace costs seconds.
+batch of any size takes is then one replay, which costs milliseconds where a trace costs seconds. For the longest sequence it is the
+same with three traces, as attention may keep what grows with the square of the length.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from operator import mul
+from typing import Any
 
+from headway.errors import ConfigError
 from headway.forecasting.events import Event
 
-PROBES = (8, 9)
+PROBE = 8
 """One sample alone often takes another way through a model, and the kernels of very small batches are others."""
 _ROUNDS = 6
 _SAMPLES = 16
@@ -34,15 +39,52 @@ class Largest:
     is_synthesised: bool
 
 
-def synthesise(first: list[Event], second: list[Event], sizes: tuple[int, int], batch: int) -> list[Event] | None:
-    """The events at `batch` from those at two sizes; None where the sequences differ."""
-    if not alike(first, second):
+@dataclass(frozen=True)
+class LongestSequence:
+    """A search for the longest sequence.
+
+    Attributes:
+        batch_fn: gives a micro-batch of so many samples of such a length, as `batch_fn(batch_size, length)`.
+        limit: no longer one is looked for: what the model allows.
+        multiple: lengths are multiples of this.
+    """
+
+    batch_fn: Callable[[int, int], Any]
+    limit: int = 1 << 20
+    multiple: int = 64
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.multiple <= self.limit:
+            raise ConfigError(
+                f"LongestSequence(limit={self.limit}, multiple={self.multiple}): give a multiple of 1 or more, and a limit that is "
+                "no smaller"
+            )
+
+
+def synthesise(traces: Sequence[list[Event]], begin: int, size: int) -> list[Event] | None:
+    """The events at `size`, from those at `begin` and the sizes that follow it one by one; None where the sequences differ.
+
+    Each event's bytes are the polynomial through its values, of degree one for two traces (Newton's forward differences).
+    """
+    first = traces[0]
+    if not all(alike(first, other) for other in traces[1:]):
         return None
-    begin, step = sizes[0], sizes[1] - sizes[0]
+    factors, factor = [], 1
+    for order in range(len(traces)):
+        factors.append(factor)
+        factor = factor * (size - begin - order) // (order + 1)
     return [
-        one._replace(num_bytes=one.num_bytes + (other.num_bytes - one.num_bytes) * (batch - begin) // step)
-        for one, other in zip(first, second)
+        event._replace(num_bytes=sum(map(mul, factors, _differences([trace[index].num_bytes for trace in traces]))))
+        for index, event in enumerate(first)
     ]
+
+
+def _differences(values: list[int]) -> list[int]:
+    found = []
+    while values:
+        found.append(values[0])
+        values = [after - before for before, after in pairwise(values)]
+    return found
 
 
 def alike(first: list[Event], second: list[Event]) -> bool:
@@ -56,56 +98,74 @@ def alike(first: list[Event], second: list[Event]) -> bool:
 
 
 class Search:
-    """Finds the largest batch that stays within a number of bytes.
+    """Finds the largest batch, or the longest sequence, that stays within a number of bytes.
 
     Args:
-        events: traces a step of that batch.
+        events: traces a step of that size.
         takes: bytes that such events take.
         capacity: bytes that there are.
-        limit: no larger batch is looked for.
+        limit: no larger size is looked for.
+        degree: of the polynomial in the size that an event's bytes are: 1 for batches, 2 for sequences under attention.
     """
 
     def __init__(
-        self, events: Events, takes: Callable[[list[Event]], int], capacity: int, limit: int = 1 << 20
+        self,
+        events: Events,
+        takes: Callable[[list[Event]], int],
+        capacity: int,
+        limit: int = 1 << 20,
+        degree: int = 1,
     ) -> None:
         self._events = events
         self._takes = takes
         self._capacity = capacity
         self._limit = limit
+        self._degree = degree
         self._traced: dict[int, list[Event]] = {}
 
     def run(self) -> Largest:
-        """Search; the answer has been traced and fits, and one sample more has been traced and does not."""
-        low, high = PROBES
-        first, second = self._at(low), self._at(high)
-        if not alike(first, second):
-            return self._by_traces(self._limit)
-        bound = self._limit
+        """Search; the answer has been traced and fits, and one size more has been traced and does not."""
+        begin, bound = PROBE, self._limit
+        if begin + self._degree > bound or not self._is_regular(begin):
+            return self._by_traces(bound)
         for _ in range(_ROUNDS):
-            batch = self._without_gaps((low, high), self._bisect(partial(self._fits_synthetic, (low, high)), bound))
-            if batch == 0:
-                return self._answer(0, True) if not self._fits(1) else self._by_traces(PROBES[0])
-            if self._fits(batch):
-                if batch == bound or not self._fits(batch + 1):
-                    return self._answer(batch, True)
-                return self._by_traces(bound, batch + 1)
-            bound = batch - 1
-            # The events here are others than those of small batches: go on from here.
-            if not alike(self._at(batch), self._at(max(1, batch - 1))):
+            size = self._without_gaps(begin, self._bisect(partial(self._fits_synthetic, begin), bound))
+            if size == 0:
+                return self._answer(0, True) if not self._fits(1) else self._by_traces(PROBE)
+            if self._fits(size):
+                if size == bound or not self._fits(size + 1):
+                    return self._answer(size, True)
+                return self._by_traces(bound, size + 1)
+            bound = size - 1
+            # The events here are others than those of small sizes: go on from here.
+            begin = max(1, size - self._degree)
+            if not self._is_regular(begin):
                 break
-            low, high = max(1, batch - 1), batch
         return self._by_traces(bound)
 
-    def _fits_synthetic(self, probes: tuple[int, int], batch: int) -> bool:
-        events = synthesise(self._at(probes[0]), self._at(probes[1]), probes, batch)
-        assert events is not None
-        return self._takes(events) <= self._capacity
+    def _is_regular(self, begin: int) -> bool:
+        first = self._at(begin)
+        return all(alike(first, self._at(begin + step)) for step in range(1, self._degree + 1))
 
-    def _without_gaps(self, probes: tuple[int, int], batch: int) -> int:
-        """Fragments make a smaller batch take more now and then: no answer above one that does not fit."""
-        stride = max(1, batch // (2 * _SAMPLES))
-        sizes = range(batch - stride, batch // 2, -stride)
-        return min((size - 1 for size in sizes if not self._fits_synthetic(probes, size)), default=batch)
+    def _synthetic(self, begin: int, size: int) -> list[Event]:
+        events = synthesise([self._at(begin + step) for step in range(self._degree + 1)], begin, size)
+        assert events is not None
+        return events
+
+    def curve(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """(size, bytes that it takes) of each of these sizes, from the first traces; empty where their sequences differ."""
+        if not self._is_regular(PROBE):
+            return []
+        return [(size, self._takes(self._synthetic(PROBE, size))) for size in sizes]
+
+    def _fits_synthetic(self, begin: int, size: int) -> bool:
+        return self._takes(self._synthetic(begin, size)) <= self._capacity
+
+    def _without_gaps(self, begin: int, size: int) -> int:
+        """Fragments make a smaller size take more now and then: no answer above one that does not fit."""
+        stride = max(1, size // (2 * _SAMPLES))
+        sizes = range(size - stride, size // 2, -stride)
+        return min((each - 1 for each in sizes if not self._fits_synthetic(begin, each)), default=size)
 
     def _by_traces(self, limit: int, fitting: int = 0) -> Largest:
         return self._answer(self._bisect(self._fits, limit, fitting), False)

@@ -87,12 +87,11 @@ def run(
     """
     watcher = watcher or Nobody()
     watcher.enter("set-up")
-    watcher.mark(_in_order_of_moving(model, "_parameters"), "weights")
-    watcher.mark(_in_order_of_moving(model, "_buffers"), "buffers")
+    mark_model(model, watcher)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = recipe.optimizer(parameters) if recipe.optimizer is not None else None
     if optimizer is not None and on_cuda:
-        _as_on_cuda(optimizer)
+        as_on_cuda(optimizer)
     held: Batch = None
     for step in range(1, steps + 1):
         loss = None
@@ -166,7 +165,7 @@ def _update(
     del gradients
     if optimizer is not None:
         optimizer.step()
-        watcher.mark(_state(optimizer), "optimizer state")
+        watcher.mark(state_of(optimizer), "optimizer state")
     for parameter in parameters:
         if recipe.keeps_gradients and parameter.grad is not None:
             parameter.grad.zero_()
@@ -181,17 +180,24 @@ def _clip(gradients: list[torch.Tensor], max_norm: float) -> None:
     torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
 
-def _state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors of its state that take memory worth the name: counts of steps are left out."""
     leaves = tree_leaves([dict(state) for state in optimizer.state.values()])
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
 
 
-def _as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
+def as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
     """Where nothing is said, torch's optimizers work on all parameters at once on a card, and one by one on a CPU."""
     for group in optimizer.param_groups:
         is_free = "foreach" in group and group["foreach"] is None
         if is_free and not group.get("fused") and not group.get("differentiable"):
             group["foreach"] = True
+
+
+def mark_model(model: nn.Module, watcher: Watcher) -> None:
+    """The model's own tensors are there."""
+    watcher.mark(_in_order_of_moving(model, "_parameters"), "weights")
+    watcher.mark(_in_order_of_moving(model, "_buffers"), "buffers")
 
 
 def _in_order_of_moving(model: nn.Module, which: str) -> list[torch.Tensor]:

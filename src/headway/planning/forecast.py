@@ -1,9 +1,10 @@
 """`headway.forecast`: what a training step will take on a card, and the largest batch that fits, from one that is not there."""
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,16 +16,22 @@ from headway.forecasting.allocator import Replay, replay
 from headway.forecasting.devices import Device, find, room, spread
 from headway.forecasting.events import Event, plain_peak, split_at
 from headway.forecasting.fake import trace
-from headway.forecasting.solve import Largest, Search
+from headway.forecasting.solve import Largest, LongestSequence, Search
 from headway.forecasting.step import Loss, Recipe
+from headway.forecasting.timeline import Timeline, timeline
 from headway.forecasting.trace import Trace
 from headway.planning.optimizers import Optimizer, maker
+from headway.planning.rehearsal import rehearse
 from headway.planning.sources import unmasked
 from headway.recompute.checkpointing import checkpoint_activations
 from headway.units import format_bytes, parse_bytes
 
 PRECISIONS = ("no", "bf16", "fp16")
 Recompute = bool | ActivationCheckpointing | Callable[[nn.Module], object]
+
+
+_POINTS = 24
+"""Batches of `Forecast.by_batch`."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,9 @@ class Forecast:
         budget: bytes that were to suffice; None: unknown.
         fits: even the most stays within the budget; False: not even the least does; None: it is too close to tell.
         largest_batch: whose most stays within the budget; None: it was not looked for.
+        longest_sequence: whose most stays within the budget, at `batch_size`; None: it was not looked for.
+        timeline: `allocated` over the requests of the two steps, by what it is held for.
+        by_batch: (batch, `most`) of some batches up to beyond the largest; empty where that was not looked for.
         num_traces: steps that were traced.
         seconds: that the forecast took.
         caveats: what it cannot vouch for.
@@ -63,6 +73,9 @@ class Forecast:
     budget: int | None
     fits: bool | None
     largest_batch: int | None
+    longest_sequence: int | None
+    timeline: Timeline
+    by_batch: tuple[tuple[int, int], ...]
     num_traces: int
     seconds: float
     caveats: tuple[str, ...]
@@ -85,6 +98,8 @@ class Forecast:
             lines.append(f"{answer} into {format_bytes(self.budget)}")
         if self.largest_batch is not None:
             lines.append(f"largest batch: {self.largest_batch}")
+        if self.longest_sequence is not None:
+            lines.append(f"longest sequence in a batch of {self.batch_size}: {self.longest_sequence:,}")
         lines += [f"note: {caveat}" for caveat in self.caveats]
         return "\n".join([*lines, f"{self.num_traces} step(s) traced in {self.seconds:.1f} s"])
 
@@ -104,6 +119,7 @@ def forecast(
     max_norm: float | None = None,
     expandable_segments: bool = False,
     largest: bool = True,
+    longest: LongestSequence | None = None,
 ) -> Forecast:
     """Say what a training step takes on a device that need not be here.
 
@@ -126,6 +142,7 @@ def forecast(
         max_norm: gradients are clipped to this norm.
         expandable_segments: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
         largest: also look for the largest batch within the budget.
+        longest: also look for the longest sequence within the budget, at `batch_size`.
 
     Raises:
         ConfigError: an argument that cannot be.
@@ -139,9 +156,55 @@ def forecast(
     recipe = Recipe(maker(optimizer), loss, precision, accumulation, max_norm)
     tracer = _Tracer(model_fn, batch_fn, recipe, target, _preparation(recompute, target), expandable_segments)
     traced = tracer.trace(batch_size)
-    answer = tracer.replayed(traced.events)
+    capacity = None if limit is None else room(target, limit)
+    found, by_batch = tracer.largest(capacity) if largest and capacity is not None else (None, ())
+    length = tracer.longest(longest, batch_size, capacity) if longest is not None and capacity is not None else None
+    return replace(
+        _of_trace(traced, target, batch_size, limit, expandable_segments),
+        largest_batch=None if found is None else found.batch,
+        longest_sequence=length,
+        by_batch=tuple((size, spread(target, taken)[2]) for size, taken in by_batch),
+        num_traces=tracer.num_traces,
+        seconds=time.perf_counter() - began,
+        caveats=(*traced.caveats, *_caveats(batch_fn, target)),
+    )
+
+
+def forecast_script(
+    script: Path,
+    arguments: Sequence[str] = (),
+    *,
+    device: str = "rtx-3090",
+    budget: int | str | None = None,
+    expandable_segments: bool = False,
+) -> Forecast:
+    """Say what a user's own script takes: it is run up to its second update, on one process, on tensors without values.
+
+    For a process that does nothing else: the script is run as `__main__`, with its own arguments.
+
+    Args:
+        script: a Python file whose loop uses an Accelerator.
+        arguments: the script's own.
+        device, budget, expandable_segments: as for `forecast`.
+
+    Raises:
+        ConfigError: there is no such script, or it makes no update.
+        UnsupportedError: the step cannot be traced; the operation and the line are named.
+    """
+    began = time.perf_counter()
+    target = find(device)
+    limit = target.memory if budget is None else parse_bytes(budget)
+    found = rehearse(script, arguments, target)
+    caveats = [*found.trace.caveats, *_of_device(target)]
+    if found.is_partial:
+        caveats.append("the script ended after its first update; what later ones take on top is not in the numbers")
+    made = _of_trace(found.trace, target, found.batch_size or 0, limit, expandable_segments)
+    return replace(made, seconds=time.perf_counter() - began, caveats=tuple(caveats))
+
+
+def _of_trace(traced: Trace, target: Device, batch_size: int, limit: int | None, is_expandable: bool) -> Forecast:
+    answer = _replayed(traced.events, target, is_expandable)
     least, total, most = spread(target, answer.reserved)
-    found = tracer.largest(room(target, limit)) if largest and limit is not None else None
     return Forecast(
         device=target.name,
         batch_size=batch_size,
@@ -155,11 +218,22 @@ def forecast(
         peak_line=traced.events[answer.peak].where,
         budget=limit,
         fits=None if limit is None else _fits(least, most, limit),
-        largest_batch=None if found is None else found.batch,
-        num_traces=tracer.num_traces,
-        seconds=time.perf_counter() - began,
-        caveats=(*traced.caveats, *_caveats(batch_fn, target)),
+        largest_batch=None,
+        longest_sequence=None,
+        timeline=timeline(traced.events, traced.phases),
+        by_batch=(),
+        num_traces=1,
+        seconds=0.0,
+        caveats=traced.caveats,
     )
+
+
+def _replayed(events: list[Event], device: Device, is_expandable: bool) -> Replay:
+    found = replay(events, expandable=is_expandable)
+    if device.is_cuda:
+        return found
+    exact = plain_peak(events)  # a CPU's allocator rounds nothing and keeps nothing
+    return Replay(exact, exact, 0, True, found.peak)
 
 
 class _Tracer:
@@ -181,29 +255,36 @@ class _Tracer:
         self._prepare = prepare
         self._is_expandable = is_expandable
         self._traces: dict[int, Trace] = {}
-
-    @property
-    def num_traces(self) -> int:
-        return len(self._traces)
+        self.num_traces = 0
 
     def trace(self, batch_size: int) -> Trace:
         if batch_size not in self._traces:
-            self._traces[batch_size] = trace(
-                self._make, partial(self._batch_fn, batch_size), self._recipe, self._device, self._prepare
-            )
+            self._traces[batch_size] = self._of(partial(self._batch_fn, batch_size))
         return self._traces[batch_size]
 
-    def replayed(self, events: list[Event]) -> Replay:
-        found = replay(events, expandable=self._is_expandable)
-        if self._device.is_cuda:
-            return found
-        exact = plain_peak(events)  # a CPU's allocator rounds nothing and keeps nothing
-        return Replay(exact, exact, 0, True, found.peak)
+    def _of(self, batch: Callable[[], Any]) -> Trace:
+        self.num_traces += 1
+        return trace(self._make, batch, self._recipe, self._device, self._prepare)
 
-    def largest(self, capacity: int) -> Largest:
-        return Search(
-            lambda size: self.trace(size).events, lambda events: self.replayed(events).reserved, capacity
-        ).run()
+    def largest(self, capacity: int) -> tuple[Largest, Sequence[tuple[int, int]]]:
+        search = Search(lambda size: self.trace(size).events, self._reserved, capacity)
+        found = search.run()
+        end = max(8, found.batch + found.batch // 4)
+        return found, search.curve(sorted({max(1, round(end * part / _POINTS)) for part in range(1, _POINTS + 1)}))
+
+    def longest(self, longest: LongestSequence, batch_size: int, capacity: int) -> int:
+        unit = longest.multiple
+        search = Search(
+            lambda size: self._of(partial(longest.batch_fn, batch_size, size * unit)).events,
+            self._reserved,
+            capacity,
+            longest.limit // unit,
+            degree=2,
+        )
+        return search.run().batch * unit
+
+    def _reserved(self, events: list[Event]) -> int:
+        return _replayed(events, self._device, self._is_expandable).reserved
 
     def _make(self) -> nn.Module:
         model = self._model_fn()
@@ -245,8 +326,12 @@ def _phase_at(phases: dict[str, int], index: int) -> str:
     return max(begun)[1]
 
 
+def _of_device(device: Device) -> list[str]:
+    return [f"overhead of {device.name}: {device.source}"] if device.is_cuda else []
+
+
 def _caveats(batch_fn: Callable[[int], Any], device: Device) -> tuple[str, ...]:
-    found = [f"overhead of {device.name}: {device.source}"] if device.is_cuda else []
+    found = _of_device(device)
     batch = batch_fn(1)
     if isinstance(batch, dict) and "attention_mask" in batch:
         found.append(

@@ -13,6 +13,7 @@ from torch import nn
 
 from headway.config.values import did_you_mean
 from headway.errors import ConfigError
+from headway.forecasting.solve import LongestSequence
 from headway.optional import require
 from headway.placement.estimate import config_of, skeleton_of
 from headway.placement.skeleton import init_empty_weights
@@ -22,6 +23,7 @@ from headway.planning.trial import Step
 _KINDS = ("AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
 _LEARNS_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 _SEQUENCE = 4096
+_ENDLESS = 1 << 20
 _UNMASKED = "headway_unmasked"
 
 
@@ -130,7 +132,7 @@ def _step_of(model: nn.Module, where: str, batch: int, sequence: int | None) -> 
             f"{where}: a sequence of {length} tokens, but the model has {limit} positions (max_position_embeddings); give "
             f"{limit} or less"
         )
-    return Tokens(batch, length, _second(model)), batch * length, f"{batch} x {length:,} tokens"
+    return Tokens(batch, length, _second(model), limit or _ENDLESS), batch * length, f"{batch} x {length:,} tokens"
 
 
 def _second(model: nn.Module) -> str | None:
@@ -142,11 +144,13 @@ def _second(model: nn.Module) -> str | None:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A step of so many samples of so many tokens; the second name under which they go in, if there is one."""
+    """A step of so many samples of so many tokens; the second name under which they go in, if there is one; the most tokens that the
+    model allows."""
 
     batch: int
     length: int
     second: str | None
+    most: int = _ENDLESS
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """What the model is called with."""
@@ -207,6 +211,18 @@ def trainable(
         return model
 
     return make, lambda size: replace(step, batch=size).inputs(), lambda outputs, _: loss_of(outputs)
+
+
+def lengths(source: Source) -> LongestSequence:
+    """The search for the longest sequence of a transformers model: as long as it has positions.
+
+    Raises:
+        ConfigError: it does not take tokens.
+    """
+    step = source.step
+    if not isinstance(step, Tokens):
+        raise ConfigError(f"{source.title}: {source.batch}; only a model of tokens has a longest sequence")
+    return LongestSequence(lambda size, length: replace(step, batch=size, length=length).inputs(), step.most)
 
 
 def _of_function(module: str, name: str, text: str) -> Source:

@@ -1,17 +1,15 @@
-"""Puts the page together: one HTML file that holds its style, script and data, and asks nothing of any network."""
+"""Puts the page of a run, or of several, together."""
 
-import base64
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from html import escape
-from importlib.resources import files
 from itertools import groupby
 from typing import Any
 
 from headway.report import facts, looks
 from headway.report.data import RunData
+from headway.report.document import document
 from headway.report.panels import SMOOTHING, Line, Panel, across, panels, single_values
 from headway.report.tables import event_table, overview, settings, sign, swatch, values_of
 from headway.report.tables import single_values as single_table
@@ -22,31 +20,15 @@ _CROWD = 30
 
 
 def html_page(runs: Sequence[RunData]) -> str:
-    """The whole page.
-
-    Everything that comes from a log is escaped; besides, the page's content security policy lets only its own script run and
-    nothing be fetched.
-    """
+    """The whole page; everything that comes from a log is escaped."""
     drawn = [panel for panel in panels(runs) if panel.lines]
     ends = across(drawn)
-    script = files("headway.report").joinpath("script.js").read_text(encoding="utf-8")
-    style = files("headway.report").joinpath("style.css").read_text(encoding="utf-8") + looks.css()
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
     body = [_head(runs), overview(runs), _toolbar(runs)]
     single = single_values(runs, drawn)
     charts = "" if single and not drawn else _charts(drawn, runs)
     body += [charts, single_table(runs, single), event_table(runs), settings(runs), _foot()]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(title)} · Headway report</title>\n<style>\n{style}\n</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in body if part)
-        + f'\n</main>\n<script type="application/json" id="data">{_data(drawn, runs, ends)}</script>\n'
-        f"<script>{script}</script>\n</body>\n</html>\n"
-    )
+    return document(f"{title} · Headway report", "\n".join(part for part in body if part), _data(drawn, runs, ends))
 
 
 def _head(runs: Sequence[RunData]) -> str:

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from headway.strategies import crossings
 from headway.strategies.crossings import Axis
@@ -189,7 +190,7 @@ class Rowwise(Style):
         bias = site.module._parameters.get("bias")
         if bias is None:
             return output
-        local = bias.to_local() if hasattr(bias, "to_local") else bias
+        local = bias.to_local() if isinstance(bias, DTensor) else bias  # which dynamo can tell; attributes it cannot
         if site.crossing is not Crossing.PLAIN:
             local = crossings.spread(local, site.axis)
         return output + local.to(output.dtype)

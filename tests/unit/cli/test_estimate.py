@@ -222,6 +222,20 @@ def test_training_on_a_card_that_is_not_here(run, folder):
     assert found["fits"] is True
 
 
+def test_a_page_and_the_longest_sequence(run, folder, tmp_path):
+    page = tmp_path / "forecast.html"
+    options = ("--device", "t4", "--sequence", 32, "--longest", "--page", page)
+    told = run(folder, *options)
+    limit = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    assert f"longest sequence in a batch of 1: {limit:,}" in told
+    drawn = page.read_text()
+    assert drawn.count("<svg") == 2
+    assert "step 2 backward" in drawn
+    assert "longest sequence" in drawn
+    nowhere = tmp_path / "no" / "such.html"
+    assert "name another file with --page" in run(folder, "--device", "t4", "--sequence", 32, "--page", nowhere, code=2)
+
+
 def test_training_and_running_are_told_apart(run, folder):
     assert "add --device" in run(folder, "--precision", "bf16", code=2)
     assert "--dtype is for running" in run(folder, "--device", "t4", "--dtype", "int8", code=2)

@@ -25,12 +25,42 @@ def step(batch):
 
 def test_two_traces_give_every_size():
     for batch in (1, 8, 200):
-        assert synthesise(step(8), step(9), (8, 9), batch) == step(batch)
+        assert synthesise([step(8), step(9)], 8, batch) == step(batch)
 
 
 def test_other_sequences_give_none():
-    assert synthesise(step(8), step(9)[:-1], (8, 9), 5) is None
+    assert synthesise([step(8), step(9)[:-1]], 8, 5) is None
     assert not alike(step(1), [event._replace(what="other") for event in step(1)])
+
+
+def attention(length):
+    scores = 3 * length * length * MIB
+    return [Event(1, 100 * MIB, "weights"), Event(2, scores, "bmm"), Event(3, 7 * length * MIB, "add"),
+            Event(3, -7 * length * MIB, "add"), Event(2, -scores, "bmm")]  # fmt: skip
+
+
+def test_three_traces_give_what_grows_with_the_square():
+    for length in (1, 8, 300):
+        assert synthesise([attention(8), attention(9), attention(10)], 8, length) == attention(length)
+
+
+@pytest.mark.parametrize("capacity", [100, 300, 4000, 90_000])
+def test_the_longest_sequence_where_memory_grows_with_the_square(capacity):
+    found = Search(attention, takes, capacity * MIB, degree=2).run()
+    assert found.batch == 0 or takes(attention(found.batch)) <= capacity * MIB
+    assert takes(attention(found.batch + 1)) > capacity * MIB
+    assert found.num_traces <= 5
+
+
+@pytest.mark.parametrize("limit", [1, 8, 9, 10, 13])
+def test_no_longer_than_the_limit(limit):
+    assert Search(attention, takes, 1 << 60, limit, degree=2).run().batch == limit
+
+
+def test_the_curve_is_what_each_size_takes():
+    search = Search(step, takes, 1000 * MIB)
+    search.run()
+    assert search.curve([1, 5, 40]) == [(size, takes(step(size))) for size in (1, 5, 40)]
 
 
 @pytest.mark.parametrize("capacity", [0, 100, 144, 146, 150, 500, 1000, 24_000])

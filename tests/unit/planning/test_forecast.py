@@ -62,6 +62,62 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     assert above.most > above.budget
 
 
+def test_the_longest_sequence_fits_and_a_longer_one_does_not():
+    def sized(size, length):
+        return torch.zeros(size, length, 512), torch.zeros(size, length, 512)
+
+    options = {"device": "a100-40gb", "budget": "3GiB", "batch_size": 16}
+    found = forecast(**options, longest=headway.LongestSequence(sized, multiple=8))
+    assert found.longest_sequence % 8 == 0
+    assert f"longest sequence in a batch of 16: {found.longest_sequence:,}" in found.describe()
+
+    def most(length):
+        at = headway.forecast(
+            net, lambda size: sized(size, length), loss=nn.functional.mse_loss, largest=False, **options
+        )
+        return at.most
+
+    assert most(found.longest_sequence) <= found.budget < most(found.longest_sequence + 8)
+    short = forecast(**options, longest=headway.LongestSequence(sized, limit=24, multiple=8))
+    assert short.longest_sequence == 24
+    with pytest.raises(ConfigError, match="no smaller"):
+        headway.LongestSequence(sized, limit=4, multiple=8)
+
+
+def test_the_timeline_and_the_curve_go_with_the_numbers():
+    found = forecast(batch_size=32, device="a100-40gb", budget="3GiB", largest=True)
+    assert max(found.timeline.totals) == pytest.approx(found.allocated, rel=0.01)
+    assert [phase for phase, _ in found.timeline.phases][1:4] == ["step 1 forward", "step 1 backward", "step 1 update"]
+    batches, sizes = zip(*found.by_batch)
+    assert batches[0] < found.largest_batch < batches[-1]
+    assert sizes[0] < found.budget < sizes[-1]
+    assert forecast(batch_size=32).by_batch == ()
+
+
+def test_attention_of_plain_operations_under_autocast():
+    """It asks softmax for float32 itself, which CUDA's autocast then leaves to it."""
+
+    def scored(x):
+        return torch.softmax(x @ x.transpose(1, 2), -1, dtype=torch.float32)
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(512, 512)
+
+        def forward(self, x):
+            x = self.inner(x)
+            return scored(x).to(x.dtype) @ x
+
+    sizes = [
+        headway.forecast(
+            Attention, batch, loss=nn.functional.mse_loss, largest=False, batch_size=64, precision=precision
+        )
+        for precision in ("no", "bf16")
+    ]
+    assert sizes[1].allocated != sizes[0].allocated
+
+
 def test_a_budget_that_is_too_small_is_said():
     found = forecast(budget="100MiB", largest=True)
     assert found.fits is False

@@ -1,0 +1,172 @@
+"""One loop under every layout beside plain PyTorch on one process: how far losses and gradient norms of the updates lie apart.
+
+`python -m tests.sweep.parity` prints the table of docs/layouts.md: a row for each layout, a column for each kind of model or
+setting. Each cell trains for six updates: windows of ragged micro-batches, weighed by their tokens and clipped, AdamW in two groups.
+"""
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from headway import ActivationCheckpointing, TensorParallelOptions
+from tests.distributed import cut_models, layouts
+from tests.distributed.cut_models import GPT_PLAN
+from tests.distributed.layouts import Curve, Task, by_hand, prepared
+from tests.distributed.ranks import RankFailed, run_ranks
+from tests.sweep.tables import laid_out
+
+CLOSE, CLOSE_IN_BF16 = 5e-6, 3e-2
+"""Relative to the largest loss or norm; sums in another order differ by so much."""
+
+UPDATES = 6
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout on a number of ranks.
+
+    Attributes:
+        layout: as it is written.
+        num_ranks: in all.
+        tensor: how matrices are cut; None: they are not.
+        without: columns that this layout refuses, each for a reason that its page gives.
+    """
+
+    layout: str
+    num_ranks: int
+    tensor: TensorParallelOptions | None = None
+    without: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        sequences = " + sequence parallel" if self.tensor is not None and self.tensor.sequence_parallel else ""
+        return f"{self.layout}{sequences}, {self.num_ranks} ranks"
+
+
+CUT = TensorParallelOptions()
+IN_SEQUENCE = TensorParallelOptions(sequence_parallel=True)
+NO_PLAN = frozenset({"GPT-2"})
+NOT_COMPILED = frozenset({"compiled"})
+ROWS = (
+    Row("ddp", 2),
+    Row("fsdp", 2),
+    Row("fsdp", 4),
+    Row("hsdp=2", 4),
+    Row("tp", 2, CUT, NO_PLAN),
+    Row("tp", 2, IN_SEQUENCE, NO_PLAN),
+    Row("fsdp+tp=2", 4, CUT, NO_PLAN),
+    Row("cp", 2, None, NOT_COMPILED),
+    Row("fsdp+cp=2", 4, None, NOT_COMPILED),
+    Row("pp", 2, None, NOT_COMPILED),
+    Row("ddp=2+pp=2", 4, None, NOT_COMPILED),
+)
+ENGINES = tuple(Row(f"zero{stage}", 2, None, NOT_COMPILED) for stage in (1, 2, 3))
+"""DeepSpeed's, where that is installed."""
+
+COLUMNS: dict[str, Task] = {
+    "GPT, tied": Task("gpt, whole", updates=UPDATES),
+    "GPT, part frozen": Task("gpt, part frozen", updates=UPDATES),
+    "Llama": Task("llama, cut", updates=UPDATES),
+    "GPT-2": Task("gpt2", updates=UPDATES),
+    "recomputed": Task("gpt, whole", updates=UPDATES, handlers=(ActivationCheckpointing(),)),
+    "4 micro-batches": Task("gpt, whole", updates=UPDATES, steps=2, window=16),
+    "compiled": Task("gpt, whole", updates=3, options={"dynamo_backend": "aot_eager"}),
+    "bf16": Task("llama, cut", updates=UPDATES, precision="bf16"),
+}
+
+
+def _frozen() -> torch.nn.Module:
+    model = cut_models.GPT(layouts.VOCABULARY, num_blocks=3)
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].up.requires_grad_(False)  # type: ignore[union-attr]
+    return model
+
+
+MODELS: dict[str, Any] = {
+    "gpt, whole": lambda: cut_models.GPT(layouts.VOCABULARY),
+    "gpt, part frozen": _frozen,
+    "llama, cut": lambda: cut_models.llama(vocab_size=layouts.VOCABULARY, use_cache=False, num_key_value_heads=4),
+}
+
+
+def _task(name: str, row: Row) -> Task:
+    task = COLUMNS[name]
+    if row.tensor is None:
+        return task
+    tensor = replace(row.tensor, plan=GPT_PLAN) if task.model.startswith("gpt, ") else row.tensor
+    return replace(task, handlers=(*task.handlers, tensor))
+
+
+def _all(tasks: dict[str, Task], layout: str) -> dict[str, Curve | str]:
+    layouts.MODELS.update(MODELS)
+    found: dict[str, Curve | str] = {}
+    for name, task in tasks.items():
+        try:
+            curve = prepared(task, layout)
+            found[name] = {kind: curve[kind] for kind in ("losses", "norms")}
+        except Exception as error:  # ranks may have parted: nothing comes after
+            found[name] = f"{error!r}\n{traceback.format_exc(limit=-4)}"
+            break
+    return found
+
+
+def measure(row: Row, columns: Sequence[str], timeout: float = 300) -> dict[str, float | str]:
+    """By column, how far losses and norms of all ranks lie from plain PyTorch's at most; a text: what went wrong."""
+    layouts.MODELS.update(MODELS)
+    tasks = {name: _task(name, row) for name in columns if name not in row.without}
+    try:
+        by_rank = run_ranks(_all, row.num_ranks, tasks, row.layout, timeout=timeout)
+    except RankFailed as error:
+        return dict.fromkeys(tasks, str(error))
+    return {name: _compared(COLUMNS[name], [curves.get(name, "not reached") for curves in by_rank]) for name in tasks}
+
+
+def _compared(task: Task, curves: Sequence[Curve | str]) -> float | str:
+    expected, largest = by_hand(task), 0.0
+    for curve in curves:
+        if isinstance(curve, str):
+            return curve
+        for kind in ("losses", "norms"):
+            apart = max(abs(a - b) for a, b in zip(expected[kind], curve[kind], strict=True))
+            largest = max(largest, apart / max(map(abs, expected[kind])))
+    return largest
+
+
+def is_good(name: str, found: float | str) -> bool:
+    """Is it as close as promised?"""
+    return not isinstance(found, str) and found < (CLOSE_IN_BF16 if name == "bf16" else CLOSE)
+
+
+def main() -> int:
+    """Print the table; 1 where a cell is not as promised."""
+    reader = argparse.ArgumentParser(description=__doc__)
+    reader.add_argument("--zero", action="store_true", help="DeepSpeed's stages too")
+    reader.add_argument("--only", nargs="*", help="layouts such as fsdp and tp")
+    asked = reader.parse_args()
+    rows = [row for row in (*ROWS, *(ENGINES if asked.zero else ())) if not asked.only or row.layout in asked.only]
+    began, bad = time.monotonic(), []
+    table = [["largest difference", *COLUMNS]]
+    for row in rows:
+        found = measure(row, list(COLUMNS))
+        bad += [f"{row}, {name}: {cell}" for name, cell in found.items() if not is_good(name, cell)]
+        cells = [found.get(name, "-") for name in COLUMNS]
+        table.append(
+            [
+                str(row),
+                *(cell if cell == "-" else "FAILS" if isinstance(cell, str) else f"{cell:.0e}" for cell in cells),
+            ]
+        )
+        print(f"{row}: {time.monotonic() - began:.0f} s", flush=True)
+    print(f"\n{laid_out(table)}\n{len(bad)} not as promised; {time.monotonic() - began:.0f} s")
+    for each in bad:
+        print(each)
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""The timeline of a step, on events that are written by hand."""
+
+from headway.forecasting.events import Event, plain_peak, split_at
+from headway.forecasting.timeline import timeline
+
+EVENTS = [
+    Event(1, 100, kind="weights"),
+    Event(2, 10, kind="activations"),
+    Event(3, 500, kind="temporaries"),
+    Event(3, -500, kind="temporaries"),
+    Event(4, 20, kind="activations"),
+    Event(4, -20, kind="activations"),
+    Event(2, -10, kind="activations"),
+]
+PHASES = {"set-up": 0, "step 1 forward": 1, "step 1 backward": 5}
+
+
+def test_every_request_where_there_are_few():
+    found = timeline(EVENTS, PHASES)
+    assert found.places == tuple(range(7))
+    assert found.totals == (100, 110, 610, 110, 130, 110, 100)
+    assert found.sizes["temporaries"] == (0, 0, 500, 0, 0, 0, 0)
+    assert list(found.sizes) == ["weights", "activations", "temporaries"]
+    assert found.phases == (("set-up", 0), ("step 1 forward", 1), ("step 1 backward", 5))
+
+
+def test_fewer_places_keep_the_peak():
+    for points in (1, 2, 3):
+        found = timeline(EVENTS, PHASES, points)
+        assert len(found.places) <= points
+        assert max(found.totals) == plain_peak(EVENTS) == 610
+        peak = found.totals.index(610)
+        assert {kind: sizes[peak] for kind, sizes in found.sizes.items() if sizes[peak]} == split_at(EVENTS, 2)
+
+
+def test_nothing():
+    assert timeline([], {}).places == ()
+    assert timeline([], {}).totals == ()

@@ -1,0 +1,148 @@
+"""A user's own script, forecast up to its second update: the same memory as of its model by itself, and what stands in the way."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import headway
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator
+
+accelerator = Accelerator({options})
+model = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+data = TensorDataset(torch.randn(4096, 256), torch.randn(4096, 256))
+loader = DataLoader(data, batch_size=int(sys.argv[1]) if len(sys.argv) > 1 else 512, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for step, (inputs, targets) in enumerate(loader):
+    with accelerator.accumulate(model):
+        outputs = model(inputs)
+        {line}
+        with accelerator.autocast():
+            loss = nn.functional.mse_loss(outputs, targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    {after}
+    assert step < 8, "the script went on"
+raise SystemExit("the script was not left")
+"""
+
+
+def net():
+    return nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256))
+
+
+def batch(size):
+    return torch.zeros(size, 256), torch.zeros(size, 256)
+
+
+def estimate(folder: Path, text: str, *more: str, device="a100-40gb"):
+    script = folder / "train.py"
+    script.write_text(text)
+    command = [sys.executable, "-m", "headway", "estimate", "--script", str(script), "--device", device, *more]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, timeout=300, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    )
+
+
+def forecast_of(folder, text, *more, device="a100-40gb"):
+    ended = estimate(folder, text, "--json", *more, device=device)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(ended.stdout)
+
+
+def script(options="", line="pass", after="pass"):
+    return SCRIPT.format(options=options, line=line, after=after)
+
+
+@pytest.mark.parametrize(
+    ("options", "same", "device"),
+    [
+        ("", {}, "cpu"),
+        ("mixed_precision='bf16'", {"precision": "bf16"}, "a100-40gb"),
+        ("gradient_accumulation_steps=2", {"accumulation": 2}, "a100-40gb"),
+    ],
+    ids=["plain", "bf16", "accumulated"],
+)
+def test_a_script_takes_what_its_model_takes(tmp_path, options, same, device):
+    # A name for the outputs would keep them during backward, here as in a run.
+    text = (
+        script(options).replace("outputs = model(inputs)\n", "\n").replace("mse_loss(outputs", "mse_loss(model(inputs)")
+    )
+    found = forecast_of(tmp_path, text, device=device)
+    own = headway.forecast(
+        net, batch, loss=nn.functional.mse_loss, batch_size=512, device=device, largest=False, optimizer="adamw", **same
+    )
+    assert found["batch_size"] == 512
+    assert found["allocated"] == pytest.approx(own.allocated, rel=0.01)
+    assert found["reserved"] == pytest.approx(own.reserved, rel=0.01)
+    for kind in ("weights", "optimizer state", "activations"):
+        assert found["split"].get(kind, 0) == pytest.approx(own.split.get(kind, 0), rel=0.01, abs=1024)
+
+
+def test_it_gets_its_own_arguments_and_its_prints_stay_out_of_the_json(tmp_path):
+    found = forecast_of(tmp_path, script(after="print('working')"), "--", "64")
+    assert found["batch_size"] == 64
+    assert "train.py" in found["peak_line"] or found["peak_line"] == ""
+
+
+def test_a_value_that_is_read_is_named(tmp_path):
+    found = forecast_of(tmp_path, script(after="total = loss.item()"))
+    assert any("train.py:25" in each and "taken as 1" in each for each in found["caveats"])
+
+
+def test_metrics_and_a_script_that_ends_by_itself(tmp_path):
+    text = script(after="seen = accelerator.gather_for_metrics(outputs).numpy(); break").replace(
+        "raise SystemExit", "str"
+    )
+    found = forecast_of(tmp_path, text)
+    assert any("ended after its first update" in each for each in found["caveats"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (script(line="outputs = outputs[outputs > 0]"), "depends on values"),
+        ("print('no training')", "made no update"),
+        ("raise SystemExit(3)", "ended with 3"),
+        (script().replace("optimizer = ", "model = torch.compile(model)\noptimizer = ", 1), "torch.compile"),
+    ],
+    ids=["data-dependent", "no-training", "exit", "compiled"],
+)  # fmt: skip
+def test_what_stands_in_the_way_is_said(tmp_path, text, said):
+    ended = estimate(tmp_path, text)
+    assert ended.returncode != 0
+    assert said in ended.stderr
+
+
+def test_an_error_of_the_script_is_its_own(tmp_path):
+    ended = estimate(tmp_path, "int('x')")
+    assert ended.returncode != 0
+    assert "invalid literal for int()" in ended.stderr
+
+
+def test_wrong_use(tmp_path):
+    command = [sys.executable, "-m", "headway", "estimate"]
+    for flags, said in ((["--script", "no.py", "--device", "t4"], "there is no script no.py"),
+                        (["--script", "no.py"], "--script needs --device"),
+                        (["--script", "no.py", "--device", "t4", "--recompute"], "--recompute is what the script itself decides"),
+                        (["llama", "--", "3"], "only a script has arguments")):  # fmt: skip
+        ended = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+        assert ended.returncode == 2
+        assert said in ended.stderr
