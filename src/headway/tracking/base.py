@@ -7,7 +7,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from headway.runtime.process import current
+from headway import env
+from headway.runtime import process
 from headway.tracking.pictures import Picture
 
 
@@ -134,11 +135,16 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def call(self: Tracker, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "main_process_only", True) and not current().is_main_process:
+        if getattr(self, "main_process_only", True) and not _is_main():
             return None
         return function(self, *args, **kwargs)
 
     return call
+
+
+def _is_main() -> bool:
+    # A run's trackers end after its process group, which a question would start again, and wait for the others for ever.
+    return process.current().is_main_process if process.is_started() else env.rank() == 0
 
 
 class BlankTracker:
