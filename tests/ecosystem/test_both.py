@@ -9,9 +9,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_each_side_runs_on_its_library(tmp_path, world_size):
-    both = Both(tmp_path, [])
+    both = Both(tmp_path)
     sides = both.run("who", world_size=world_size)
-    both.close()
     assert [each["is_headway"] for each in sides.accelerate] == [[0.0]] * world_size
     assert [each["is_headway"] for each in sides.headway] == [[1.0]] * world_size
     assert sides.differences() == {"ranks": 0.0, "is_headway": 1.0}

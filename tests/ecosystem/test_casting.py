@@ -8,10 +8,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_layerwise_casting(tmp_path):
-    both = Both(tmp_path, ["accelerate.big_modeling", "transformers.models.bert.modeling_bert"])
+    both = Both(tmp_path)
     for storage, compute in (("float8_e4m3fn", "bfloat16"), ("bfloat16", "float32"), ("float8_e5m2", "float32")):
         sides = both.run("layerwise_casting", storage, compute)
         differences = sides.differences()
         assert set(differences.values()) == {0.0}, differences
         assert 0 < sum(sides.headway[0]["hooked"]) < len(sides.headway[0]["hooked"])
-    both.close()

@@ -11,16 +11,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    found = Both(
-        tmp_path_factory.mktemp("diffusion"),
-        [
-            "accelerate.logging", "diffusers.optimization", "diffusers.training_utils", "transformers.models.clip.modeling_clip",
-            "transformers.models.clip.tokenization_clip",
-            "diffusers.pipelines.ddpm.pipeline_ddpm", "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
-        ],
-    )  # fmt: skip
-    yield found
-    found.close()
+    return Both(tmp_path_factory.mktemp("diffusion"))
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])

@@ -1,17 +1,11 @@
 """Accelerate's documented examples, written anew from their description: the same numbers under both libraries."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.ecosystem.both import Both
 
 pytestmark = pytest.mark.slow
 
-PRELOADED = [
-    "safetensors.torch", "schedulefree", "sklearn.model_selection", "tests.scripts.evidence",
-    "torch.utils.tensorboard", "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
-]  # fmt: skip
 
 EXAMPLES = {
     "complete NLP": ("examples_nlp", "--checkpointing_steps epoch"),
@@ -40,10 +34,8 @@ TOLERANCE = 1e-6
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory) -> Iterator[Both]:
-    both = Both(tmp_path_factory.mktemp("examples"), PRELOADED)
-    yield both
-    both.close()
+def both(tmp_path_factory) -> Both:
+    return Both(tmp_path_factory.mktemp("examples"))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

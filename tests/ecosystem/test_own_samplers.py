@@ -9,9 +9,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    made = Both(tmp_path_factory.mktemp("own"), ["accelerate.test_utils.training", "accelerate.data_loader"])
-    yield made
-    made.close()
+    return Both(tmp_path_factory.mktemp("own"))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -4,11 +4,8 @@ Other than with a changed import (`tests/distributed/test_public_scripts.py`), t
 windows and the ends of epochs.
 """
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.distributed.script_stage import PRELOADED
 from tests.ecosystem.both import SCRIPTS, Both
 
 pytestmark = pytest.mark.slow
@@ -32,12 +29,8 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory) -> Iterator[Both]:
-    both = Both(
-        tmp_path_factory.mktemp("public"), [name for name in PRELOADED if not name.startswith("headway")], PUBLIC
-    )
-    yield both
-    both.close()
+def both(tmp_path_factory) -> Both:
+    return Both(tmp_path_factory.mktemp("public"), PUBLIC)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -12,14 +12,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    preloaded = [
-        "peft", "transformers", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "accelerate.utils",
-        "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.experimental",
-        "transformers.integrations.integration_utils", "torch._dynamo",
-    ]  # fmt: skip
-    stage = Both(tmp_path_factory.mktemp("trainer"), preloaded)
-    yield stage
-    stage.close()
+    return Both(tmp_path_factory.mktemp("trainer"))
 
 
 @dataclass
