@@ -74,6 +74,7 @@ def main():
     for each in known:
         evidence.add("known", *map(float, each))
     evidence.write()
+    trainer.accelerator.wait_for_everyone()  # the process that hosts the store does not leave before the others have begun
 
 
 main()
