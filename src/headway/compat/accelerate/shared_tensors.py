@@ -20,7 +20,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict as safetensors takes it: contiguous, only the first name for each piece of memory, with a warning about the others."""
+    """A state dict for safetensors: contiguous, one name for each piece of memory; the other names are dropped with a warning."""
     kept: dict[str, Any] = {}
     seen: dict[Any, str] = {}
     left_out = []
