@@ -1,6 +1,6 @@
-"""A script written for Accelerate, not a line of it changed: `headway launch --as accelerate examples/as_accelerate.py`.
+"""An unmodified script written for Accelerate: `headway launch --as accelerate examples/as_accelerate.py`.
 
-It imports nothing of Headway's. Started by `python` it runs on Accelerate, where that is installed.
+It imports nothing from Headway. Run with `python`, it uses Accelerate, if that is installed.
 """
 
 import accelerate

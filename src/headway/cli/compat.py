@@ -1,4 +1,4 @@
-"""`headway compat`: how each public name of Accelerate is served where Headway stands in for it, and what a script needs of them."""
+"""`headway compat`: how Headway serves each public name of Accelerate when it stands in for it, and which names a script uses."""
 
 import json
 from pathlib import Path
@@ -14,16 +14,16 @@ from headway.errors import ConfigError
 from headway.launch.stand_in import FOLDER, VERSION
 from headway.untrusted import printable
 
-_ABOUT = f"""Say how the names of Accelerate {VERSION} are served where Headway stands in for it.
+_ABOUT = f"""Show how Headway serves the names of Accelerate {VERSION} when it stands in for it.
 
-Without SCRIPTS, all of them by module. With SCRIPTS, those that the files use: the files are read, not run, and the exit code is
-1 where one is not served.
+Without SCRIPTS, list all names by module. With SCRIPTS, list the names that these files use. The files are read, not run. The exit
+code is 1 if any name is not served.
 """
 
 _EPILOG = examples(
     [
         "headway compat train.py                             what the script uses",
-        "PYTHONPATH=$(headway compat --path) python train.py   run it on Headway",
+        "PYTHONPATH=$(headway compat --path) python train.py   run the script on Headway",
         "headway launch --as accelerate train.py             the same, on every device",
     ]
 )
@@ -62,7 +62,7 @@ def _of(script: Path) -> list[tuple[Answer, int]]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{script} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{script} is not Python that can be read: {error}") from error
+        raise ConfigError(f"{script} cannot be parsed as Python: {error}") from error
 
 
 def _row(each: Answer) -> dict[str, Any]:
@@ -116,7 +116,7 @@ command = GroupedCommand(
     callback=_compat,
     params=[
         click.Argument(["scripts"], nargs=-1, type=click.Path(path_type=Path)),
-        GroupedOption(["--path"], group="Output", is_flag=True, help="Print the folder for PYTHONPATH, nothing else."),
+        GroupedOption(["--path"], group="Output", is_flag=True, help="Only print the folder for PYTHONPATH."),
         GroupedOption(["--json", "as_json"], group="Output", is_flag=True, help="Print JSON."),
     ],
     help=_ABOUT,

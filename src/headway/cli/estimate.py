@@ -18,7 +18,7 @@ rate is a ceiling: bandwidth, measured here in about two seconds, over the bytes
 With --device: what training takes on that card, which need not be here, and the largest batch. FOLDER may then also be a config file
 or a transformers model type.
 
-With --script and --device: what your own training script takes. It is run up to its second update on tensors without values.
+With --script and --device: what your own training script takes. The script runs up to its second update, on tensors without values.
 """
 
 _EPILOG = examples(
@@ -58,7 +58,7 @@ def _estimate(
         click.echo(scripted(folder, arguments, **given))
         return
     if arguments:
-        raise ConfigError(f"{' '.join(arguments)}: only a script has arguments; add --script, or take them out")
+        raise ConfigError(f"{' '.join(arguments)}: only a script takes arguments; add --script, or remove them")
     if "device" in given:
         for name, value in (("dtype", dtype), ("num_tokens", num_tokens)):
             if value is not None:
@@ -99,7 +99,7 @@ def _check_script(given: dict[str, Any]) -> None:
         raise ConfigError("--script needs --device, such as --device a100-40gb")
     for name, value in given.items():
         if value is not None and name not in _OF_SCRIPTS:
-            raise ConfigError(f"--{name} is what the script itself decides; with --script, give it to the script")
+            raise ConfigError(f"--{name} is decided by the script; with --script, pass it to the script instead")
 
 
 def _head(model: Any, stored: Any) -> list[str]:
@@ -201,7 +201,7 @@ command = GroupedCommand(
             ["--script"],
             group="Training",
             is_flag=True,
-            help="FOLDER is a training script of yours, run with ARGS up to its second update.",
+            help="FOLDER is your training script; it runs with ARGS up to its second update.",
         ),
         GroupedOption(["--inference"], group="What", is_flag=True, hidden=True, help="The default: running the model."),
         GroupedOption(

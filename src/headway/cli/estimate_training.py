@@ -31,7 +31,7 @@ def trained(
     """The forecast as text, or as JSON.
 
     Args:
-        page: an HTML page is written there too.
+        page: file for an HTML page; None: no page.
     """
     # Imported here so that the help does not wait for torch.
     from headway.planning.forecast import forecast
@@ -52,7 +52,7 @@ def trained(
         accumulation=accumulation,
         longest=lengths(source) if longest else None,
     )
-    if found.peak_line.startswith(sys.argv[0]):  # the command itself: there is no line of the user's
+    if found.peak_line.startswith(sys.argv[0]):  # the command itself, not a line of the user's
         found = replace(found, peak_line="")
     if page is not None:
         _write(page, forecast_page(source.title, found.as_dict()))
@@ -113,11 +113,11 @@ OPTIONS = [
         type=click.Choice(["eager", "sdpa"]),
     ),
     _option("--budget", "SIZE", "Memory that the process may take, such as 20GiB.  [default: all of the card]"),
-    _option("--longest", None, "Also look for the longest sequence, in this batch.", is_flag=True),
+    _option("--longest", None, "Also search for the longest sequence at this batch size.", is_flag=True),
     _option(
         "--page",
         "FILE",
-        "Also write an HTML page: memory over the step, and against the batch.",
+        "Also write an HTML page: memory over the step and against the batch size.",
         type=click.Path(path_type=Path, dir_okay=False),
     ),
     GroupedOption(["--json", "as_json"], group="Training", is_flag=True, help="Print the forecast as JSON."),

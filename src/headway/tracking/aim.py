@@ -1,4 +1,4 @@
-"""Aim: a run in the repository that lies in the logging folder."""
+"""Aim: a run in the repository in the logging folder."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -32,7 +32,7 @@ class AimTracker(Tracker):
 
     @property
     def writer(self) -> Any:
-        """The same, by the name that scripts know."""
+        """The same, under the name that scripts use."""
         return self._run
 
     @property
@@ -41,7 +41,7 @@ class AimTracker(Tracker):
         return None if self._run is None else {"run_hash": self._run.hash}
 
     def begin(self, run: TrackedRun) -> None:
-        """Start a run, or go on with the known one."""
+        """Start a run, or continue the known one."""
         chosen: dict[str, Any] = {"experiment": run.project}
         if run.folder is not None:
             depth = len(PurePosixPath(run.project).parts)
@@ -58,7 +58,7 @@ class AimTracker(Tracker):
         self._run["hparams"] = values
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers as metrics, texts as texts."""
+        """Numbers as metrics, text as text."""
         for name, value in values.items():
             told = self._aim.Text(value) if isinstance(value, str) else value
             self._run.track(told, **{"name": name, "step": step} | kwargs)
@@ -73,7 +73,7 @@ class AimTracker(Tracker):
             self._run.track(told, **{"name": name, "step": step} | kwargs)
 
     def log_artifact(self, path: Path, name: str, step: int | None = None, **kwargs: Any) -> None:
-        """A file or a folder, copied into the repository unless the run has another place for them."""
+        """A file or a folder, copied into the repository unless the run stores artifacts elsewhere."""
         if self._run.artifacts_uri is None:
             self._run.set_artifacts_uri((Path(self._run.repo.path) / "artifacts").as_uri())
         if path.is_dir():

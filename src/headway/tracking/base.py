@@ -114,7 +114,7 @@ class Tracker:
 
 @dataclass(frozen=True)
 class TrackerMaker:
-    """A tracker that is made when a run begins; `log_with` takes it in the place of an instance.
+    """A tracker that is made when a run begins; `log_with` accepts it instead of an instance.
 
     Attributes:
         name: the tracker's.

@@ -1,4 +1,4 @@
-"""ClearML: a task of the project; offline where ClearML is not set up."""
+"""ClearML: a task of the project; offline if ClearML is not configured."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ log = get_logger(__name__)
 
 
 class ClearMLTracker(Tracker):
-    """Logs to ClearML; a task that the script has begun itself is used as it is, and left open.
+    """Logs to ClearML; a task that the script started itself is used as is and left open.
 
     Args:
         kwargs: for `clearml.Task.init`; `project_name` and `task_name` are what CLEARML_PROJECT and CLEARML_TASK say, or the
@@ -36,17 +36,17 @@ class ClearMLTracker(Tracker):
 
     @property
     def task(self) -> Any:
-        """The same, by the name that scripts know."""
+        """The same, under the name that scripts use."""
         return self._task
 
     @property
     def identity(self) -> dict[str, Any] | None:
-        """The task's id, where a server knows it: a task that was written offline cannot be continued."""
+        """The task's id, if a server knows it: a task that was written offline cannot be continued."""
         is_known = self._task is not None and self._is_own and not self._task.is_offline()
         return {"id": self._task.id} if is_known else None
 
     def begin(self, run: TrackedRun) -> None:
-        """Begin a task, or go on with the known one."""
+        """Begin a task, or continue the known one."""
         task = self._clearml.Task
         current = task.current_task()
         self._is_own = current is None
@@ -65,7 +65,7 @@ class ClearMLTracker(Tracker):
             self._task = task.init(**chosen)
         except missing:
             log.info(
-                "clearml is not set up here, so the task is written offline; Task.import_offline_session uploads it"
+                "clearml is not configured here, so the task is written offline; upload it with Task.import_offline_session"
             )
             task.set_offline(True)
             self._task = task.init(**chosen)
@@ -75,7 +75,7 @@ class ClearMLTracker(Tracker):
         self._task.connect_configuration(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers as scalars ("eval_loss" and "eval/loss" as the line "eval" of the chart "loss"), texts as log lines."""
+        """Numbers as scalars ("eval_loss" and "eval/loss" as the series "eval" of the chart "loss"), text as log lines."""
         logger = self._task.get_logger()
         for name, value in values.items():
             if isinstance(value, str):
@@ -101,17 +101,17 @@ class ClearMLTracker(Tracker):
         self._task.upload_artifact(name, str(path), **kwargs)
 
     def flush(self) -> None:
-        """Write what is queued."""
+        """Write queued values."""
         self._task.flush(wait_for_uploads=False)
 
     def finish(self) -> None:
-        """Close the task, where it is the tracker's own."""
+        """Close the task, if the tracker created it."""
         if self._is_own:
             self._task.close()
 
 
 def title_and_series(name: str) -> tuple[str, str]:
-    """The chart and its line: "loss", "eval" for "eval_loss" or "eval/loss"; "train" for what has no such beginning."""
+    """The chart and its series: "loss", "eval" for "eval_loss" or "eval/loss"; "train" for names without such a prefix."""
     for series in ("eval", "test", "train"):
         if name.startswith((f"{series}_", f"{series}/")):
             return name[len(series) + 1 :], series

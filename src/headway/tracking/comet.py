@@ -1,4 +1,4 @@
-"""Comet: an experiment of the project; offline where nobody has given a key."""
+"""Comet: an experiment of the project; offline if there is no API key."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -31,12 +31,12 @@ class CometTracker(Tracker):
 
     @property
     def tracker(self) -> Any:
-        """The experiment that `comet_ml.start` gave."""
+        """The experiment that `comet_ml.start` returned."""
         return self._experiment
 
     @property
     def writer(self) -> Any:
-        """The same, by the name that scripts know."""
+        """The same, under the name that scripts use."""
         return self._experiment
 
     @property
@@ -45,12 +45,14 @@ class CometTracker(Tracker):
         return None if self._experiment is None else {"experiment_key": self._experiment.get_key()}
 
     def begin(self, run: TrackedRun) -> None:
-        """Start an experiment, or go on with the known one."""
+        """Start an experiment, or continue the known one."""
         chosen: dict[str, Any] = {"project_name": run.project}
         if run.identity is not None:
             chosen |= {"experiment_key": run.identity.get("experiment_key"), "mode": "get_or_create"}
         if "online" not in self._kwargs and self._kwargs.get("api_key") is None and not self._has_key():
-            log.info("comet_ml: there is no API key, so the experiment is written offline; `comet upload` sends it")
+            log.info(
+                "comet_ml: there is no API key, so the experiment is written offline; upload it with `comet upload`"
+            )
             chosen["online"] = False
             if run.folder is not None and "experiment_config" not in self._kwargs:
                 chosen["experiment_config"] = self._comet.ExperimentConfig(offline_directory=str(run.folder))
@@ -65,7 +67,7 @@ class CometTracker(Tracker):
         self._experiment.log_parameters(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers as metrics, texts as "others"."""
+        """Numbers as metrics, text as "others"."""
         numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
         if numbers:
             self._experiment.log_metrics(numbers, **{"step": step} | kwargs)
@@ -93,9 +95,9 @@ class CometTracker(Tracker):
             self._experiment.log_asset(str(path), **{"file_name": name, "step": step} | kwargs)
 
     def flush(self) -> None:
-        """Wait until what is queued is on its way."""
+        """Wait until queued values are being sent."""
         self._experiment.flush()
 
     def finish(self) -> None:
-        """End the experiment; waits for uploads."""
+        """End the experiment and wait for uploads."""
         self._experiment.end()

@@ -10,7 +10,7 @@ from headway.tracking.pictures import Picture, file_name, pictures
 
 
 class DVCLiveTracker(Tracker):
-    """Logs by DVCLive.
+    """Logs to DVCLive.
 
     Args:
         live: a `dvclive.Live` of your own; None: one is made.
@@ -33,16 +33,16 @@ class DVCLiveTracker(Tracker):
 
     @property
     def live(self) -> Any:
-        """The same, by the name that scripts know."""
+        """The same, under the name that scripts use."""
         return self._live
 
     @property
     def identity(self) -> dict[str, Any] | None:
-        """Where its files are."""
+        """The folder of its files."""
         return None if self._live is None else {"dir": str(Path(self._live.dir).absolute())}
 
     def begin(self, run: TrackedRun) -> None:
-        """Open the folder, or go on in the known one."""
+        """Open the folder, or continue in the known one."""
         if self._given is not None:
             return
         chosen: dict[str, Any] = {}
@@ -53,11 +53,11 @@ class DVCLiveTracker(Tracker):
         self._live = self._dvclive.Live(**chosen | self._kwargs)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """The configuration as parameters; DVCLive has no form for None."""
+        """The configuration as parameters; DVCLive cannot store None."""
         self._live.log_params(_without_none(values))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers as metrics; DVCLive has no place for texts but the summary, where they go."""
+        """Numbers as metrics; text goes to the summary, the only place DVCLive has for it."""
         if step is not None:
             self._live.step = step
         for name, value in values.items():
@@ -75,11 +75,11 @@ class DVCLiveTracker(Tracker):
                 self._live.log_image(file_name(name, step, index, several), shown, **kwargs)
 
     def log_artifact(self, path: Path, name: str, step: int | None = None, **kwargs: Any) -> None:
-        """A file or a folder, tracked by DVC; without a repository of DVC's it stays where it is, with a warning of DVCLive's."""
+        """A file or a folder, tracked by DVC; without a DVC repository it stays in place, and DVCLive warns."""
         self._live.log_artifact(str(path), **kwargs)
 
     def finish(self) -> None:
-        """Write the last summary, and the experiment where there is a repository."""
+        """Write the last summary, and the experiment if there is a repository."""
         self._live.end()
 
 

@@ -1,4 +1,4 @@
-"""SwanLab: a run of the project; offline where nobody has logged in."""
+"""SwanLab: a run of the project; offline if nobody is logged in."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,12 +29,12 @@ class SwanLabTracker(Tracker):
 
     @property
     def tracker(self) -> Any:
-        """The run that `swanlab.init` gave."""
+        """The run that `swanlab.init` returned."""
         return self._run
 
     @property
     def run(self) -> Any:
-        """The same, by the name that scripts know."""
+        """The same, under the name that scripts use."""
         return self._run
 
     @property
@@ -43,14 +43,14 @@ class SwanLabTracker(Tracker):
         return None if self._run is None else {"id": self._run.id}
 
     def begin(self, run: TrackedRun) -> None:
-        """Start a run, or go on with the known one."""
+        """Start a run, or continue the known one."""
         chosen: dict[str, Any] = {"project": run.project.replace("/", "-")}
         if run.folder is not None and "logdir" not in self._kwargs:
             chosen["log_dir"] = str(run.folder / "swanlab")
         if run.identity is not None:
             chosen |= {"id": run.identity.get("id"), "resume": "allow"}
         if "mode" not in self._kwargs and env.get("SWANLAB_MODE") is None and not self._is_logged_in():
-            log.info("swanlab: nobody is logged in, so the run is written offline; `swanlab sync` uploads it")
+            log.info("swanlab: nobody is logged in, so the run is written offline; upload it with `swanlab sync`")
             chosen["mode"] = "offline"
         self._run = self._swanlab.init(**chosen | self._kwargs)
 
@@ -84,5 +84,5 @@ class SwanLabTracker(Tracker):
         self._run.save(pattern, **{"base_path": str(path.parent)} | kwargs)
 
     def finish(self) -> None:
-        """End the run; waits for uploads."""
+        """End the run and wait for uploads."""
         self._run.finish()

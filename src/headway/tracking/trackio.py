@@ -27,12 +27,12 @@ class TrackioTracker(Tracker):
 
     @property
     def tracker(self) -> Any:
-        """The run that `trackio.init` gave."""
+        """The run that `trackio.init` returned."""
         return self._run
 
     @property
     def run(self) -> Any:
-        """The same, by the name that scripts know."""
+        """The same, under the name that scripts use."""
         return self._run
 
     @property
@@ -41,7 +41,7 @@ class TrackioTracker(Tracker):
         return None if self._run is None else {"name": self._run.name}
 
     def begin(self, run: TrackedRun) -> None:
-        """Start a run, or go on with the known one; its link is logged, no page is opened in a notebook."""
+        """Start a run, or continue the known one; its link is logged, and no page opens in a notebook."""
         chosen: dict[str, Any] = {"project": run.project.replace("/", "-"), "embed": False}
         if run.identity is not None:
             chosen |= {"name": run.identity.get("name"), "resume": "allow"}
@@ -57,7 +57,7 @@ class TrackioTracker(Tracker):
         self._run.log(dict(values), **{"step": step} | kwargs)
 
     def log_images(self, values: Mapping[str, Sequence[Picture]], step: int | None = None, **kwargs: Any) -> None:
-        """One row of images, several of one name under numbers."""
+        """One row of images, numbered if one name has several."""
         row: dict[str, Any] = {}
         for name, images in values.items():
             for index, image in enumerate(several := pictures(images, name)):
@@ -71,5 +71,5 @@ class TrackioTracker(Tracker):
         self._run.log_artifact(str(path), **{"name": plain, "type": "file"} | kwargs)
 
     def finish(self) -> None:
-        """End the run; waits until it is written."""
+        """End the run; wait until it is written."""
         self._run.finish()

@@ -1,4 +1,4 @@
-"""The Accelerator of `import accelerate` where Headway stands in for it: Headway's, with Accelerate's arithmetic.
+"""The Accelerator of `import accelerate` when Headway stands in for it: Headway's, with Accelerate's arithmetic.
 
 Scripts and libraries that were written against Accelerate count on how it divides losses and on float32 outputs; those are
 kept here. `headway.Accelerator` itself weighs losses and leaves outputs as they are.
@@ -36,7 +36,7 @@ log = get_logger(__name__)
 
 _UNSET: Any = object()
 STATE_DICT_TYPE = "FSDP_STATE_DICT_TYPE"
-"""The variable by which Accelerate's launcher says how a library is to write sharded weights: whole, or each rank its part."""
+"""The variable in which Accelerate's launcher says how to write sharded weights: whole, or a part from each rank."""
 _SHARDED = ("FSDP", "DEEPSPEED", "TP", "MEGATRON_LM")
 _REPLICATED = frozenset(each for each in DistributedType if each.name not in _SHARDED)
 
@@ -115,12 +115,12 @@ class AccelerateAccelerator(Accelerator):
             self._checkpoints.last_save_hook = self._writer
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
-        """As Headway's; trackers named in `log_with` are made of Accelerate's classes."""
+        """As Headway's; trackers named in `log_with` are instances of Accelerate's classes."""
         self._project = project_name
         super().init_trackers(project_name, config, init_kwargs)
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False) -> Any:
-        """As Headway's, and under mixed precision models give float32."""
+        """As Headway's; under mixed precision, models return float32."""
         prepared = super().prepare(*objects, device_placement=device_placement, strict=strict)
         for each in objects:
             self._upcast(each)
@@ -129,19 +129,19 @@ class AccelerateAccelerator(Accelerator):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """As Headway's, and under mixed precision the model gives float32."""
+        """As Headway's; under mixed precision, the model returns float32."""
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         self._upcast(prepared)
         return prepared
 
     def gather(self, tensor: Tree) -> Tree:
-        """As Headway's; on one process what was given comes back."""
+        """As Headway's; on one process the input is returned."""
         return tensor if self.num_processes == 1 else super().gather(tensor)
 
     def gather_for_metrics(
         self, input_data: Tree, use_gather_object: bool = False, loader: PreparedLoader | None = None
     ) -> Tree:
-        """As Headway's; what has not one entry for each sample is joined too, and at the end cut as Accelerate cuts it."""
+        """As Headway's; values without one entry per sample are joined too, and cut as Accelerate does at the end of the data."""
         chosen = loader if loader is not None else self._training_step.windows.loader
         state = GradientState(_run=self._run)
         remainder = state.remainder if state.end_of_dataloader else 0
@@ -170,9 +170,9 @@ class AccelerateAccelerator(Accelerator):
         metric: float | None = None,
         **save_model_func_kwargs: Any,
     ) -> Path:
-        """As Headway's, with Accelerate's files in the folder too.
+        """As Headway's, with Accelerate's files in the same folder.
 
-        Those are left out where models are sharded, on several machines, and with HEADWAY_ACCELERATE_FILES=0.
+        They are left out if models are sharded, on several machines, and with HEADWAY_ACCELERATE_FILES=0.
         """
         self._writer.safe_serialization = safe_serialization
         return super().save_state(output_dir, blocking=blocking, metric=metric, **save_model_func_kwargs)
@@ -185,11 +185,11 @@ class AccelerateAccelerator(Accelerator):
         strict: bool = False,
         **load_model_func_kwargs: Any,
     ) -> Restored:
-        """As Headway's; a folder that Accelerate wrote is taken up too.
+        """As Headway's; also loads folders that Accelerate wrote.
 
         Raises:
             CheckpointError: missing, damaged, or it does not fit.
-            UnsupportedError: a folder of Accelerate's, and models are sharded.
+            UnsupportedError: Accelerate wrote the folder, and this run's models are sharded.
         """
         place = self._checkpoints.place
         folder = None if input_dir is None else Path(input_dir).expanduser().absolute()
@@ -199,12 +199,12 @@ class AccelerateAccelerator(Accelerator):
             return super().load_state(input_dir, load_kwargs, strict=strict, **load_model_func_kwargs)
         if self._members_of_accelerate.distributed_type not in _REPLICATED:
             raise UnsupportedError(
-                f"{folder} was written by Accelerate, and this run's models are sharded; load it on replicas, and save it from there"
+                f"{folder} was written by Accelerate, but this run's models are sharded; load it without sharding, then save it again"
             )
         weights_strict = load_model_func_kwargs.get("strict", True)
         restored = Reader(self, folder).restore(self._checkpoints.models_to_load(folder), weights_strict)
         place.go_on_from(folder, number_of(folder))
-        log.info("%s was written by Accelerate: weights, optimizers, schedules and random streams are taken up", folder)
+        log.info("%s was written by Accelerate: weights, optimizers, schedules and random streams are restored", folder)
         return restored
 
     @property
@@ -214,12 +214,12 @@ class AccelerateAccelerator(Accelerator):
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders split, pad and move batches; what is assigned goes for those that are prepared later."""
+        """How loaders split, pad and move batches; assignments apply to loaders prepared later."""
         return LiveDataLoaderConfiguration(self._preparation.loading, self._load_by)
 
     @property
     def even_batches(self) -> bool:
-        """Is the last round completed with samples from the start? Settable, for loaders that are prepared later."""
+        """Is the last round filled up with samples from the start? Assignments apply to loaders prepared later."""
         return self._preparation.loading.even_batches
 
     @even_batches.setter

@@ -1,4 +1,4 @@
-"""Bringing a module's weights to where it runs, for one forward or for a block of yours.
+"""Moving a module's weights to where it runs, for one forward or for a block of your code.
 
 For code that is written against single hooks. `dispatch_model` does the same for whole models, reading ahead; what is here
 brings weights when they are wanted. Outside of a forward a module holds real values wherever they can be held without
@@ -106,7 +106,7 @@ def write_home(home: torch.Tensor, use: Use) -> None:
 
 
 class AlignDevicesHook(ModelHook):
-    """Brings a module's inputs, and its weights, to the device that it runs on.
+    """Moves a module's inputs and weights to the device that it runs on.
 
     Args:
         execution_device: where the forward runs; None: nothing is moved.
@@ -154,14 +154,14 @@ class AlignDevicesHook(ModelHook):
 
     @property
     def _is_held(self) -> bool:
-        """Do the values hang in the module between forwards?"""
+        """Are the values in the module between forwards?"""
         base = self.weights_map
         while isinstance(base, PrefixedDataset):
             base = base.dataset
         return base is None or isinstance(base, dict | OffloadedWeightsLoader)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move the weights to the device, or home."""
+        """Move the weights to the device, or back to their place."""
         places = self.note_devices(module)
         moved: dict[int, torch.Tensor] = {}
         for name, place in places.items():
@@ -174,7 +174,7 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def note_devices(self, module: nn.Module) -> dict[str, Place]:
-        """Note where the module's weights lie, which is where they go when the hook is removed; returns them."""
+        """Note and return where the module's weights are, which is where they go when the hook is removed."""
         places = _own_places(module, self.place_submodules, True)
         self.original_devices = {name: place.tensor.device for name, place in places.items()}
         return places
@@ -229,7 +229,7 @@ class AlignDevicesHook(ModelHook):
         return nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Weights home, the result to where the input was."""
+        """Weights back to their place, the result to the input's device."""
         for use in self._uses.pop() if self._uses else []:
             write_home(use.home, use)
             if use.place.tensor is not use.home:
@@ -241,7 +241,7 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Offloaded weights go back to the devices where they were; those that had no values keep what they got."""
+        """Offloaded weights return to their former devices; those that had no values keep the ones they got."""
         if self.offload:
             for name, place in _own_places(module, self.place_submodules, self.offload_buffers).items():
                 value, device = self._value(name, place), self.original_devices.get(name, torch.device("meta"))
@@ -254,7 +254,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Do the module's own weights lie elsewhere than it runs, and come there for its forward?
+    """Are the module's own weights stored elsewhere and moved to where it runs for its forward?
 
     True for modules with an offloading AlignDevicesHook, and for those of a dispatched model whose weights are copied to a
     device ahead of use. Weights that are used where they lie (a mapped file, on a CPU) are not offloaded in this sense.
@@ -265,7 +265,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Where | None = None) -> Iterator[None]:
-    """Have the module's own parameters on a device for the block; afterwards they are where they were.
+    """Move the module's own parameters to a device for the block, and back afterwards.
 
     What is written to them in the block is kept, also where they are offloaded.
 

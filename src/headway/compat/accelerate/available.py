@@ -1,4 +1,4 @@
-"""What is installed and what this machine can do: the family of `is_*_available`, asked on use and never imported for it."""
+"""What is installed and what this machine can do: the `is_*_available` functions, checked on use without importing the packages."""
 
 import operator
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def _installed(distribution: str) -> str:
 
 
 def _has(package: str, minimum: str | None = None, below: str | None = None) -> bool:
-    """Is `package` installed, with a version in the range? A mere folder of that name in the working directory is none."""
+    """Is `package` installed, with a version in the range? A folder of that name in the working directory does not count."""
     try:
         found = find_spec(package)
     except (ImportError, ValueError):
@@ -132,37 +132,37 @@ def is_tensorboard_available() -> bool:
 
 
 def is_torchao_available() -> bool:
-    """Is torchao installed, from 0.6.1 on?"""
+    """Is torchao installed, 0.6.1 or later?"""
     return _has("torchao", "0.6.1")
 
 
 def is_torchdata_stateful_dataloader_available() -> bool:
-    """Is torchdata installed, from 0.8.0 on?"""
+    """Is torchdata installed, 0.8.0 or later?"""
     return _has("torchdata", "0.8.0")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Is numpy installed, from `min_version` on?"""
+    """Is numpy installed, `min_version` or later?"""
     return _has("numpy", min_version)
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Is bitsandbytes installed, from `min_version` on?"""
+    """Is bitsandbytes installed, `min_version` or later?"""
     return _has("bitsandbytes", min_version)
 
 
 def is_8bit_bnb_available() -> bool:
-    """Is bitsandbytes installed, from 0.37.2 on?"""
+    """Is bitsandbytes installed, 0.37.2 or later?"""
     return is_bnb_available("0.37.2")
 
 
 def is_4bit_bnb_available() -> bool:
-    """Is bitsandbytes installed, from 0.39.0 on?"""
+    """Is bitsandbytes installed, 0.39.0 or later?"""
     return is_bnb_available("0.39.0")
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Is bitsandbytes installed, for devices beside CUDA?"""
+    """Is bitsandbytes installed, with support for devices other than CUDA?"""
     return is_bnb_available() and "multi_backend" in getattr(import_module("bitsandbytes"), "features", set())
 
 
@@ -174,7 +174,7 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 
 def is_pippy_available() -> bool:
-    """Can a model be cut into the stages of a pipeline? Wherever torch was built with `torch.distributed`."""
+    """Can a model be split into pipeline stages? True if torch was built with `torch.distributed`."""
     return torch.distributed.is_available()
 
 
@@ -187,7 +187,7 @@ def is_weights_only_available() -> bool:
 
 
 def is_cuda_available() -> bool:
-    """Can this process use a CUDA device? Asked in a way that does not initialise CUDA."""
+    """Can this process use a CUDA device? Checked without initialising CUDA."""
     with env.patched({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
         return torch.cuda.is_available()
 
@@ -208,7 +208,7 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 def _plugged(package: str, kind: str) -> bool:
-    """A device that a package of its own adds to torch: is it here?"""
+    """Is a device that a separate package adds to torch available?"""
     if not _has(package):
         return False
     try:
@@ -257,7 +257,7 @@ def is_habana_gaudi1() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Is torch_xla installed, and (asked so) for a TPU or a GPU? Headway drives neither through it."""
+    """Is torch_xla installed, and if asked, for a TPU or a GPU? Headway drives neither through it."""
     if not _has("torch_xla") or env.get_bool("USE_TORCH_XLA") is False:
         return False
     if not (check_is_tpu or check_is_gpu):
@@ -278,12 +278,12 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Does float16 arithmetic run here?"""
+    """Does float16 arithmetic run on this machine's device?"""
     return not is_habana_gaudi1()
 
 
 def is_fp8_available() -> bool:
-    """Is torchao installed, by which Headway computes in float8?"""
+    """Is torchao installed, which Headway uses for float8?"""
     return is_torchao_available()
 
 

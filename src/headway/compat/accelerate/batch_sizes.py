@@ -1,4 +1,4 @@
-"""find_executable_batch_size as scripts for Accelerate count on it: each attempt has nine tenths of the rows of the one before."""
+"""find_executable_batch_size as scripts for Accelerate expect it: each attempt uses nine tenths of the previous batch size."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Casting layer by layer: weights are kept in a small dtype, and computed with in a larger one."""
+"""Layerwise casting: weights are stored in a small dtype and computed with in a larger one."""
 
 import re
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ _KINDS = (
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Keeps a module's floating-point weights in one dtype, and hangs copies in another there for each forward.
+    """Stores a module's floating-point weights in one dtype, and replaces them with copies in another for each forward.
 
     The stored weights stay: they are not cast back, unless the copy was written to. Gradients of weights that learn come to
     the stored ones.
@@ -35,11 +35,11 @@ class LayerwiseCastingHook(ModelHook):
         self._uses: list[list[Use]] = []
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Cast the weights to the dtype that they are kept in."""
+        """Cast the weights to the storage dtype."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Hang copies in the dtype to compute in."""
+        """Replace the weights with copies in the compute dtype."""
         uses = []
         for name, place in places_of(module).items():
             home = place.tensor
@@ -56,7 +56,7 @@ class LayerwiseCastingHook(ModelHook):
         return nn.Parameter(copy.detach(), requires_grad=home.requires_grad)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Hang the stored weights there again."""
+        """Put the stored weights back."""
         for use in self._uses.pop() if self._uses else []:
             write_home(use.home, use)
             use.place.put(use.home)

@@ -1,4 +1,4 @@
-"""Accelerate's settings as scripts hold them: the same as Headway's, but fields may be changed until an Accelerator is built."""
+"""Accelerate's settings as scripts use them: Headway's, but fields can be changed until an Accelerator is created."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -21,7 +21,7 @@ class KwargsHandler:
         return {name: value for name, value in pairs if value != getattr(default, name)}
 
     def as_headway(self) -> Any:
-        """What Headway's Accelerator is given in its place."""
+        """What Headway's Accelerator gets instead."""
         return self
 
 
@@ -46,7 +46,7 @@ class DataLoaderConfiguration(Changeable, run.DataLoaderConfiguration):
 
 
 class LiveDataLoaderConfiguration(DataLoaderConfiguration):
-    """An Accelerator's own: what is assigned goes for the loaders that are prepared from then on.
+    """An Accelerator's own settings: assignments apply to loaders prepared afterwards.
 
     Args:
         now: the settings in force.
@@ -87,7 +87,7 @@ class ProjectConfiguration(Changeable, run.ProjectConfiguration):
     """Where a run keeps its files."""
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Set `project_dir`, and `logging_dir` where there is none."""
+        """Set `project_dir`, and `logging_dir` if it is not set."""
         values = vars(self)
         values["project_dir"] = project_dir
         if self.logging_dir is None:
@@ -95,5 +95,5 @@ class ProjectConfiguration(Changeable, run.ProjectConfiguration):
 
 
 def fixed(settings: Any) -> Any:
-    """What Headway's Accelerator takes: Headway's own settings in the place of changeable ones, anything else as it is."""
+    """What Headway's Accelerator accepts: changeable settings as Headway's own, anything else unchanged."""
     return settings.as_headway() if isinstance(settings, KwargsHandler) else settings

@@ -1,8 +1,8 @@
-"""Accelerate's checkpoint folders: its files beside Headway's own in each checkpoint, and folders of Accelerate's taken up.
+"""Accelerate's checkpoint folders: its files next to Headway's own in each checkpoint, and loading folders that Accelerate wrote.
 
-Under Accelerate's name a checkpoint holds both: Headway's tensors and manifest, which `load_state` goes by, and the files that
-scripts, and Accelerate itself, look for. They are written into the same staging folder, hashed in the manifest, and committed
-by the same rename. Nothing that Accelerate pickled is read otherwise than with `weights_only=True`.
+Under Accelerate's name, a checkpoint holds both: Headway's tensors and manifest, which `load_state` uses, and the files that
+scripts and Accelerate itself look for. They are written into the same staging folder, hashed in the manifest, and committed
+by the same rename. Accelerate's pickled files are only ever read with `weights_only=True`.
 """
 
 import random
@@ -42,7 +42,7 @@ def is_accelerates(folder: Path) -> bool:
 
 
 def newest_in(parent: Path) -> Path | None:
-    """The folder with the highest number, where it is one of Accelerate's; else None."""
+    """The folder with the highest number, if Accelerate wrote it; else None."""
     found = [path for path in parent.iterdir() if number_of(path) is not None] if parent.is_dir() else []
     newest = max(found, key=lambda path: number_of(path) or 0, default=None)
     return newest if newest is not None and is_accelerates(newest) else None
@@ -106,7 +106,7 @@ class Writer:
 def _whole(
     models: list[torch.nn.Module], weights: list[dict[str, torch.Tensor]]
 ) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Each entry with the names that are tied to others, which Headway's state has once."""
+    """Each entry including tied names, which Headway's state has only once."""
     left = list(models)
     for entry in weights:
         own = next((model for model in left if entry.keys() <= model.state_dict().keys()), None)
@@ -115,14 +115,14 @@ def _whole(
 
 
 class Reader:
-    """Takes a folder of Accelerate's up.
+    """Loads a checkpoint folder that Accelerate wrote.
 
     Args:
-        accelerator: what it is taken up into.
+        accelerator: the Accelerator to load it into.
         folder: the folder.
 
     Raises:
-        CheckpointError: a file is missing, does not fit, or holds what is not read.
+        CheckpointError: a file is missing, does not fit, or holds objects that are not read.
     """
 
     def __init__(self, accelerator: Any, folder: Path) -> None:
@@ -130,7 +130,7 @@ class Reader:
         self._folder = folder
 
     def restore(self, models: list[torch.nn.Module], strict: bool = True) -> Restored:
-        """Read all files, then put their values in; returns what was taken up.
+        """Read all files, then apply their values; returns what was restored.
 
         Args:
             models: those that no hook has loaded.
@@ -165,13 +165,13 @@ class Reader:
         path = self._folder / name
         if not path.is_file():
             raise CheckpointError(
-                f"{self._folder} has no {name}, which this run's prepared objects need; prepare what was saved"
+                f"{self._folder} has no {name}, which this run's prepared objects need; prepare the same objects as when it was saved"
             )
         try:
             return load(path, "cpu")
         except Exception as error:
             raise CheckpointError(
-                f"{path} is damaged, or holds objects that only unpickling could make, which might run code of the file's; torch "
+                f"{path} is damaged, or holds objects that only unpickling could create, which might run code from the file; torch "
                 f"says: {str(error).splitlines()[0]}"
             ) from error
 
@@ -180,15 +180,15 @@ class Reader:
         wanted = len(self._accelerator._custom_objects)
         if len(found) != wanted:
             raise CheckpointError(
-                f"{self._folder} holds the states of {len(found)} registered objects, and {wanted} are registered; register the same "
-                "ones as when it was saved"
+                f"{self._folder} holds the states of {len(found)} registered objects, but {wanted} are registered; register the same "
+                "objects as when it was saved"
             )
         return [self._pickled(f"custom_checkpoint_{index}.pkl") for index in range(wanted)]
 
     def _set_random_streams(self) -> None:
         name = f"random_states_{self._accelerator.process_index}.pkl"
         if not (self._folder / name).is_file():
-            log.warning("%s has no %s: this rank's random streams stay as they are", self._folder, name)
+            log.warning("%s has no %s: this rank's random streams are left unchanged", self._folder, name)
             return
         states = self._pickled(name)
         random.setstate(_tuples(states["random_state"]))

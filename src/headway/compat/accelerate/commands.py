@@ -1,6 +1,6 @@
 """Accelerate's commands as libraries call them: its config file as an object, its launcher as a parser and a function.
 
-Each hands over to a command of Headway's, under Accelerate's name.
+Each runs the corresponding Headway command, under Accelerate's name.
 """
 
 import argparse
@@ -51,16 +51,16 @@ def load_config_from_file(config_file: str | None) -> LoadedConfig:
         config_file: its path; None: the one that `headway config` writes.
 
     Raises:
-        ConfigError: there is no such file, or it is not a mapping.
+        ConfigError: the file does not exist, or it is not a mapping.
     """
     path = Path(config_file or default_config_file)
     if not path.is_file():
-        raise ConfigError(f"there is no config file {path}; `headway config` writes one")
+        raise ConfigError(f"no config file at {path}; `headway config` writes one")
     return LoadedConfig(files.load_mapping(files.read(path), str(path)))
 
 
 class LaunchParser(argparse.ArgumentParser):
-    """Takes a launcher's command line as it is: `headway launch` reads it, and says what is wrong with it."""
+    """Accepts any launcher command line unparsed: `headway launch` parses it and reports its errors."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """All arguments in one list, `line`."""
@@ -70,12 +70,12 @@ class LaunchParser(argparse.ArgumentParser):
 
 
 def launch_command_parser(subparsers: Any = None) -> LaunchParser:
-    """A parser whose result `launch_command` takes."""
+    """A parser whose result can be passed to `launch_command`."""
     return LaunchParser("headway launch", add_help=False)
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Run `headway launch --as accelerate` with the arguments, and wait; a failure ends this process with the same code."""
+    """Run `headway launch --as accelerate` with the arguments, and wait; if it fails, this process exits with the same code."""
     code = _run("launch", args.line)
     if code:
         sys.exit(code)
@@ -93,7 +93,7 @@ def _run(command: str, line: Sequence[str]) -> int:
 
 
 def with_own_file(line: Sequence[str], folder: Path) -> tuple[list[str], dict[str, str]]:
-    """A launcher's command line in which a config file of Accelerate's is replaced by its translation.
+    """A launcher's command line in which Accelerate's config file is replaced by its translation.
 
     Args:
         line: the launcher's arguments, the script and its arguments.
@@ -110,7 +110,7 @@ def with_own_file(line: Sequence[str], folder: Path) -> tuple[list[str], dict[st
     if values.keys() <= set(files.KEYS):
         return list(line), {}
     if values.get("distributed_type") == "NO":
-        values["num_processes"] = 1  # Accelerate starts one, whatever number stands there
+        values["num_processes"] = 1  # Accelerate starts one, whatever the number says
     made = translate(values, named)
     for key, text in made.lines:
         if text.startswith("NOT KEPT"):
@@ -137,11 +137,11 @@ def _config_file(line: Sequence[str]) -> tuple[int, int, str]:
 
 
 def main() -> int:
-    """What `accelerate COMMAND` does where Headway stands in; returns the exit code."""
+    """What `accelerate COMMAND` does when Headway stands in for Accelerate; returns the exit code."""
     command, *line = sys.argv[1:] or ["--help"]
     if command not in _COMMANDS:
         commands = ", ".join(_COMMANDS)
-        print(f"accelerate (served by Headway): {command!r} is not one of its commands: {commands}", file=sys.stderr)
+        print(f"accelerate (served by Headway): no command {command!r}; the commands are {commands}", file=sys.stderr)
         return 2
     return _run(command, line)
 

@@ -1,8 +1,8 @@
-"""dispatch_model and its kin under Accelerate's name: Headway places and runs the model, and its modules show hooks.
+"""dispatch_model and related functions under Accelerate's name: Headway places and runs the model; its modules show hooks.
 
-PEFT, diffusers and transformers read `module._hf_hook`: where the module runs, whether its weights are offloaded. The hooks that
-are shown here are real ones, which work when they are called or given to another module; but they are not registered, since
-Headway's execution brings the weights in forwards, ahead of their use.
+PEFT, diffusers and transformers read `module._hf_hook`: where the module runs, whether its weights are offloaded. The hooks
+shown here are real: they work when they are called or attached to another module. But they are not registered, because
+Headway's own runtime loads the weights during the forward, ahead of their use.
 """
 
 import sys
@@ -46,8 +46,8 @@ def dispatch_model(
     """Headway's dispatch_model; modules show hooks where Accelerate attaches some.
 
     Args:
-        device_map: {name of a module or tensor: device}. It is checked by what `accelerate.big_modeling.check_device_map` is at
-            the time; tensors that a check of somebody else's lets pass without a place stay where they are.
+        device_map: {name of a module or tensor: device}. It is checked by the current value of
+            `accelerate.big_modeling.check_device_map`; tensors that a replaced check allows to be unplaced stay where they are.
         others: as for `headway.dispatch_model`.
     """
     _clear(model)
@@ -140,7 +140,7 @@ def disk_offload(
 def _execution_device(model: nn.Module, given: Where | None) -> Where | None:
     if given is not None:
         device = torch.device(given)
-        return torch.device("cpu") if device.type == "cpu" else device  # "cpu:0" is the same, and no other device
+        return torch.device("cpu") if device.type == "cpu" else device  # "cpu:0" is the same device
     first = next((each.device for each in model.parameters()), torch.device("cpu"))
     if first.type in ("cpu", "meta"):
         found = torch.accelerator.current_accelerator(check_available=True)
@@ -149,7 +149,7 @@ def _execution_device(model: nn.Module, given: Where | None) -> Where | None:
 
 
 def _written_before(model: nn.Module, folder: str | Path) -> Index | None:
-    """What a library wrote to the folder for this model: entries of tensors that have their values nowhere else."""
+    """What a library wrote to the folder for this model: entries of tensors whose values are only there."""
     if not (Path(folder) / INDEX).is_file():
         return None
     index = read_offload_index(folder)
@@ -158,7 +158,7 @@ def _written_before(model: nn.Module, folder: str | Path) -> Index | None:
 
 
 def _left_out(model: nn.Module, device_map: Mapping[str, Where]) -> dict[str, Where]:
-    """What a map may leave out: libraries put a check of theirs, which allows more, where they expect it to be looked up."""
+    """What a map may leave out: libraries replace the check with their own, which allows more."""
     module = sys.modules.get("accelerate.big_modeling")
     check = check_device_map if module is None else module.check_device_map
     check(model, device_map)
@@ -178,7 +178,7 @@ def _prefixes(name: str) -> list[str]:
 
 
 def _clear(model: nn.Module) -> None:
-    """Take off what an earlier dispatch attached, also to modules inside; hooks of others stay."""
+    """Remove what an earlier dispatch attached, including to submodules; other hooks stay."""
     for module in list(model.modules()):
         if EXECUTION in vars(module):
             remove_hook_from_module(module, recurse=True)

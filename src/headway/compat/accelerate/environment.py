@@ -27,35 +27,35 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """The environment variable as a truth value; `default` where it is not set."""
+    """The environment variable as a boolean; `default` if it is not set."""
     text = env.get(key)
     return bool(default) if text is None else bool(str_to_bool(text))
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """The environment variable's text; `default` where it is not set."""
+    """The environment variable's text; `default` if it is not set."""
     text = env.get(key)
     return str(default) if text is None else text
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
-    """The first of the variables that is set, to 0 or more; `default` without one."""
+    """The first of the variables that is set to 0 or more; `default` if there is none."""
     found = (env.get_int(key) for key in env_keys)
     return next((value for value in found if value is not None and value >= 0), default)
 
 
 def patch_environment(**kwargs: object) -> AbstractContextManager[None]:
-    """Set environment variables for a block: names in capitals, values as text. The former values come back after it."""
+    """Set environment variables for a block: names in capitals, values as text. The previous values are restored afterwards."""
     return env.patched({key.upper(): str(value) for key, value in kwargs.items()})
 
 
 def clear_environment() -> AbstractContextManager[None]:
-    """Run a block without any environment variable. The former ones come back after it."""
+    """Run a block without any environment variable. They are restored afterwards."""
     return env.cleared()
 
 
 def purge_accelerate_environment(func: Callable[..., object]) -> Callable[..., Any]:
-    """Decorator: variables of Accelerate's and Headway's that the function sets are gone after it, as they were before."""
+    """Decorator: Accelerate's and Headway's variables are restored after the function."""
 
     @wraps(func)
     def run(*args: object, **kwargs: object) -> Any:
@@ -80,12 +80,12 @@ def _settings() -> dict[str, str]:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Which of these are imported."""
+    """Which of these modules are imported."""
     return [name for name in library_names if name in sys.modules]
 
 
 def convert_bytes(size: float) -> str:
-    """Bytes for people: 1536 -> '1.5 KB', by powers of 1024."""
+    """Bytes in readable form: 1536 -> '1.5 KB', by powers of 1024."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024:
             return f"{round(size, 2)} {unit}"
@@ -99,7 +99,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Does something listen on this port of localhost? None: 29500."""
+    """Is this port of localhost in use? None: 29500."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
 
@@ -111,7 +111,7 @@ def get_pretty_name(obj: Any) -> str:
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Put what `source` holds into `destination`, nested dicts by their entries; returns `destination`."""
+    """Merge `source` into `destination`, including nested dicts; returns `destination`."""
     for key, value in source.items():
         if isinstance(value, dict):
             merge_dicts(value, destination.setdefault(key, {}))

@@ -54,7 +54,7 @@ class AccelerateModule(ModuleType):
 
 
 class AccelerateFinder(MetaPathFinder, InspectLoader):
-    """Finds the modules of a package, and speaks where a name is asked for that is not served.
+    """Finds the modules of a package, and raises for names that are not served.
 
     Args:
         package: "headway" or "accelerate".
@@ -90,7 +90,7 @@ class AccelerateFinder(MetaPathFinder, InspectLoader):
         raise ImportNotServed(sentence, name=fullname)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """An empty module, filled as it is asked."""
+        """An empty module, filled on access."""
         return AccelerateModule(spec.name, self._modules, self._find)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -107,13 +107,13 @@ class AccelerateFinder(MetaPathFinder, InspectLoader):
 
 
 def install() -> None:
-    """Let Accelerate's modules be found below `headway`, once a process."""
+    """Make Accelerate's modules importable from `headway`, once per process."""
     if not _is_installed("headway"):
         sys.meta_path.append(AccelerateFinder("headway", MODULES, lambda name: getattr(sys.modules["headway"], name)))
 
 
 def install_as_accelerate() -> ModuleType:
-    """Let them be found below `accelerate`, before whatever else has that name, once a process; returns `accelerate`."""
+    """Make them importable from `accelerate`, before anything else of that name, once per process; returns `accelerate`."""
     if not _is_installed("accelerate"):
         sys.meta_path.insert(0, AccelerateFinder("accelerate", MODULES_AS_ACCELERATE, find_as_accelerate))
     return AccelerateModule("accelerate", MODULES_AS_ACCELERATE, find_as_accelerate)

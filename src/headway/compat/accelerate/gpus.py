@@ -1,4 +1,4 @@
-"""What scripts ask about the machine: its GPUs, their driver, a free port."""
+"""What scripts query about the machine: its GPUs, their driver, a free port."""
 
 import socket
 import subprocess
@@ -18,7 +18,7 @@ def _ask(field: str) -> list[str]:
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """The names of the NVIDIA GPUs, and how many there are; CUDA is not touched.
+    """The names of the NVIDIA GPUs, and how many there are; does not initialise CUDA.
 
     Raises:
         ConfigError: there is no nvidia-smi.
@@ -28,7 +28,7 @@ def get_gpu_info() -> tuple[list[str], int]:
 
 
 def get_driver_version() -> str:
-    """Of the NVIDIA driver.
+    """The NVIDIA driver's version.
 
     Raises:
         ConfigError: there is no nvidia-smi.
@@ -49,7 +49,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Does the first NVIDIA GPU compute in float8 (capability 8.9 or later)?"""
+    """Does the first NVIDIA GPU support float8 (compute capability 8.9 or later)?"""
     try:
         major, minor = _ask("compute_cap")[0].split(".")
     except ConfigError:
@@ -64,7 +64,7 @@ def get_current_device_type() -> tuple[str, str]:
 
 
 def get_free_port() -> int:
-    """A port of this machine that nobody uses now."""
+    """A free port on this machine."""
     with socket.socket() as found:
         found.bind(("", 0))
         port: int = found.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Half precision in scripts' hands: autocast as the run has it, gradient scalers, outputs as float32."""
+"""Half precision for scripts: autocast in the run's precision, gradient scalers, outputs as float32."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

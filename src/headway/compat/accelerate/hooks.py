@@ -92,7 +92,7 @@ class _Attached:
         return self.hook.post_forward(module, output)
 
     def remove(self) -> None:
-        """Take the hook off torch's lists."""
+        """Unregister the hook from torch."""
         for handle in self._handles:
             handle.remove()
 
@@ -122,7 +122,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 
 def show_hook(module: nn.Module, hook: ModelHook, append: bool = False) -> None:
-    """Let a module have a hook as `_hf_hook` that nobody calls in its forward: something else does its work there.
+    """Show a hook as a module's `_hf_hook` without calling it in forwards: something else does its work.
 
     Args:
         append: a hook that is there already stays, and goes on being called.
@@ -143,7 +143,7 @@ def _detach(module: nn.Module) -> None:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Take off the hook that add_hook_to_module() attached.
+    """Remove the hook that add_hook_to_module() attached.
 
     Args:
         recurse: from all modules inside as well, and what dispatch_model() attached to the module or to one inside.
@@ -160,7 +160,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Take off the hooks of a module and of all modules inside it."""
+    """Remove the hooks of a module and of all modules inside it."""
     remove_hook_from_module(module, recurse=True)
 
 
@@ -188,7 +188,7 @@ class CpuOffload(ModelHook):
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The model before this one off, this one on, the arguments beside it."""
+        """Offload the previous model, then move this one and the arguments to its device."""
         if self.prev_module_hook is not None:
             self.prev_module_hook.offload()
         move(module, self.execution_device)
@@ -207,7 +207,7 @@ class UserCpuOffloadHook:
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Take the hook off the model; the model stays where it is."""
+        """Remove the hook from the model; the model stays where it is."""
         remove_hook_from_module(self.model)
 
 

@@ -14,13 +14,13 @@ _FORBIDDEN = frozenset(";\n<> ")
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Let transformers read weights on one process only where models are sharded."""
+    """Make transformers read weights on one process only, if models are sharded."""
     use = env.get("ACCELERATE_USE_FSDP") or "True"
     env.change({"ACCELERATE_USE_FSDP": use, "FSDP_CPU_RAM_EFFICIENT_LOADING": "True"})
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Let it read them on all processes."""
+    """Make transformers read weights on all processes."""
     env.change({"FSDP_CPU_RAM_EFFICIENT_LOADING": "False"})
 
 

@@ -1,4 +1,4 @@
-"""Loaders shared out by a function, without an Accelerator's `prepare`."""
+"""Loaders prepared by a function, without an Accelerator's `prepare`."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
 ) -> PreparedLoader:
-    """Share a loader's data out over processes, as `Accelerator.prepare` does it.
+    """Split a loader's data across processes, as `Accelerator.prepare` does.
 
     Args:
         dataloader: the loader.

@@ -51,12 +51,12 @@ class Members:
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """DeepSpeed's settings, where it is the engine."""
+        """DeepSpeed's settings, if it is the engine."""
         return self.state.deepspeed_plugin
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """How many processes each axis takes; None where nothing was given, and each holds the whole model."""
+        """How many processes each axis has; None if none was given and each process holds the whole model."""
         return self.state.parallelism_config
 
     @property
@@ -80,12 +80,12 @@ class Members:
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This process among those that share each matrix; 0 without tensor parallelism."""
+        """This process's rank among those that share each matrix; 0 without tensor parallelism."""
         return self._along("tp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """This process among those that share each sequence; 0 without context parallelism."""
+        """This process's rank among those that share each sequence; 0 without context parallelism."""
         return self._along("cp")
 
     @property
@@ -95,12 +95,12 @@ class Members:
 
     @property
     def data_parallel_rank(self) -> int:
-        """The copy of the model that this process has or has a part of, from 0."""
+        """The model replica that this process belongs to, from 0."""
         return self._along("replicate")
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """This process among those that a copy's parameters are sharded over; 0 without shards."""
+        """This process's rank among those that shard a replica's parameters; 0 without sharding."""
         return self._along("shard")
 
     @property
@@ -112,7 +112,7 @@ class Members:
 
     @property
     def native_amp(self) -> bool:
-        """Do forward passes autocast?"""
+        """Do forward passes use autocast?"""
         return self._accelerator.precision.is_mixed
 
     @property

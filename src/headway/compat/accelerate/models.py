@@ -1,4 +1,4 @@
-"""Models in scripts' hands: what wraps them, one tensor set by its name, and objects and weights in files."""
+"""Models for scripts: unwrapping them, setting a tensor by name, and objects and weights in files."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What scripts ask of a model's parts: unsaved buffers, repeated blocks, layers that float8 leaves out, offloaded weights."""
+"""What scripts query about a model's parts: unsaved buffers, repeated blocks, layers that float8 leaves out, offloaded weights."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -74,7 +74,7 @@ def has_ao_layers(model: torch.nn.Module) -> bool:
 
 
 def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, Any]:
-    """The weights of a model with offloaded parts, in host memory; what lies nowhere is left out with a warning."""
+    """The weights of a model with offloaded parts, in host memory; tensors without values are left out with a warning."""
     state: dict[str, Any] = {}
     missing = set()
     for path, module in model.named_modules():

@@ -2,18 +2,18 @@
 
 _FSDP = (
     "sharded layouts need no calls of their own: `headway launch --strategy fsdp` or Accelerator(strategy='fsdp'), then prepare, "
-    "save_state and save_model as ever (docs/layouts.md)"
+    "save_state and save_model as usual (docs/layouts.md)"
 )
 _DEEPSPEED = (
     "DeepSpeed needs no calls of its own: `headway launch --strategy zero2` or Accelerator(strategy='zero2'), then prepare, "
-    "save_state and save_model as ever (docs/deepspeed.md)"
+    "save_state and save_model as usual (docs/deepspeed.md)"
 )
 _MEGATRON = (
-    "Megatron-LM is not there yet; it is planned. Until then cut matrices with Accelerator(strategy='fsdp+tp=2') "
+    "Megatron-LM is not supported yet; it is planned. Until then, split matrices with Accelerator(strategy='fsdp+tp=2') "
     "(docs/tensor_parallel.md)"
 )
 _PIPELINE = (
-    "it is a part of Accelerate's `prepare_pippy`, which Headway does in another way; use `prepare_pippy` itself, or "
+    "it is part of Accelerate's `prepare_pippy`, which Headway implements differently; use `prepare_pippy` itself, or "
     "Accelerator(strategy='pp') to train"
 )
 _FP8 = (
@@ -25,30 +25,28 @@ _FP8_ENGINES = (
     "kwargs_handlers=[headway.AORecipeKwargs()]) (docs/float8.md)"
 )
 _QUANTISED = (
-    "it is a part of Accelerate's `load_and_quantize_model`; use `headway.load_and_quantize_model` itself "
+    "it is part of Accelerate's `load_and_quantize_model`; use `headway.load_and_quantize_model` itself "
     "(docs/quantised_loading.md)"
 )
-_SAGEMAKER = "SageMaker's own launching is not served; start the script with torchrun or `headway launch` there"
-_PARALLEL = (
-    "say sizes in the layout: `headway launch --strategy fsdp+tp=2` or ParallelismConfig(tp_size=2) (docs/layouts.md)"
-)
+_SAGEMAKER = "SageMaker's own launcher is not served; on SageMaker, start the script with torchrun or `headway launch`"
+_PARALLEL = "give the sizes in the layout: `headway launch --strategy fsdp+tp=2` or ParallelismConfig(tp_size=2) (docs/layouts.md)"
 _FILES = (
-    "a checkpoint of Headway's has files and a manifest of its own (docs/checkpoints.md); use save_state, load_state and "
+    "Headway's checkpoints have their own files and manifest (docs/checkpoints.md); use save_state, load_state and "
     "`headway inspect`"
 )
 _LOADERS = (
-    "prepared loaders are one class, `headway.data.loader.PreparedLoader`, which shares out the order of any sampler; use "
+    "prepared loaders are one class, `headway.data.loader.PreparedLoader`, which splits the order of any sampler across ranks; use "
     "accelerator.prepare(loader), skip_first_batches and DataLoaderConfiguration"
 )
 _INSIDE = "this is internal to Accelerate and has no counterpart; leave the call out"
 _LAUNCH = "`headway launch` builds its own commands (`--dry-run` shows them); use it, or notebook_launcher"
 _REGISTER = (
-    "give an instance of your `headway.Tracker` to log_with, or register the class as an entry point (docs/tracking.md)"
+    "pass an instance of your `headway.Tracker` to log_with, or register the class as an entry point (docs/tracking.md)"
 )
 _BUILT_IN = (
-    "give its name to log_with ('wandb', 'aim', ...: docs/tracking.md); accelerator.get_tracker(name) returns it"
+    "pass its name to log_with ('wandb', 'aim', ...: docs/tracking.md); accelerator.get_tracker(name) returns it"
 )
-_COMPILE = "compile_regions and TorchDynamoPlugin(use_regional_compilation=True) find repeated blocks by themselves"
+_COMPILE = "compile_regions and TorchDynamoPlugin(use_regional_compilation=True) find repeated blocks automatically"
 _NUMA = "start with `headway launch --enable_cpu_affinity`"
 _CONSTANT = "this version bound or table concerns Accelerate itself; leave the check out"
 
@@ -133,11 +131,11 @@ _BY_SENTENCE = {
     "Accelerate's commands have counterparts: `headway launch`, `config`, `env`, `estimate`, `merge`, `test`": "commands",
     "Accelerate's test helpers are its own; keep importing them from accelerate.test_utils": "test_utils",
     "TPUs are not supported yet; use a CPU, CUDA, XPU or MPS machine": "install_xla",
-    "`headway env` and `headway doctor` say what this machine has": (
+    "`headway env` and `headway doctor` show what this machine has": (
         "check_cuda_p2p_ib_support get_driver_version get_gpu_info"
     ),
-    "the launcher and notebook_launcher take free ports by themselves": "get_free_port",
-    "accelerator.scaler is the scaler in use; give GradScalerKwargs to kwargs_handlers": "get_grad_scaler",
+    "the launcher and notebook_launcher pick free ports automatically": "get_free_port",
+    "accelerator.scaler is the scaler in use; pass GradScalerKwargs to kwargs_handlers": "get_grad_scaler",
     "use accelerator.autocast(), which follows the run's precision": "get_mixed_precision_context_manager",
     "accelerator.save(obj, file, safe_serialization=True) and save_model keep shared tensors once": (
         "clean_state_dict_for_safetensors"
@@ -151,23 +149,23 @@ NAMES: dict[str, str] = {name: why for why, names in _BY_SENTENCE.items() for na
 """Name -> sentence."""
 
 MEMBERS: dict[str, str] = {
-    "ao_recipe_handler": "give Float8Options to kwargs_handlers; accelerator.options.float8 holds them",
-    "autocast_handler": "give AutocastKwargs to kwargs_handlers; accelerator.options.autocast holds them",
-    "ddp_handler": "give DistributedDataParallelKwargs to kwargs_handlers; accelerator.options.ddp holds them",
+    "ao_recipe_handler": "pass Float8Options to kwargs_handlers; accelerator.options.float8 holds them",
+    "autocast_handler": "pass AutocastKwargs to kwargs_handlers; accelerator.options.autocast holds them",
+    "ddp_handler": "pass DistributedDataParallelKwargs to kwargs_handlers; accelerator.options.ddp holds them",
     "deepspeed_ulysses_dl_adapter": _PARALLEL,
     "delayed_fp8_autocast": _FP8_ENGINES,
     "device_placement": "pass it to prepare(..., device_placement=[...])",
     "flag_tensor": "use set_trigger() and check_trigger()",
     "fp8_enabled": "compare accelerator.mixed_precision with 'fp8'",
     "fp8_recipe_handler": _FP8_ENGINES,
-    "has_fp8_handler": "give Float8Options to kwargs_handlers; accelerator.options.float8 holds them",
+    "has_fp8_handler": "pass Float8Options to kwargs_handlers; accelerator.options.float8 holds them",
     "has_lomo_optimizer": "LOMO is not served; use another optimizer",
-    "init_handler": "give InitProcessGroupKwargs to kwargs_handlers; accelerator.options.process_group holds them",
+    "init_handler": "pass InitProcessGroupKwargs to kwargs_handlers; accelerator.options.process_group holds them",
     "log_with": "accelerator.trackers lists the trackers in use",
     "msamp_recipe_handler": _FP8_ENGINES,
-    "profile_handler": "give ProfileKwargs to kwargs_handlers or to accelerator.profile()",
+    "profile_handler": "pass ProfileKwargs to kwargs_handlers or to accelerator.profile()",
     "rng_types": "pass it to Accelerator(rng_types=...)",
-    "scaler_handler": "give GradScalerKwargs to kwargs_handlers; accelerator.options.scaler holds them",
+    "scaler_handler": "pass GradScalerKwargs to kwargs_handlers; accelerator.options.scaler holds them",
     "step": "accelerator.num_updates counts updates, accelerator.sync_gradients says whether this micro-batch ends a window",
     "step_scheduler_with_optimizer": "pass it to Accelerator(step_scheduler_with_optimizer=...)",
     "te_recipe_handler": _FP8_ENGINES,
@@ -176,7 +174,7 @@ MEMBERS: dict[str, str] = {
 
 
 def advice(name: str) -> str | None:
-    """What an error says about a name of Accelerate's that is not served; None for any other name."""
+    """What an error says about an Accelerate name that is not served; None for any other name."""
     why = NAMES.get(name)
     return None if why is None else f"headway has no {name!r}: {why}"
 

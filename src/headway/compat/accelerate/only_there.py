@@ -1,4 +1,4 @@
-"""Names that `accelerate` has where Headway stands in for it, and `headway` itself has not: by the file that serves them.
+"""Names that `accelerate` has when Headway stands in for it, but `headway` itself does not, by the file that serves them.
 
 Nothing here imports torch.
 """

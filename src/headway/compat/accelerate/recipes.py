@@ -1,4 +1,4 @@
-"""Settings of float8 engines that Headway does not drive: they can be built and read, and an Accelerator refuses them."""
+"""Settings of float8 engines that Headway does not drive: they can be created and inspected; the Accelerator refuses them."""
 
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -8,7 +8,7 @@ from headway.errors import ConfigError, UnsupportedError
 
 
 class _Engine(KwargsHandler):
-    """Refused where an Accelerator takes it."""
+    """Refused when passed to an Accelerator."""
 
     def as_headway(self) -> NoReturn:
         """Say what to use.
@@ -59,7 +59,7 @@ class MSAMPRecipeKwargs(_Engine):
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """The older settings of both; `backend` says which is meant."""
+    """The older settings for both engines; `backend` selects one."""
 
     backend: str = "TE"
 
@@ -70,7 +70,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
 
 class MegatronLMPlugin:
-    """Settings of Megatron-LM, kept as they are given; an Accelerator refuses them.
+    """Settings of Megatron-LM, kept as given; the Accelerator refuses them.
 
     Args:
         options: the fields of Accelerate's class, by name.

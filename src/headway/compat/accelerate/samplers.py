@@ -15,7 +15,7 @@ from headway.errors import ConfigError
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random order that follows from a seed and the epoch alone.
+    """A random order that depends only on a seed and the epoch.
 
     Args:
         args, kwargs: for RandomSampler.
@@ -40,7 +40,7 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class BatchSamplerShard(BatchSampler):
-    """One process's batches of a batch sampler: whole batches dealt out in turn, or a part of each.
+    """One process's batches of a batch sampler: whole batches in turn, or a part of each.
 
     Args:
         batch_sampler: gives the batches of all processes.
@@ -133,7 +133,7 @@ class BatchSamplerShard(BatchSampler):
         yield from self._filled(first, last, count)
 
     def _filled(self, first: list[list[Any]], last: list[Any], count: int) -> Iterator[list[Any]]:
-        """This process's batch where the last round is filled up from the beginning."""
+        """This process's batch when the last round is filled up from the beginning."""
         if self.batch_size is None:
             batches = iter(first * self.num_processes)
             for place in range(count, math.ceil(count / self.num_processes) * self.num_processes):
@@ -184,7 +184,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next pass is; a stream that knows epochs is told."""
+        """Set the epoch of the next pass, also on a dataset that has `set_epoch`."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -212,7 +212,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches.
+    """A batch sampler that skips its first batches.
 
     Args:
         batch_sampler: the sampler.
@@ -239,7 +239,7 @@ class SkipBatchSampler(BatchSampler):
 
 
 class SkipDataLoader(DataLoader[Any]):
-    """A DataLoader without its first batches, in every pass; `skip_first_batches` is for one pass, and reads nothing in vain.
+    """A DataLoader that skips its first batches in every pass; `skip_first_batches` skips once and reads nothing unnecessarily.
 
     Args:
         dataset, kwargs: for DataLoader.

@@ -10,7 +10,7 @@ from headway.compat.accelerate.not_served import MEMBERS
 
 @dataclass(frozen=True)
 class Use:
-    """A name of Accelerate's in a script.
+    """One of Accelerate's names in a script.
 
     Attributes:
         name: without `accelerate.` and its modules; a module by its path, and a member as "Accelerator.step".

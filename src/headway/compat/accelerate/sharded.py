@@ -165,7 +165,7 @@ def _write(key: str, state: Any, root: Any, word: str, index: int, is_whole: boo
 
 
 def _read_first(file: Path, accelerator: Any) -> Any:
-    """On rank 0 what the file holds, which it hands on; nothing elsewhere."""
+    """On rank 0, the contents of the file, which it passes on; nothing on the others."""
     return torch.load(file, map_location="cpu", weights_only=True) if accelerator.process_index == 0 else {}
 
 

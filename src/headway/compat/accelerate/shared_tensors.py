@@ -20,7 +20,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict as safetensors takes it: contiguous, of each piece of memory only the first name; the others are warned of."""
+    """A state dict for safetensors: contiguous, one name for each piece of memory; the other names are dropped with a warning."""
     kept: dict[str, Any] = {}
     seen: dict[Any, str] = {}
     left_out = []
@@ -66,17 +66,17 @@ def is_tensor_information(tensor_info: object) -> bool:
 
 
 def get_data_structure(data: Any) -> Any:
-    """The batch with a `TensorInformation` in the place of each tensor."""
+    """The batch with a `TensorInformation` in place of each tensor."""
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def get_shape(data: Any) -> Any:
-    """The batch with the shape, a list, in the place of each tensor."""
+    """The batch with the shape, a list, in place of each tensor."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """What `get_data_structure` gave with an uninitialised tensor in the place of each `TensorInformation`."""
+    """The output of `get_data_structure` with an uninitialised tensor in place of each `TensorInformation`."""
 
     def make(about: TensorInformation) -> torch.Tensor:
         return torch.empty(about.shape, dtype=about.dtype)
@@ -85,7 +85,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """`find_batch_size`; None where there is no tensor, or one without rows."""
+    """`find_batch_size`; None if there is no tensor, or only one without rows."""
     try:
         return find_batch_size(data)
     except (ValueError, TypeError):

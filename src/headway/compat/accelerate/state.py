@@ -37,7 +37,7 @@ def collectives() -> Collectives:
 
 
 def _started(options: Mapping[str, Any]) -> Collectives:
-    """The same; a run that has ended is still spoken of, but not started again by a question."""
+    """The same; a run that has ended can still be queried, but a query does not restart it."""
     latest = Run.latest
     if not process.is_started() and latest is not None and latest.answers_after_end and not options:
         return latest.collectives
@@ -67,7 +67,7 @@ def _run_facts() -> dict[str, Any]:
 
 
 def is_initialized() -> bool:
-    """Has an Accelerator been built in this process?"""
+    """Has an Accelerator been created in this process?"""
     return Run.latest is not None
 
 
@@ -77,7 +77,7 @@ def wait_for_everyone() -> None:
 
 
 class PartialState(RankAware):
-    """This process among the others; making one starts the process group where the launcher promised several processes.
+    """This process among the others; creating one starts the process group if the launcher set up several processes.
 
     Args:
         cpu: compute on the CPU even where there is an accelerator.
@@ -121,7 +121,7 @@ class PartialState(RankAware):
 
     @property
     def initialized(self) -> bool:
-        """Has this process a runtime?"""
+        """Does this process have a runtime?"""
         return process.is_started()
 
     @property
@@ -168,7 +168,7 @@ class PartialState(RankAware):
 
 
 class AcceleratorState(PartialState):
-    """The same and the run's settings, as the Accelerator that was built last has them.
+    """The same, plus the run's settings, as in the Accelerator created last.
 
     Args:
         mixed_precision: only where there is no Accelerator yet; None: what the launcher says.
@@ -208,7 +208,7 @@ class AcceleratorState(PartialState):
 
     @property
     def initialized(self) -> bool:
-        """Has an Accelerator been built?"""
+        """Has an Accelerator been created?"""
         return self._run is not None
 
     @property
@@ -250,7 +250,7 @@ class AcceleratorState(PartialState):
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """DeepSpeed's settings, where it is the engine."""
+        """DeepSpeed's settings, if it is the engine."""
         return None if self._run is None else self._run.chosen.deepspeed
 
     @property
@@ -265,7 +265,7 @@ class AcceleratorState(PartialState):
 
 
 class GradientState:
-    """The windows of the Accelerator that was built last: does this micro-batch end one, and where is its loader?
+    """The windows of the Accelerator created last: does this micro-batch end one, and where is its loader?
 
     Without an Accelerator it says what is true before the first micro-batch.
     """
@@ -342,17 +342,17 @@ class GradientState:
 
     @property
     def in_dataloader(self) -> bool:
-        """Is a prepared loader in iteration?"""
+        """Is a prepared loader being iterated over?"""
         return self._loader is not None
 
     @property
     def active_dataloader(self) -> PreparedLoader | None:
-        """The innermost prepared loader in iteration."""
+        """The innermost prepared loader being iterated over."""
         return self._loader
 
     @property
     def dataloader_references(self) -> list[PreparedLoader | None]:
-        """None, and the prepared loaders in iteration, innermost last."""
+        """None and the prepared loaders being iterated over, innermost last."""
         return [None, *(self._windows.active if self._windows is not None else ())]
 
     @property

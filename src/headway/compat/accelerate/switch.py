@@ -1,7 +1,7 @@
-"""Headway under Accelerate's name: `import accelerate`, in this process and in those that it starts.
+"""Headway under Accelerate's name: `import accelerate`, in this process and in every process it starts.
 
-A folder at the front of the path holds a package `accelerate` of a few lines, which calls `take_over`; and the metadata of
-a distribution `accelerate`, for checks that ask which version is installed. It wins over the real package, and needs none.
+A folder at the front of the path holds a package `accelerate` of a few lines, which calls `take_over`, and the metadata of
+a distribution `accelerate`, for version checks. It takes precedence over the real package, which need not be installed.
 """
 
 import sys
@@ -16,27 +16,27 @@ from headway.version import __version__
 
 
 def install_as_accelerate() -> None:
-    """Let `import accelerate` give Headway from now on, in this process and in those that it starts.
+    """Make `import accelerate` import Headway from now on, in this process and in every process it starts.
 
-    It needs no installed Accelerate, and hides one that is there. Called twice it does no more than once. `headway launch --as
-    accelerate` does the same without a change of the script.
+    Accelerate need not be installed; if it is, it is hidden. A second call has no effect. `headway launch --as accelerate` does
+    the same without changing the script.
 
     Raises:
-        ConfigError: the real Accelerate is imported already, maybe by a library that uses it.
+        ConfigError: the real Accelerate has already been imported, perhaps by a library that uses it.
     """
     loaded = sys.modules.get("accelerate")
     if loaded is not None and not isinstance(loaded, AccelerateModule):
         raise ConfigError(
-            f"install_as_accelerate() came too late: Accelerate {getattr(loaded, '__version__', '')} is imported already, from "
-            f"{getattr(loaded, '__file__', 'an unknown place')}; call it before every import that uses Accelerate (transformers, "
-            "peft, diffusers, ...), or start the script by `headway launch --as accelerate`"
+            f"install_as_accelerate() came too late: Accelerate {getattr(loaded, '__version__', '')} has already been imported from "
+            f"{getattr(loaded, '__file__', 'an unknown place')}; call it before importing anything that uses Accelerate "
+            "(transformers, peft, diffusers, ...), or start the script with `headway launch --as accelerate`"
         )
     sys.path[:] = [str(FOLDER), *(each for each in sys.path if each != str(FOLDER))]
     env.change(variables(env.snapshot()))
 
 
 def take_over() -> None:
-    """Put Headway's view in the place of the package `accelerate` that is being imported."""
+    """Replace the package `accelerate` that is being imported with Headway's view of it."""
     found = sys.modules.get("accelerate")
     module = install_finder()
     module.__dict__.update({"__version__": VERSION, "__headway_version__": __version__, "__path__": []})

@@ -1,4 +1,4 @@
-"""What test suites of scripts take from `accelerate.test_utils`: conditions, launches, a tiny regression."""
+"""What scripts' test suites import from `accelerate.test_utils`: conditions, launches, a tiny regression."""
 
 import io
 import shutil
@@ -57,7 +57,7 @@ DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=device_count)
 
 
 def skip(test_case: Test) -> Test:
-    """Leave the test out."""
+    """Skip the test."""
     return unittest.skip("the test is to be left out")(test_case)
 
 
@@ -145,7 +145,7 @@ class TempDirTestCase(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        """Make the folder."""
+        """Create the folder."""
         cls.tmpdir = Path(tempfile.mkdtemp())
 
     @classmethod
@@ -161,10 +161,10 @@ class TempDirTestCase(unittest.TestCase):
 
 
 class AccelerateTestCase(unittest.TestCase):
-    """Tests after each of which the Accelerator is forgotten and the runtime ends."""
+    """Tests that reset the Accelerator and end the runtime after each."""
 
     def tearDown(self) -> None:
-        """Forget."""
+        """Reset."""
         AcceleratorState._reset_state()
         PartialState._reset_state()
 
@@ -184,7 +184,7 @@ class MockingTestCase(unittest.TestCase):
 
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
-    """Has every process the same?"""
+    """Does every process have the same tensor?"""
     state = PartialState()
     shared = gather(tensor[None].clone().to(state.device)).cpu()
     return all(torch.equal(each, tensor.cpu()) for each in shared)
@@ -267,7 +267,7 @@ def path_in_accelerate_package(*components: str) -> Path:
 
 @contextmanager
 def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
-    """The block must raise this, with `msg` in its text.
+    """The block must raise this exception, with `msg` in its message.
 
     Raises:
         AssertionError: it does not.

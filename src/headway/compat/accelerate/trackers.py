@@ -29,7 +29,7 @@ _UNSET: Any = object()
 
 
 class GeneralTracker(Tracker):
-    """The base of a script's own trackers: `name`, `requires_logging_directory` and `tracker` are needed, the rest is not.
+    """The base of a script's own trackers: `name`, `requires_logging_directory` and `tracker` are required, the rest is not.
 
     Args:
         _blank: check nothing.
@@ -244,7 +244,7 @@ class ClearMLTracker(_Named, ClearML, GeneralTracker):
 
 
 class DVCLiveTracker(_Named, DVCLive, GeneralTracker):
-    """DVCLive's; `run_name` is ignored, as there; other arguments are for `dvclive.Live`."""
+    """DVCLive's; `run_name` is ignored, as in Accelerate; other arguments are for `dvclive.Live`."""
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
         super().__init__(live, **kwargs)
@@ -326,7 +326,7 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
 
 
 def makers(log_with: Any, project: Callable[[], str], logging_dir: Callable[[], Any]) -> Any:
-    """`log_with` with Accelerate's classes in the place of names, each made as Accelerate makes it when a run begins.
+    """`log_with` with Accelerate's classes in place of names, each created as in Accelerate when a run starts.
 
     Args:
         log_with: as the Accelerator takes it.

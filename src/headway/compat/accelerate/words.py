@@ -43,7 +43,7 @@ class SageMakerDistributedType(str, Enum):
 
 
 class FP8BackendType(str, Enum):
-    """What computes in float8; with Headway it is AO, torchao."""
+    """The engine for float8; in Headway it is AO, torchao."""
 
     NO = "NO"
     TE = "TE"
@@ -52,4 +52,4 @@ class FP8BackendType(str, Enum):
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """Accelerate's warning about nested tensors that it does not pad; nothing here gives it."""
+    """Accelerate's warning about nested tensors that it does not pad; Headway never emits it."""

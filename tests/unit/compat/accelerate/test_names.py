@@ -48,7 +48,7 @@ def test_a_function_is_not_hidden_by_the_module_of_its_name():
 
 @pytest.mark.parametrize("place", ["headway", "headway.utils", "headway.inference"])
 def test_an_import_of_what_is_not_served_says_what_to_use(place):
-    with pytest.raises(NotServed, match="is a part of Accelerate's `prepare_pippy`"):
+    with pytest.raises(NotServed, match="is part of Accelerate's `prepare_pippy`"):
         exec(f"from {place} import pippy_forward")
     with pytest.raises(ImportError):
         exec(f"from {place} import pippy_forward")
