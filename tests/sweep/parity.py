@@ -119,11 +119,18 @@ def measure(row: Row, columns: Sequence[str], timeout: float = 300) -> dict[str,
     """By column, how far losses and norms of all ranks lie from plain PyTorch's at most; a text: what went wrong."""
     layouts.MODELS.update(MODELS)
     tasks = {name: _task(name, row) for name in columns if name not in row.without}
-    try:
-        by_rank = run_ranks(_all, row.num_ranks, tasks, row.layout, timeout=timeout)
-    except RankFailed as error:
-        return dict.fromkeys(tasks, str(error))
-    return {name: _compared(COLUMNS[name], [curves.get(name, "not reached") for curves in by_rank]) for name in tasks}
+    # DeepSpeed keeps its first group of processes for good, so each of its runs gets processes of its own.
+    groups = [{name: task} for name, task in tasks.items()] if row in ENGINES else [tasks]
+    found: dict[str, float | str] = {}
+    for group in groups:
+        try:
+            by_rank = run_ranks(_all, row.num_ranks, group, row.layout, timeout=timeout)
+        except RankFailed as error:
+            found |= dict.fromkeys(group, str(error))
+            continue
+        for name in group:
+            found[name] = _compared(COLUMNS[name], [curves.get(name, "not reached") for curves in by_rank])
+    return found
 
 
 def _compared(task: Task, curves: Sequence[Curve | str]) -> float | str:
