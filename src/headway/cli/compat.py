@@ -56,10 +56,12 @@ def _fails(each: Answer) -> bool:
 
 
 def _of(script: Path) -> list[tuple[Answer, int]]:
+    if script.suffix == ".ipynb":
+        raise ConfigError(f"{script} is a notebook; convert it first: jupyter nbconvert --to script {script}")
     try:
-        source = script.read_text(encoding="utf-8")
+        source = script.read_bytes()  # Python's own rules find the encoding
         return [(answer(use.name), use.line) for use in uses(source)]
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"{script} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"{script} cannot be parsed as Python: {error}") from error

@@ -136,6 +136,8 @@ class PreparedLoader(DataLoader[Any]):
     def _open(self) -> Iterator[Any]:
         if self._position.is_stopped or self._position.is_over_already():
             return iter(())
+        if self._position.is_from_start and not self._num_skipped:
+            self._go_to_start()
         # Now, not with the first batch: in `zip(one, other)` torch's loaders draw in this order too.
         self._feed.open()
         iterator = self._pass()
@@ -143,6 +145,24 @@ class PreparedLoader(DataLoader[Any]):
             # `zip` may end with another loader's pass before it has asked this one for anything.
             weakref.finalize(iterator, self._end_unbegun, self._position.num_passes).atexit = False
         return iterator
+
+    def _go_to_start(self) -> None:
+        if self._is_at_end():
+            # An empty pass: what the epoch drew is drawn, and the next one's order comes after it.
+            self._feed.open()
+            for _ in self._pass():
+                pass
+        else:
+            self._position.consumed = 0
+
+    def _is_at_end(self) -> bool:
+        try:
+            num_rounds = len(self._feed)
+        except TypeError:
+            return False
+        size = self._feed.round_size
+        first_of_last = self.total_dataset_length - 1 if size is None else (num_rounds - 1) * size
+        return self._position.consumed > first_of_last
 
     def _end_unbegun(self, num_passes: int) -> None:
         if self._position.num_passes == num_passes:
@@ -347,6 +367,13 @@ class PreparedLoader(DataLoader[Any]):
         """
         self._position.load_state_dict(state)
         self._feed.load_state(state.get("source", {}))
+
+    def read_from_start(self) -> None:
+        """Of a loaded state, let the next pass keep the epoch and its order, and begin at its first batch or where `skip` says.
+
+        One that was saved behind its epoch's last batch begins the next epoch.
+        """
+        self._position.is_from_start = self._position.is_waiting
 
     # ---------------------------------------------------------------- sizes and settings
 

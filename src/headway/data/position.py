@@ -26,6 +26,7 @@ class Position:
         num_passes: begun so far.
         num_over: so many of the next passes are empty: the run that is resumed has made them in its epoch.
         is_stopped: passes end after the batch in hand, and later ones are empty.
+        is_from_start: the next pass reads the loaded epoch from its first batch, unless it is told how many to skip.
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,7 @@ class Position:
         self.consumed = 0
         self.previous = 0
         self.is_stopped = False
+        self.is_from_start = False
         self.share = NOTHING
         self._is_begun = False
         self._is_resuming = False
@@ -72,6 +74,7 @@ class Position:
         if self._is_begun:
             self.finish()
         self._is_begun, self._is_resuming, self.share = True, False, NOTHING
+        self.is_from_start = False
         self.num_passes += 1
         return self.num_passes
 
@@ -89,7 +92,7 @@ class Position:
         """The epoch is over."""
         self.epoch = self.following
         self.consumed, self._is_begun, self._pinned = 0, False, None
-        self._is_resuming = False
+        self._is_resuming = self.is_from_start = False
         self._left_under.clear()
 
     def pin(self, epoch: int) -> bool:
@@ -123,5 +126,5 @@ class Position:
             )
         self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
         self._is_begun, self._is_resuming, self._pinned = False, True, None
-        self.is_stopped, self.num_over = False, 0
+        self.is_stopped, self.is_from_start, self.num_over = False, False, 0
         self._left_under.clear()

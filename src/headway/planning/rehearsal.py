@@ -79,6 +79,7 @@ class Rehearsal:
         self.is_running = False
         self.num_updates = 0
         self._steps: Counter[int] = Counter()
+        self._followed: set[int] = set()
         self.batch_size: int | None = None
         self.precision = "no"
         self.is_done = False
@@ -102,6 +103,7 @@ class Rehearsal:
             group["params"] = [made.get(id(parameter), parameter) for parameter in group["params"]]
         if self._device.is_cuda:
             as_on_cuda(optimizer)
+        self._followed.add(id(optimizer))
         optimizer.register_step_pre_hook(lambda *_: self._enter("update"))
         optimizer.register_step_post_hook(lambda own, *_: self._updated(own))
 
@@ -164,6 +166,13 @@ class Rehearsal:
             lines = ", ".join(self.tracker.read_at)
             caveat = (
                 f"values were read at {lines}; each was taken as 1, so a step that depends on them may take another way"
+            )
+            found = replace(found, caveats=(*found.caveats, caveat))
+        num_unseen = len(self._followed - set(self._steps))
+        if num_unseen:
+            caveat = (
+                f"a lower bound: {num_unseen} of {len(self._followed)} optimizers had not stepped when another had made its last "
+                "update of the trace, so their state, and maybe gradients, are missing"
             )
             found = replace(found, caveats=(*found.caveats, caveat))
         return found

@@ -143,3 +143,27 @@ def test_a_script_runs_on_the_printed_path(tmp_path):
     ran = subprocess.run(line, shell=True, capture_output=True, text=True, env=dict(os.environ), timeout=120)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("1 1.15.0 ")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        b"# -*- coding: latin-1 -*-\n# \xe9\nfrom accelerate import Accelerator\n",
+        b"\xef\xbb\xbffrom accelerate import Accelerator\n",
+    ],
+    ids=["latin-1", "byte order mark"],
+)
+def test_a_script_in_any_encoding_that_python_reads(written, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_bytes(written)
+    ran = CliRunner().invoke(command, [str(script)])
+    assert ran.exit_code == 0
+    assert "Accelerator" in ran.output
+
+
+def test_a_notebook_is_not_taken_for_a_script_without_accelerate(tmp_path):
+    notebook = tmp_path / "train.ipynb"
+    notebook.write_text('{"cells": [{"cell_type": "code", "source": ["import accelerate"]}]}')
+    ran = CliRunner().invoke(command, [str(notebook)])
+    assert isinstance(ran.exception, ConfigError)
+    assert "nbconvert" in str(ran.exception)

@@ -107,6 +107,12 @@ def test_a_value_that_is_read_is_named(tmp_path):
     assert any("train.py:25" in each and "taken as 1" in each for each in found["caveats"])
 
 
+def test_an_optimizer_that_has_not_stepped_makes_it_a_lower_bound(tmp_path):
+    rare = "rare = accelerator.prepare(torch.optim.AdamW(nn.Linear(4, 4).parameters()))\n"
+    found = forecast_of(tmp_path, script().replace("for step,", f"{rare}for step,"))
+    assert any("a lower bound: 1 of 2 optimizers had not stepped" in each for each in found["caveats"])
+
+
 def test_metrics_and_a_script_that_ends_by_itself(tmp_path):
     text = script(after="seen = accelerator.gather_for_metrics(outputs).numpy(); break").replace(
         "raise SystemExit", "str"

@@ -187,6 +187,9 @@ class AccelerateAccelerator(Accelerator):
     ) -> Restored:
         """As Headway's; also loads folders that Accelerate wrote.
 
+        Loaders keep the interrupted epoch's order. Where in it the script goes on is its own business, as with Accelerate: by
+        `skip_first_batches`, by `continue`, or not at all; only a stateful loader goes on by itself.
+
         Raises:
             CheckpointError: missing, damaged, or it does not fit.
             UnsupportedError: Accelerate wrote the folder, and this run's models are sharded.
@@ -196,7 +199,11 @@ class AccelerateAccelerator(Accelerator):
         if folder is None and place.is_automatic:
             folder = newest_in(place.parent())
         if folder is None or not is_accelerates(folder):
-            return super().load_state(input_dir, load_kwargs, strict=strict, **load_model_func_kwargs)
+            own = super().load_state(input_dir, load_kwargs, strict=strict, **load_model_func_kwargs)
+            if not self.use_stateful_dataloader:
+                for loader in self._preparation.loaders:
+                    loader.read_from_start()
+            return own
         if self._members_of_accelerate.distributed_type not in _REPLICATED:
             raise UnsupportedError(
                 f"{folder} was written by Accelerate, but this run's models are sharded; load it without sharding, then save it again"

@@ -21,7 +21,7 @@ class Use:
     line: int
 
 
-def uses(source: str) -> list[Use]:
+def uses(source: str | bytes) -> list[Use]:
     """Every name of Accelerate that a source imports, or reads from an imported module, each once.
 
     Members of the Accelerator are listed where they are not served and the object was made under a name of the script:
