@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from headway.accelerator import Accelerator
-from headway.callsite import Frame, users_frame
+from headway.callsite import Frame, is_headways, stack
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, HeadwayError
 from headway.forecasting.devices import Device
@@ -33,6 +33,19 @@ from headway.forecasting.trace import Trace, Tracker
 
 class Rehearsed(BaseException):
     """The script has made its updates and is left; not an Exception, so that it does not stop here."""
+
+
+_SCALER = "torch/amp/grad_scaler.py"
+
+
+def _reader() -> Frame | None:
+    """Whose line reads a value: torch's scaler, or the innermost that is not torch's; None: torch's own."""
+    for frame in map(Frame.of, stack()):
+        if frame.file.endswith(_SCALER):
+            return frame
+        if "/torch/" not in frame.file and not frame.file.endswith("planning/rehearsal.py"):
+            return frame
+    return None
 
 
 class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]
@@ -50,10 +63,13 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            frame = users_frame()
-            self.read_at[str(Frame.of(frame)) if frame is not None else "a library"] = None
+            reader = _reader()
+            if reader is not None and not is_headways(reader.file):
+                self.read_at[str(reader)] = None
+            is_overflow = reader is not None and reader.file.endswith(_SCALER)  # it would skip every update
+            number = 0 if is_overflow else 1
             dtype = args[0].dtype
-            return dtype == torch.bool or (1.0 if dtype.is_floating_point else 1)
+            return bool(number) if dtype == torch.bool else float(number) if dtype.is_floating_point else number
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -76,9 +76,10 @@ def script(options="", line="pass", after="pass"):
     [
         ("", {}, "cpu"),
         ("mixed_precision='bf16'", {"precision": "bf16"}, "a100-40gb"),
+        ("mixed_precision='fp16'", {"precision": "fp16"}, "a100-40gb"),
         ("gradient_accumulation_steps=2", {"accumulation": 2}, "a100-40gb"),
     ],
-    ids=["plain", "bf16", "accumulated"],
+    ids=["plain", "bf16", "fp16", "accumulated"],
 )
 def test_a_script_takes_what_its_model_takes(tmp_path, options, same, device):
     # A name for the outputs would keep them during backward, here as in a run.

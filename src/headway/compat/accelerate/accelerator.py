@@ -30,6 +30,7 @@ from headway.data.loader import PreparedLoader
 from headway.errors import MetricError, UnsupportedError
 from headway.log import get_logger
 from headway.resume.restored import Restored
+from headway.tracking.base import BlankTracker
 from headway.training.windows import ConstantDivision
 
 log = get_logger(__name__)
@@ -82,6 +83,7 @@ class AccelerateAccelerator(Accelerator):
         parallelism_config: Any = None,
     ) -> None:
         self._project = ""
+        self._asked_trackers = log_with is not None
         super().__init__(
             device_placement=device_placement,
             mixed_precision=mixed_precision,
@@ -118,6 +120,10 @@ class AccelerateAccelerator(Accelerator):
         """As Headway's; trackers named in `log_with` are instances of Accelerate's classes."""
         self._project = project_name
         super().init_trackers(project_name, config, init_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """As Headway's; without any tracker, an object that takes every call and does nothing."""
+        return super().get_tracker(name, unwrap) if self.trackers or self._asked_trackers else BlankTracker()
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None, strict: bool = False) -> Any:
         """As Headway's; under mixed precision, models return float32."""

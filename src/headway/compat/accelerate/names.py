@@ -136,4 +136,10 @@ def find_as_accelerate(name: str) -> Any:
     if name in AS_ACCELERATE:
         place, own = AS_ACCELERATE[name]
         return getattr(import_module(place), own)
-    return getattr(import_module("headway"), name)
+    try:
+        return getattr(import_module("headway"), name)
+    except AttributeError as error:
+        told = str(error).replace(
+            "module 'headway' has no name", "module 'accelerate', served by Headway, has no attribute"
+        )
+        raise AttributeError(told, name=name) from None

@@ -146,3 +146,17 @@ def test_the_module_path_of_the_launcher_runs(tmp_path):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | variables({}))
     assert ended.stdout.split()[1:] == [VERSION], ended.stderr
+
+
+def test_an_unknown_attribute_is_accelerates(tmp_path):
+    code = (
+        INSTALL + "import accelerate\ntry:\n    accelerate.utils.xyz\nexcept AttributeError as error:\n    print(error)"
+    )
+    assert " ".join(said(code, tmp_path)) == "module 'accelerate', served by Headway, has no attribute 'xyz'"
+
+
+def test_without_trackers_one_that_does_nothing_is_given(tmp_path):
+    code = (
+        INSTALL + "import accelerate\nprint(bool(accelerate.Accelerator(cpu=True).get_tracker('wandb').log({'a': 1})))"
+    )
+    assert said(code, tmp_path)[-1] == "False"
