@@ -1,6 +1,9 @@
 """`headway launch`: start a script on one process or on many, on one machine or on several."""
 
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -76,7 +79,9 @@ def start(
     environment = env.snapshot()
     cluster = clusters.detect(environment)
     given, foreign, notes = take_foreign(given)
-    resolved = settings(given, config_file, force, environment, cluster.layer if cluster is not None else {}, foreign)
+    detected = cluster.layer if cluster is not None else {}
+    with _own_file(config_file, given.get("run_as") is not None, environment) as own_file:
+        resolved = settings(given, own_file, force, environment, detected, foreign)
     program = Program(script, script_args, _kind(resolved))
     target.check(program)
     here = machine.look(environment)
@@ -97,6 +102,20 @@ def start(
         click.echo(planned.shell())
         return
     run.execute(planned, environment, is_quiet=resolved.get("quiet", False))
+
+
+@contextmanager
+def _own_file(named: str | None, is_accelerate: bool, environment: dict[str, str]) -> Iterator[str | None]:
+    """The config file; under Accelerate's name, its translation where it is one of Accelerate's."""
+    if named is None or not is_accelerate:
+        yield named
+        return
+    from headway.compat.accelerate.commands import with_own_file
+
+    with tempfile.TemporaryDirectory(prefix="headway_") as folder:
+        line, more = with_own_file(["--config_file", named], Path(folder))
+        environment.update(more)
+        yield line[1]
 
 
 def _name_the_commands(commands: list[str], num_machines: int) -> NoReturn:

@@ -185,3 +185,15 @@ def test_the_commands_of_very_many_machines_are_not_all_written_out(run, capsys)
     assert shown[1].endswith("--machine_rank 0 train.py")
     assert shown[-1] == "# and so on to machine 2147483646, each with its own --machine_rank"
     assert len(shown) < 200
+
+
+def test_accelerates_own_config_file_is_read_under_its_name(run, tmp_path):
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(
+        "distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\nmixed_precision: bf16\nsame_network: true\n"
+    )
+    plan = run("--as", "accelerate", "--config_file", str(file), "train.py")
+    assert plan.world_size == 2
+    assert '"bf16"' in plan.additions["HEADWAY_RUN"]
+    assert "on_path" in plan.additions["PYTHONPATH"]
+    assert "headway config import" in run("--config_file", str(file), "train.py")
