@@ -27,6 +27,7 @@ from headway.config.preemption import Preemption, preemption_settings
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from headway.config.strategies import ActivationCheckpointing, AutocastKwargs, ProfileKwargs, collect_options
 from headway.data.loader import LoaderEvents, PreparedLoader
+from headway.data.rules import LoadingRules, TorchRules
 from headway.data.skip import skip_first_batches
 from headway.errors import StateError, UnsupportedError
 from headway.log import get_logger, is_debugging
@@ -201,6 +202,7 @@ class Accelerator(RankAware):
             tuple(stream_names(rng_types or ())),
             global_batch_size,
             partial(self._transforms, options.checkpointing, compiling),
+            self._loading_rules(),
         )
         self._start_records(log_with, project_settings(project_dir, project_config), preemption)
         self._run = Run(
@@ -252,6 +254,14 @@ class Accelerator(RankAware):
         parts = windows, prepared, self.strategy, self.precision, policy, guard, moments
         return replay.PieceStep(*parts, self.clock, runtime) if cuts_batches else WholeStep(*parts)
 
+    def _loading_rules(self) -> LoadingRules:
+        """What loaders go by; for a class that loads in another way."""
+        return TorchRules()
+
+    def _last_save_hook(self) -> SaveHook | None:
+        """What is called after all save hooks; for a class that writes more into a checkpoint."""
+        return None
+
     def _transforms(
         self, plan: ActivationCheckpointing | None, compiling: TorchDynamoPlugin, learns: bool
     ) -> tuple[Callable[[torch.nn.Module], Any], ...]:
@@ -280,7 +290,7 @@ class Accelerator(RankAware):
             self.clock,
         )
         self._run_state = run_state
-        self._checkpoints = Checkpoints(run_state, project, self._training_step.moments)
+        self._checkpoints = Checkpoints(run_state, project, self._training_step.moments, self._last_save_hook)
         self._checkpoints.watch(preemption_settings(preemption, project), is_asked_for=bool(preemption))
         place = self._checkpoints.place
         self._record = Record(self.runtime, lambda: place.project, log_with, self.clock, run_state.notes, place.has_any)

@@ -246,7 +246,7 @@ def results() -> dict[str, list[Any]]:
 @pytest.mark.parametrize("name", TABLE)
 def test_parity_with_the_plain_loop(name: str, results: dict[str, list[Any]]) -> None:
     wanted = results[TABLE[name].like][0] if TABLE[name].like else plain(TABLE[name])
-    assert results[name][0]["weights"].keys() == wanted["weights"].keys()
+    assert results[name][0]["weights"].keys() >= wanted["weights"].keys()  # tied ones by both names
     for found in results[name]:
         assert isinstance(found, dict), found
         far = distance(found, wanted)

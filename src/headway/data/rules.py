@@ -40,11 +40,13 @@ class LoadingRules(Protocol):
         leaves_workers: workers draw from the streams that torch gives them, on several ranks too; False: there from functions
             of a sample's place in the epoch, so that a resumed epoch is the same on any number of ranks.
         opens_late: a pass draws its order with its first batch; False: when `iter` is called, as torch's loaders do.
+        parts_streams: where several ranks read the same part of the data, loaders draw from a stream of their own.
     """
 
     reads_ahead: bool
     leaves_workers: bool
     opens_late: bool
+    parts_streams: bool
 
     def order_of(self, sampler: Any, draws: Draws) -> Order:
         """The order that a sampler or batch sampler stands for."""
@@ -62,6 +64,7 @@ class TorchRules:
     reads_ahead = False
     leaves_workers = False
     opens_late = False
+    parts_streams = True
 
     def order_of(self, sampler: Any, draws: Draws) -> Order:
         """The order that a sampler or batch sampler stands for."""

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,22 +52,27 @@ class Checkpoints:
         run_state: what is saved.
         project: where, and how many.
         moments: of the training step, some of which are checks' of what is saved or resumed.
+        last_hook: gives a hook that is called after all those of `add_save_hook`; None: there is none.
 
     Attributes:
         place: where the checkpoints lie.
         guard: answers who asks the run to end; None where nobody listens.
-        last_save_hook: as `add_save_hook`'s, called after all of those; a compatibility layer's.
     """
 
-    last_save_hook: SaveHook | None = None
-
-    def __init__(self, run_state: RunState, project: ProjectConfiguration, moments: Moments) -> None:
+    def __init__(
+        self,
+        run_state: RunState,
+        project: ProjectConfiguration,
+        moments: Moments,
+        last_hook: Callable[[], SaveHook | None] = lambda: None,
+    ) -> None:
         self.place = Place(project, run_state.saver)
         self.guard: preemption.Guard | None = None
         self._run = run_state
         self._moments = moments
         self._save_hooks: list[SaveHook] = []
         self._load_hooks: list[LoadHook] = []
+        self._last_hook = last_hook
         self._owes_epochs = False
         self._last: tuple[Path, tuple[object, ...]] | None = None
         self._has_told_alone = False
@@ -138,11 +143,8 @@ class Checkpoints:
             is_blocking,
             is_alone=is_alone,
         )
-        fill = (
-            (lambda staging: self._call_save_hooks(collected, staging))
-            if self._save_hooks or self.last_save_hook
-            else None
-        )
+        hooks = self._hooks_of_save()
+        fill = (lambda staging: self._call_save_hooks(hooks, collected, staging)) if hooks else None
         where = run.place(before)  # asks the user's objects, and the random streams are read after them
         run.saver.save(folder, collected, about, policy, fill, lambda: run.seal(collected, before, is_alone))
         place.iteration += place.is_automatic
@@ -150,7 +152,11 @@ class Checkpoints:
             self._last = folder, where
         return folder
 
-    def _call_save_hooks(self, collected: Collected, staging: Path) -> None:
+    def _hooks_of_save(self) -> list[SaveHook]:
+        last = self._last_hook()
+        return [*self._save_hooks, *([] if last is None else [last])]
+
+    def _call_save_hooks(self, hooks: Sequence[SaveHook], collected: Collected, staging: Path) -> None:
         models = self._run.models
         weights = [
             {
@@ -161,8 +167,7 @@ class Checkpoints:
             for index in range(len(models))
         ]
         before = list(weights)
-        last = [] if self.last_save_hook is None else [self.last_save_hook]
-        for hook in (*self._save_hooks, *last):
+        for hook in hooks:
             hook(models, weights, str(staging))
         for index, own in enumerate(before):
             if not any(own is each for each in weights):

@@ -62,11 +62,11 @@ class Preparation:
         rng_types: random streams to make equal over ranks when a loader begins.
         global_batch_size: samples per update, which the accumulation is derived from; None: it is given.
         transforms: what is done to a model that learns, or does not, before it is wrapped; in order.
+        rules: what loaders go by; None: torch's.
 
     Attributes:
-        loading: as above; `set_evenness` changes it.
+        loading: as above; `set_evenness` and `load_by` change it.
         loader_stream: what loaders draw their orders from.
-        rules: what loaders go by that are prepared from then on.
         events: as above.
     """
 
@@ -84,6 +84,7 @@ class Preparation:
         rng_types: tuple[str, ...],
         global_batch_size: int | None,
         transforms: Callable[[bool], Sequence[Callable[[torch.nn.Module], Any]]],
+        rules: LoadingRules | None = None,
     ) -> None:
         self.loading = loading
         self.events = events
@@ -94,8 +95,8 @@ class Preparation:
         self._neighbours = neighbours
         self._transforms = transforms
         self._evaluated: set[int] = set()
-        self.loader_stream = LoaderStream(is_private=self._is_spread)
-        self.rules: LoadingRules = TorchRules()
+        self._rules = rules or TorchRules()
+        self.loader_stream = LoaderStream(is_private=self._is_spread and self._rules.parts_streams)
         self._clock = clock
         self._runtime = runtime
         self._places = device_placement
@@ -298,7 +299,7 @@ class Preparation:
             seed=self._seed(),
             rng_types=self._rng_types,
             stream=self.loader_stream,
-            rules=self.rules,
+            rules=self._rules,
         )
         self._synchronise()
         self._prepared.add_loader(made)
@@ -404,6 +405,10 @@ class Preparation:
             scheduler.go_by(self._rule)
 
     # ---------------------------------------------------------------- loaders' evenness, the end
+
+    def load_by(self, loading: DataLoaderConfiguration) -> None:
+        """How loaders that are prepared from now on split, pad and move batches."""
+        self.loading = loading
 
     def set_evenness(self, even_batches: bool) -> None:
         """Let this and later epochs of map-style loaders complete their last round, or not."""

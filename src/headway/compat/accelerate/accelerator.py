@@ -21,11 +21,10 @@ from headway.compat.accelerate.checkpoints import Reader, Writer, is_accelerates
 from headway.compat.accelerate.exchange import gather_and_cut
 from headway.compat.accelerate.layouts import DistributedType
 from headway.compat.accelerate.loading import AccelerateRules
-from headway.compat.accelerate.metrics import is_per_sample, joined
-from headway.compat.accelerate.state import AcceleratorState, GradientState
+from headway.compat.accelerate.metrics import is_per_sample
+from headway.compat.accelerate.state import AcceleratorState
 from headway.compat.accelerate.trackers import makers
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin
-from headway.data.draws import LoaderStream
 from headway.data.loader import PreparedLoader
 from headway.errors import MetricError, UnsupportedError
 from headway.log import get_logger
@@ -45,6 +44,11 @@ _REPLICATED = frozenset(each for each in DistributedType if each.name not in _SH
 def _without_adjusting(plugin: Any) -> Any:
     # Accelerate's `adjust_scheduler` moves a counter that schedules do not read: they tick per update whatever it says.
     return replace(plugin, adjust_scheduler=False) if isinstance(plugin, GradientAccumulationPlugin) else plugin
+
+
+def _in_float32(module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
+    """A forward hook; of a module, so that a model that has it can be pickled."""
+    return convert_to_fp32(outputs)
 
 
 class AccelerateAccelerator(Accelerator):
@@ -83,6 +87,7 @@ class AccelerateAccelerator(Accelerator):
         parallelism_config: Any = None,
     ) -> None:
         self._project = ""
+        self._writer = Writer(self)
         self._asked_trackers = log_with is not None
         super().__init__(
             device_placement=device_placement,
@@ -110,11 +115,9 @@ class AccelerateAccelerator(Accelerator):
         plugin = AcceleratorState(_run=self._run).fsdp_plugin
         if plugin is not None and fsdp_plugin is None and (named := env.get(STATE_DICT_TYPE)):
             plugin.set_state_dict_type(named)
-        self._preparation.rules = AccelerateRules()
-        self._preparation.loader_stream = LoaderStream()
-        self._writer = Writer(self)
-        if self._writes_accelerates_files():
-            self._checkpoints.last_save_hook = self._writer
+
+    def _loading_rules(self) -> AccelerateRules:
+        return AccelerateRules()
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
         """As Headway's; trackers named in `log_with` are instances of Accelerate's classes."""
@@ -149,10 +152,8 @@ class AccelerateAccelerator(Accelerator):
     ) -> Tree:
         """As Headway's; values without one entry per sample are joined too, and cut as Accelerate does at the end of the data."""
         chosen = loader if loader is not None else self._training_step.windows.loader
-        state = GradientState(_run=self._run)
-        remainder = state.remainder if state.end_of_dataloader else 0
         if not use_gather_object and not is_per_sample(input_data, chosen, self._readers):
-            return joined(input_data, self._readers, remainder)
+            return gather_and_cut(input_data, use_gather_object)
         try:
             return super().gather_for_metrics(input_data, use_gather_object, loader)
         except MetricError as error:
@@ -161,11 +162,11 @@ class AccelerateAccelerator(Accelerator):
 
     # ---------------------------------------------------------------- checkpoints
 
-    def _writes_accelerates_files(self) -> bool:
+    def _last_save_hook(self) -> Writer | None:
         asked = env.get_bool("HEADWAY_ACCELERATE_FILES")
         is_replicated = self._members_of_accelerate.distributed_type in _REPLICATED
         is_one_machine = self.runtime.local_world_size == self.num_processes
-        return asked is not False and is_replicated and is_one_machine
+        return self._writer if asked is not False and is_replicated and is_one_machine else None
 
     def save_state(
         self,
@@ -228,7 +229,7 @@ class AccelerateAccelerator(Accelerator):
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
         """How loaders split, pad and move batches; assignments apply to loaders prepared later."""
-        return LiveDataLoaderConfiguration(self._preparation.loading, self._load_by)
+        return LiveDataLoaderConfiguration(self._preparation.loading, self._preparation.load_by)
 
     @property
     def even_batches(self) -> bool:
@@ -237,11 +238,9 @@ class AccelerateAccelerator(Accelerator):
 
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
-        self._load_by(replace(self._preparation.loading, even_batches=value))
-
-    def _load_by(self, loading: DataLoaderConfiguration) -> None:
-        self._preparation.loading = loading
+        self._preparation.load_by(replace(self._preparation.loading, even_batches=value))
 
     def _upcast(self, model: Any) -> None:
-        if isinstance(model, torch.nn.Module) and self.precision.is_mixed:
-            model.register_forward_hook(lambda module, inputs, outputs: convert_to_fp32(outputs))
+        is_model = isinstance(model, torch.nn.Module) and self.precision.is_mixed
+        if is_model and _in_float32 not in model._forward_hooks.values():
+            model.register_forward_hook(_in_float32)

@@ -64,6 +64,7 @@ class AccelerateRules(TorchRules):
     reads_ahead = True
     leaves_workers = True
     opens_late = True
+    parts_streams = False
 
     def order_of(self, sampler: Any, draws: Draws) -> Order:
         """The order that a sampler or batch sampler stands for."""

@@ -6,7 +6,7 @@ TRL counts tokens and sums entropies by it. Headway's own refuses such values, s
 import torch
 
 from headway.collectives.door import Collectives
-from headway.collectives.tree import Tree, map_tensors, tensors
+from headway.collectives.tree import Tree, tensors
 from headway.compat.accelerate.batches import recursively_apply
 from headway.data.loader import PreparedLoader
 
@@ -37,17 +37,3 @@ def _fits(tensor: torch.Tensor, loader: PreparedLoader | None) -> bool:
     if not total or not counts:
         return False
     return tensor.shape[0] == total // len(counts) > loader.num_rows
-
-
-def joined(tree: Tree, collectives: Collectives, remainder: int) -> Tree:
-    """The tensors of all ranks joined, whatever they are, a tensor without dimensions as one row; on one process as they are.
-
-    Args:
-        tree: of tensors.
-        collectives: the door.
-        remainder: in the last round, its number of samples where it is incomplete: no more rows are kept. Else 0 or less.
-    """
-    found = tree if collectives.world_size == 1 else collectives.gather(tree)
-    if remainder <= 0 or any(tensor.ndim == 0 for tensor in tensors(found)):
-        return found
-    return map_tensors(lambda tensor: tensor[:remainder], found)

@@ -1,5 +1,6 @@
 """What the Accelerator of `import accelerate` does in Accelerate's way."""
 
+import pickle
 from importlib.metadata import PathDistribution
 
 import pytest
@@ -20,7 +21,7 @@ def accelerator():
 
 
 def test_its_loaders_go_by_accelerates_rules(accelerator):
-    assert isinstance(accelerator._preparation.rules, AccelerateRules)
+    assert isinstance(accelerator._preparation._rules, AccelerateRules)
     assert accelerator._preparation.loader_stream.is_global
 
 
@@ -81,3 +82,16 @@ def test_the_metadata_says_whose_names_these_are():
     found = PathDistribution(about)
     assert found.version == VERSION
     assert "huggingface" in found.metadata["Home-page"]
+
+
+def test_a_model_prepared_twice_gives_float32_once_and_can_be_pickled():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = AccelerateAccelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    hooks = len(model._forward_hooks)
+    assert accelerator.prepare(model) is model
+    assert len(model._forward_hooks) == hooks
+    assert model(torch.ones(1, 2)).dtype == torch.float32
+    read = pickle.loads(pickle.dumps(accelerator.unwrap_model(model)))
+    assert torch.equal(read.weight, model.weight)
+    AcceleratorState._reset_state(reset_partial_state=True)
