@@ -1,0 +1,136 @@
+"""What a forecast says: a trace's events answered by a model of the target's allocator, as numbers with their margin."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from headway.forecasting.allocator import Replay, replay
+from headway.forecasting.devices import Device, spread
+from headway.forecasting.events import Event, plain_peak, split_at
+from headway.forecasting.timeline import Timeline, timeline
+from headway.forecasting.trace import Trace
+from headway.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a training step takes on a device. Sizes are bytes.
+
+    Attributes:
+        device: of the table in docs/forecast.md.
+        batch_size: samples of a micro-batch.
+        allocated: the most that tensors take at once (`torch.cuda.max_memory_allocated`).
+        reserved: the most that torch's allocator takes from the card (`torch.cuda.max_memory_reserved`).
+        least: in use on the device at least, context and libraries included; what `nvidia-smi` shows.
+        total: likely in use on the device.
+        most: in use at most; the margin is in docs/forecast.md.
+        split: `allocated`, by what it is held for.
+        peak: where in the step it is reached: "step 2 backward".
+        peak_line: the line that asked for the memory with which it was reached; "" where it is none of the user's.
+        budget: bytes that were to suffice; None: unknown.
+        fits: even the most stays within the budget; False: not even the least does; None: it is too close to tell.
+        largest_batch: whose most stays within the budget; None: it was not looked for.
+        longest_sequence: whose most stays within the budget, at `batch_size`; None: it was not looked for.
+        timeline: `allocated` over the requests of the two steps, by what it is held for.
+        by_batch: (batch, `most`) of some batches up to beyond the largest; empty where that was not looked for.
+        num_traces: steps that were traced.
+        seconds: that the forecast took.
+        caveats: what it cannot vouch for.
+    """
+
+    device: str
+    batch_size: int
+    allocated: int
+    reserved: int
+    least: int
+    total: int
+    most: int
+    split: dict[str, int]
+    peak: str
+    peak_line: str
+    budget: int | None
+    fits: bool | None
+    largest_batch: int | None
+    longest_sequence: int | None
+    timeline: Timeline
+    by_batch: tuple[tuple[int, int], ...]
+    num_traces: int
+    seconds: float
+    caveats: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def describe(self) -> str:
+        """Lines for people."""
+        lines = [
+            f"{self.device}, batch {self.batch_size}: {format_bytes(self.total)} "
+            f"({format_bytes(self.least)} to {format_bytes(self.most)})",
+            f"tensors {format_bytes(self.allocated)}, allocator {format_bytes(self.reserved)}; the most in {self.peak}"
+            + (f", at {self.peak_line}" if self.peak_line else ""),
+            *(f"  {kind:<16} {format_bytes(size):>10}" for kind, size in self.split.items()),
+        ]
+        if self.budget is not None:
+            answer = {True: "fits", False: "does not fit", None: "may fit: it is too close to tell"}[self.fits]
+            lines.append(f"{answer} into {format_bytes(self.budget)}")
+        if self.largest_batch is not None:
+            lines.append(f"largest batch: {self.largest_batch}")
+        if self.longest_sequence is not None:
+            lines.append(f"longest sequence in a batch of {self.batch_size}: {self.longest_sequence:,}")
+        lines += [f"note: {caveat}" for caveat in self.caveats]
+        return "\n".join([*lines, f"{self.num_traces} step(s) traced in {self.seconds:.1f} s"])
+
+
+def of_trace(traced: Trace, target: Device, batch_size: int, limit: int | None, is_expandable: bool) -> Forecast:
+    """A forecast of what was traced, with nothing searched for.
+
+    Args:
+        traced: two steps.
+        target: the device.
+        batch_size: samples of a micro-batch.
+        limit: bytes that the whole process may take; None: unknown.
+        is_expandable: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+    """
+    answer = replayed(traced.events, target, is_expandable)
+    least, total, most = spread(target, answer.reserved)
+    return Forecast(
+        device=target.name,
+        batch_size=batch_size,
+        allocated=answer.allocated,
+        reserved=answer.reserved,
+        least=least,
+        total=total,
+        most=most,
+        split=split_at(traced.events, answer.peak),
+        peak=_phase_at(traced.phases, answer.peak),
+        peak_line=traced.events[answer.peak].where,
+        budget=limit,
+        fits=None if limit is None else _fits(least, most, limit),
+        largest_batch=None,
+        longest_sequence=None,
+        timeline=timeline(traced.events, traced.phases),
+        by_batch=(),
+        num_traces=1,
+        seconds=0.0,
+        caveats=traced.caveats,
+    )
+
+
+def replayed(events: list[Event], device: Device, is_expandable: bool) -> Replay:
+    """What a device's allocator takes for these events."""
+    found = replay(events, expandable=is_expandable)
+    if device.is_cuda:
+        return found
+    exact = plain_peak(events)  # a CPU's allocator rounds nothing and keeps nothing
+    return Replay(exact, exact, 0, True, found.peak)
+
+
+def _fits(least: int, most: int, budget: int) -> bool | None:
+    if most <= budget:
+        return True
+    return False if least > budget else None
+
+
+def _phase_at(phases: dict[str, int], index: int) -> str:
+    begun = [(first, phase) for phase, first in phases.items() if first <= index]
+    return max(begun)[1]

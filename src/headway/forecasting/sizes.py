@@ -1,0 +1,84 @@
+"""Steps of any batch, traced once each, and the searches among them."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from headway.forecasting.answer import replayed
+from headway.forecasting.devices import Device
+from headway.forecasting.events import Event
+from headway.forecasting.fake import trace
+from headway.forecasting.solve import Largest, LongestSequence, Search
+from headway.forecasting.step import Recipe
+from headway.forecasting.trace import Trace
+
+_POINTS = 24
+"""Batches of a curve of memory against the batch."""
+
+
+class Sizes:
+    """Traces steps of any batch, each batch once.
+
+    Args:
+        model_fn: makes the model, here without memory.
+        batch_fn: gives a micro-batch of so many samples.
+        recipe: of the step.
+        device: the target.
+        prepare: is given the model before the first step; None: nothing is done.
+        is_expandable: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+
+    Attributes:
+        num_traces: steps that were traced.
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[[], nn.Module],
+        batch_fn: Callable[[int], Any],
+        recipe: Recipe,
+        device: Device,
+        prepare: Callable[[nn.Module], object] | None,
+        is_expandable: bool,
+    ) -> None:
+        self._model_fn = model_fn
+        self._batch_fn = batch_fn
+        self._recipe = recipe
+        self._device = device
+        self._prepare = prepare
+        self._is_expandable = is_expandable
+        self._traces: dict[int, Trace] = {}
+        self.num_traces = 0
+
+    def trace(self, batch_size: int) -> Trace:
+        """Two steps of micro-batches of so many samples."""
+        if batch_size not in self._traces:
+            self._traces[batch_size] = self._of(partial(self._batch_fn, batch_size))
+        return self._traces[batch_size]
+
+    def _of(self, batch: Callable[[], Any]) -> Trace:
+        self.num_traces += 1
+        return trace(self._model_fn, batch, self._recipe, self._device, self._prepare)
+
+    def largest(self, capacity: int) -> tuple[Largest, Sequence[tuple[int, int]]]:
+        """The largest batch within so many bytes of the allocator, and (batch, bytes) of some up to beyond it."""
+        search = Search(lambda size: self.trace(size).events, self._reserved, capacity)
+        found = search.run()
+        end = max(8, found.batch + found.batch // 4)
+        return found, search.curve(sorted({max(1, round(end * part / _POINTS)) for part in range(1, _POINTS + 1)}))
+
+    def longest(self, longest: LongestSequence, batch_size: int, capacity: int) -> int:
+        """The longest sequence within so many bytes of the allocator."""
+        unit = longest.multiple
+        search = Search(
+            lambda size: self._of(partial(longest.batch_fn, batch_size, size * unit)).events,
+            self._reserved,
+            capacity,
+            longest.limit // unit,
+            degree=2,
+        )
+        return search.run().batch * unit
+
+    def _reserved(self, events: list[Event]) -> int:
+        return replayed(events, self._device, self._is_expandable).reserved
