@@ -71,7 +71,7 @@ def _run(
 ) -> dict[int, tuple[bool, Any]]:
     # A server that has torch imported forks each rank in milliseconds, and is itself clean of threads and groups.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "headway"])
+    context.set_forkserver_preload(["tests.distributed.preloaded"])
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         workers = [

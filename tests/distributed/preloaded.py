@@ -1,0 +1,22 @@
+"""What ranks would import one by one: loaded once, in the server that is forked for each of them."""
+
+import gc
+
+import pytest  # noqa: F401
+import torch._dynamo
+import torch.distributed.device_mesh
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor.parallel
+import torch.utils.data
+
+import headway.accelerator
+import headway.data.loader
+import headway.replay.step
+import headway.strategies.context_parallel
+import headway.strategies.pipeline
+import headway.strategies.sharded
+import headway.strategies.tensor_parallel  # noqa: F401
+
+gc.collect()
+gc.freeze()  # a collection in a rank would copy the pages of all that is here
