@@ -2,13 +2,13 @@
 
 import gc
 
-import pytest  # noqa: F401
+import pytest  # noqa: F401 - for what they were defined in
 import torch._dynamo
 import torch.distributed.device_mesh
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
-import torch.utils.data
+import torch.utils.data  # noqa: F401
 
 import headway.accelerator
 import headway.data.loader
