@@ -2,7 +2,7 @@
 
 import gc
 
-import pytest  # noqa: F401 - for what they were defined in
+import pytest  # noqa: F401 - the module of each test imports it
 import torch._dynamo
 import torch.distributed.device_mesh
 import torch.distributed.fsdp
