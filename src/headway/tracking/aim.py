@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from headway.optional import require
-from headway.tracking.base import TrackedRun, Tracker
+from headway.tracking.base import TrackedRun
+from headway.tracking.held import HeldRun
 from headway.tracking.pictures import Picture, pictures
 
 
-class AimTracker(Tracker):
+class AimTracker(HeldRun):
     """Logs to Aim.
 
     Args:
@@ -18,27 +18,14 @@ class AimTracker(Tracker):
     """
 
     name = "aim"
+    package = "aim"
+    known_by = ("run_hash", "hash")
     requires_logging_directory = True
-
-    def __init__(self, **kwargs: Any) -> None:
-        self._aim: Any = require("aim", "log_with='aim' needs", "aim")
-        self._kwargs = kwargs
-        self._run: Any = None
-
-    @property
-    def tracker(self) -> Any:
-        """The `aim.Run`."""
-        return self._run
 
     @property
     def writer(self) -> Any:
-        """The same, under the name that scripts use."""
+        """The tracker's object, under the name that scripts use."""
         return self._run
-
-    @property
-    def identity(self) -> dict[str, Any] | None:
-        """The run's hash."""
-        return None if self._run is None else {"run_hash": self._run.hash}
 
     def begin(self, run: TrackedRun) -> None:
         """Start a run, or continue the known one."""
@@ -50,7 +37,7 @@ class AimTracker(Tracker):
             chosen["repo"] = str(repo)
         if run.identity is not None:
             chosen["run_hash"] = run.identity.get("run_hash")
-        self._run = self._aim.Run(**chosen | self._kwargs)
+        self._run = self._package.Run(**chosen | self._kwargs)
         self._run.name = run.project
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -60,14 +47,15 @@ class AimTracker(Tracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Numbers as metrics, text as text."""
         for name, value in values.items():
-            told = self._aim.Text(value) if isinstance(value, str) else value
+            told = self._package.Text(value) if isinstance(value, str) else value
             self._run.track(told, **{"name": name, "step": step} | kwargs)
 
     def log_images(self, values: Mapping[str, Sequence[Picture]], step: int | None = None, **kwargs: Any) -> None:
         """Images under their names."""
         for name, images in values.items():
             several = [
-                self._aim.Image(image.squeeze(2) if image.shape[2] == 1 else image) for image in pictures(images, name)
+                self._package.Image(image.squeeze(2) if image.shape[2] == 1 else image)
+                for image in pictures(images, name)
             ]
             told = several[0] if len(several) == 1 else several
             self._run.track(told, **{"name": name, "step": step} | kwargs)

@@ -6,14 +6,14 @@ from typing import Any
 
 from headway import env
 from headway.log import get_logger
-from headway.optional import require
-from headway.tracking.base import TrackedRun, Tracker
+from headway.tracking.base import TrackedRun
+from headway.tracking.held import HeldRun
 from headway.tracking.pictures import Picture, pictures
 
 log = get_logger(__name__)
 
 
-class SwanLabTracker(Tracker):
+class SwanLabTracker(HeldRun):
     """Logs to SwanLab.
 
     Args:
@@ -21,26 +21,13 @@ class SwanLabTracker(Tracker):
     """
 
     name = "swanlab"
-
-    def __init__(self, **kwargs: Any) -> None:
-        self._swanlab: Any = require("swanlab", "log_with='swanlab' needs", "swanlab")
-        self._kwargs = kwargs
-        self._run: Any = None
-
-    @property
-    def tracker(self) -> Any:
-        """The run that `swanlab.init` returned."""
-        return self._run
+    package = "swanlab"
+    known_by = ("id", "id")
 
     @property
     def run(self) -> Any:
-        """The same, under the name that scripts use."""
+        """The tracker's object, under the name that scripts use."""
         return self._run
-
-    @property
-    def identity(self) -> dict[str, Any] | None:
-        """The run's id."""
-        return None if self._run is None else {"id": self._run.id}
 
     def begin(self, run: TrackedRun) -> None:
         """Start a run, or continue the known one."""
@@ -52,11 +39,11 @@ class SwanLabTracker(Tracker):
         if "mode" not in self._kwargs and env.get("SWANLAB_MODE") is None and not self._is_logged_in():
             log.info("swanlab: nobody is logged in, so the run is written offline; upload it with `swanlab sync`")
             chosen["mode"] = "offline"
-        self._run = self._swanlab.init(**chosen | self._kwargs)
+        self._run = self._package.init(**chosen | self._kwargs)
 
     def _is_logged_in(self) -> bool:
         # In the environment, or in a file of this folder or the user's.
-        return bool(env.get("SWANLAB_API_KEY") or self._swanlab.Settings().api_key)
+        return bool(env.get("SWANLAB_API_KEY") or self._package.Settings().api_key)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """The configuration as the run's config."""
@@ -64,14 +51,14 @@ class SwanLabTracker(Tracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """One row of values."""
-        row = {name: self._swanlab.Text(value) if isinstance(value, str) else value for name, value in values.items()}
+        row = {name: self._package.Text(value) if isinstance(value, str) else value for name, value in values.items()}
         self._run.log(row, **{"step": step} | kwargs)
 
     def log_images(self, values: Mapping[str, Sequence[Picture]], step: int | None = None, **kwargs: Any) -> None:
         """One row of images."""
         row = {
             name: [
-                self._swanlab.Image(image.squeeze(2) if image.shape[2] == 1 else image)
+                self._package.Image(image.squeeze(2) if image.shape[2] == 1 else image)
                 for image in pictures(images, name)
             ]
             for name, images in values.items()

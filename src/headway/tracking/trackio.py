@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.optional import require
-from headway.tracking.base import TrackedRun, Tracker
+from headway.tracking.base import TrackedRun
+from headway.tracking.held import HeldRun
 from headway.tracking.pictures import Picture, pictures
 
 
-class TrackioTracker(Tracker):
+class TrackioTracker(HeldRun):
     """Logs to Trackio, into the database of TRACKIO_DIR or Trackio's own default.
 
     Args:
@@ -19,33 +19,20 @@ class TrackioTracker(Tracker):
     """
 
     name = "trackio"
-
-    def __init__(self, **kwargs: Any) -> None:
-        self._trackio: Any = require("trackio", "log_with='trackio' needs", "trackio")
-        self._kwargs = kwargs
-        self._run: Any = None
-
-    @property
-    def tracker(self) -> Any:
-        """The run that `trackio.init` returned."""
-        return self._run
+    package = "trackio"
+    known_by = ("name", "name")
 
     @property
     def run(self) -> Any:
-        """The same, under the name that scripts use."""
+        """The tracker's object, under the name that scripts use."""
         return self._run
-
-    @property
-    def identity(self) -> dict[str, Any] | None:
-        """The run's name."""
-        return None if self._run is None else {"name": self._run.name}
 
     def begin(self, run: TrackedRun) -> None:
         """Start a run, or continue the known one; its link is logged, and no page opens in a notebook."""
         chosen: dict[str, Any] = {"project": run.project.replace("/", "-"), "embed": False}
         if run.identity is not None:
             chosen |= {"name": run.identity.get("name"), "resume": "allow"}
-        self._run = self._trackio.init(**chosen | self._kwargs)
+        self._run = self._package.init(**chosen | self._kwargs)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """The configuration as the run's config; it is sent with the first values."""
@@ -62,7 +49,7 @@ class TrackioTracker(Tracker):
         for name, images in values.items():
             for index, image in enumerate(several := pictures(images, name)):
                 shown = image.repeat(3, axis=2) if image.shape[2] == 1 else image
-                row[name if len(several) == 1 else f"{name}/{index}"] = self._trackio.Image(shown)
+                row[name if len(several) == 1 else f"{name}/{index}"] = self._package.Image(shown)
         self._run.log(row, **{"step": step} | kwargs)
 
     def log_artifact(self, path: Path, name: str, step: int | None = None, **kwargs: Any) -> None:

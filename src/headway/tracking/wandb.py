@@ -9,8 +9,8 @@ from urllib.parse import urlparse
 
 from headway import env
 from headway.log import get_logger
-from headway.optional import require
-from headway.tracking.base import TrackedRun, Tracker
+from headway.tracking.base import TrackedRun
+from headway.tracking.held import HeldRun
 from headway.tracking.pictures import Picture, pictures
 
 log = get_logger(__name__)
@@ -19,7 +19,7 @@ AXIS = "global_step"
 _PATIENCE = 600.0
 
 
-class WandbTracker(Tracker):
+class WandbTracker(HeldRun):
     """Logs to Weights & Biases.
 
     Steps are values of the name `global_step`, by which charts are drawn, and not W&B's own, which can never go back: so
@@ -30,27 +30,15 @@ class WandbTracker(Tracker):
     """
 
     name = "wandb"
+    package = "wandb"
+    installed_by = "headway[trackers]"
+    known_by = ("id", "id")
     holds_back = 20.0  # its own process writes every 15 s, and is killed with this one's group
-
-    def __init__(self, **kwargs: Any) -> None:
-        self._wandb: Any = require("wandb", "log_with='wandb' needs", "headway[trackers]")
-        self._kwargs = kwargs
-        self._run: Any = None
-
-    @property
-    def tracker(self) -> Any:
-        """The run that `wandb.init` gave."""
-        return self._run
 
     @property
     def run(self) -> Any:
-        """The same, by the name that scripts know."""
+        """The tracker's object, by the name that scripts know."""
         return self._run
-
-    @property
-    def identity(self) -> dict[str, Any] | None:
-        """The run's id."""
-        return None if self._run is None else {"id": self._run.id}
 
     def begin(self, run: TrackedRun) -> None:
         """Start a run, or go on with the known one."""
@@ -59,30 +47,30 @@ class WandbTracker(Tracker):
             chosen["dir"] = str(run.folder)
         if run.identity is not None:
             chosen |= {"id": run.identity.get("id"), "resume": "allow"}
-        if "settings" not in self._kwargs and hasattr(self._wandb.Settings(), "finish_timeout"):
+        if "settings" not in self._kwargs and hasattr(self._package.Settings(), "finish_timeout"):
             # Without a bound, an upload that gets nowhere would keep the machines for ever.
-            chosen["settings"] = self._wandb.Settings(finish_timeout=_PATIENCE)
+            chosen["settings"] = self._package.Settings(finish_timeout=_PATIENCE)
         chosen |= self._kwargs
         if "mode" not in chosen and env.get("WANDB_MODE") is None and not self._is_logged_in():
             log.info("wandb: nobody is logged in, so the run is written offline; `wandb sync` uploads it")
             chosen["mode"] = "offline"
         try:
-            self._run = self._wandb.init(**chosen)
-        except self._wandb.errors.CommError as error:
+            self._run = self._package.init(**chosen)
+        except self._package.errors.CommError as error:
             if "mode" in self._kwargs:
                 raise
             reason = str(error).partition("\n")[0]
             log.warning(
                 "wandb: the server cannot be reached (%s): the run is written offline; `wandb sync` uploads it", reason
             )
-            self._run = self._wandb.init(**chosen | {"mode": "offline"})
+            self._run = self._package.init(**chosen | {"mode": "offline"})
         self._run.define_metric(AXIS)
         self._run.define_metric("*", step_metric=AXIS)
 
     def _is_logged_in(self) -> bool:
         if env.get("WANDB_API_KEY") or env.get("WANDB_IDENTITY_TOKEN_FILE"):
             return True
-        settings = self._wandb.Settings()
+        settings = self._package.Settings()
         host = urlparse(env.get("WANDB_BASE_URL") or settings.base_url).hostname or ""
         for path in (env.get("NETRC"), "~/.netrc", "~/_netrc"):
             file = None if path is None else Path(path).expanduser()
@@ -105,7 +93,7 @@ class WandbTracker(Tracker):
         """One row of images."""
         row = {
             name: [
-                self._wandb.Image(image.squeeze(2) if image.shape[2] == 1 else image)
+                self._package.Image(image.squeeze(2) if image.shape[2] == 1 else image)
                 for image in pictures(images, name)
             ]
             for name, images in values.items()
