@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 from headway import Accelerator
 from headway.config.mesh import parse
 from headway.planning.compare import plan
+from headway.planning.drive import CutSequences
 from headway.planning.meter import Meter
 from headway.planning.sources import unmasked
 from headway.planning.trial import rehearse, run
@@ -60,7 +61,8 @@ def on_a_rank(make, strategy, precision, make_optimizer):
         made.append(make_optimizer(parameters))
         return made[0]
 
-    trial = run(model, layout, loss, keep, precision)
+    drive = CutSequences(accelerator.strategy, model) if layout.cp > 1 else None
+    trial = run(model, layout, loss, keep, precision, drive=drive)
     local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
     state = [value for held in made[0].state.values() for value in held.values() if isinstance(value, torch.Tensor)]
@@ -88,6 +90,8 @@ CASES = [
     (llama, "fsdp", 4, "bf16", adamw),
     (llama, "hsdp=2", 4, "no", sgd),
     (tied, "hsdp=2", 4, "bf16", adamw),
+    (llama, "cp", 2, "no", adamw),
+    (tied, "fsdp+cp=2", 4, "bf16", sgd),
 ]
 
 

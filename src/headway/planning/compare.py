@@ -13,7 +13,8 @@ from headway.planning.costs import Cluster, Cost, cost
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.outcome import Plan, outcome
 from headway.planning.table import tabulate
-from headway.planning.trial import Step, rehearse
+from headway.planning.drive import Step
+from headway.planning.trial import rehearse
 from headway.units import format_bytes
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -149,13 +150,7 @@ def _resolved(strategy: str, num_ranks: int, machine_ranks: int) -> Layout:
         raise UnsupportedError(
             f"{strategy} is DeepSpeed's engine, which is not planned; fsdp cuts what zero3 does, and says what that takes"
         )
-    layout = asked.resolve(num_ranks, machine_ranks)
-    if layout.cp > 1:
-        raise UnsupportedError(
-            f"{strategy} cuts sequences, which is not planned; plan it without cp: weights, gradients and optimizer state are those "
-            f"of fsdp on as many ranks, and activations those of sequences of 1/{layout.cp} of the length"
-        )
-    return layout
+    return asked.resolve(num_ranks, machine_ranks)
 
 
 def candidates(num_ranks: int, machine_ranks: int, has_plan: bool = False) -> Sequence[str]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from headway.config.mesh import Layout
 from headway.errors import ConfigError
-from headway.planning.meter import Exchange
+from headway.planning.meter import SHARED, Exchange
 from headway.planning.outcome import Plan
 
 _IN_THE_WAY = frozenset({"tp", "cp", "pp"})
@@ -38,7 +38,8 @@ class Cluster:
 
     def is_within_machine(self, axis: str, layout: Layout) -> bool:
         """Do the groups along this axis lie on one machine each?"""
-        axes = set(axis.split("x")) & layout.sizes.keys() or set(layout.sizes)
+        named = {"shard", "cp"} if axis == SHARED else set(axis.split("x"))
+        axes = named & layout.sizes.keys() or set(layout.sizes)
         stride, span, block = layout.num_ranks, 0, 1
         for name, size in layout.sizes.items():
             stride //= size

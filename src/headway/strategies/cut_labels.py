@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from headway.config.plugins import TorchContextParallelConfig
 from headway.errors import DataError, PrepareError
-from headway.strategies import zigzag
+from headway.strategies import context_check, zigzag
 from headway.strategies.crossings import Axis
 
 _DEFAULT = -100
@@ -89,7 +89,8 @@ class Labels:
             return self._of_loss
         if self._options.ignore_index is not None:
             return self._options.ignore_index
-        return min((int(label.min()) for label in labels.values() if _is_class(label)), default=0)
+        known = [label for label in labels.values() if _is_class(label) and context_check.has_values(label)]
+        return min((int(label.min()) for label in known), default=0)
 
     def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Cut them among what the model is given.
@@ -114,7 +115,7 @@ class Labels:
     def _check_padding(self, label: torch.Tensor) -> None:
         """Before a rank that alone has the padding would raise, while the others wait for its share of the loss."""
         length = label.shape[1]
-        is_known = self._of_loss is not None
+        is_known = self._of_loss is not None or not context_check.has_values(label)
         if is_known or not _is_class(label) or zigzag.padded(length, self._axis) == length:
             return
         least = int(label.masked_fill(label == self.ignored, 0).min())
