@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,7 +12,8 @@ from headway.config.strategies import collect_options
 from headway.errors import ConfigError, HeadwayError, StateError, UnsupportedError
 from headway.planning.costs import Cluster, Cost, cost
 from headway.planning.optimizers import Optimizer, maker
-from headway.planning.outcome import Plan, outcome
+from headway.planning.outcome import Plan, outcome, outcome_of_stages
+from headway.planning.stages import rehearse_stages
 from headway.planning.table import tabulate
 from headway.planning.drive import Step
 from headway.planning.trial import rehearse
@@ -98,8 +100,19 @@ def plan(
         raise ConfigError(f"the layout {layout} takes {layout.num_ranks} ranks, but the run has {num_ranks}")
     name = strategy if isinstance(strategy, str) else "+".join(f"{k}={v}" for k, v in layout.sizes.items())
     options = collect_options(kwargs_handlers)
-    trial = rehearse(make, layout, 0, step, maker(optimizer), precision, options, machine_ranks)
-    return outcome(name, layout, trial, tokens)
+    trial = partial(
+        rehearse,
+        make,
+        layout,
+        step=step,
+        make_optimizer=maker(optimizer),
+        precision=precision,
+        options=options,
+        machine_ranks=machine_ranks,
+    )
+    if layout.pp > 1:
+        return outcome_of_stages(name, layout, rehearse_stages(layout, lambda rank, told: trial(rank, told=told)), tokens)
+    return outcome(name, layout, trial(0), tokens)
 
 
 def compare(

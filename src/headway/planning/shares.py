@@ -100,6 +100,10 @@ class Ranks:
             held, stored = held * is_here, stored * is_here
         return held, stored
 
+    def by_stage(self, values: Sequence[int]) -> torch.Tensor:
+        """What each rank has, of what each place along "pp" has: (num_ranks,)."""
+        return torch.tensor(values, dtype=torch.long)[self.coordinates["pp"]]
+
     def is_on(self, stages: frozenset[int]) -> torch.Tensor:
         """Which ranks stand at these places along "pp": (num_ranks,)."""
         return torch.isin(self.coordinates["pp"], torch.tensor(sorted(stages)))
