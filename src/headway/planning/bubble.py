@@ -91,6 +91,6 @@ def simulate(lanes: Sequence[Lane], seconds: Callable[[Event], float]) -> float:
     """
     traffic = Traffic([lane.rank for lane in lanes])
     while not all(lane.is_done for lane in lanes):
-        if not any([lane.go_on(traffic, seconds) for lane in lanes]):
+        if not any(lane.go_on(traffic, seconds) for lane in lanes):
             raise StateError("the ranks of a pipeline wait for each other in the order of their sends and receives")
     return max(lane.clock for lane in lanes)

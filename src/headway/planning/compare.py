@@ -11,11 +11,11 @@ from headway.config.mesh import Layout, parse
 from headway.config.strategies import collect_options
 from headway.errors import ConfigError, HeadwayError, StateError, UnsupportedError
 from headway.planning.costs import Cluster, Cost, cost
+from headway.planning.drive import Step
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.outcome import Plan, outcome, outcome_of_stages
 from headway.planning.stages import rehearse_stages
 from headway.planning.table import tabulate
-from headway.planning.drive import Step
 from headway.planning.trial import rehearse
 from headway.units import format_bytes
 
@@ -111,7 +111,9 @@ def plan(
         machine_ranks=machine_ranks,
     )
     if layout.pp > 1:
-        return outcome_of_stages(name, layout, rehearse_stages(layout, lambda rank, told: trial(rank, told=told)), tokens)
+        return outcome_of_stages(
+            name, layout, rehearse_stages(layout, lambda rank, told: trial(rank, told=told)), tokens
+        )
     return outcome(name, layout, trial(0), tokens)
 
 

@@ -246,9 +246,7 @@ def outcome_of_stages(strategy: str, layout: Layout, trials: Sequence[Trial], to
     shares = Shares(layout, cut, states, [trial.buffers for trial in trials], beside)
     has_step = trials[0].volumes is not None
     stages = tuple(
-        Stage(
-            shares.of(rank), trial.activations, trial.volumes or {}, sum((trial.flops or {}).values()), trial.events
-        )
+        Stage(shares.of(rank), trial.activations, trial.volumes or {}, sum((trial.flops or {}).values()), trial.events)
         for rank, trial in zip(layout.groups("pp")[0], trials)
     )
     fullest = max(stages, key=lambda stage: stage.share.num_bytes + (stage.activations or 0))

@@ -132,7 +132,10 @@ def _stages(plan: Plan) -> list[str]:
         ]
         for place, stage in enumerate(plan.stages)
     ]
-    return ["by place along the pipeline, where the last lines show the rank that has most of each:", *_columns([head, *rows])]
+    return [
+        "by place along the pipeline, where the last lines show the rank that has most of each:",
+        *_columns([head, *rows]),
+    ]
 
 
 def _gaps(plan: Plan) -> Iterable[str]:

@@ -29,7 +29,8 @@ class Transfer(dist.P2POp):
 
     def __new__(cls, op: Any, tensor: torch.Tensor, peer: int, group: Any, name: str) -> "Transfer":
         """torch checks its arguments where the object is made."""
-        return super().__new__(cls, op, tensor, peer, group)
+        made: Transfer = super().__new__(cls, op, tensor, peer, group)
+        return made
 
 
 class _Named:
