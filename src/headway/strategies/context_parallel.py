@@ -87,7 +87,7 @@ class ContextParallel:
         self._first, self._last = blocks[0], blocks[-1]
         self._eager = _use_sdpa(model)
         self._parameters = _positional(model)
-        self._labels = Labels(model, self._parameters, options, self._axis)
+        self._labels = Labels(model, self._parameters, options, self._axis, everyone)
         self._ring = ring.find(mesh, options.cp_comm_strategy or "allgather", everyone.runtime.scope.own(ring.Rings))
         self._door = Door(self._axis, None if self._ring is None else self._ring.attend)
         self._streams = Streams(self._axis)

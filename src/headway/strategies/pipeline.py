@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -126,6 +127,7 @@ class PipelineStrategy(SingleStrategy):
         Raises:
             PrepareError: the model cannot be cut into so many stages.
         """
+        self._check_frozen(model)
         known = self.everyone.runtime.scope.own(Staged).of
         how = (self.layout, self._options)
         before = known.get(model)
@@ -162,6 +164,24 @@ class PipelineStrategy(SingleStrategy):
                 return calls(bare, args, kwargs, is_shared)
 
         pipe.route.whole = call
+
+    def _check_frozen(self, model: torch.nn.Module) -> None:
+        """Gradients travel to what learns: stages that disagree about that would wait for each other.
+
+        Raises:
+            PrepareError: on all ranks, with a parameter about which they disagree.
+        """
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        told = {row[0] for row in self.everyone.gather_numbers([float(crc32("\n".join(frozen).encode()))])}
+        if len(told) == 1:
+            return
+        of_each = [set(each) for each in self.everyone.gather_objects(frozen)]
+        name = min(set().union(*of_each) - set.intersection(*of_each))
+        ranks = ", ".join(str(rank) for rank, each in enumerate(of_each) if name in each)
+        raise PrepareError(
+            f"{name} of {type(model).__name__} is frozen (requires_grad=False) on ranks {ranks} only; freeze the same parameters on "
+            "all ranks of a pipeline, also those of other stages"
+        )
 
     def _cut(self, model: torch.nn.Module, transforms: Iterable[Transform]) -> tuple[Route, PipelineState]:
         num_ranks, rank = self._group.world_size, self._group.rank
