@@ -95,7 +95,8 @@ def gpt2() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt": gpt, "gpt, frozen": gpt_frozen, "llama": llama, "llama, tied": lambda: llama(tied=True), "gpt2": gpt2,
+    "gpt": gpt, "gpt, dropout": lambda: GPT(dropout=0.3), "gpt, frozen": gpt_frozen,
+    "llama": llama, "llama, tied": lambda: llama(tied=True), "gpt2": gpt2,
 }  # fmt: skip
 
 

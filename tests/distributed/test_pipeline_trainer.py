@@ -1,4 +1,4 @@
-"""The Trainer trains, evaluates and saves under a pipeline as on one process."""
+"""The Trainer trains, evaluates and saves under a pipeline, and with sequences in parts, as on one process."""
 
 import pytest
 import torch
@@ -55,10 +55,11 @@ def train(layout, folder):
     return [value for entry in trainer.state.log_history for name, value in entry.items() if name.endswith("loss")]
 
 
-def test_the_trainer_goes_through_a_pipeline(tmp_path):
+def test_the_trainer_goes_through_a_pipeline_and_cuts_sequences(tmp_path):
     (expected,) = run_ranks(train, 1, "ddp", str(tmp_path / "one"))
     assert len(expected) > 4
     assert expected[-1] < expected[0]
-    for losses in run_ranks(train, 2, "pp", str(tmp_path / "two"), timeout=200):
-        assert losses == pytest.approx(expected, abs=2e-6)
-    assert list((tmp_path / "two").rglob("manifest.json"))
+    for layout in ("pp", "cp"):
+        for losses in run_ranks(train, 2, layout, str(tmp_path / layout), timeout=200):
+            assert losses == pytest.approx(expected, abs=2e-6), layout
+        assert list((tmp_path / layout).rglob("manifest.json"))

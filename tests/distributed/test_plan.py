@@ -1,12 +1,15 @@
 """`headway plan` against real ranks: what a plan says of each rank is what that rank holds and sends on gloo."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from headway import Accelerator
+from headway import Accelerator, PipelineOptions
 from headway.config.mesh import parse
 from headway.planning.compare import plan
+from headway.planning.drive import CutSequences, Pipeline
 from headway.planning.meter import Meter
 from headway.planning.sources import unmasked
 from headway.planning.trial import rehearse, run
@@ -60,7 +63,8 @@ def on_a_rank(make, strategy, precision, make_optimizer):
         made.append(make_optimizer(parameters))
         return made[0]
 
-    trial = run(model, layout, loss, keep, precision)
+    drive = CutSequences(accelerator.strategy, model) if layout.cp > 1 else None
+    trial = run(model, layout, loss, keep, precision, drive=drive)
     local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
     state = [value for held in made[0].state.values() for value in held.values() if isinstance(value, torch.Tensor)]
@@ -88,6 +92,8 @@ CASES = [
     (llama, "fsdp", 4, "bf16", adamw),
     (llama, "hsdp=2", 4, "no", sgd),
     (tied, "hsdp=2", 4, "bf16", adamw),
+    (llama, "cp", 2, "no", adamw),
+    (tied, "fsdp+cp=2", 4, "bf16", sgd),
 ]
 
 
@@ -107,6 +113,91 @@ def test_a_rank_holds_and_sends_what_the_plan_says(make, strategy, num_ranks, pr
         assert planned.exchanges == trial.volumes
         # The same rank, rehearsed.
         assert rehearse(make, layout, rank, loss, make_optimizer, precision) == trial
+
+
+@dataclass(frozen=True)
+class Text:
+    """A batch that can be cut."""
+
+    rows: int
+
+    def inputs(self):
+        tokens = torch.zeros(self.rows, LENGTH, dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens}
+
+    def loss(self, model, inputs):
+        return model(**inputs).loss
+
+    def __call__(self, model):
+        return self.loss(model, self.inputs())
+
+
+def four():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 3, "num_key_value_heads": 1}
+    return unmasked(LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, vocab_size=31, use_cache=False)))
+
+
+PIPELINES = {
+    2: [
+        (tied, "pp", PipelineOptions(num_microbatches=2), adamw),
+        (four, "pp", PipelineOptions("1f1b", num_microbatches=4), sgd),
+        (four, "pp", PipelineOptions("interleaved", num_microbatches=4), sgd),
+        (four, "pp", PipelineOptions("zbv", num_microbatches=4), sgd),
+    ],
+    4: [
+        (four, "ddp=2+pp=2", PipelineOptions("1f1b", num_microbatches=3), adamw),
+        (four, "pp", PipelineOptions("1f1b", num_microbatches=6), sgd),
+    ],
+}
+
+
+def on_stages(num_ranks):
+    """Real updates by each schedule, counted by the plan's meter, and measured without it."""
+    found = []
+    for make, strategy, options, make_optimizer in PIPELINES[num_ranks]:
+        accelerator = Accelerator(cpu=True, strategy=strategy, kwargs_handlers=[options])
+        layout = parse(strategy).resolve(num_ranks)
+        model = accelerator.prepare(make())
+        made = []
+
+        def keep(parameters, made=made, make_optimizer=make_optimizer):
+            made.append(make_optimizer(parameters))
+            return made[0]
+
+        drive = Pipeline(accelerator.strategy, options.schedule, Text(6))
+        trial = run(model, layout, Text(6), keep, drive=drive)
+        held = [p for p in model.parameters() if not p.is_meta]
+        state = [value for each in made[0].state.values() for value in each.values() if isinstance(value, torch.Tensor)]
+        measured = [sum(t.nbytes for t in tensors) for tensors in (held, [p.grad for p in held], state)]
+        found.append((trial, measured))
+        accelerator.end_training()
+    return found
+
+
+def without_handshakes(volumes):
+    """Headway's agreements before exchanges are the only all-gathers of a pipeline, of a few numbers each."""
+    told = [volume for exchange, volume in volumes.items() if exchange.kind == "all_gather"]
+    assert all(volume.largest < 20_000 for volume in told)
+    return {exchange: volume for exchange, volume in volumes.items() if exchange.kind != "all_gather"}
+
+
+@pytest.mark.parametrize("num_ranks", PIPELINES)
+def test_a_stage_holds_and_sends_what_the_plan_says(num_ranks):
+    real = run_ranks(on_stages, num_ranks, num_ranks)
+    for index, (make, strategy, options, make_optimizer) in enumerate(PIPELINES[num_ranks]):
+        planned = plan(make, strategy, num_ranks, step=Text(6), optimizer=make_optimizer, kwargs_handlers=[options])
+        for rank, results in enumerate(real):
+            trial, (weights, gradients, state) = results[index]
+            share = planned.shares.of(rank)
+            stage = planned.stages[planned.layout.coordinates(rank)["pp"]]
+            assert share.weights - trial.buffers == weights == trial.weights
+            assert share.gradients == gradients
+            assert share.optimizer_state == state
+            assert stage.activations == trial.activations
+            assert stage.exchanges == without_handshakes(trial.volumes)
+            assert stage.flops == sum(trial.flops.values())
 
 
 def replicas():

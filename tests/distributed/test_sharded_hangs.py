@@ -1,4 +1,4 @@
-"""Under FSDP ranks wait in each other's gathers and reductions: a report names the unit, the line and the rank that is missing."""
+"""Ranks that wait in FSDP's exchanges, or for a stage of a pipeline: a report names that, the line and the missing rank."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ from tests.distributed.test_hang import PATIENCE, begin, line_of
 MODEL = """
 import os, time, torch
 from torch import nn
-from headway import Accelerator
+from headway import Accelerator, PipelineOptions
 accelerator = Accelerator(cpu=True)
 rank = accelerator.process_index
 class Net(nn.Module):
@@ -47,12 +47,31 @@ for step in range(2):
         time.sleep(300)  # GONE
     model(torch.ones(2, 4)).sum().backward()  # WAITS
 """, 3, {"ranks 0-1": "all-reduce of blocks.2", "rank 2": "all-gather of the root"}),
+    "pp stopped": (MODEL + """
+import signal
+def halt(*given):
+    if rank == 1 and step == 2:
+        for _ in range(25):
+            time.sleep(0.1)  # GONE
+        os.kill(os.getpid(), signal.SIGSTOP)
+model.blocks[1].register_forward_pre_hook(halt)
+for step in range(3):
+    accelerator.backward(model(torch.ones(6, 4)).sum())  # WAITS
+""", 1, {"rank 0": "send to stage 1", "rank 2": "receive from stage 1"}),
+    "pp backward": (MODEL.replace("cpu=True", "cpu=True, kwargs_handlers=[PipelineOptions('1f1b')]") + """
+def lag(*gradients):
+    if rank == 1 and step == 1:
+        time.sleep(300)  # GONE
+model.blocks[1].register_full_backward_hook(lag)
+for step in range(2):
+    accelerator.forward_backward(torch.ones(6, 4), lambda part: model(part).sum())  # WAITS
+""", 1, {"ranks 0, 2": "send to stage 1"}),
 }  # fmt: skip
 
 
 def run(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
     folder.mkdir()
-    layout, num_ranks = name.split()[0], "4" if name.startswith("hsdp") else "2"
+    layout, num_ranks = name.split()[0], {"hsdp=2": "4", "pp": "3"}.get(name.split()[0], "2")
     flags = ("--cpu", "-n", num_ranks, "-q", "--patience", str(PATIENCE), "--strategy", layout)
     process = begin(folder, CASES[name][0], *flags)
     try:
@@ -64,7 +83,7 @@ def run(folder: Path, name: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_hang_inside_fsdp_names_unit_line_and_rank(tmp_path):
+def test_a_hang_inside_an_engine_names_unit_line_and_rank(tmp_path):
     with ThreadPoolExecutor(len(CASES)) as pool:
         ran = {name: pool.submit(run, tmp_path / re.sub(r"\W", "_", name), name) for name in CASES}
     for name, (body, missing, waiting) in CASES.items():
@@ -73,7 +92,7 @@ def test_a_hang_inside_fsdp_names_unit_line_and_rank(tmp_path):
         gone, waits = line_of(body, "# GONE"), line_of(body, "# WAITS")
         assert result.returncode == 1, shown
         assert re.search(rf"this run hangs: rank {missing} of \d is missing from ", result.stderr), shown
-        assert f"is at train.py:{gone}" in result.stderr, shown
+        assert re.search(rf"(is|was) at train.py:{gone}\b", result.stderr), shown
         for ranks, operation in waiting.items():
             pattern = rf"{ranks}.* waits? in {re.escape(operation)} .*at train.py:{waits}"
             assert re.search(pattern, result.stderr), shown

@@ -23,6 +23,7 @@ from headway import (
     ActivationCheckpointing,
     DataLoaderConfiguration,
     ShardingOptions,
+    TorchDynamoPlugin,
     Trainer,
     TrainingArguments,
 )
@@ -63,9 +64,14 @@ class Cell:
     pieces_from: int = 99
     handlers: tuple[Any, ...] = field(default=(), compare=False)
     label: str = ""
+    backend: str = ""
 
     def __str__(self) -> str:
-        return " ".join(map(str, (self.label or self.model, self.where, self.who, self.batch, self.steps, self.form)))
+        return " ".join(
+            map(
+                str, (self.label or self.backend or self.model, self.where, self.who, self.batch, self.steps, self.form)
+            )
+        )
 
 
 class Fault:
@@ -105,6 +111,7 @@ def start(layout: str, cell: Cell) -> Accelerator:
     return Accelerator(
         cpu=True, strategy=layout, gradient_accumulation_steps=cell.steps, microbatching="auto", mixed_precision=cell.precision,
         on_non_finite="raise", dataloader_config=DataLoaderConfiguration(even_batches=False), kwargs_handlers=list(cell.handlers),
+        dynamo_plugin=TorchDynamoPlugin(backend=cell.backend, use_regional_compilation=True) if cell.backend else None,
     )  # fmt: skip
 
 
@@ -218,6 +225,14 @@ VARIANTS = [
 ]
 
 
+ALONE = [
+    Cell("backward", (1,), batch=3, handlers=(ShardingOptions(cpu_offload=True),), label="offloaded"),
+    Cell("before", (1,), batch=3, backend="aot_eager"), Cell("late backward", (0,), batch=3, backend="aot_eager"),
+    Cell("backward", (1,), batch=3, precision="fp16", label="fp16"),
+    Cell("forward", (1,), batch=3, model="gpt, dropout", steps=2),
+]  # fmt: skip
+
+
 def test_at_every_place():
     check("fsdp", 2, PLACES)
 
@@ -226,6 +241,13 @@ def test_every_kind_of_model():
     # In bf16, how the sum over rows is split shows in the third digit.
     check("fsdp", 2, VARIANTS[1:])
     check("fsdp", 2, VARIANTS[:1], far=2e-3)
+
+
+def test_other_features():
+    """Bit for bit what the same pieces give: with offloaded parameters, compiled blocks, scaled losses, and masks drawn again."""
+    check("fsdp", 2, ALONE[:-2])
+    check("fsdp", 2, ALONE[-2:-1], far=2e-3)
+    check("fsdp", 2, ALONE[-1:], far=1.0)  # other pieces draw other masks
 
 
 def test_replicas_of_shards():

@@ -7,6 +7,7 @@ import click
 
 from headway.cli.options import GroupedCommand, GroupedOption, examples
 from headway.config.mesh import parse
+from headway.config.pipeline import SCHEDULES, PipelineOptions
 from headway.config.strategies import ActivationCheckpointing
 from headway.errors import ConfigError
 from headway.units import format_bytes, format_number, parse_bytes
@@ -49,7 +50,10 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], json_: bool, **give
         optimizer=given["optimizer"],
         precision=given["precision"],
         tokens=source.tokens,
-        kwargs_handlers=[ActivationCheckpointing()] if given["checkpoint_activations"] else None,
+        kwargs_handlers=[
+            PipelineOptions(given["schedule"], given["microbatches"]),
+            *([ActivationCheckpointing()] if given["checkpoint_activations"] else []),
+        ],
     )
     if len(strategy) == 1 and found.rows[0].plan is None:
         raise ConfigError(found.rows[0].reason)
@@ -139,6 +143,21 @@ command = GroupedCommand(
             group="Run",
             is_flag=True,
             help="Keep only the inputs of blocks for backward, and recompute the rest.",
+        ),
+        GroupedOption(
+            ["--schedule"],
+            group="Run",
+            type=click.Choice(SCHEDULES),
+            metavar="|".join(SCHEDULES),
+            default="gpipe",
+            help="Order of micro-batches in layouts with pp.  [default: gpipe]",
+        ),
+        GroupedOption(
+            ["--microbatches"],
+            metavar="N",
+            group="Run",
+            type=click.IntRange(min=1),
+            help="Parts of a batch in layouts with pp.  [default: 2 per stage, at most one per sample]",
         ),
         _number("--machine_ranks", "N", 8, "Ranks on one machine.", click.IntRange(min=1)),
         _number("--intra", "GB/S", 300.0, "Bandwidth of a rank within its machine.", _ABOVE_0),

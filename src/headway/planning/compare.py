@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -10,10 +11,12 @@ from headway.config.mesh import Layout, parse
 from headway.config.strategies import collect_options
 from headway.errors import ConfigError, HeadwayError, StateError, UnsupportedError
 from headway.planning.costs import Cluster, Cost, cost
+from headway.planning.drive import Step
 from headway.planning.optimizers import Optimizer, maker
-from headway.planning.outcome import Plan, outcome
+from headway.planning.outcome import Plan, outcome, outcome_of_stages
+from headway.planning.stages import rehearse_stages
 from headway.planning.table import tabulate
-from headway.planning.trial import Step, rehearse
+from headway.planning.trial import rehearse
 from headway.units import format_bytes
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -97,8 +100,21 @@ def plan(
         raise ConfigError(f"the layout {layout} takes {layout.num_ranks} ranks, but the run has {num_ranks}")
     name = strategy if isinstance(strategy, str) else "+".join(f"{k}={v}" for k, v in layout.sizes.items())
     options = collect_options(kwargs_handlers)
-    trial = rehearse(make, layout, 0, step, maker(optimizer), precision, options, machine_ranks)
-    return outcome(name, layout, trial, tokens)
+    trial = partial(
+        rehearse,
+        make,
+        layout,
+        step=step,
+        make_optimizer=maker(optimizer),
+        precision=precision,
+        options=options,
+        machine_ranks=machine_ranks,
+    )
+    if layout.pp > 1:
+        return outcome_of_stages(
+            name, layout, rehearse_stages(layout, lambda rank, told: trial(rank, told=told)), tokens
+        )
+    return outcome(name, layout, trial(0), tokens)
 
 
 def compare(
@@ -149,13 +165,7 @@ def _resolved(strategy: str, num_ranks: int, machine_ranks: int) -> Layout:
         raise UnsupportedError(
             f"{strategy} is DeepSpeed's engine, which is not planned; fsdp cuts what zero3 does, and says what that takes"
         )
-    layout = asked.resolve(num_ranks, machine_ranks)
-    if layout.cp > 1:
-        raise UnsupportedError(
-            f"{strategy} cuts sequences, which is not planned; plan it without cp: weights, gradients and optimizer state are those "
-            f"of fsdp on as many ranks, and activations those of sequences of 1/{layout.cp} of the length"
-        )
-    return layout
+    return asked.resolve(num_ranks, machine_ranks)
 
 
 def candidates(num_ranks: int, machine_ranks: int, has_plan: bool = False) -> Sequence[str]:

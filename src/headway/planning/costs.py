@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from headway.config.mesh import Layout
 from headway.errors import ConfigError
-from headway.planning.meter import Exchange
+from headway.planning.bubble import Lane, simulate
+from headway.planning.meter import SHARED, Event, Exchange
 from headway.planning.outcome import Plan
 
 _IN_THE_WAY = frozenset({"tp", "cp", "pp"})
@@ -38,7 +39,8 @@ class Cluster:
 
     def is_within_machine(self, axis: str, layout: Layout) -> bool:
         """Do the groups along this axis lie on one machine each?"""
-        axes = set(axis.split("x")) & layout.sizes.keys() or set(layout.sizes)
+        named = {"shard", "cp"} if axis == SHARED else set(axis.split("x"))
+        axes = named & layout.sizes.keys() or set(layout.sizes)
         stride, span, block = layout.num_ranks, 0, 1
         for name, size in layout.sizes.items():
             stride //= size
@@ -56,9 +58,10 @@ class Cost:
         compute: seconds of computing.
         by_axis: seconds of exchanges along each axis.
         seconds: of the update, where all that can overlap does.
-        bottleneck: "compute" or the axis that takes longest.
+        bottleneck: "compute", the axis that takes longest, or "bubble".
         tokens_per_second: of the whole run; 0: the tokens of an update are not known.
         per_unit: rank-seconds for a token, or for one batch of a data shard: what layouts are compared by.
+        bubble: seconds for which the rank of a pipeline that computes most waits for the others.
     """
 
     compute: float
@@ -67,6 +70,7 @@ class Cost:
     bottleneck: str
     tokens_per_second: float
     per_unit: float
+    bubble: float = 0.0
 
 
 def cost(plan: Plan, cluster: Cluster) -> Cost | None:
@@ -85,7 +89,12 @@ def cost(plan: Plan, cluster: Cluster) -> Cost | None:
         else:
             links[is_within] += seconds
     seconds = max(waiting, *links.values())
+    bubble = 0.0
     candidates = {"compute": compute, **by_axis}
+    if plan.stages:
+        seconds = _in_stages(plan, cluster)
+        bubble = max(0.0, seconds - compute - sum(by_axis.values()))
+        candidates["bubble"] = bubble
     bottleneck = max(candidates, key=lambda name: candidates[name])
     units = plan.layout.num_data_shards * (plan.tokens or 1)
     rate = units / seconds if seconds else 0.0
@@ -96,7 +105,22 @@ def cost(plan: Plan, cluster: Cluster) -> Cost | None:
         bottleneck,
         rate if plan.tokens else 0.0,
         plan.num_ranks * seconds / units,
+        bubble,
     )
+
+
+def _in_stages(plan: Plan, cluster: Cluster) -> float:
+    """Seconds of an update of a pipeline, whose exchanges nothing overlaps but the sending of what others wait for."""
+    rates = {
+        axis: cluster.intra if cluster.is_within_machine(axis, plan.layout) else cluster.inter
+        for axis in plan.layout.sizes
+    }
+
+    def seconds(event: Event) -> float:
+        rate = cluster.flops if event.kind == "compute" else rates.get(event.axis, cluster.inter)
+        return event.amount / rate
+
+    return simulate([Lane(stage.events, stage.share.rank) for stage in plan.stages], seconds)
 
 
 def _seconds(exchange: Exchange, num_bytes: int, layout: Layout, cluster: Cluster) -> tuple[float, bool]:

@@ -30,6 +30,10 @@ _SILENT = ("wait", "barrier", "recv", "monitored")  # what is received has been 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
+SHARED = "shard_cp"
+"""What parameters and gradients are exchanged along where sequences are cut: all ranks that share parameters."""
+
+
 @dataclass(frozen=True)
 class Exchange:
     """A kind of exchange of one update.
@@ -37,7 +41,8 @@ class Exchange:
     Attributes:
         phase: "forward", "backward" or "update".
         kind: which collective: "all_gather", "reduce_scatter", "all_reduce" ...
-        axis: along which axis of the layout; several are joined by "x".
+        axis: along which axis of the layout; several are joined by "x". "shard_cp": shards and parts of sequences, which share
+            parameters; "cp" is then what attention sends.
         num_ranks: of its group.
     """
 
@@ -67,6 +72,23 @@ class Volume:
     largest: int = 0
 
 
+@dataclass(frozen=True)
+class Event:
+    """What a rank does next, and others may wait for.
+
+    Attributes:
+        kind: "compute", "send", "recv", or a collective.
+        amount: FLOPs, or bytes that this rank sends.
+        axis: of an exchange.
+        ranks: that take part, this one excluded for "send" and "recv".
+    """
+
+    kind: str
+    amount: float
+    axis: str = ""
+    ranks: tuple[int, ...] = ()
+
+
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what is done in its block; tensors may be real or fake.
 
@@ -78,6 +100,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         volumes: by exchange.
         flops: by phase, of matrix products, convolutions and attention.
         gathered: storages, by address, into which sharded parameters were gathered.
+        events: computing and exchanges in order, where the layout has stages, which wait for each other.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -87,7 +110,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops: Counter[str] = Counter()
         self.gathered: dict[int, torch.UntypedStorage] = {}
         self._layout = layout
-        self._groups: dict[str, tuple[str, int]] = {}
+        self._groups: dict[str, tuple[str, list[int]]] = {}
+        self.events: list[Event] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -103,28 +127,48 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage = tensor.untyped_storage()
                 self.gathered[storage._cdata] = storage
         else:
-            self.flops[self.phase] += _flops(func, args, kwargs, result)
+            self._computed(_flops(func, args, kwargs, result))
         return result
+
+    def _computed(self, flops: int) -> None:
+        self.flops[self.phase] += flops
+        if flops and self._layout.pp > 1:
+            before = self.events.pop().amount if self.events and self.events[-1].kind == "compute" else 0.0
+            self.events.append(Event("compute", before + flops))
 
     def _exchanged(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         name = func._schema.name.partition("::")[2]
+        if name.startswith("recv") and self._layout.pp > 1:
+            self._note("recv", 0, args)
         if any(word in name for word in _SILENT):
             return
         kind = next((kind for kind, words in _KINDS if any(word in name for word in words)), name)
-        axis, num_ranks = self._axis(args)
+        axis, ranks = self._axis(args)
+        # FSDP alone calls c10d's own operations there: attention calls functional ones, which autograd sees.
+        if func.namespace == "c10d" and "cp" in axis.split("x"):
+            axis = SHARED
         results = result if isinstance(result, tuple) else (result,)
         size = max((sum(tensor.nbytes for tensor in _tensors(value)) for value in (*args, *results)), default=0)
-        volume = self.volumes.setdefault(Exchange(self.phase, kind, axis, num_ranks), Volume())
+        exchange = Exchange(self.phase, kind, axis, len(ranks))
+        if self._layout.pp > 1:
+            self._note(kind, exchange.sent(size), args)
+        volume = self.volumes.setdefault(exchange, Volume())
         volume.calls += 1
         volume.num_bytes += size
         volume.largest = max(volume.largest, size)
 
-    def _axis(self, args: tuple[Any, ...]) -> tuple[str, int]:
+    def _note(self, kind: str, amount: float, args: tuple[Any, ...]) -> None:
+        axis, ranks = self._axis(args)
+        if kind in ("send", "recv"):
+            ranks = [ranks[next(each for each in args if isinstance(each, int))]]
+        self.events.append(Event(kind, amount, axis, tuple(ranks)))
+
+    def _axis(self, args: tuple[Any, ...]) -> tuple[str, list[int]]:
         name = _group_name(args)
         if name not in self._groups:
             c10d: Any = dist.distributed_c10d
             ranks = dist.get_process_group_ranks(c10d._resolve_process_group(name))
-            self._groups[name] = axes_of(ranks, self._layout), len(ranks)
+            self._groups[name] = axes_of(ranks, self._layout), list(ranks)
         return self._groups[name]
 
 
@@ -170,36 +214,66 @@ _NOT_REGISTERED: dict[str, Callable[..., int]] = {
 
 
 class Saved:
-    """What autograd keeps between forward and backward, each storage once.
+    """What autograd keeps for backward, each storage once.
 
     Args:
         meter: knows what is a gathered parameter.
         own: tensors that do not count: the model's.
+
+    Attributes:
+        peak: the most bytes that were kept at once, as far as noted.
     """
 
     def __init__(self, meter: Meter, own: list[torch.Tensor]) -> None:
         self._meter = meter
         # Held, not only noted: where one is freed, another may come to lie at its address.
         self._own = {storage._cdata: storage for storage in (local(tensor).untyped_storage() for tensor in own)}
-        self._kept: dict[int, torch.UntypedStorage] = {}
+        self._sizes: dict[int, int] = {}
+        self._times: Counter[int] = Counter()
+        self._now = self.peak = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """A block whose forward is looked at."""
-        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor):
             yield
 
-    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+    def keep(self, tensor: torch.Tensor) -> int:
+        """One more node of the graph keeps this tensor; returns its storage's address."""
         storage = local(tensor).untyped_storage()
-        self._kept[storage._cdata] = storage
-        return tensor
+        address: int = storage._cdata
+        if address in self._own or address in self._meter.gathered:
+            return 0
+        if not self._times[address]:
+            self._sizes[address] = storage.nbytes()
+            self._now += self._sizes[address]
+        self._times[address] += 1
+        self.peak = max(self.peak, self._now)
+        return address
 
-    def num_bytes(self) -> int:
-        """Call it between forward and backward."""
-        others = self._own.keys() | self._meter.gathered.keys()
-        found = sum(storage.nbytes() for address, storage in self._kept.items() if address not in others)
-        self._kept.clear()
-        return found
+    def free(self, address: int) -> None:
+        """One node less."""
+        self._times[address] -= 1
+        if not self._times[address]:
+            del self._times[address]
+            self._now -= self._sizes.pop(address)
+
+    def forget(self) -> None:
+        """What was kept so far does not count."""
+        self.peak = self._now
+
+
+class _Kept:
+    """A tensor that a node of the graph keeps, for as long as it does."""
+
+    __slots__ = ("_address", "_saved", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, saved: Saved) -> None:
+        self.tensor, self._saved, self._address = tensor, saved, saved.keep(tensor)
+
+    def __del__(self) -> None:
+        if self._address:
+            self._saved.free(self._address)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,13 @@
 """A plan: what each rank of a layout holds, sends and writes, in numbers."""
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from headway.config.mesh import Layout
-from headway.planning.meter import Exchange, Volume
+from headway.planning.meter import Event, Exchange, Volume
 from headway.planning.shares import Piece, Ranks
 from headway.planning.table import describe
 from headway.planning.trial import StateOf, Trial
@@ -44,7 +44,8 @@ class Shares:
         layout: of the run.
         cut: the model's parameters.
         states: what the optimizer keeps, for each of them; none: nothing.
-        buffers: bytes, alike on all ranks.
+        buffers: bytes: alike on all ranks, or of each place along "pp".
+        beside: bytes that each place along "pp" holds at its peak on top of that, which decides about the fullest rank.
 
     Attributes:
         num_empty: ranks that hold no element of any parameter that is cut.
@@ -52,10 +53,19 @@ class Shares:
         thinnest: the parameter that the fewest ranks hold a part of, and how many do; None: all ranks hold a part of all.
     """
 
-    def __init__(self, layout: Layout, cut: Iterable[Piece], states: Iterable[StateOf], buffers: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        cut: Iterable[Piece],
+        states: Iterable[StateOf],
+        buffers: int | Sequence[int],
+        beside: Sequence[int] = (),
+    ) -> None:
         self._ranks = Ranks(layout)
         zero = torch.zeros(layout.num_ranks, dtype=torch.long)
-        self._weights, self._gradients, self._state, self._padding = zero + buffers, zero + 0, zero + 0, zero + 0
+        own = buffers if isinstance(buffers, int) else self._ranks.by_stage(buffers)
+        self._beside = self._ranks.by_stage(beside) if beside else zero
+        self._weights, self._gradients, self._state, self._padding = zero + own, zero + 0, zero + 0, zero + 0
         held_any = zero.bool()
         gaps: list[tuple[int, str]] = []
         cut = list(cut)
@@ -66,10 +76,11 @@ class Shares:
             self._padding += (stored - held) * piece.itemsize
             if piece.learns:
                 self._gradients += stored * piece.itemsize
-            self._state += held * state.per_element + state.fixed
+            is_there = 1 if piece.stages is None else self._ranks.is_on(piece.stages)
+            self._state += held * state.per_element + state.fixed * is_there
             num_holders = int((held > 0).sum())
             held_any |= held > 0
-            if num_holders < layout.num_ranks:
+            if num_holders < layout.num_ranks and piece.stages is None:
                 gaps.append((num_holders, piece.name))
         self.num_empty = int((~held_any).sum())
         self.num_with_gaps = len(gaps)
@@ -82,7 +93,7 @@ class Shares:
 
     def fullest(self) -> Share:
         """Of the rank that holds most; the first of them."""
-        return self.of(int((self._weights + self._gradients + self._state).argmax()))
+        return self.of(int((self._weights + self._gradients + self._state + self._beside).argmax()))
 
 
 @dataclass(frozen=True)
@@ -107,12 +118,40 @@ def saved(layout: Layout, cut: Iterable[Piece], states: Iterable[StateOf]) -> Sa
     cut = list(cut)
     for piece, state in zip(cut, list(states) or [StateOf(0, 0)] * len(cut)):
         held, _ = ranks.elements(piece)
+        if piece.stages is not None and len(piece.stages) < layout.pp:  # the first rank that holds it writes it
+            first = layout.groups("pp")[0][min(piece.stages)]
+            written[first] += int(held[first]) * (piece.itemsize + state.per_element)
+            continue
         copies = 1
         for axis, size in layout.sizes.items():
             copies *= 1 if axis in piece.axes else size
         written += held * (piece.itemsize + state.per_element) / copies
     num_files = int((written > 0).sum())
     return Saved(num_files, round(float(written.sum())), round(float(written.max())))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the ranks at one place along a pipeline do.
+
+    Attributes:
+        share: what the first of them holds.
+        activations: the most bytes that autograd keeps there, of the micro-batches under way; None: no step was given.
+        exchanges: what it sends in one update.
+        flops: in one update.
+        events: what it does, in order.
+    """
+
+    share: Share
+    activations: int | None
+    exchanges: dict[Exchange, Volume]
+    flops: int
+    events: tuple[Event, ...]
+
+    @property
+    def sent(self) -> float:
+        """Bytes that the rank sends in one update."""
+        return sum(exchange.sent(volume.num_bytes) for exchange, volume in self.exchanges.items())
 
 
 @dataclass(frozen=True)
@@ -130,6 +169,8 @@ class Plan:
         activations: bytes that autograd keeps from forward to backward, without temporaries; None: no step was given.
         gathered: an estimate of the bytes that gathered parameters and gradients on their way take at most.
         tokens: of one data shard in one update; 0: not known.
+        stages: by their places along "pp"; then `exchanges` are those of the rank that sends most, `flops` those of the rank that
+            computes most, and `activations` those of the rank that needs most memory. Empty: no pipeline.
     """
 
     strategy: str
@@ -142,6 +183,7 @@ class Plan:
     activations: int | None
     gathered: int
     tokens: int = 0
+    stages: tuple[Stage, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -188,6 +230,51 @@ def outcome(strategy: str, layout: Layout, trial: Trial, tokens: int) -> Plan:
         _gathered(trial.volumes or {}),
         tokens,
     )
+
+
+def outcome_of_stages(strategy: str, layout: Layout, trials: Sequence[Trial], tokens: int) -> Plan:
+    """What follows for all ranks from what the first replica's stages did.
+
+    Args:
+        strategy: as it was asked for.
+        layout: of the run.
+        trials: by place along "pp".
+        tokens: of one data shard in one update; 0: not known.
+    """
+    cut, states = joined(trials)
+    beside = [trial.activations or 0 for trial in trials]
+    shares = Shares(layout, cut, states, [trial.buffers for trial in trials], beside)
+    has_step = trials[0].volumes is not None
+    stages = tuple(
+        Stage(shares.of(rank), trial.activations, trial.volumes or {}, sum((trial.flops or {}).values()), trial.events)
+        for rank, trial in zip(layout.groups("pp")[0], trials)
+    )
+    fullest = max(stages, key=lambda stage: stage.share.num_bytes + (stage.activations or 0))
+    return Plan(
+        strategy,
+        layout,
+        sum(map(_numel, cut)),
+        shares,
+        saved(layout, cut, states),
+        max(stages, key=lambda stage: stage.sent).exchanges if has_step else None,
+        max(stage.flops for stage in stages) if has_step else None,
+        fullest.activations,
+        0,
+        tokens,
+        stages,
+    )
+
+
+def joined(trials: Sequence[Trial]) -> tuple[tuple[Piece, ...], tuple[StateOf, ...]]:
+    """The parameters of all stages, with the places that hold them, and what the optimizer keeps for each."""
+    on: dict[str, set[int]] = {}
+    found: dict[str, tuple[Piece, StateOf | None]] = {}
+    for place, trial in enumerate(trials):
+        for index, piece in enumerate(trial.pieces):
+            on.setdefault(piece.name, set()).add(place)
+            found.setdefault(piece.name, (piece, trial.states[index] if trial.states else None))
+    pieces = tuple(replace(piece, stages=frozenset(on[name])) for name, (piece, _) in found.items())
+    return pieces, tuple(state for _, state in found.values() if state is not None)
 
 
 def _numel(piece: Piece) -> int:

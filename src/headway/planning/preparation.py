@@ -1,6 +1,6 @@
 """A model without memory, spread over ranks by the strategy that a run would use."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,51 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from headway.collectives.door import Collectives
 from headway.config.mesh import Layout
 from headway.config.strategies import EngineOptions
-from headway.errors import UnsupportedError
+from headway.planning.echoes import Echoes, StageEchoes, Told
 from headway.planning.pretence import OneOfEach
 from headway.recompute.checkpointing import checkpoint_activations
 from headway.runtime.device import CPU
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
 from headway.strategies.build import build_strategy
+from headway.training.model import attach
 
 
-class Echoes(Collectives):
-    """Exchanges of a rank whose peers are not there: each of them would say what this one says, and values are nowhere."""
-
-    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
-        """This rank alone: nobody asks its part anything in a preparation."""
-        return Echoes(self.runtime, is_alone=True)
-
-    def gather_numbers(self, values: Sequence[float], operation: str = "numbers") -> list[list[float]]:
-        """These, for every rank."""
-        return [list(values)] * self.world_size
-
-    def barrier(self) -> None:
-        """Nobody is waited for."""
-
-    def broadcast_into(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
-        """Nothing travels."""
-
-    def broadcast_in_place(self, found: Sequence[torch.Tensor], src: int = 0) -> None:
-        """Nothing travels."""
-
-    def sum_in_place(self, found: Sequence[torch.Tensor]) -> None:
-        """Nothing travels."""
-
-    def gather_objects(self, obj: Any) -> list[Any]:
-        """This one, for every rank."""
-        return [obj] * self.world_size
-
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """This one."""
-        return obj
-
-
-def chosen(layout: Layout, machine_ranks: int, precision: str, options: EngineOptions) -> Strategy | None:
+def chosen(
+    layout: Layout, machine_ranks: int, precision: str, options: EngineOptions, told: Told | None = None
+) -> Strategy | None:
     """The layout's strategy on the process group that there is; None for replicas: DDP's engine reads values.
 
     Args:
@@ -60,16 +30,13 @@ def chosen(layout: Layout, machine_ranks: int, precision: str, options: EngineOp
         machine_ranks: ranks on one machine.
         precision: "no", "bf16" or "fp16".
         options: of the engines.
+        told: by the other ranks of a pipeline.
 
     Raises:
         UnsupportedError: a layout that is not there yet.
     """
     if layout.is_replicas_only:
         return None
-    if layout.pp > 1:
-        raise UnsupportedError(
-            "pipeline stages cannot be planned yet: ranks hold different blocks; plan one stage as a model of its own"
-        )
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     here = ProcessRuntime(
         rank,
@@ -80,7 +47,8 @@ def chosen(layout: Layout, machine_ranks: int, precision: str, options: EngineOp
         torch.device("cpu"),
         owns_group=False,
     )
-    return build_strategy(Echoes(here), options, layout, precision)
+    everyone = Echoes(here) if told is None else StageEchoes(here, told)
+    return build_strategy(everyone, options, layout, precision)
 
 
 def spread(model: nn.Module, strategy: Strategy | None, options: EngineOptions) -> None:
@@ -102,4 +70,5 @@ def spread(model: nn.Module, strategy: Strategy | None, options: EngineOptions) 
             transform(model)
         return
     with OneOfEach():
-        strategy.setup(model, transforms)
+        engine = strategy.setup(model, transforms)
+    attach(model, engine, None)

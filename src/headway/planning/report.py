@@ -41,6 +41,15 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
             asdict(exchange) | asdict(volume) | {"sent": exchange.sent(volume.num_bytes)}
             for exchange, volume in plan.exchanges.items()
         ],
+        "stages": [
+            {
+                "held": asdict(stage.share) | {"num_bytes": stage.share.num_bytes},
+                "activations": stage.activations,
+                "sent": stage.sent,
+                "flops": stage.flops,
+            }
+            for stage in plan.stages
+        ],
         "flops": plan.flops,
         "tokens": plan.tokens,
     }

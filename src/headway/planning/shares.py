@@ -10,8 +10,10 @@ from torch.distributed.tensor.placement_types import Placement
 from headway.config.mesh import Layout
 from headway.planning.meter import local
 
-_SHARDED = "shard"
-"""The axis along which fully_shard pads: every rank of it keeps as many elements as the first."""
+_BOTH = "shard_cp"
+"""The mesh's name for shards and the parts of a sequence together: ranks along cp share parameters, too."""
+_SHARDED = frozenset({"shard", "cp", _BOTH})
+"""Axes along which fully_shard pads: every rank of them keeps as many elements as the first."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Piece:
         itemsize: bytes of an element.
         learns: has it a gradient?
         cuts: {dimension: the axes that cut it, the first cut first}.
-        whole_axes: axes along which all ranks hold the same.
+        stages: places along "pp" that hold it; None: all.
     """
 
     name: str
@@ -32,11 +34,13 @@ class Piece:
     itemsize: int
     learns: bool
     cuts: dict[int, tuple[str, ...]]
+    stages: frozenset[int] | None = None
 
     @property
     def axes(self) -> set[str]:
         """All axes that cut it."""
-        return {axis for axes in self.cuts.values() for axis in axes}
+        found = {axis for axes in self.cuts.values() for axis in axes}
+        return found - {_BOTH} | {"shard", "cp"} if _BOTH in found else found
 
 
 def pieces(named: Iterable[tuple[str, torch.Tensor]]) -> list[Piece]:
@@ -74,6 +78,10 @@ class Ranks:
         for axis, size in self.sizes.items():
             stride //= size
             self.coordinates[axis] = ranks // stride % size
+        self._cuts = dict(self.sizes)
+        if {"shard", "cp"} <= self.sizes.keys():
+            self._cuts[_BOTH] = layout.num_shards
+            self.coordinates[_BOTH] = self.coordinates["shard"] * layout.cp + self.coordinates["cp"]
 
     def elements(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
         """How many elements of it each rank holds, and for how many it has memory: (num_ranks,) each."""
@@ -81,13 +89,24 @@ class Ranks:
         for dim, size in enumerate(piece.shape):
             length = room = torch.full((self.num_ranks,), size)
             for axis in piece.cuts.get(dim, ()):
-                if axis not in self.sizes:
+                if axis not in self._cuts:
                     continue
-                chunk = -(-length // self.sizes[axis])
+                chunk = -(-length // self._cuts[axis])
                 length = (length - chunk * self.coordinates[axis]).clamp(min=0).minimum(chunk)
-                room = chunk if axis == _SHARDED else length
+                room = chunk if axis in _SHARDED else length
             held, stored = held * length, stored * room
+        if piece.stages is not None:
+            is_here = self.is_on(piece.stages)
+            held, stored = held * is_here, stored * is_here
         return held, stored
+
+    def by_stage(self, values: Sequence[int]) -> torch.Tensor:
+        """What each rank has, of what each place along "pp" has: (num_ranks,)."""
+        return torch.tensor(values, dtype=torch.long)[self.coordinates["pp"]]
+
+    def is_on(self, stages: frozenset[int]) -> torch.Tensor:
+        """Which ranks stand at these places along "pp": (num_ranks,)."""
+        return torch.isin(self.coordinates["pp"], torch.tensor(sorted(stages)))
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -17,7 +17,7 @@ from headway.forecasting.solve import LongestSequence
 from headway.optional import require
 from headway.placement.estimate import config_of, skeleton_of
 from headway.placement.skeleton import init_empty_weights
-from headway.planning.trial import Step
+from headway.planning.drive import Step
 
 # Encoders are known as causal models too, so what a model was made for comes first.
 _KINDS = ("AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
@@ -157,9 +157,13 @@ class Tokens:
         tokens = torch.zeros(self.batch, self.length, dtype=torch.long)
         return {"input_ids": tokens, **({self.second: tokens} if self.second else {})}
 
+    def loss(self, model: nn.Module, inputs: Any) -> torch.Tensor:
+        """Of these inputs."""
+        return loss_of(model(**inputs))
+
     def __call__(self, model: nn.Module) -> torch.Tensor:
         """The loss."""
-        return loss_of(model(**self.inputs()))
+        return self.loss(model, self.inputs())
 
 
 @dataclass(frozen=True)
@@ -173,9 +177,13 @@ class Images:
         """What the model is called with."""
         return {"pixel_values": torch.zeros(self.batch, *self.shape)}
 
+    def loss(self, model: nn.Module, inputs: Any) -> torch.Tensor:
+        """Of these inputs."""
+        return loss_of(model(**inputs))
+
     def __call__(self, model: nn.Module) -> torch.Tensor:
         """The loss."""
-        return loss_of(model(**self.inputs()))
+        return self.loss(model, self.inputs())
 
 
 def loss_of(outputs: Any) -> torch.Tensor:

@@ -78,6 +78,7 @@ def describe(plan: Plan, found: Cost | None = None) -> list[str]:
         f"{plan.strategy} on {plan.num_ranks:,} ranks ({sizes}): {plan.num_parameters:,} parameters",
         *_columns([["rank", "weights", "of which padding", "gradients", "optimizer state", "total"], *_ranks(plan)]),
         *_gaps(plan),
+        *_stages(plan),
         f"activations kept for backward, without temporaries: {_counted(plan.activations)}",
         f"gathered parameters and their gradients, estimated: {_counted(plan.gathered if plan.exchanges is not None else None)}",
         f"a checkpoint: {plan.saved.num_files:,} file(s), {format_bytes(plan.saved.num_bytes)}, of which each rank writes at most "
@@ -95,6 +96,7 @@ def describe(plan: Plan, found: Cost | None = None) -> list[str]:
         parts = [
             f"computing {_seconds(found.compute)}",
             *(f"{axis} {_seconds(s)}" for axis, s in found.by_axis.items()),
+            *([f"waiting for other stages {_seconds(found.bubble)}"] if plan.stages else []),
         ]
         lines.append(f"at least {_seconds(found.seconds)} ({', '.join(parts)}); it waits for {found.bottleneck}")
     return lines
@@ -111,6 +113,28 @@ def _ranks(plan: Plan) -> list[list[str]]:
             ),
         ]
         for rank, share in sorted(shares.items())
+    ]
+
+
+def _stages(plan: Plan) -> list[str]:
+    if not plan.stages:
+        return []
+    head = ["stage", "rank", "held", "activations", "total", "sent", "TFLOP"]
+    rows = [
+        [
+            f"{place}",
+            f"{stage.share.rank:,}",
+            format_bytes(stage.share.num_bytes),
+            _counted(stage.activations),
+            format_bytes(stage.share.num_bytes + (stage.activations or 0)),
+            _NOT_COUNTED if plan.exchanges is None else format_bytes(stage.sent),
+            _NOT_COUNTED if plan.exchanges is None else format_number(stage.flops / 1e12),
+        ]
+        for place, stage in enumerate(plan.stages)
+    ]
+    return [
+        "by place along the pipeline, where the last lines show the rank that has most of each:",
+        *_columns([head, *rows]),
     ]
 
 

@@ -2,24 +2,25 @@
 
 import gc
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from headway.config.mesh import Layout
+from headway.config.pipeline import PipelineOptions
 from headway.config.strategies import EngineOptions
-from headway.errors import HeadwayError, UnsupportedError
 from headway.placement.skeleton import init_empty_weights
-from headway.planning.meter import Exchange, Meter, Saved, Volume, local
+from headway.planning.drive import CutSequences, Drive, Forward, Pipeline, Step
+from headway.planning.echoes import Told
+from headway.planning.meter import Event, Exchange, Meter, Saved, Volume, local
 from headway.planning.preparation import chosen, spread
 from headway.planning.pretence import RealStaysReal, pretend
 from headway.planning.shares import Piece, pieces, storage_bytes
+from headway.strategies.base import Strategy
 
-Step = Callable[[nn.Module], torch.Tensor]
-"""One forward: the model in, the loss out."""
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -49,7 +50,8 @@ class Trial:
         states: by parameter.
         volumes: what was sent.
         flops: by phase.
-        activations: bytes that autograd kept between forward and backward.
+        activations: the most bytes that autograd kept at once.
+        events: what was computed, sent and received, in order.
     """
 
     pieces: tuple[Piece, ...]
@@ -61,6 +63,7 @@ class Trial:
     volumes: dict[Exchange, Volume] | None = None
     flops: dict[str, int] | None = None
     activations: int | None = None
+    events: tuple[Event, ...] = field(default=(), compare=False, repr=False)
 
 
 def rehearse(
@@ -72,6 +75,7 @@ def rehearse(
     precision: str = "no",
     options: EngineOptions | None = None,
     machine_ranks: int = 8,
+    told: Told | None = None,
 ) -> Trial:
     """Prepare a model without memory as one rank of the layout, and run one update of it in which nothing is computed.
 
@@ -84,6 +88,7 @@ def rehearse(
         precision: "no", "bf16" or "fp16".
         options: of the engines.
         machine_ranks: ranks on one machine.
+        told: by the other ranks of a pipeline.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -91,18 +96,28 @@ def rehearse(
         with init_empty_weights(include_buffers=True):
             model = make()
         options = options or EngineOptions()
-        strategy = chosen(layout, machine_ranks, precision, options)
+        strategy = chosen(layout, machine_ranks, precision, options, told)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake:
             _fill(model)
         # Outside of the mode, in which the numbers of a mesh would have no values either.
         spread(model, strategy, options)
-        found = run(model, layout, step, make_optimizer, precision, within=[fake, RealStaysReal()])  # type: ignore[no-untyped-call]
+        drive = _drive(strategy, model, layout, options, step)
+        modes = [fake, RealStaysReal()]  # type: ignore[no-untyped-call]
+        found = run(model, layout, step, make_optimizer, precision, modes, drive)
         if strategy is not None:
             strategy.release()
         del model, strategy
         gc.collect()  # engines hold their models in circles, and a second layout would come on top
     return found
+
+
+def _drive(
+    strategy: Strategy | None, model: nn.Module, layout: Layout, options: EngineOptions, step: Step | None
+) -> Drive:
+    if strategy is not None and layout.pp > 1:
+        return Pipeline(strategy, (options.pipeline or PipelineOptions()).schedule, step)
+    return CutSequences(strategy, model) if strategy is not None and layout.cp > 1 else Drive()
 
 
 def _fill(model: nn.Module) -> None:
@@ -125,32 +140,34 @@ def run(
     make_optimizer: MakeOptimizer | None,
     precision: str = "no",
     within: Iterable[AbstractContextManager[Any]] = (),
+    drive: Drive | None = None,
 ) -> Trial:
     """One update of a model that is prepared, and what it held and sent; real tensors give what fake ones do.
 
     Args:
         within: modes in which to run.
+        drive: how the layout's strategy is driven; None: the model's own calls do everything.
     """
-    named = list(model.named_parameters())
-    buffers = storage_bytes(model.buffers())
+    # What is on other stages of a pipeline is without memory.
+    named = [(name, parameter) for name, parameter in model.named_parameters() if not parameter.is_meta]
+    buffers = storage_bytes(buffer for buffer in model.buffers() if not buffer.is_meta)
     own = [*model.parameters(), *model.buffers()]
-    cut, weights = tuple(pieces(named)), storage_bytes(model.parameters())
+    cut, weights = tuple(pieces(named)), storage_bytes(parameter for _, parameter in named)
     if step is None:
         return Trial(cut, buffers, weights)
     meter = Meter(layout)
     saved = Saved(meter, own)
-    optimizer = None
+    optimizer, drive = None, drive or Drive()
     with ExitStack() as stack:
         for mode in within:
             stack.enter_context(mode)
         if make_optimizer is not None:
             optimizer = make_optimizer([parameter for _, parameter in named if parameter.requires_grad])
+        forward = Forward(step, model, precision, saved)
+        drive.warm_up(forward)
+        saved.forget()
         with meter:
-            with saved.watching(), _autocast(precision):
-                loss = _called(step, model)
-            activations = saved.num_bytes()
-            meter.phase = "backward"
-            loss.backward()  # type: ignore[no-untyped-call]
+            drive.update(forward, meter)
             meter.phase = "update"
             _replicas(model, layout, meter)
             if optimizer is not None:
@@ -162,35 +179,13 @@ def run(
         buffers,
         weights,
         gradients,
-        sum(map(_state_bytes, model.parameters(), states)),
+        sum(_state_bytes(parameter, state) for (_, parameter), state in zip(named, states)),
         states,
         meter.volumes,
         dict(meter.flops),
-        activations,
+        saved.peak,
+        tuple(meter.events),
     )
-
-
-def _called(step: Step, model: nn.Module) -> torch.Tensor:
-    try:
-        loss = step(model)
-    except HeadwayError:
-        raise
-    except Exception as error:
-        raise UnsupportedError(
-            f"the step could not be run on {type(model).__name__} without values: {type(error).__name__}: {error}. If it reads a "
-            "value (.item(), if tensor:), remove that; a plan without a step counts no communication"
-        ) from error
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise UnsupportedError(
-            f"the step returned {type(loss).__name__}; it must return the loss, a tensor of one element with a gradient"
-        )
-    return loss
-
-
-def _autocast(precision: str) -> AbstractContextManager[Any]:
-    if precision == "no":
-        return nullcontext()
-    return torch.autocast("cpu", dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
 
 
 def _replicas(model: nn.Module, layout: Layout, meter: Meter) -> None:

@@ -65,7 +65,9 @@ class _Text:
         return self.room - _SLOT.size
 
 
-_PHASE, _NOTE = _Text(192, 128), _Text(1024, 17000)
+_PHASE, _TRANSFER, _NOTE = _Text(192, 128), _Text(512, 128), _Text(1024, 17000)
+assert _PHASE.at + 1 + 2 * _PHASE.room <= _TRANSFER.at
+assert _TRANSFER.at + 1 + 2 * _TRANSFER.room <= _NOTE.at
 assert _NOTE.at + 1 + 2 * _NOTE.room <= _RING_AT
 assert _RING_AT + NUM_CALLS * _CALL.size <= SIZE
 
@@ -99,6 +101,8 @@ class Reading:
         lenience: how much longer than their patience all ranks wait for now, in seconds, because this one asks for it.
         saves_on_signal: does this rank answer a signal by a checkpoint, and end then?
         phase_since: when it said its phase.
+        transfer: what it waits for from one other rank, or to be taken by it; "": nothing.
+        transfer_since: when it began to.
     """
 
     pid: int = 0
@@ -114,6 +118,8 @@ class Reading:
     lenience: float = 0.0
     saves_on_signal: bool = False
     phase_since: float = 0.0
+    transfer: str = ""
+    transfer_since: float = 0.0
 
 
 class Pulse:
@@ -184,6 +190,10 @@ class Pulse:
         """Say what this process does; "" is its program."""
         _PHASE.write(self._memory, words)
 
+    def set_transfer(self, words: str) -> None:
+        """Say what this process waits for from one other rank; "" is nothing. It is not counted among collectives."""
+        _TRANSFER.write(self._memory, words)
+
     def set_note(self, note: dict[str, Any]) -> None:
         """Write what the heartbeat found; a note that is too long loses the outer half of its stack."""
         text = json.dumps(note, separators=(",", ":"))
@@ -223,6 +233,7 @@ class Pulse:
             lenience,
             saves,
             phase_since,
+            *_TRANSFER.read(self._memory),
         )
 
     def _calls(self) -> tuple[Call, ...]:

@@ -31,3 +31,11 @@ def build_mesh(device_type: str, layout: Layout) -> tuple[Any, Any]:
     )
     mesh = flat._unflatten(place, (layout.shard, layout.cp), ("shard", "cp"))
     return mesh, flat[("replicate", "shard_cp")] if "replicate" in sizes else flat["shard_cp"]
+
+
+def left(layout: Layout) -> str:
+    """What a person should hear where a model is prepared in a layout whose process groups have ended."""
+    return (
+        f"the process groups of this Accelerator ({layout.describe()}) have ended: memory ran out in an attempt of "
+        "find_executable_batch_size, which goes on with new ones. Create the Accelerator inside its function, with this layout"
+    )

@@ -15,6 +15,7 @@ from torch.distributed.pipelining._backward import stage_backward, stage_backwar
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from headway.collectives.tree import Tree, map_leaves, tensors
+from headway.strategies.transfers import Transfer
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ class Chunk(_PipelineStageBase):
     def _ops(self, kind: Any, found: Sequence[torch.Tensor], stage: int) -> list[dist.P2POp]:
         rank = self.stage_index_to_group_rank[stage]
         peer = rank if self.group is None else dist.get_global_rank(self.group, rank)
-        return [dist.P2POp(kind, tensor, peer, self.group) for tensor in found]
+        name = f"{'send to' if kind is dist.isend else 'receive from'} stage {stage}"
+        return [Transfer(kind, tensor, peer, self.group, name) for tensor in found]
 
     def receive_ops(self, number: int) -> list[dist.P2POp]:
         """Receive a micro-batch's input into memory that is made here."""

@@ -12,6 +12,7 @@ that mixes tokens past the door an error and not another result.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -86,7 +87,7 @@ class ContextParallel:
         self._first, self._last = blocks[0], blocks[-1]
         self._eager = _use_sdpa(model)
         self._parameters = _positional(model)
-        self._labels = Labels(model, self._parameters, options, self._axis)
+        self._labels = Labels(model, self._parameters, options, self._axis, everyone)
         self._ring = ring.find(mesh, options.cp_comm_strategy or "allgather", everyone.runtime.scope.own(ring.Rings))
         self._door = Door(self._axis, None if self._ring is None else self._ring.attend)
         self._streams = Streams(self._axis)
@@ -421,6 +422,12 @@ def _stack(model: torch.nn.Module, options: TorchContextParallelConfig) -> list[
     return blocks
 
 
+def _is_sdpa(name: str) -> bool:
+    """Is it what transformers calls sdpa, registered under another name?"""
+    known: Any = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
+    return known.get(name) is not None and known.get(name) is known.get("sdpa")
+
+
 def _use_sdpa(model: torch.nn.Module) -> Callable[[], object] | None:
     """Let transformers' models compute attention by torch's function; returns what undoes it, if anything was done.
 
@@ -430,7 +437,7 @@ def _use_sdpa(model: torch.nn.Module) -> Callable[[], object] | None:
     config: Any = getattr(model, "config", None)
     now = getattr(config, "_attn_implementation", None)
     switch: Any = getattr(model, "set_attn_implementation", None)
-    if now in (None, "sdpa") or switch is None:
+    if now in (None, "sdpa") or switch is None or _is_sdpa(now):
         return None
     if now != "eager":
         raise PrepareError(

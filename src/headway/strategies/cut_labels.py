@@ -13,9 +13,10 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from headway.collectives.door import Collectives
 from headway.config.plugins import TorchContextParallelConfig
 from headway.errors import DataError, PrepareError
-from headway.strategies import zigzag
+from headway.strategies import context_check, zigzag
 from headway.strategies.crossings import Axis
 
 _DEFAULT = -100
@@ -44,12 +45,19 @@ class Labels:
         parameters: names of what may be given to its forward by place.
         options: which arguments are labels, and which label its loss ignores.
         axis: the ranks.
+        everyone: all ranks of the run, which raise errors together.
     """
 
     def __init__(
-        self, model: torch.nn.Module, parameters: list[str], options: TorchContextParallelConfig, axis: Axis
+        self,
+        model: torch.nn.Module,
+        parameters: list[str],
+        options: TorchContextParallelConfig,
+        axis: Axis,
+        everyone: Collectives,
     ) -> None:
         self._model, self._parameters, self._options, self._axis = model, parameters, options, axis
+        self._everyone = everyone
         self._of_loss: int | None = None
         self._name = type(model).__name__
 
@@ -89,7 +97,8 @@ class Labels:
             return self._of_loss
         if self._options.ignore_index is not None:
             return self._options.ignore_index
-        return min((int(label.min()) for label in labels.values() if _is_class(label)), default=0)
+        known = [label for label in labels.values() if _is_class(label) and context_check.has_values(label)]
+        return min((int(label.min()) for label in known), default=0)
 
     def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Cut them among what the model is given.
@@ -100,8 +109,7 @@ class Labels:
         labels = self.within(args, kwargs)
         if not labels:
             return Call(args, dict(kwargs))
-        for label in labels.values():
-            self._check_padding(label)
+        self._check_padding(labels)
         if "labels" in labels and "shift_labels" not in labels and _shifts(self._model):
             labels["shift_labels"] = functional.pad(labels["labels"][:, 1:], (0, 1), value=self.ignored)
         parts = {name: zigzag.part_of(label, self._axis, 1, self._filler(label)) for name, label in labels.items()}
@@ -111,19 +119,37 @@ class Labels:
         args = tuple(parts.pop(name, value) for name, value in zip(self._parameters, args)) + rest
         return Call(args, {**kwargs, **parts}, counts)
 
-    def _check_padding(self, label: torch.Tensor) -> None:
-        """Before a rank that alone has the padding would raise, while the others wait for its share of the loss."""
-        length = label.shape[1]
-        is_known = self._of_loss is not None
-        if is_known or not _is_class(label) or zigzag.padded(length, self._axis) == length:
+    def _check_padding(self, labels: Mapping[str, torch.Tensor]) -> None:
+        """Before ranks that alone have such a sequence raise, while the others wait for their share of the model.
+
+        Raises:
+            DataError: on all ranks.
+        """
+        classes = [label for label in labels.values() if _is_class(label)]
+        if self._of_loss is not None or not classes:
             return
-        least = int(label.masked_fill(label == self.ignored, 0).min())
-        if least < 0:
+        problem = next(filter(None, map(self._padding_problem, classes)), "")
+        refusing = [rank for rank, row in enumerate(self._everyone.gather_numbers([float(bool(problem))])) if row[0]]
+        if problem:
+            raise DataError(problem)
+        if refusing:
             raise DataError(
-                f"context parallelism must pad sequences of {length} tokens to {zigzag.padded(length, self._axis)}, and labels with "
-                f"{self.ignored}, but they contain {least}; name the label that the loss of {self._name} ignores: "
-                f"TorchContextParallelConfig(ignore_index={least}), or pad batches to a multiple of {2 * self._axis.size} tokens"
+                f"the batch of ranks {', '.join(map(str, refusing))} has labels that context parallelism cannot pad; the error there "
+                "says what to do"
             )
+
+    def _padding_problem(self, label: torch.Tensor) -> str:
+        length = label.shape[1]
+        if not context_check.has_values(label) or zigzag.padded(length, self._axis) == length:
+            return ""
+        least = int(label.masked_fill(label == self.ignored, 0).min())
+        if least >= 0:
+            return ""
+        return (
+            f"context parallelism must pad sequences of {length} tokens to {zigzag.padded(length, self._axis)}, and labels with "
+            f"{self.ignored}, but they contain {least}; name the label that the loss of {self._name} ignores: "
+            f"TorchContextParallelConfig(ignore_index={least}), or pad batches to a multiple of {2 * self._axis.size} tokens"
+        )
 
     def _filler(self, label: torch.Tensor) -> int:
         return self.ignored if _is_class(label) else 0

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from headway.collectives.tree import Tree, map_tensors, tensors
 from headway.errors import PrepareError, UnsupportedError
@@ -34,8 +35,9 @@ class StandIn(torch.Tensor):
 
 
 def stand_in(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """One of the shape and dtype of `like`; it takes no memory."""
-    return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape).as_subclass(StandIn)
+    """One of the shape and dtype of `like`; it takes no memory. In a plan no tensor has values, and none is marked."""
+    found = torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
+    return found if is_fake(found) else found.as_subclass(StandIn)
 
 
 class Arrived(BaseException):

@@ -19,14 +19,14 @@ from headway.config.plugins import TorchContextParallelConfig
 from headway.config.sharding import ShardingOptions
 from headway.config.tensor import TensorParallelOptions
 from headway.data.shard import Shard
-from headway.errors import PrepareError, UnsupportedError
+from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.optional import Later
 from headway.precision.base import Precision
 from headway.runtime import process
 from headway.runtime.trail import Step
 from headway.strategies import context_check, doors, gathered, gradients, values
-from headway.strategies.axes import build_mesh
+from headway.strategies.axes import build_mesh, left
 from headway.strategies.base import Capabilities, Engine, Transform
 from headway.strategies.context_parallel import ContextParallel
 from headway.strategies.float8 import check_float8, compute_scales, scale_before_forward, wrap_weights
@@ -99,6 +99,13 @@ class MeshStrategy(SingleStrategy):
         self._replaced: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._whole: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         self._num_whole, self._num_records = -1, 0
+        self._has_left = False
+        process.at_end(self._leave, is_engine=True)
+
+    def _leave(self) -> None:
+        """The process group ends, and the mesh with it."""
+        self.release()
+        self._has_left = True
 
     def _data_index(self) -> int:
         index = 0
@@ -125,7 +132,10 @@ class MeshStrategy(SingleStrategy):
 
         Raises:
             PrepareError: what cannot be sharded, by name.
+            StateError: the process group of the mesh has ended.
         """
+        if self._has_left:
+            raise StateError(left(self.layout))
         context = self._cut_sequences(model) if self.layout.cp > 1 else None
         try:
             self._shard_once(model, transforms)
@@ -134,9 +144,6 @@ class MeshStrategy(SingleStrategy):
                 context.release()
                 self._contexts.pop()
             raise
-        if not self._models:
-            # A prepared model may outlive its Accelerator, and would keep the groups beyond their end.
-            process.at_end(self.release, is_engine=True)
         self._models.append(model)
         self._num_whole = -1
         self._doors.open(model)

@@ -16,11 +16,12 @@ from headway.collectives.tree import Tree, find_batch_size
 from headway.config.mesh import Layout
 from headway.config.pipeline import PipelineOptions
 from headway.data.shard import Shard
-from headway.errors import LossError, PrepareError, UnsupportedError
+from headway.errors import LossError, PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime import process
 from headway.strategies import gradients
+from headway.strategies.axes import left
 from headway.strategies.base import Capabilities, Engine, Transform
 from headway.strategies.journey import Route, is_routed
 from headway.strategies.pipe import Pipe
@@ -29,11 +30,9 @@ from headway.strategies.plain_calls import PlainCalls
 from headway.strategies.replica import Buckets
 from headway.strategies.single import SingleStrategy
 from headway.strategies.stage_streams import go_on, own_streams
-from headway.strategies.stages import find_stages
+from headway.strategies.stages import check_frozen, find_stages
 
 log = get_logger(__name__)
-
-_NUM_NAMES = 3
 
 
 class Task:
@@ -99,6 +98,13 @@ class PipelineStrategy(SingleStrategy):
         self._state: PipelineState | None = None
         self._task: Task | None = None
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._has_left = False
+        process.at_end(self._leave, is_engine=True)
+
+    def _leave(self) -> None:
+        """The process group ends, and its parts with it."""
+        self.release()
+        self._has_left = True
 
     # ---------------------------------------------------------------- setting up
 
@@ -126,6 +132,9 @@ class PipelineStrategy(SingleStrategy):
         Raises:
             PrepareError: the model cannot be cut into so many stages.
         """
+        if self._has_left and self.layout.replicate > 1:
+            raise StateError(left(self.layout))
+        check_frozen(model, self.everyone)
         known = self.everyone.runtime.scope.own(Staged).of
         how = (self.layout, self._options)
         before = known.get(model)
@@ -144,7 +153,6 @@ class PipelineStrategy(SingleStrategy):
         route.whole = self._calls
         self._model, self._state = model, state
         self._share(model, state)
-        process.at_end(self.release, is_engine=True)
         return None
 
     def answer_only(self, is_shared: bool) -> None:

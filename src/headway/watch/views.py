@@ -64,6 +64,8 @@ class View:
         still_age: for how long the stack has been the same.
         calls: its latest collective in each group; None: on the move just now.
         writing_age: since it last wrote to a file.
+        transfer: what it waits for from one other rank; "": nothing.
+        transfer_age: for how long.
         idle_age: since it last used the processor or wrote anything; math.inf where nobody has looked.
         excused_age: since there was last a reason to let the others wait (a debugger, a file being written).
     """
@@ -87,6 +89,8 @@ class View:
     excused_age: float = math.inf
     phase_age: float = 0.0
     idle_age: float = math.inf
+    transfer: str = ""
+    transfer_age: float = 0.0
 
     @property
     def has_ended(self) -> bool:
@@ -105,7 +109,9 @@ class View:
 
     @property
     def wait(self) -> Call | None:
-        """The collective that it is inside of, the ledger's before torch's."""
+        """What it is inside of: a transfer between two ranks, or a collective, the ledger's before torch's."""
+        if self.transfer:
+            return Call("", 0, self.transfer, self.transfer_age)
         inside = [call for call in self.calls or () if call.age is not None]
         if inside:
             return min(inside, key=lambda call: (call.group != "headway", -(call.age or 0.0)))
@@ -160,6 +166,8 @@ def view_of(rank: int, reading: pulse.Reading, now: float) -> View:
         still_age=now - note.get("still", now),
         calls=calls,
         phase_age=now - reading.phase_since,
+        transfer=reading.transfer,
+        transfer_age=now - reading.transfer_since,
     )
 
 
