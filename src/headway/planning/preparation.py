@@ -52,7 +52,9 @@ class Echoes(Collectives):
         return obj
 
 
-def chosen(layout: Layout, machine_ranks: int, precision: str, options: EngineOptions) -> Strategy | None:
+def chosen(
+    layout: Layout, machine_ranks: int, precision: str, options: EngineOptions, computes_on: str = "cpu"
+) -> Strategy | None:
     """The layout's strategy on the process group that there is; None for replicas: DDP's engine reads values.
 
     Args:
@@ -60,6 +62,7 @@ def chosen(layout: Layout, machine_ranks: int, precision: str, options: EngineOp
         machine_ranks: ranks on one machine.
         precision: "no", "bf16" or "fp16".
         options: of the engines.
+        computes_on: the type of the device that the real ranks have.
 
     Raises:
         UnsupportedError: a layout that is not there yet.
@@ -80,23 +83,25 @@ def chosen(layout: Layout, machine_ranks: int, precision: str, options: EngineOp
         torch.device("cpu"),
         owns_group=False,
     )
-    return build_strategy(Echoes(here), options, layout, precision)
+    return build_strategy(Echoes(here), options, layout, precision, computes_on=computes_on)
 
 
-def spread(model: nn.Module, strategy: Strategy | None, options: EngineOptions) -> None:
+def spread(model: nn.Module, strategy: Strategy | None, options: EngineOptions, computes_on: str = "cpu") -> None:
     """Shard the model in place, as `prepare` does.
 
     Args:
         model: of fake tensors.
         strategy: None leaves it whole.
         options: of the engines.
+        computes_on: the type of the device that the real ranks have.
 
     Raises:
         PrepareError: a model that cannot be sharded.
     """
     transforms: list[Callable[[nn.Module], Any]] = []
     if options.checkpointing is not None:
-        transforms.append(partial(checkpoint_activations, plan=options.checkpointing, device=torch.device("cpu")))
+        device = torch.device(computes_on)
+        transforms.append(partial(checkpoint_activations, plan=options.checkpointing, device=device))
     if strategy is None:
         for transform in transforms:
             transform(model)
