@@ -130,6 +130,7 @@ class Plan:
         activations: bytes that autograd keeps from forward to backward, without temporaries; None: no step was given.
         gathered: an estimate of the bytes that gathered parameters and gradients on their way take at most.
         tokens: of one data shard in one update; 0: not known.
+        traced: bytes that tensors took at most on rank 0, temporaries included; None: no step was given.
     """
 
     strategy: str
@@ -142,6 +143,7 @@ class Plan:
     activations: int | None
     gathered: int
     tokens: int = 0
+    traced: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -160,7 +162,12 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes of the fullest rank with what comes and goes in an update, as far as it is counted."""
+        """Bytes that tensors take at most on a rank, as they were traced; without a step what is counted."""
+        return self.total if self.traced is None else self.traced
+
+    @property
+    def total(self) -> int:
+        """Bytes of the fullest rank with what comes and goes in an update, each at its largest, without temporaries."""
         return self.shares.fullest().num_bytes + self.gathered + (self.activations or 0)
 
     def sent(self) -> dict[tuple[str, str], int]:
@@ -187,6 +194,7 @@ def outcome(strategy: str, layout: Layout, trial: Trial, tokens: int) -> Plan:
         trial.activations,
         _gathered(trial.volumes or {}),
         tokens,
+        trial.peak,
     )
 
 

@@ -12,6 +12,9 @@ from torch import nn
 from headway.config.mesh import Layout
 from headway.config.strategies import EngineOptions
 from headway.errors import HeadwayError, UnsupportedError
+from headway.forecasting.devices import find
+from headway.forecasting.step import as_on_cuda, mark_model
+from headway.forecasting.trace import Trace, Tracker
 from headway.placement.skeleton import init_empty_weights
 from headway.planning.meter import Exchange, Meter, Saved, Volume, local
 from headway.planning.preparation import chosen, spread
@@ -50,6 +53,7 @@ class Trial:
         volumes: what was sent.
         flops: by phase.
         activations: bytes that autograd kept between forward and backward.
+        peak: the most bytes that tensors took at once, temporaries included, in an update that is not the first.
     """
 
     pieces: tuple[Piece, ...]
@@ -61,6 +65,7 @@ class Trial:
     volumes: dict[Exchange, Volume] | None = None
     flops: dict[str, int] | None = None
     activations: int | None = None
+    peak: int | None = None
 
 
 def rehearse(
@@ -139,35 +144,58 @@ def run(
         return Trial(cut, buffers, weights)
     meter = Meter(layout)
     saved = Saved(meter, own)
+    memory = Tracker(find("cpu"))
     optimizer = None
     with ExitStack() as stack:
         for mode in within:
             stack.enter_context(mode)
         if make_optimizer is not None:
             optimizer = make_optimizer([parameter for _, parameter in named if parameter.requires_grad])
-        with meter:
+            as_on_cuda(optimizer)
+        with memory, meter:
+            memory.enter("forward")
+            mark_model(model, memory)
             with saved.watching(), _autocast(precision):
                 loss = _called(step, model)
             activations = saved.num_bytes()
             meter.phase = "backward"
             loss.backward()  # type: ignore[no-untyped-call]
             meter.phase = "update"
+            memory.enter("update")
             _replicas(model, layout, meter)
             if optimizer is not None:
                 optimizer.step()
     gradients = storage_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     states = tuple(_state_of(parameter, optimizer) for _, parameter in named)
+    state = sum(map(_state_bytes, model.parameters(), states))
     return Trial(
         cut,
         buffers,
         weights,
         gradients,
-        sum(map(_state_bytes, model.parameters(), states)),
+        state,
         states,
         meter.volumes,
         dict(meter.flops),
         activations,
+        _peak(memory.trace(), state) + _buckets(model, layout),
     )
+
+
+def _peak(traced: Trace, state: int) -> int:
+    """Of a later update: what the optimizer makes at the end of the first one is there from the beginning."""
+    held = most = 0
+    for index, event in enumerate(traced.events):
+        held += event.num_bytes
+        most = max(most, held + (state if index < traced.phases["update"] else 0))
+    return most
+
+
+def _buckets(model: nn.Module, layout: Layout) -> int:
+    """What DDP's reducer holds: all gradients once more."""
+    if not layout.is_replicas_only or layout.replicate == 1:
+        return 0
+    return sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
 
 
 def _called(step: Step, model: nn.Module) -> torch.Tensor:
