@@ -27,6 +27,7 @@ _EPILOG = examples(
         "headway estimate llama/ --dtype int4           placed as int4",
         "headway estimate llama/ --num_tokens 4096      with room for 4096 tokens and their cache",
         "headway estimate bert --device rtx-3090        training on a card: memory, and the largest batch",
+        "headway estimate llama --device h100 --precision bf16 --strategy fsdp --ranks 8",
         "headway estimate --script train.py --device rtx-3090 -- --lr 3e-4",
     ]
 )

@@ -27,12 +27,21 @@ def trained(
     longest: bool = False,
     page: Path | None = None,
     as_json: bool = False,
+    strategy: str | None = None,
+    ranks: int | None = None,
+    machine_ranks: int = 8,
 ) -> str:
     """The forecast as text, or as JSON.
 
     Args:
         page: file for an HTML page; None: no page.
+        strategy, ranks, machine_ranks: as for `headway.forecast`.
+
+    Raises:
+        ConfigError: an option that cannot be.
     """
+    if (strategy is None) != (ranks is None):
+        raise ConfigError("--strategy and --ranks go together, as in --strategy fsdp --ranks 8; give both, or none")
     # Imported here so that the help does not wait for torch.
     from headway.planning.forecast import forecast
     from headway.planning.sources import find, lengths, trainable
@@ -51,6 +60,9 @@ def trained(
         recompute=recompute,
         accumulation=accumulation,
         longest=lengths(source) if longest else None,
+        strategy=strategy,
+        ranks=ranks,
+        machine_ranks=machine_ranks,
     )
     if found.peak_line.startswith(sys.argv[0]):  # the command itself, not a line of the user's
         found = replace(found, peak_line="")
@@ -112,6 +124,9 @@ OPTIONS = [
         "The model's attention.  [default: the model's]",
         type=click.Choice(["eager", "sdpa"]),
     ),
+    _option("--strategy", "TEXT", "Spread over --ranks: ddp, fsdp, hsdp=8, tp, fsdp+tp=2 ...; the answer is rank 0's."),
+    _option("--ranks", "N", "Ranks of the run, with --strategy.", type=click.IntRange(min=1)),
+    _option("--machine_ranks", "N", "Ranks on one machine, for hsdp.  [default: 8]", type=click.IntRange(min=1)),
     _option("--budget", "SIZE", "Memory that the process may take, such as 20GiB.  [default: all of the card]"),
     _option("--longest", None, "Also search for the longest sequence at this batch size.", is_flag=True),
     _option(

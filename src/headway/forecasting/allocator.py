@@ -346,7 +346,7 @@ def replay(events: Iterable[Event], capacity: int | None = None, expandable: boo
             allocator.free(event.key)
             continue
         try:
-            allocator.allocate(event.key, event.num_bytes)
+            allocator.allocate(event.key, event.num_bytes, event.stream)
         except Full:
             peak, fits = index, False
             break

@@ -35,6 +35,8 @@ class Forecast:
         num_traces: steps that were traced.
         seconds: that the forecast took.
         caveats: what it cannot vouch for.
+        strategy: over ranks; "" or "ddp" on one of them: one process.
+        num_ranks: of the run; the numbers are those of rank 0.
     """
 
     device: str
@@ -56,6 +58,8 @@ class Forecast:
     num_traces: int
     seconds: float
     caveats: tuple[str, ...]
+    strategy: str = ""
+    num_ranks: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -64,7 +68,7 @@ class Forecast:
     def describe(self) -> str:
         """Lines for people."""
         lines = [
-            f"{self.device}, batch {self.batch_size}: {format_bytes(self.total)} "
+            f"{self.device}, {self._where()}batch {self.batch_size}: {format_bytes(self.total)} "
             f"({format_bytes(self.least)} to {format_bytes(self.most)})",
             f"tensors {format_bytes(self.allocated)}, allocator {format_bytes(self.reserved)}; the most in {self.peak}"
             + (f", at {self.peak_line}" if self.peak_line else ""),
@@ -79,6 +83,9 @@ class Forecast:
             lines.append(f"longest sequence in a batch of {self.batch_size}: {self.longest_sequence:,}")
         lines += [f"note: {caveat}" for caveat in self.caveats]
         return "\n".join([*lines, f"{self.num_traces} step(s) traced in {self.seconds:.1f} s"])
+
+    def _where(self) -> str:
+        return f"rank 0 of {self.num_ranks:,} under {self.strategy}, " if self.num_ranks > 1 else ""
 
 
 def of_trace(traced: Trace, target: Device, batch_size: int, limit: int | None, is_expandable: bool) -> Forecast:

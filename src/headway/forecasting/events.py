@@ -12,6 +12,7 @@ class Event(NamedTuple):
         what: the operation that asked for it.
         where: the user's line, "train.py:12 in main"; "" where none is.
         kind: what it turned out to be: one of `KINDS`.
+        stream: on which it is asked for; 0: the one that computes.
     """
 
     key: int
@@ -19,6 +20,7 @@ class Event(NamedTuple):
     what: str = ""
     where: str = ""
     kind: str = "temporaries"
+    stream: int = 0
 
 
 KINDS = (
@@ -29,6 +31,8 @@ KINDS = (
     "optimizer state",
     "activations",
     "cast weights",
+    "gathered weights",
+    "buckets",
     "workspaces",
     "temporaries",
 )

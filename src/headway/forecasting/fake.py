@@ -1,6 +1,7 @@
 """Tracing a step in which nothing is computed, and saying what stands in the way where that cannot be done."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -19,9 +20,12 @@ from headway.callsite import users_line
 from headway.errors import HeadwayError, UnsupportedError
 from headway.forecasting.devices import Device
 from headway.forecasting.kernels import substituted
-from headway.forecasting.step import STEPS, Batch, Recipe, run
+from headway.forecasting.step import STEPS, Alone, Batch, Engine, Recipe, run
 from headway.forecasting.trace import Trace, Tracker
 from headway.placement.skeleton import init_empty_weights
+
+Spread = Callable[[nn.Module], AbstractContextManager[Engine]]
+"""Spreads a model without values over ranks, for as long as its block lasts."""
 
 _READS_A_VALUE = "it reads a value of a tensor (.item(), .tolist(), `if tensor:`), and nothing is computed here"
 _SHAPE_BY_VALUES = (
@@ -40,6 +44,7 @@ def trace(
     device: Device,
     prepare: Callable[[nn.Module], object] | None = None,
     steps: int = STEPS,
+    spread: Spread | None = None,
 ) -> Trace:
     """Trace training steps of a model, as they would run on a device.
 
@@ -50,6 +55,7 @@ def trace(
         device: the target.
         prepare: what is done to the model before it trains, such as activation checkpointing.
         steps: updates.
+        spread: over which ranks; None: the model is on one process.
 
     Raises:
         UnsupportedError: something in the step cannot be traced; the operation and the user's line are named.
@@ -63,16 +69,20 @@ def trace(
         prepare(model)
     model.train()
     tracker = Tracker(device)
-    try:
-        with substituted(device, recipe.precision), fake:
-            batches = _batches(batch, fake)
-            with tracker:
-                run(model, recipe, batches, tracker, device.is_cuda, steps)
-    except HeadwayError:
-        raise
-    except Exception as error:
-        raise explained(error, tracker.last) from error
-    return tracker.trace()
+    with ExitStack() as stack:
+        engine = stack.enter_context(spread(model)) if spread is not None else Alone(model)
+        try:
+            with substituted(device, recipe.precision), fake, ExitStack() as modes:
+                batches = _batches(batch, fake)
+                for mode in engine.modes():
+                    modes.enter_context(mode)
+                with tracker:
+                    run(model, recipe, batches, tracker, device.is_cuda, steps, engine)
+        except HeadwayError:
+            raise
+        except Exception as error:
+            raise explained(error, tracker.last) from error
+        return tracker.trace()
 
 
 def _batches(batch: Callable[[], Batch], fake: FakeTensorMode) -> Callable[[], Batch]:

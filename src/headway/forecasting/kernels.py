@@ -63,9 +63,31 @@ def _ordered(tensor: torch.Tensor) -> list[int]:
     return [tensor.nbytes] if tensor.shape[1] % 8 == 0 else []
 
 
+def _gathered_by_gloo(args: tuple[Any, ...]) -> list[int]:
+    """What comes in lies in a row first."""
+    return [args[0].nbytes]
+
+
+def _gathered_by_name(args: tuple[Any, ...]) -> list[int]:
+    return [args[0].nbytes * args[1]]
+
+
+def _scattered_by_gloo(args: tuple[Any, ...]) -> list[int]:
+    """All of the input is summed, in a copy."""
+    return [args[1].nbytes]
+
+
+def _scattered_by_name(args: tuple[Any, ...]) -> list[int]:
+    return [args[0].nbytes]
+
+
 SCRATCH_OF_CPU: dict[str, Sizes] = {
     "aten::convolution": _convolution_on_cpu,
     "aten::convolution_backward": _convolution_backward_on_cpu,
+    "c10d::_allgather_base_": _gathered_by_gloo,
+    "c10d::_reduce_scatter_base_": _scattered_by_gloo,
+    "_c10d_functional::all_gather_into_tensor": _gathered_by_name,
+    "_c10d_functional::reduce_scatter_tensor": _scattered_by_name,
 }
 """On a CPU: bytes that a kernel asks torch's allocator for while it runs, by operation."""
 
@@ -91,7 +113,10 @@ UNKNOWN_SCRATCH: dict[str, str] = {
 }
 """What is known not to be known, by operation."""
 
-NAMESPACES = ("aten", "prim", "prims", "profiler", "inductor", "higher_order")
+NAMESPACES = (
+    *("aten", "prim", "prims", "profiler", "inductor", "higher_order"),
+    *("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp"),
+)
 """Whose operations a trace understands; all others are named in its caveats."""
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from headway.forecasting.answer import replayed
 from headway.forecasting.devices import Device
 from headway.forecasting.events import Event
-from headway.forecasting.fake import trace
+from headway.forecasting.fake import Spread, trace
 from headway.forecasting.solve import Largest, LongestSequence, Search
 from headway.forecasting.step import Recipe
 from headway.forecasting.trace import Trace
@@ -28,6 +28,7 @@ class Sizes:
         device: the target.
         prepare: is given the model before the first step; None: nothing is done.
         is_expandable: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+        spread: over which ranks; None: the model is on one process.
 
     Attributes:
         num_traces: steps that were traced.
@@ -41,6 +42,7 @@ class Sizes:
         device: Device,
         prepare: Callable[[nn.Module], object] | None,
         is_expandable: bool,
+        spread: Spread | None = None,
     ) -> None:
         self._model_fn = model_fn
         self._batch_fn = batch_fn
@@ -48,6 +50,7 @@ class Sizes:
         self._device = device
         self._prepare = prepare
         self._is_expandable = is_expandable
+        self._spread = spread
         self._traces: dict[int, Trace] = {}
         self.num_traces = 0
 
@@ -59,7 +62,7 @@ class Sizes:
 
     def _of(self, batch: Callable[[], Any]) -> Trace:
         self.num_traces += 1
-        return trace(self._model_fn, batch, self._recipe, self._device, self._prepare)
+        return trace(self._model_fn, batch, self._recipe, self._device, self._prepare, spread=self._spread)
 
     def largest(self, capacity: int) -> tuple[Largest, Sequence[tuple[int, int]]]:
         """The largest batch within so many bytes of the allocator, and (batch, bytes) of some up to beyond it."""

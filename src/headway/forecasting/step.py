@@ -54,6 +54,61 @@ class Watcher(Protocol):
         """Forward has ended."""
 
 
+class Engine(Protocol):
+    """What spreads a step over ranks: `Alone` where a model is on one process."""
+
+    def modes(self) -> Iterable[AbstractContextManager[Any]]:
+        """In which the step runs."""
+
+    def own(self) -> list[torch.Tensor]:
+        """What it holds beside the model from the beginning."""
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of one; only the window's last lets gradients travel."""
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's, those included that wait for the window's end."""
+
+    def clip(self, max_norm: float) -> None:
+        """Scale them down to this norm."""
+
+
+class Alone:
+    """One process with a whole model.
+
+    Args:
+        model: whose gradients.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def modes(self) -> Iterable[AbstractContextManager[Any]]:
+        """None."""
+        return ()
+
+    def own(self) -> list[torch.Tensor]:
+        """Nothing."""
+        return []
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Nothing travels."""
+        return nullcontext()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Where torch keeps them."""
+        return [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+
+    def clip(self, max_norm: float) -> None:
+        """As torch's clip_grad_norm_ does it with foreach, which it refuses to do for tensors on a CPU."""
+        gradients = self.gradients()
+        if not gradients:
+            return
+        norms = torch._foreach_norm(gradients, 2.0)
+        total = torch.linalg.vector_norm(torch.stack(list(norms)), 2.0)
+        torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+
+
 class Nobody:
     """A watcher that does not look, for a step that is run for itself."""
 
@@ -74,6 +129,7 @@ def run(
     watcher: Watcher | None = None,
     on_cuda: bool = False,
     steps: int = STEPS,
+    engine: Engine | None = None,
 ) -> None:
     """Run updates of a model.
 
@@ -84,10 +140,12 @@ def run(
         watcher: is told what goes on.
         on_cuda: optimizers choose their kernels as they do for parameters on a card.
         steps: updates.
+        engine: what spreads the model over ranks; None: it is alone.
     """
-    watcher = watcher or Nobody()
+    watcher, engine = watcher or Nobody(), engine or Alone(model)
     watcher.enter("set-up")
     mark_model(model, watcher)
+    watcher.mark(engine.own(), "buckets")
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = recipe.optimizer(parameters) if recipe.optimizer is not None else None
     if optimizer is not None and on_cuda:
@@ -95,20 +153,21 @@ def run(
     held: Batch = None
     for step in range(1, steps + 1):
         loss = None
-        for _ in range(recipe.accumulation):
+        for index in range(recipe.accumulation):
             watcher.enter(f"step {step} forward")
             # The next batch is on its way before the last one is dropped.
             arrived = batch()
             watcher.mark([each for each in tree_leaves(arrived) if isinstance(each, torch.Tensor)], "batch")
             held = arrived
             del arrived
-            loss = _forward(model, held, recipe)
-            watcher.mark_activations()
-            watcher.enter(f"step {step} backward")
-            loss.backward()  # type: ignore[no-untyped-call]
-            watcher.mark([p.grad for p in parameters if p.grad is not None], "gradients")
+            with engine.micro_batch(is_last=index == recipe.accumulation - 1):
+                loss = _forward(model, held, recipe)
+                watcher.mark_activations()
+                watcher.enter(f"step {step} backward")
+                loss.backward()  # type: ignore[no-untyped-call]
+            watcher.mark(engine.gradients(), "gradients")
         watcher.enter(f"step {step} update")
-        _update(parameters, optimizer, recipe, watcher)
+        _update(parameters, optimizer, recipe, watcher, engine)
         del loss
     watcher.enter("end")
 
@@ -154,15 +213,18 @@ def _autocast(precision: str) -> AbstractContextManager[Any]:
 
 
 def _update(
-    parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer | None, recipe: Recipe, watcher: Watcher
+    parameters: list[nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    recipe: Recipe,
+    watcher: Watcher,
+    engine: Engine,
 ) -> None:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if recipe.precision == "fp16" and gradients:
+    if recipe.precision == "fp16" and (gradients := engine.gradients()):
         found, inverse = torch.zeros(1), torch.ones(1)
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
-    if recipe.max_norm is not None and gradients:
-        _clip(gradients, recipe.max_norm)
-    del gradients
+        del gradients
+    if recipe.max_norm is not None:
+        engine.clip(recipe.max_norm)
     if optimizer is not None:
         optimizer.step()
         watcher.mark(state_of(optimizer), "optimizer state")
@@ -171,13 +233,6 @@ def _update(
             parameter.grad.zero_()
         else:
             parameter.grad = None
-
-
-def _clip(gradients: list[torch.Tensor], max_norm: float) -> None:
-    """As torch's clip_grad_norm_ does it with foreach, which it refuses to do for tensors on a CPU."""
-    norms = torch._foreach_norm(gradients, 2.0)
-    total = torch.linalg.vector_norm(torch.stack(list(norms)), 2.0)
-    torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -206,5 +261,5 @@ def _in_order_of_moving(model: nn.Module, which: str) -> list[torch.Tensor]:
         each
         for module in reversed(list(model.modules()))
         for each in getattr(module, which).values()
-        if each is not None
+        if each is not None and not each.is_meta  # without memory: other ranks of a pipeline have it
     ]

@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,13 +21,20 @@ from headway.callsite import Frame, stack, users_frame
 from headway.errors import UnsupportedError
 from headway.forecasting.devices import Device
 from headway.forecasting.events import Event
+from headway.forecasting.gathered import Gathered
 from headway.forecasting.kernels import MATMUL, NAMESPACES, SCRATCH_OF_CPU, SCRATCH_OF_CUDA, UNKNOWN_SCRATCH
+from headway.forecasting.tensors import plain, stand_for_others
 
 _WORTH_A_LINE = 1 << 20
 """Bytes from which on the user's line is looked up, which takes longer than all the rest."""
 _DEVICE = torch.ops.prim.device.default
 """Two calls of three, and answered here in a fifth of the time."""
 _RESIZE = "resize_"
+_GATHER, _SPLIT, _REDUCE = "fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "c10d::_reduce_scatter_base_"
+_OF_SHARDS = {_GATHER: 1, _SPLIT: 0, _REDUCE: 2}
+"""FSDP's operations, and the stream on which it asks for what they fill."""
+_FOR_A_SHAPE, _DEEPEST = "_propagate_tensor_meta", 24
+"""A function of torch's DTensor, and how many frames above an operation it may lie."""
 _COMPILED = ("compile_wrapper", "_call_impl_compiled")
 
 
@@ -40,6 +48,11 @@ def _refuse_compiled() -> None:
                 "a function compiled by torch.compile was called: what its graphs ask for is not known before they are compiled. "
                 "Leave torch.compile out of what is forecast; a compiled step mostly takes less"
             )
+
+
+def _is_for_a_shape() -> bool:
+    """Is the operation run for its result's shape alone? DTensors do so on whole tensors before they compute on parts."""
+    return any(frame.f_code.co_name.startswith(_FOR_A_SHAPE) for frame in islice(stack(), _DEEPEST))
 
 
 @dataclass(frozen=True)
@@ -81,19 +94,27 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._operations: Counter[str] = Counter()
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._kinds: dict[int, str] = {}
+        self._streams: dict[int, int] = {}
         self._next_key = 0
         self._threads: set[str] = set()
         self._phase = ""
         self._begin = 0
         self._is_updating = False
+        self._gathered = Gathered(self._sized)
+        self._has_parts = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "prim":
-            is_asked = func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation
-            return args[0].fake_device if is_asked else func(*args, **(kwargs or {}))
+        if stand_for_others(types):
+            self._has_parts = True
+            return NotImplemented  # it comes back as what it does to the tensors behind
+        if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device
+        if func.namespace == "prim" or (self._has_parts and _is_for_a_shape()):
+            return func(*args, **(kwargs or {}))
         name = func._schema.name
+        self._gathered.look()
         self.last = name
         self._operations[name] += 1
         scratch = [self._scratch(size, name) for size in self._table[name](args)] if name in self._table else ()
@@ -103,18 +124,18 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.endswith(_RESIZE) or name == "aten::set_":
             self._resized(args[0])
         for leaf in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(leaf, torch.Tensor):
-                self._seen(leaf, name, args)
-            elif isinstance(leaf, tuple | list):
-                for each in leaf:
-                    if isinstance(each, torch.Tensor):
-                        self._seen(each, name, args)
+            for each in leaf if isinstance(leaf, tuple | list) else (leaf,):
+                if isinstance(each, torch.Tensor):
+                    self._seen(each, name, args)
         for event in scratch:
             self.events.append(event._replace(num_bytes=-event.num_bytes))
+        if name in _OF_SHARDS:
+            self._sharded(name, args, kwargs or {})
         return result
 
     def enter(self, phase: str) -> None:
         """What follows belongs to this phase of the step: "step 1 forward", say."""
+        self._gathered.look()
         self._phase = phase
         self._begin = len(self.events)
         self._is_updating = phase.endswith("update")
@@ -122,13 +143,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Say what these tensors are; those not seen before count from here on."""
-        for tensor in tensors:
-            key = self._seen(tensor, kind, ())
-            if key is not None:
-                self._kinds[key] = kind
+        for each in tensors:
+            for tensor in plain(each):
+                key = self._seen(tensor, kind, ())
+                if key is not None:
+                    self._kinds[key] = kind
 
     def mark_activations(self) -> None:
         """Forward has ended: what it has made, and is still held, is kept for backward."""
+        self._gathered.look()
         held = {key for _, key, _ in self._live.values()}
         for event in self.events[self._begin :]:
             if event.num_bytes > 0 and event.key in held:
@@ -137,7 +160,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def trace(self) -> Trace:
         """What was seen; call it after the block."""
         events = [
-            event if event.key not in self._kinds else event._replace(kind=self._kinds[event.key])
+            event._replace(kind=self._kinds.get(event.key, event.kind), stream=self._streams.get(event.key, 0))
             for event in self.events
         ]
         return Trace(events, dict(self.phases), dict(self._operations), self._caveats())
@@ -158,11 +181,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         key = self._asked(size, what)
 
-        def gone(_: Any, address: int = address, key: int = key) -> None:
+        def gone(reference: weakref.ref[torch.UntypedStorage], address: int = address) -> None:
             found = self._live.get(address)
-            if found is not None and found[1] == key:
+            if found is not None and found[0] is reference:
                 del self._live[address]
-                self.events.append(Event(key, -found[2], what))
+                if found[2]:
+                    self.events.append(Event(found[1], -found[2], what))
 
         self._live[address] = weakref.ref(storage, gone), key, size
         return key
@@ -175,6 +199,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and tensor.dim() == 0
             and not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in tree_leaves(args))
         )
+
+    def _sharded(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """FSDP has gathered a unit, or summed its gradients: on streams whose memory CUDA's allocator keeps apart."""
+        if name == _SPLIT:
+            self.mark(self._gathered.filled(kwargs["out"]), "gathered weights")
+            return
+        if name == _GATHER:
+            self.mark([args[1]], "gathered weights")
+        key = self._seen(args[1] if name == _GATHER else args[0], name, ())
+        if key is not None:
+            self._streams[key] = _OF_SHARDS[name]
 
     def _asked(self, size: int, what: str) -> int:
         self._next_key += 1
@@ -198,18 +233,26 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._kinds[self._asked(self._device.cublas, "cuBLAS's workspace")] = "workspaces"
 
     def _resized(self, tensor: Any) -> None:
-        if not isinstance(tensor, torch.Tensor):
-            return
-        storage = tensor.untyped_storage()
+        if isinstance(tensor, torch.Tensor):
+            self._sized(tensor.untyped_storage())
+
+    def _sized(self, storage: torch.UntypedStorage) -> None:
+        """A storage may have another size than it had."""
         known = self._live.get(storage._cdata)
-        if known is None or known[0]() is not storage or known[2] == storage.nbytes():
+        size = storage.nbytes()
+        if known is None or known[0]() is not storage or known[2] == size:
             return
-        reference, key, size = known
-        # What it was and what it becomes are both there while it is copied.
-        new = self._asked(storage.nbytes(), "resize_")
-        self.events.append(Event(key, -size, "resize_"))
-        self._kinds.setdefault(new, self._kinds.get(key, "temporaries"))
-        self._live[storage._cdata] = reference, new, storage.nbytes()
+        reference, key, before = known
+        kind = self._kinds.get(key, "temporaries")
+        if size:
+            # What it was and what it becomes are both there while it is copied.
+            new = self._asked(size, "resize_")
+            self._kinds.setdefault(new, kind)
+            self._live[storage._cdata] = reference, new, size
+        else:
+            self._live[storage._cdata] = reference, key, 0
+        if before:
+            self.events.append(Event(key, -before, "resize_"))
 
     def _caveats(self) -> tuple[str, ...]:
         found: list[str] = []

@@ -194,6 +194,7 @@ def _too_much(found: Plan, cluster: Cluster) -> str:
         "optimizer state": share.optimizer_state,
         "activations": found.activations or 0,
         "gathered parameters": found.gathered,
+        "temporaries": found.peak - found.total,
     }
     most = max(parts, key=lambda name: parts[name])
     return (

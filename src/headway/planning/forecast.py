@@ -7,22 +7,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from headway.config.strategies import ActivationCheckpointing
+from headway.config.strategies import ActivationCheckpointing, EngineOptions, collect_options
 from headway.errors import ConfigError
 from headway.forecasting.answer import Forecast, of_trace
 from headway.forecasting.devices import Device, find, room, spread
 from headway.forecasting.sizes import Sizes
 from headway.forecasting.solve import LongestSequence
 from headway.forecasting.step import Loss, Recipe
+from headway.planning.layouts import Place, placed
 from headway.planning.optimizers import Optimizer, maker
+from headway.planning.parked import offloaded
 from headway.planning.rehearsal import rehearse
 from headway.planning.sources import unmasked
-from headway.recompute.checkpointing import checkpoint_activations
 from headway.units import parse_bytes
 
+_OFFLOADED = (
+    "activations on the host: one copy under way is counted; where copies are slower than computing, more are on the device at once",
+)
 PRECISIONS = ("no", "bf16", "fp16")
 Recompute = bool | ActivationCheckpointing | Callable[[nn.Module], object]
 
@@ -43,6 +46,10 @@ def forecast(
     expandable_segments: bool = False,
     largest: bool = True,
     longest: LongestSequence | None = None,
+    strategy: str | None = None,
+    ranks: int | None = None,
+    kwargs_handlers: Sequence[Any] = (),
+    machine_ranks: int = 8,
 ) -> Forecast:
     """Say what a training step takes on a device that need not be here.
 
@@ -66,19 +73,31 @@ def forecast(
         expandable_segments: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
         largest: also look for the largest batch within the budget.
         longest: also look for the longest sequence within the budget, at `batch_size`.
+        strategy: over ranks, as the Accelerator's: "ddp", "fsdp", "hsdp=8", "tp", "fsdp+tp=2"; None: one process. The forecast is
+            that of rank 0, which holds the most, and batches are those of one rank.
+        ranks: of the run; goes with `strategy`.
+        kwargs_handlers: the Accelerator's: ShardingOptions, TensorParallelOptions, DistributedDataParallelKwargs,
+            ActivationCheckpointing.
+        machine_ranks: ranks on one machine, for "hsdp".
 
     Raises:
         ConfigError: an argument that cannot be.
         LossError: there is no loss, or it has no gradient.
-        UnsupportedError: the step cannot be traced; the operation and the line are named.
+        PrepareError: the model cannot be sharded.
+        StateError: with a strategy, in a process that has joined a process group.
+        UnsupportedError: the step cannot be traced; the operation and the line are named. Or a layout that cannot be.
     """
     began = time.perf_counter()
     _check(batch_size, precision, accumulation)
     target = find(device)
     limit = target.memory if budget is None else parse_bytes(budget)
     recipe = Recipe(maker(optimizer), loss, precision, accumulation, max_norm)
+    options, prepare = _preparation(recompute, collect_options(list(kwargs_handlers)))
+    place = _place(strategy, ranks, options, precision, machine_ranks, target)
+    offloads = options.checkpointing is not None and options.checkpointing.offload
+    make = partial(_made, model_fn)
     tracer = Sizes(
-        partial(_made, model_fn), batch_fn, recipe, target, _preparation(recompute, target), expandable_segments
+        make, batch_fn, recipe, target, prepare, expandable_segments, offloaded(place) if offloads else place
     )
     traced = tracer.trace(batch_size)
     capacity = None if limit is None else room(target, limit)
@@ -91,7 +110,9 @@ def forecast(
         by_batch=tuple((size, spread(target, taken)[2]) for size, taken in by_batch),
         num_traces=tracer.num_traces,
         seconds=time.perf_counter() - began,
-        caveats=(*traced.caveats, *_caveats(batch_fn, target)),
+        caveats=(*place.caveats(), *traced.caveats, *_caveats(batch_fn, target), *(_OFFLOADED if offloads else ())),
+        strategy=strategy or "",
+        num_ranks=place.layout.num_ranks,
     )
 
 
@@ -135,17 +156,37 @@ def _made(model_fn: Callable[[], nn.Module]) -> nn.Module:
     return unmasked(model) if hasattr(model, "set_attn_implementation") else model
 
 
-def _preparation(recompute: Recompute, device: Device) -> Callable[[nn.Module], object] | None:
+def _preparation(
+    recompute: Recompute, options: EngineOptions
+) -> tuple[EngineOptions, Callable[[nn.Module], object] | None]:
+    """The options with what is to be recomputed; a function of the user's own goes beside them."""
     if recompute is False:
-        return None
-    if isinstance(recompute, ActivationCheckpointing) or recompute is True:
-        plan = recompute if isinstance(recompute, ActivationCheckpointing) else ActivationCheckpointing()
-        if plan.offload:
-            raise ConfigError(
-                "recompute=ActivationCheckpointing(offload=True) cannot be forecast yet; leave offload out"
-            )
-        return lambda model: checkpoint_activations(model, plan, torch.device("cpu"))
-    return recompute
+        return options, None
+    if not isinstance(recompute, ActivationCheckpointing | bool):
+        return options, recompute
+    if options.checkpointing is not None:
+        raise ConfigError(
+            "recompute and an ActivationCheckpointing in kwargs_handlers are both given; give one of them"
+        )
+    plan = recompute if isinstance(recompute, ActivationCheckpointing) else ActivationCheckpointing()
+    return replace(options, checkpointing=plan), None
+
+
+def _place(
+    strategy: str | None,
+    ranks: int | None,
+    options: EngineOptions,
+    precision: str,
+    machine_ranks: int,
+    target: Device,
+) -> Place:
+    if (strategy is None) != (ranks is None):
+        raise ConfigError(
+            f"strategy={strategy!r} and ranks={ranks!r}: a layout needs both, as in strategy='fsdp', ranks=8; for one process leave "
+            "both out"
+        )
+    computes_on = "cuda" if target.is_cuda else "cpu"
+    return placed(strategy or "ddp", 1 if ranks is None else ranks, options, precision, machine_ranks, computes_on)
 
 
 def _check(batch_size: int, precision: str, accumulation: int) -> None:

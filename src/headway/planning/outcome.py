@@ -171,6 +171,8 @@ class Plan:
         tokens: of one data shard in one update; 0: not known.
         stages: by their places along "pp"; then `exchanges` are those of the rank that sends most, `flops` those of the rank that
             computes most, and `activations` those of the rank that needs most memory. Empty: no pipeline.
+        traced: bytes that tensors took at most on rank 0, or on the rank of a pipeline that takes most, with temporaries; None: no
+            step was given.
     """
 
     strategy: str
@@ -184,6 +186,7 @@ class Plan:
     gathered: int
     tokens: int = 0
     stages: tuple[Stage, ...] = ()
+    traced: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -202,7 +205,12 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes of the fullest rank with what comes and goes in an update, as far as it is counted."""
+        """Bytes that tensors take at most on a rank, as they were traced; without a step what is counted."""
+        return self.total if self.traced is None else self.traced
+
+    @property
+    def total(self) -> int:
+        """Bytes of the fullest rank with what comes and goes in an update, each at its largest, without temporaries."""
         return self.shares.fullest().num_bytes + self.gathered + (self.activations or 0)
 
     def sent(self) -> dict[tuple[str, str], int]:
@@ -229,6 +237,7 @@ def outcome(strategy: str, layout: Layout, trial: Trial, tokens: int) -> Plan:
         trial.activations,
         _gathered(trial.volumes or {}),
         tokens,
+        traced=trial.peak,
     )
 
 
@@ -262,6 +271,7 @@ def outcome_of_stages(strategy: str, layout: Layout, trials: Sequence[Trial], to
         0,
         tokens,
         stages,
+        max(trial.peak or 0 for trial in trials) if has_step else None,
     )
 
 

@@ -21,7 +21,12 @@ from headway.training.model import attach
 
 
 def chosen(
-    layout: Layout, machine_ranks: int, precision: str, options: EngineOptions, told: Told | None = None
+    layout: Layout,
+    machine_ranks: int,
+    precision: str,
+    options: EngineOptions,
+    told: Told | None = None,
+    computes_on: str = "cpu",
 ) -> Strategy | None:
     """The layout's strategy on the process group that there is; None for replicas: DDP's engine reads values.
 
@@ -31,6 +36,7 @@ def chosen(
         precision: "no", "bf16" or "fp16".
         options: of the engines.
         told: by the other ranks of a pipeline.
+        computes_on: the type of the device that the real ranks have.
 
     Raises:
         UnsupportedError: a layout that is not there yet.
@@ -48,23 +54,25 @@ def chosen(
         owns_group=False,
     )
     everyone = Echoes(here) if told is None else StageEchoes(here, told)
-    return build_strategy(everyone, options, layout, precision)
+    return build_strategy(everyone, options, layout, precision, computes_on=computes_on)
 
 
-def spread(model: nn.Module, strategy: Strategy | None, options: EngineOptions) -> None:
+def spread(model: nn.Module, strategy: Strategy | None, options: EngineOptions, computes_on: str = "cpu") -> None:
     """Shard the model in place, as `prepare` does.
 
     Args:
         model: of fake tensors.
         strategy: None leaves it whole.
         options: of the engines.
+        computes_on: the type of the device that the real ranks have.
 
     Raises:
         PrepareError: a model that cannot be sharded.
     """
     transforms: list[Callable[[nn.Module], Any]] = []
     if options.checkpointing is not None:
-        transforms.append(partial(checkpoint_activations, plan=options.checkpointing, device=torch.device("cpu")))
+        device = torch.device(computes_on)
+        transforms.append(partial(checkpoint_activations, plan=options.checkpointing, device=device))
     if strategy is None:
         for transform in transforms:
             transform(model)

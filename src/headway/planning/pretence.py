@@ -23,8 +23,8 @@ def pretend(num_ranks: int, rank: int) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise StateError(
-            "a plan needs a process that has not joined a process group; call headway.plan() before you create an "
-            "Accelerator, or run `headway plan` on the command line"
+            "a plan, or a forecast of a layout, needs a process that has not joined a process group; call headway.plan() or "
+            "headway.forecast() before you create an Accelerator, or run `headway plan` or `headway estimate`"
         )
     # Registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore

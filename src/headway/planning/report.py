@@ -33,6 +33,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "parameters_with_gaps": plan.shares.num_with_gaps,
         "activations": plan.activations,
         "gathered": plan.gathered if plan.exchanges is not None else None,
+        "total": plan.total,
         "peak": plan.peak,
         "checkpoint": asdict(plan.saved),
         "exchanges": None

@@ -25,6 +25,7 @@ def tabulate(comparison: Comparison) -> list[str]:
         "activations",
         "gathered",
         "total",
+        "peak",
         "sent",
         "update",
         "waits for",
@@ -46,7 +47,8 @@ def _cells(row: Row, has_tokens: bool) -> list[str]:
         format_bytes(share.weights),
         *([_NOT_COUNTED] * 3 if plan.exchanges is None else _moving(plan, share)),
         format_bytes(plan.gathered) if plan.exchanges is not None else _NOT_COUNTED,
-        format_bytes(plan.peak),
+        format_bytes(plan.total),
+        format_bytes(plan.traced) if plan.traced is not None else _NOT_COUNTED,
         _NOT_COUNTED if plan.exchanges is None else format_bytes(sum(_sent(plan).values())),
     ]
     cells += ["-", "-"] if found is None else [_seconds(found.seconds), found.bottleneck]
@@ -84,6 +86,7 @@ def describe(plan: Plan, found: Cost | None = None) -> list[str]:
         f"a checkpoint: {plan.saved.num_files:,} file(s), {format_bytes(plan.saved.num_bytes)}, of which each rank writes at most "
         f"{format_bytes(plan.saved.per_rank)}",
     ]
+    lines.append(f"the most that tensors take at once, with temporaries: {_counted(plan.traced)}")
     if plan.exchanges is None:
         return [*lines, "communication and FLOPs: not counted, because there is no step to run"]
     if plan.exchanges:

@@ -12,6 +12,9 @@ from torch import nn
 from headway.config.mesh import Layout
 from headway.config.pipeline import PipelineOptions
 from headway.config.strategies import EngineOptions
+from headway.forecasting.devices import find
+from headway.forecasting.step import as_on_cuda, mark_model
+from headway.forecasting.trace import Trace, Tracker
 from headway.placement.skeleton import init_empty_weights
 from headway.planning.drive import CutSequences, Drive, Forward, Pipeline, Step
 from headway.planning.echoes import Told
@@ -52,6 +55,7 @@ class Trial:
         flops: by phase.
         activations: the most bytes that autograd kept at once.
         events: what was computed, sent and received, in order.
+        peak: the most bytes that tensors took at once, temporaries included, in an update that is not the first.
     """
 
     pieces: tuple[Piece, ...]
@@ -64,6 +68,7 @@ class Trial:
     flops: dict[str, int] | None = None
     activations: int | None = None
     events: tuple[Event, ...] = field(default=(), compare=False, repr=False)
+    peak: int | None = None
 
 
 def rehearse(
@@ -157,35 +162,58 @@ def run(
         return Trial(cut, buffers, weights)
     meter = Meter(layout)
     saved = Saved(meter, own)
+    memory = Tracker(find("cpu"))
     optimizer, drive = None, drive or Drive()
     with ExitStack() as stack:
         for mode in within:
             stack.enter_context(mode)
         if make_optimizer is not None:
             optimizer = make_optimizer([parameter for _, parameter in named if parameter.requires_grad])
+            as_on_cuda(optimizer)
         forward = Forward(step, model, precision, saved)
         drive.warm_up(forward)
         saved.forget()
-        with meter:
+        with memory, meter:
+            memory.enter("forward")
+            mark_model(model, memory)
             drive.update(forward, meter)
             meter.phase = "update"
+            memory.enter("update")
             _replicas(model, layout, meter)
             if optimizer is not None:
                 optimizer.step()
     gradients = storage_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     states = tuple(_state_of(parameter, optimizer) for _, parameter in named)
+    state = sum(_state_bytes(parameter, held) for (_, parameter), held in zip(named, states))
     return Trial(
         cut,
         buffers,
         weights,
         gradients,
-        sum(_state_bytes(parameter, state) for (_, parameter), state in zip(named, states)),
+        state,
         states,
         meter.volumes,
         dict(meter.flops),
         saved.peak,
         tuple(meter.events),
+        _peak(memory.trace(), state) + _buckets(model, layout),
     )
+
+
+def _peak(traced: Trace, state: int) -> int:
+    """Of a later update: what the optimizer makes at the end of the first one is there from the beginning."""
+    held = most = 0
+    for index, event in enumerate(traced.events):
+        held += event.num_bytes
+        most = max(most, held + (state if index < traced.phases["update"] else 0))
+    return most
+
+
+def _buckets(model: nn.Module, layout: Layout) -> int:
+    """What DDP's reducer holds: all gradients once more."""
+    if not layout.is_replicas_only or layout.replicate == 1:
+        return 0
+    return sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
 
 
 def _replicas(model: nn.Module, layout: Layout, meter: Meter) -> None:

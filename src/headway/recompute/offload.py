@@ -1,8 +1,9 @@
 """What autograd saves for backward, kept in host memory meanwhile: copied on a stream of its own, beside the compute."""
 
 import weakref
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,13 +26,18 @@ _SAME_VALUES = frozenset(
 class Lane:
     """One device's copies to the host and back, on a stream of their own where the device has streams.
 
+    Args:
+        device: whose.
+        has_stream: False: copies are made in order with everything else.
+
     Attributes:
         last: what was fetched last, whose values on the device may be wanted again by the next step of backward.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, has_stream: bool = True) -> None:
         self._device = device
-        self._stream = torch.Stream(device) if hasattr(torch.get_device_module(device), "Stream") else None
+        has_stream = has_stream and hasattr(torch.get_device_module(device), "Stream")
+        self._stream = torch.Stream(device) if has_stream else None
         self.last: weakref.ref[Copy] | None = None
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
@@ -65,13 +71,63 @@ class Lane:
         return tensor
 
 
+class Names:
+    """Tells storages apart by their addresses, none of which is given to another one while it is held."""
+
+    def of(self, storage: torch.UntypedStorage) -> int:
+        """The storage's own number."""
+        return int(storage._cdata)
+
+    def hold(self, storage: torch.UntypedStorage) -> Any:
+        """What keeps the number from being another's, and the memory from nothing."""
+        return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How activations are moved.
+
+    Attributes:
+        lane: makes a device's lane.
+        kind: the class of tensors that are moved.
+        names: tell their storages apart.
+        from_host: those on the host are moved too: they stand for a device's.
+    """
+
+    lane: Callable[[torch.device], Lane] = field(default_factory=lambda: Lane)
+    kind: type = torch.Tensor
+    names: Names = field(default_factory=Names)
+    from_host: bool = False
+
+
 class _Lanes(dict[torch.device, Lane]):
-    """Each device's lane, made on first use."""
+    """Each device's lane, made on first use.
+
+    Attributes:
+        ways: how.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = Ways()
 
     def __missing__(self, device: torch.device) -> Lane:
         """Make it."""
-        self[device] = lane = Lane(device)
+        self[device] = lane = self.ways.lane(device)
         return lane
+
+
+@contextmanager
+def pretending(ways: Ways) -> Iterator[None]:
+    """A block in which activations are moved in other ways: those of a trace, which computes on tensors without values."""
+    lanes = scope.own(_Lanes)
+    lanes.clear()
+    lanes.ways = ways
+    try:
+        yield
+    finally:
+        lanes.clear()
+        lanes.ways = Ways()
 
 
 class Copy:
@@ -82,9 +138,10 @@ class Copy:
     """
 
     def __init__(self, values: torch.Tensor) -> None:
-        self._lane = scope.own(_Lanes)[values.device]
+        lanes = scope.own(_Lanes)
+        self._lane = lanes[values.device]
         # It keeps the storage's address from being given to another one for as long as this copy is found by it.
-        self._source = StorageWeakRef(values.untyped_storage())  # type: ignore[no-untyped-call]
+        self._source = lanes.ways.names.hold(values.untyped_storage())
         self._host, self._ready = self._lane.to_host(values)
         self._fetched: torch.Tensor | None = None
 
@@ -160,7 +217,10 @@ def offloading(min_bytes: int = MIN_BYTES, block: torch.nn.Module | None = None)
 
 
 def _is_worth_it(tensor: torch.Tensor, min_bytes: int) -> bool:
-    if _is_on_host(tensor) or tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
+    lanes = scope.own(_Lanes)
+    if _is_on_host(tensor) and not lanes.ways.from_host:
+        return False
+    if tensor.layout is not torch.strided or type(tensor) is not lanes.ways.kind:
         return False
     # An expanded tensor is larger than what it lies in.
     return min(tensor.nbytes, tensor.untyped_storage().nbytes()) >= min_bytes and not _is_weight(tensor)
@@ -191,7 +251,7 @@ def _park(tensor: torch.Tensor) -> Parked:
     is_whole = 2 * tensor.nbytes > storage.nbytes() and not (tensor.is_conj() or tensor.is_neg())
     view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
     mark = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
-    key = (storage._cdata, tensor._version, *mark, None if is_whole else view)
+    key = (scope.own(_Lanes).ways.names.of(storage), tensor._version, *mark, None if is_whole else view)
     copies = scope.own(_Copies)
     copy = copies.get(key)
     if copy is None:
@@ -201,9 +261,8 @@ def _park(tensor: torch.Tensor) -> Parked:
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:
     """All of the tensor's storage as one row of its number format."""
-    storage = tensor.untyped_storage()
-    num = storage.nbytes() // tensor.element_size()
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (num,), (1,))
+    num = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((num,), (1,), 0)
 
 
 def _fetch(saved: torch.Tensor | Parked) -> torch.Tensor:

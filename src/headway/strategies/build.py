@@ -71,6 +71,7 @@ def build_strategy(
     number_format: str = "no",
     is_deferred: bool = False,
     deepspeed: DeepSpeedPlugin | None = None,
+    computes_on: str | None = None,
 ) -> Strategy:
     """The layout's strategy; plain PyTorch where there is one process.
 
@@ -81,6 +82,7 @@ def build_strategy(
         number_format: the run's mixed_precision.
         is_deferred: gradients travel once a window, after its last backward, and never while it runs.
         deepspeed: the settings of DeepSpeed, where that is the engine.
+        computes_on: the type of device whose number formats are chosen; None: this process's own.
 
     Raises:
         UnsupportedError: a layout that is not there yet.
@@ -107,7 +109,7 @@ def build_strategy(
         from headway.strategies.mesh import MeshStrategy  # brings torch's compiler with it
 
         return MeshStrategy(
-            collectives, layout, sharding, number_format, options.tensor, options.context, options.float8
+            collectives, layout, sharding, number_format, options.tensor, options.context, options.float8, computes_on
         )
     if collectives.world_size > 1 and is_deferred:
         return ReplicaStrategy(collectives, options.ddp)

@@ -55,6 +55,7 @@ class MeshStrategy(SingleStrategy):
         tensor: options of tensor parallelism; None: models' own plans.
         context: options of context parallelism.
         float8: options of "fp8".
+        computes_on: the type of device whose number formats are chosen; None: this process's own.
 
     Attributes:
         mesh: torch's device mesh, its axes named as in the layout.
@@ -72,6 +73,7 @@ class MeshStrategy(SingleStrategy):
         tensor: TensorParallelOptions | None = None,
         context: TorchContextParallelConfig | None = None,
         float8: Float8Options | None = None,
+        computes_on: str | None = None,
     ) -> None:
         super().__init__(collectives)
         options.check(layout.num_shards)
@@ -83,6 +85,7 @@ class MeshStrategy(SingleStrategy):
         context_check.check_options(self._tensor, layout.cp)
         self._context = context or TorchContextParallelConfig()
         self._float8 = float8
+        self._computes_on = computes_on or collectives.runtime.device.type
         self._cuts: list[tuple[torch.nn.Module, TensorParallel]] = []
         self._contexts: list[tuple[torch.nn.Module, ContextParallel]] = []
         self.mesh, self._shards = build_mesh(collectives.runtime.device.type, layout)
@@ -227,7 +230,7 @@ class MeshStrategy(SingleStrategy):
     def _shard(self, model: torch.nn.Module, units: Units) -> list[torch.nn.Module]:
         """Shard each unit and the root; returns the units, innermost first."""
         chosen, device_type = self._options, self.everyone.runtime.device.type
-        formats = choose_formats(chosen, self._number_format, device_type)
+        formats = choose_formats(chosen, self._number_format, self._computes_on)
         if formats.told:
             log.info_once("%s", formats.told)
         offload = fsdp.CPUOffloadPolicy(pin_memory=device_type != "cpu")

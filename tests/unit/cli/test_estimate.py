@@ -222,6 +222,15 @@ def test_training_on_a_card_that_is_not_here(run, folder):
     assert found["fits"] is True
 
 
+def test_a_rank_of_a_layout(run, folder):
+    options = ("--device", "t4", "--sequence", 32, "--ranks", 8)
+    assert "t4, rank 0 of 8 under fsdp, batch 1" in run(folder, *options, "--strategy", "fsdp")
+    found = json.loads(run(folder, *options, "--strategy", "hsdp", "--machine_ranks", 2, "--json"))
+    assert (found["strategy"], found["num_ranks"]) == ("hsdp", 8)
+    assert found["split"]["gathered weights"] > 0
+    assert "--strategy and --ranks go together" in run(folder, *options, code=2)
+
+
 def test_a_page_and_the_longest_sequence(run, folder, tmp_path):
     page = tmp_path / "forecast.html"
     options = ("--device", "t4", "--sequence", 32, "--longest", "--page", page)

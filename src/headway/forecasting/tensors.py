@@ -1,0 +1,22 @@
+"""Tensors that stand for others: a DTensor holds this rank's part, a quantised tensor its numbers and scales."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
+
+
+def plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that have the memory: the tensor itself, or what it holds."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for held in (getattr(tensor, name) for name in names):
+        if isinstance(held, torch.Tensor):  # a DTensor names its mesh, too
+            yield from plain(held)
+
+
+def stand_for_others(types: Iterable[type]) -> bool:
+    """Is one of these a class of tensors whose operations come back as those on what they hold?"""
+    return any(is_traceable_wrapper_subclass_type(each) for each in types)

@@ -1,0 +1,152 @@
+"""A step on one rank of a layout, for a forecast: the real preparation on a process group in which nothing is sent."""
+
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.config.mesh import Layout, parse
+from headway.config.strategies import DDPCommunicationHookType, EngineOptions
+from headway.errors import ConfigError, UnsupportedError
+from headway.forecasting.buckets import Replica
+from headway.forecasting.step import Alone, Engine
+from headway.planning.preparation import chosen, spread
+from headway.planning.pretence import RealStaysReal, pretend
+from headway.strategies import gathered
+from headway.strategies.base import Strategy
+from headway.strategies.gradients import local
+
+_MIB = 1 << 20
+
+
+class Spread:
+    """A model whose parameters are cut among ranks.
+
+    Args:
+        model: prepared.
+        strategy: has prepared it.
+    """
+
+    def __init__(self, model: nn.Module, strategy: Strategy) -> None:
+        self._model, self._strategy = model, strategy
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def modes(self) -> Iterable[AbstractContextManager[Any]]:
+        """The numbers of a mesh keep their values."""
+        return [RealStaysReal()]  # type: ignore[no-untyped-call]
+
+    def own(self) -> list[torch.Tensor]:
+        """Nothing: what is gathered comes and goes."""
+        return []
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Where gradients stay local, each rank keeps all of them, whole."""
+        return self._strategy.accumulate(self._model, is_last)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Parts, and what waits whole for the window's end."""
+        found = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        for record in gathered.records(self._model):
+            whole = gathered.whole_parameter(record)
+            for grad in (record.unsharded_accumulated_grad, None if whole is None else whole.grad):
+                if grad is not None:
+                    found.append(local(grad))
+        return found
+
+    def clip(self, max_norm: float) -> None:
+        """By the norm over all ranks."""
+        self._strategy.clip(self._parameters, max_norm, 2.0)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rank 0 of a layout: no rank holds more, as uneven cuts leave the last ranks less.
+
+    Attributes:
+        text: as it was asked for.
+        layout: of all ranks.
+        options: of the engines.
+        precision: "no", "bf16" or "fp16".
+        machine_ranks: ranks on one machine.
+        computes_on: the type of the device that the forecast is for.
+    """
+
+    text: str
+    layout: Layout
+    options: EngineOptions
+    precision: str
+    machine_ranks: int
+    computes_on: str
+
+    @contextmanager
+    def __call__(self, model: nn.Module) -> Iterator[Engine]:
+        """A block in which the model is spread."""
+        if self.layout.is_replicas_only:
+            spread(model, None, self.options, self.computes_on)
+            yield self._replica(model)
+            return
+        with pretend(self.layout.num_ranks, 0):
+            strategy = chosen(
+                self.layout, self.machine_ranks, self.precision, self.options, computes_on=self.computes_on
+            )
+            assert strategy is not None
+            spread(model, strategy, self.options, self.computes_on)
+            try:
+                yield Spread(model, strategy)
+            finally:
+                strategy.release()
+                del strategy
+                gc.collect()  # engines hold their models in circles, and the next trace would come on top
+
+    def _replica(self, model: nn.Module) -> Engine:
+        if self.layout.num_ranks == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+            return Alone(model)
+        asked = self.options.ddp
+        is_fixed = asked.find_unused_parameters and not asked.static_graph
+        return Replica(model, asked.bucket_cap_mb * _MIB, asked.gradient_as_bucket_view, is_fixed)
+
+    def caveats(self) -> list[str]:
+        """What a forecast of this layout cannot vouch for."""
+        if self.layout.num_ranks == 1:
+            return []
+        found = [f"of rank 0 of {self.layout.num_ranks:,} ({self.text}); other ranks hold as much or less"]
+        if self.computes_on != "cpu":
+            found.append("NCCL's own buffers are not counted")
+        hooks = (self.options.ddp.comm_hook, self.options.ddp.comm_wrapper)
+        if self.layout.is_replicas_only and any(hook is not DDPCommunicationHookType.NO for hook in hooks):
+            found.append("what DDP's communication hook needs beside the buckets is not counted")
+        return found
+
+
+def placed(
+    strategy: str, num_ranks: int, options: EngineOptions, precision: str, machine_ranks: int, computes_on: str
+) -> Place:
+    """The place of a rank under a layout.
+
+    Raises:
+        ConfigError: the layout does not divide the ranks, or a number is wrong.
+        UnsupportedError: a layout that cannot be forecast.
+    """
+    for name, value in (("ranks", num_ranks), ("machine_ranks", machine_ranks)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r}; give a number of 1 or more")
+    asked = parse(strategy)
+    if asked.is_deepspeed:
+        raise UnsupportedError(
+            f"strategy={strategy!r} is DeepSpeed's engine, which cannot be forecast; fsdp cuts what zero3 does, and can be"
+        )
+    layout = asked.resolve(num_ranks, min(machine_ranks, num_ranks))
+    for axis, what in (("pp", "pipeline stages"), ("cp", "parts of a sequence")):
+        if getattr(layout, axis) > 1:
+            raise UnsupportedError(
+                f"strategy={strategy!r}: {what} cannot be forecast yet; leave {axis} out (headway plan has what is known)"
+            )
+    if options.sharding is not None and options.sharding.cpu_offload:
+        raise UnsupportedError(
+            "ShardingOptions(cpu_offload=True) cannot be forecast: what lies in host memory is not told apart here; leave it out"
+        )
+    return Place(strategy, layout, options, precision, machine_ranks, computes_on)

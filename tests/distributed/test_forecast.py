@@ -1,0 +1,22 @@
+"""Forecasts of layouts against real ranks on gloo: the peak that torch's profiler saw on them."""
+
+import pytest
+
+from benchmarks.forecast.layouts import SETTINGS, compare
+
+BY_NAME = {str(setting): setting for setting in SETTINGS}
+
+
+@pytest.mark.parametrize(
+    ("model", "setting"),
+    [
+        ("GPT", "fsdp, 2 ranks, bf16, accumulated over 2"),
+        ("GPT", "ddp, 2 ranks, float32, gradients as views"),
+        ("Llama", "fsdp+tp=2, 4 ranks, float32"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_the_peak_is_that_of_real_ranks(model, setting):
+    said, least, most = compare(model, BY_NAME[setting], runs=1)
+    assert said == pytest.approx(least, rel=0.03)
+    assert said <= most * 1.03
