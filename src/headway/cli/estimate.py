@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from headway.cli.estimate_cheapest import OPTION, ranked
 from headway.cli.estimate_training import OPTIONS, scripted, trained
 from headway.cli.options import GroupedCommand, GroupedOption, examples
 from headway.errors import ConfigError
@@ -27,6 +28,7 @@ _EPILOG = examples(
         "headway estimate llama/ --dtype int4           placed as int4",
         "headway estimate llama/ --num_tokens 4096      with room for 4096 tokens and their cache",
         "headway estimate bert --device rtx-3090        training on a card: memory, and the largest batch",
+        "headway estimate bert --device t4 --global_batch_size 256   the cheapest way that fits",
         "headway estimate --script train.py --device rtx-3090 -- --lr 3e-4",
     ]
 )
@@ -63,6 +65,10 @@ def _estimate(
         for name, value in (("dtype", dtype), ("num_tokens", num_tokens)):
             if value is not None:
                 raise ConfigError(f"--{name} is for running a model and --device for training it; give one of them")
+        if "global_batch_size" in given:
+            found, has_room = ranked(str(folder), batch_size=batch_size, **given)
+            click.echo(found)
+            raise SystemExit(0 if has_room else 1)
         click.echo(trained(str(folder), batch_size or 1, **given))
         return
     if given:
@@ -225,6 +231,7 @@ command = GroupedCommand(
             type=click.IntRange(min=1),
             help="Samples at once, with --num_tokens or --device.  [default: 1]",
         ),
+        OPTION,
         *OPTIONS,
     ],
     help=_ABOUT,

@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from headway.errors import UnsupportedError
 from headway.forecasting.devices import Device
 from headway.forecasting.events import Event
 from headway.forecasting.kernels import MATMUL, NAMESPACES, SCRATCH_OF_CPU, SCRATCH_OF_CUDA, UNKNOWN_SCRATCH
+from headway.forecasting.work import Counting, Work
 
 _WORTH_A_LINE = 1 << 20
 """Bytes from which on the user's line is looked up, which takes longer than all the rest."""
@@ -48,12 +49,14 @@ class Trace:
         phases: the index of the first event of each phase, by "step 1 forward", "step 1 backward", "step 1 update" ...
         operations: how often each ran.
         caveats: what the trace cannot vouch for.
+        work: what the operations of each phase have to do.
     """
 
     events: list[Event]
     phases: dict[str, int]
     operations: dict[str, int]
     caveats: tuple[str, ...]
+    work: dict[str, Work] = field(default_factory=dict)
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -83,6 +86,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phase = ""
         self._begin = 0
         self._is_updating = False
+        self._work = Counting(device)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -96,6 +100,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._device.cublas and name.removeprefix("aten::") in MATMUL:
             self._workspace()
         result = func(*args, **(kwargs or {}))
+        self._work.add(self._phase, func, args, kwargs, result)
         if name.endswith(_RESIZE) or name == "aten::set_":
             self._resized(args[0])
         for leaf in result if isinstance(result, tuple | list) else (result,):
@@ -136,7 +141,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             event if event.key not in self._kinds else event._replace(kind=self._kinds[event.key])
             for event in self.events
         ]
-        return Trace(events, dict(self.phases), dict(self._operations), self._caveats())
+        return Trace(events, dict(self.phases), dict(self._operations), self._caveats(), self._work.by_phase)
 
     # ---------------------------------------------------------------- memory
 

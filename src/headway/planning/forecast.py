@@ -78,7 +78,7 @@ def forecast(
     limit = target.memory if budget is None else parse_bytes(budget)
     recipe = Recipe(maker(optimizer), loss, precision, accumulation, max_norm)
     tracer = Sizes(
-        partial(_made, model_fn), batch_fn, recipe, target, _preparation(recompute, target), expandable_segments
+        partial(made, model_fn), batch_fn, recipe, target, preparation(recompute, target), expandable_segments
     )
     traced = tracer.trace(batch_size)
     capacity = None if limit is None else room(target, limit)
@@ -127,7 +127,8 @@ def forecast_script(
     return replace(made, seconds=time.perf_counter() - began, caveats=tuple(caveats))
 
 
-def _made(model_fn: Callable[[], nn.Module]) -> nn.Module:
+def made(model_fn: Callable[[], nn.Module]) -> nn.Module:
+    """The model as it is traced."""
     model = model_fn()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model_fn returned {type(model).__name__}; it must return a torch.nn.Module")
@@ -135,7 +136,8 @@ def _made(model_fn: Callable[[], nn.Module]) -> nn.Module:
     return unmasked(model) if hasattr(model, "set_attn_implementation") else model
 
 
-def _preparation(recompute: Recompute, device: Device) -> Callable[[nn.Module], object] | None:
+def preparation(recompute: Recompute, device: Device) -> Callable[[nn.Module], object] | None:
+    """What is done to the model before it trains."""
     if recompute is False:
         return None
     if isinstance(recompute, ActivationCheckpointing) or recompute is True:
