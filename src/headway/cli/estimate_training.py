@@ -103,7 +103,11 @@ OPTIONS = [
         "Mixed precision, by autocast.  [default: no]",
         type=click.Choice(["no", "bf16", "fp16"]),
     ),
-    _option("--optimizer", "NAME", "adamw, adam, sgd, momentum, adagrad, rmsprop or none.  [default: adamw]"),
+    _option(
+        "--optimizer",
+        "NAME",
+        "adamw, adam, sgd, momentum, adagrad, rmsprop, adafactor, adamw8bit, muon or none.  [default: adamw]",
+    ),
     _option("--recompute", None, "Recompute activations in backward.", is_flag=True),
     _option("--accumulation", "N", "Micro-batches of one update.  [default: 1]", type=click.IntRange(min=1)),
     _option(

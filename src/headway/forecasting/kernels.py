@@ -63,9 +63,21 @@ def _ordered(tensor: torch.Tensor) -> list[int]:
     return [tensor.nbytes] if tensor.shape[1] % 8 == 0 else []
 
 
+def _eight_bit_on_cpu(args: tuple[Any, ...]) -> list[int]:
+    """bitsandbytes' update of Adam in torch's operations: gradient, both moments, a root and a denominator in float32."""
+    return [args[2].numel() * 4] * 5
+
+
+def _nothing(args: tuple[Any, ...]) -> list[int]:
+    """The kernel works in place."""
+    return []
+
+
 SCRATCH_OF_CPU: dict[str, Sizes] = {
     "aten::convolution": _convolution_on_cpu,
     "aten::convolution_backward": _convolution_backward_on_cpu,
+    "bitsandbytes::optimizer_update_8bit_blockwise": _eight_bit_on_cpu,
+    "bitsandbytes::optimizer_update_32bit": _nothing,
 }
 """On a CPU: bytes that a kernel asks torch's allocator for while it runs, by operation."""
 
@@ -73,6 +85,8 @@ SCRATCH_OF_CUDA: dict[str, Sizes] = {
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "aten::embedding_dense_backward": _embedding_backward,
+    "bitsandbytes::optimizer_update_8bit_blockwise": _nothing,
+    "bitsandbytes::optimizer_update_32bit": _nothing,
 }
 """On CUDA: bytes that a kernel asks torch's allocator for while it runs, by operation."""
 

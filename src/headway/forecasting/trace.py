@@ -216,7 +216,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found: list[str] = []
         if self._device.is_cuda:
             found += dict.fromkeys(UNKNOWN_SCRATCH[name] for name in self._operations if name in UNKNOWN_SCRATCH)
-        foreign = sorted(name for name in self._operations if name.partition("::")[0] not in NAMESPACES)
+        foreign = sorted(
+            name for name in self._operations if name.partition("::")[0] not in NAMESPACES and name not in self._table
+        )
         if foreign:
             found.append(f"what these operations need beside their results is not known: {', '.join(foreign)}")
         return tuple(found)

@@ -18,6 +18,7 @@ from headway.forecasting.sizes import Sizes
 from headway.forecasting.solve import LongestSequence
 from headway.forecasting.step import Loss, Recipe
 from headway.planning.optimizers import Optimizer, maker
+from headway.planning.optimizers import caveats as of_optimizer
 from headway.planning.rehearsal import rehearse
 from headway.planning.sources import unmasked
 from headway.recompute.checkpointing import checkpoint_activations
@@ -54,8 +55,8 @@ def forecast(
         model_fn: makes the model, here without memory.
         batch_fn: gives a micro-batch of so many samples; its values do not matter.
         batch_size: samples of the micro-batch that is forecast.
-        optimizer: a name ("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "none"), or a function that makes the
-            optimizer from parameters.
+        optimizer: a name ("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "adafactor", "adafactor_transformers",
+            "adamw8bit", "adamw8bit_bnb", "muon", "none"), or a function that makes the optimizer from parameters.
         loss: from the model's outputs and the batch's targets; None: the model returns it, or an object that has it as `loss`.
         device: a name of the table in docs/forecast.md.
         budget: bytes, or text such as "24GiB", that the whole process may take; None: all memory of the device.
@@ -91,7 +92,7 @@ def forecast(
         by_batch=tuple((size, spread(target, taken)[2]) for size, taken in by_batch),
         num_traces=tracer.num_traces,
         seconds=time.perf_counter() - began,
-        caveats=(*traced.caveats, *_caveats(batch_fn, target)),
+        caveats=(*traced.caveats, *of_optimizer(optimizer), *_caveats(batch_fn, target)),
     )
 
 
