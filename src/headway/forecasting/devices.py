@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from headway import env
 from headway.config.values import did_you_mean
 from headway.errors import ConfigError
+from headway.forecasting import calibration
 from headway.units import parse_bytes
 
 MIB = 1 << 20
@@ -86,6 +88,8 @@ def _assumed(name: str, memory: int, capability: tuple[int, int], rates: Rates, 
 
 _CPU_RATES = Rates(100e9, 100e9, 20e9)
 """Assumed: processors differ too much for one figure."""
+_UNKNOWN_RATES = _rates(20, 150, 1000)
+"""Of a card that is not in the table: assumed; they only weigh operations against each other."""
 
 DEVICES = {
     device.name: device
@@ -116,16 +120,44 @@ DEVICES = {
 
 
 def find(name: str) -> Device:
-    """The device of that name.
+    """The device of that name, with what was measured on it here by `headway estimate --calibrate`, else the table's assumption.
+
+    Args:
+        name: of the table, of a calibrated card, or "this": the CUDA device of this machine.
 
     Raises:
-        ConfigError: it is not in the table.
+        ConfigError: it is neither in the table nor calibrated.
+        DeviceUnavailable: "this" where there is no CUDA device.
     """
-    device = DEVICES.get(name.lower())
+    records = calibration.read(calibration.file(env.snapshot()))
+    wanted = named() if name.lower() == "this" else name.lower()
+    device, record = DEVICES.get(wanted), records.get(wanted)
+    if record is not None:
+        return _measured(wanted, device, record)
     if device is None:
-        hint = did_you_mean(name, list(DEVICES))
-        raise ConfigError(f"device={name!r} is not in the table{hint or ''}; it has {', '.join(DEVICES)}")
+        known = sorted({*DEVICES, *records})
+        hint = did_you_mean(name, [*known, "this"])
+        calibrate = "; `headway estimate --calibrate` on its machine adds it" if name.lower() == "this" else ""
+        raise ConfigError(f"device={wanted!r} is not in the table{hint or ''}; it has {', '.join(known)}{calibrate}")
     return device
+
+
+def named() -> str:
+    """The name of this machine's CUDA device.
+
+    Raises:
+        DeviceUnavailable: there is none.
+    """
+    product, memory, _ = calibration.product()
+    return calibration.name_of(product, memory, {name: device.memory for name, device in DEVICES.items()})
+
+
+def _measured(name: str, known: Device | None, record: calibration.Record) -> Device:
+    rates = known.rates if known is not None else _UNKNOWN_RATES
+    # Kernels are loaded when they are first used: later ones come on top.
+    overhead = (record.overhead, record.overhead, record.overhead + LEAST_MARGIN)
+    workspace = record.kept // 2 if record.kept else (_HOPPER if record.capability >= (9, 0) else _AMPERE)
+    return Device(name, record.memory, record.capability, overhead, workspace, record.source, rates)
 
 
 def budget_of(device: Device, budget: int | str | None) -> int | None:
