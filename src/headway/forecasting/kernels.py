@@ -73,9 +73,16 @@ def _nothing(args: tuple[Any, ...]) -> list[int]:
     return []
 
 
+def _before_reduction(args: tuple[Any, ...]) -> list[int]:
+    """A loss of each element, until it is reduced to one number; `reduction=0` is none."""
+    return [args[0].nbytes] if len(args) < 3 or args[2] else []
+
+
 SCRATCH_OF_CPU: dict[str, Sizes] = {
     "aten::convolution": _convolution_on_cpu,
     "aten::convolution_backward": _convolution_backward_on_cpu,
+    "aten::mse_loss": _before_reduction,
+    "aten::smooth_l1_loss": _before_reduction,
     "bitsandbytes::optimizer_update_8bit_blockwise": _eight_bit_on_cpu,
     "bitsandbytes::optimizer_update_32bit": _nothing,
 }
@@ -85,10 +92,15 @@ SCRATCH_OF_CUDA: dict[str, Sizes] = {
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "aten::embedding_dense_backward": _embedding_backward,
+    "aten::mse_loss": _before_reduction,
+    "aten::smooth_l1_loss": _before_reduction,
     "bitsandbytes::optimizer_update_8bit_blockwise": _nothing,
     "bitsandbytes::optimizer_update_32bit": _nothing,
 }
 """On CUDA: bytes that a kernel asks torch's allocator for while it runs, by operation."""
+
+OVERSIZED: dict[str, Sizes] = {"aten::mse_loss": _before_reduction, "aten::smooth_l1_loss": _before_reduction}
+"""Everywhere: bytes behind a result that was made for all elements and then shrunk to one number, which gives nothing back."""
 
 MATMUL = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_scaled_mm")
 """Operations that go to cuBLAS, whose workspace stays from the first of them on."""

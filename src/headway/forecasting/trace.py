@@ -19,7 +19,7 @@ from headway.callsite import Frame, stack, users_frame
 from headway.errors import UnsupportedError
 from headway.forecasting.devices import Device
 from headway.forecasting.events import Event
-from headway.forecasting.kernels import MATMUL, NAMESPACES, SCRATCH_OF_CPU, SCRATCH_OF_CUDA, UNKNOWN_SCRATCH
+from headway.forecasting.kernels import MATMUL, NAMESPACES, OVERSIZED, SCRATCH_OF_CPU, SCRATCH_OF_CUDA, UNKNOWN_SCRATCH
 from headway.forecasting.work import Counting, Work
 
 _WORTH_A_LINE = 1 << 20
@@ -157,6 +157,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return known[1]
         if size == 0 or self._is_on_host(tensor, args):
             return None
+        if what in OVERSIZED and args:
+            size = max(size, *OVERSIZED[what](args), 0)
         key = self._asked(size, what)
 
         def gone(_: Any, address: int = address, key: int = key) -> None:
