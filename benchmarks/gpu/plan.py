@@ -35,16 +35,17 @@ class Step:
 
 
 STEPS = (
-    Step("synchronisations", "How often does an update wait for the device, compared with a hand-written loop?", 40),
-    Step("gpt2", "How fast is GPT-2 124M in bf16 in a hand-written loop, with Headway and with Accelerate?", 85),
+    Step("synchronisations", "How often does an update wait for the device, compared with a hand-written loop?", 35),
+    Step("gpt2", "How fast is GPT-2 124M in bf16 in a hand-written loop, with Headway and with Accelerate?", 70),
     Step("float8", "How much faster than bf16 are wide layers in float8, and how far do the losses part?", 45),
     Step("out_of_memory", "Does a first step that runs out of memory give the same bits when it is repeated?", 35),
     Step("microbatching", "Which size does automatic micro-batching find, compared with bisection?", 40),
-    Step("notebook", "How much memory do the notebook's four configurations need here, and how fast are they?", 50),
-    Step("weights", "How close do weights streamed from host memory come to the link's bandwidth?", 55),
+    Step("notebook", "How much memory do the notebook's four configurations need here, and how fast are they?", 45),
+    Step("weights", "How close do weights streamed from host memory come to the link's bandwidth?", 45),
     Step("activations", "What does keeping activations in host memory cost, compared with recomputing them?", 40),
-    Step("saves", "How long does a background save stall GPT-2 XL with AdamW, compared with dcp.async_save?", 60),
-    Step("ranks", "Do two ranks on one device train the same model as one process?", 40),
+    Step("saves", "How long does a background save stall GPT-2 XL with AdamW, compared with dcp.async_save?", 50),
+    Step("ranks", "Do two ranks on one device train the same model as one process?", 35),
+    Step("forecast", "How close do forecasts of memory come to twelve real runs, and to a card's own record?", 50),
     Step("tests", "Do the tests that need an accelerator pass?", 50),
 )
 

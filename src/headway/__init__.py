@@ -62,6 +62,7 @@ _PLACES = {
     "attach_execution_device_hook": "headway.compat.accelerate.attach",
     "calculate_maximum_sizes": "headway.placement.sizes",
     "check_device_map": "headway.placement.device_map",
+    "cheapest": "headway.planning.cheapest",
     "clean_device_map": "headway.placement.device_map",
     "clear_device_cache": "headway.memory.oom",
     "compile_regions": "headway.compiling.regions",
@@ -233,6 +234,7 @@ if TYPE_CHECKING:
     from headway.placement.skeleton import init_empty_weights as init_empty_weights
     from headway.placement.skeleton import init_on_device as init_on_device
     from headway.placement.workload import Workload as Workload
+    from headway.planning.cheapest import cheapest as cheapest
     from headway.planning.compare import plan as plan
     from headway.planning.forecast import forecast as forecast
     from headway.progress import track as track

@@ -5,7 +5,8 @@ from typing import Any
 
 import click
 
-from headway.cli.estimate_training import OPTIONS, scripted, trained
+from headway.cli.estimate_cheapest import OPTION, ranked
+from headway.cli.estimate_training import OPTIONS, calibrated, scripted, trained
 from headway.cli.options import GroupedCommand, GroupedOption, examples
 from headway.errors import ConfigError
 from headway.units import format_bytes, format_number
@@ -28,6 +29,8 @@ _EPILOG = examples(
         "headway estimate llama/ --num_tokens 4096      with room for 4096 tokens and their cache",
         "headway estimate bert --device rtx-3090        training on a card: memory, and the largest batch",
         "headway estimate llama --device h100 --precision bf16 --strategy fsdp --ranks 8",
+        "headway estimate bert --device t4 --global_batch_size 256   the cheapest way that fits",
+        "headway estimate --calibrate                   on the card's own machine, once",
         "headway estimate --script train.py --device rtx-3090 -- --lr 3e-4",
     ]
 )
@@ -42,16 +45,24 @@ _DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 
 
 def _estimate(
-    folder: Path,
+    folder: Path | None,
     arguments: tuple[str, ...],
     inference: bool,
     script: bool,
+    calibrate: bool,
     dtype: str | None,
     batch_size: int | None,
     num_tokens: int | None,
     **training: Any,
 ) -> None:
     del inference  # what there is to estimate
+    if calibrate:
+        if folder is not None or any(value not in (None, False) for value in (*training.values(), dtype, batch_size)):
+            raise ConfigError("--calibrate measures this machine's card, and goes alone; remove all else")
+        click.echo(calibrated())
+        return
+    if folder is None:
+        raise ConfigError("FOLDER is missing: a folder with a config.json, or with --device a transformers model type")
     given = {name: value for name, value in training.items() if value not in (None, False)}
     if script:
         more = {"dtype": dtype, "batch_size": batch_size, "num_tokens": num_tokens, **given}
@@ -64,12 +75,26 @@ def _estimate(
         for name, value in (("dtype", dtype), ("num_tokens", num_tokens)):
             if value is not None:
                 raise ConfigError(f"--{name} is for running a model and --device for training it; give one of them")
-        click.echo(trained(str(folder), batch_size or 1, **given))
+        _train(str(folder), batch_size, given)
         return
     if given:
         raise ConfigError(f"--{next(iter(given))} is for training; add --device, such as --device a100-40gb")
     if batch_size is not None and num_tokens is None:
         raise ConfigError(f"--batch_size {batch_size} needs --num_tokens, the tokens of each sample")
+    _run(folder, dtype, batch_size, num_tokens)
+
+
+def _train(model: str, batch_size: int | None, given: dict[str, Any]) -> None:
+    if "global_batch_size" not in given:
+        click.echo(trained(model, batch_size or 1, **given))
+        return
+    found, has_room = ranked(model, batch_size=batch_size, **given)
+    click.echo(found)
+    if not has_room:
+        raise SystemExit(1)
+
+
+def _run(folder: Path, dtype: str | None, batch_size: int | None, num_tokens: int | None) -> None:
     # Imported here so that the help does not wait for torch.
     from headway.placement import estimate
     from headway.placement.workload import Workload
@@ -196,13 +221,19 @@ command = GroupedCommand(
     "estimate",
     callback=_estimate,
     params=[
-        click.Argument(["folder"], metavar="FOLDER", type=click.Path(path_type=Path)),
+        click.Argument(["folder"], metavar="FOLDER", required=False, type=click.Path(path_type=Path)),
         click.Argument(["arguments"], metavar="[-- ARGS]...", nargs=-1),
         GroupedOption(
             ["--script"],
             group="Training",
             is_flag=True,
             help="FOLDER is your training script; it runs with ARGS up to its second update.",
+        ),
+        GroupedOption(
+            ["--calibrate"],
+            group="Training",
+            is_flag=True,
+            help="Measure what this machine's card takes beside tensors, and keep it for later forecasts.",
         ),
         GroupedOption(["--inference"], group="What", is_flag=True, hidden=True, help="The default: running the model."),
         GroupedOption(
@@ -226,6 +257,7 @@ command = GroupedCommand(
             type=click.IntRange(min=1),
             help="Samples at once, with --num_tokens or --device.  [default: 1]",
         ),
+        OPTION,
         *OPTIONS,
     ],
     help=_ABOUT,

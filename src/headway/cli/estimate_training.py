@@ -11,6 +11,7 @@ import click
 from headway.cli.options import GroupedOption
 from headway.errors import ConfigError
 from headway.report.forecast_page import forecast_page
+from headway.units import format_bytes
 
 
 def trained(
@@ -90,6 +91,25 @@ def scripted(
     return json.dumps(found.as_dict(), indent=1) if as_json else f"{script}\n{found.describe()}"
 
 
+def calibrated() -> str:
+    """Measure this machine's card, keep what was found, and say it.
+
+    Raises:
+        DeviceUnavailable: there is no CUDA device.
+        ConfigError: the record cannot be kept.
+    """
+    from headway import env
+    from headway.forecasting import calibration, devices
+
+    name, path = devices.named(), calibration.file(env.snapshot())
+    record = calibration.measure()
+    calibration.write(path, name, record)
+    return (
+        f"{record.product}: {format_bytes(record.overhead)} beside tensors, {format_bytes(record.kept)} of libraries' workspaces\n"
+        f"kept as {name} in {path}; --device {name} or --device this uses it"
+    )
+
+
 def _write(page: Path, content: str) -> None:
     try:
         page.write_text(content, encoding="utf-8")
@@ -102,7 +122,9 @@ def _option(name: str, metavar: str | None, text: str, **more: Any) -> GroupedOp
 
 
 OPTIONS = [
-    _option("--device", "NAME", "What training takes on this card, such as rtx-3090 or a100-80gb."),
+    _option(
+        "--device", "NAME", "What training takes on this card, such as rtx-3090 or a100-80gb; this: the machine's own."
+    ),
     _option(
         "--sequence",
         "N",
@@ -115,7 +137,11 @@ OPTIONS = [
         "Mixed precision, by autocast.  [default: no]",
         type=click.Choice(["no", "bf16", "fp16"]),
     ),
-    _option("--optimizer", "NAME", "adamw, adam, sgd, momentum, adagrad, rmsprop or none.  [default: adamw]"),
+    _option(
+        "--optimizer",
+        "NAME",
+        "adamw, adam, sgd, momentum, adagrad, rmsprop, adafactor, adamw8bit, muon or none.  [default: adamw]",
+    ),
     _option("--recompute", None, "Recompute activations in backward.", is_flag=True),
     _option("--accumulation", "N", "Micro-batches of one update.  [default: 1]", type=click.IntRange(min=1)),
     _option(

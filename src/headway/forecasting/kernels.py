@@ -81,6 +81,21 @@ def _scattered_by_name(args: tuple[Any, ...]) -> list[int]:
     return [args[0].nbytes]
 
 
+def _eight_bit_on_cpu(args: tuple[Any, ...]) -> list[int]:
+    """bitsandbytes' update of Adam in torch's operations: gradient, both moments, a root and a denominator in float32."""
+    return [args[2].numel() * 4] * 5
+
+
+def _nothing(args: tuple[Any, ...]) -> list[int]:
+    """The kernel works in place."""
+    return []
+
+
+def _before_reduction(args: tuple[Any, ...]) -> list[int]:
+    """A loss of each element, until it is reduced to one number; `reduction=0` is none."""
+    return [args[0].nbytes] if len(args) < 3 or args[2] else []
+
+
 SCRATCH_OF_CPU: dict[str, Sizes] = {
     "aten::convolution": _convolution_on_cpu,
     "aten::convolution_backward": _convolution_backward_on_cpu,
@@ -88,6 +103,10 @@ SCRATCH_OF_CPU: dict[str, Sizes] = {
     "c10d::_reduce_scatter_base_": _scattered_by_gloo,
     "_c10d_functional::all_gather_into_tensor": _gathered_by_name,
     "_c10d_functional::reduce_scatter_tensor": _scattered_by_name,
+    "aten::mse_loss": _before_reduction,
+    "aten::smooth_l1_loss": _before_reduction,
+    "bitsandbytes::optimizer_update_8bit_blockwise": _eight_bit_on_cpu,
+    "bitsandbytes::optimizer_update_32bit": _nothing,
 }
 """On a CPU: bytes that a kernel asks torch's allocator for while it runs, by operation."""
 
@@ -95,8 +114,15 @@ SCRATCH_OF_CUDA: dict[str, Sizes] = {
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "aten::embedding_dense_backward": _embedding_backward,
+    "aten::mse_loss": _before_reduction,
+    "aten::smooth_l1_loss": _before_reduction,
+    "bitsandbytes::optimizer_update_8bit_blockwise": _nothing,
+    "bitsandbytes::optimizer_update_32bit": _nothing,
 }
 """On CUDA: bytes that a kernel asks torch's allocator for while it runs, by operation."""
+
+OVERSIZED: dict[str, Sizes] = {"aten::mse_loss": _before_reduction, "aten::smooth_l1_loss": _before_reduction}
+"""Everywhere: bytes behind a result that was made for all elements and then shrunk to one number, which gives nothing back."""
 
 MATMUL = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_scaled_mm")
 """Operations that go to cuBLAS, whose workspace stays from the first of them on."""

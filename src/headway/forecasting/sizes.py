@@ -14,6 +14,7 @@ from headway.forecasting.solve import Largest, LongestSequence, Search
 from headway.forecasting.step import Recipe
 from headway.forecasting.trace import Trace
 
+_ENDLESS = 1 << 20
 _POINTS = 24
 """Batches of a curve of memory against the batch."""
 
@@ -64,12 +65,16 @@ class Sizes:
         self.num_traces += 1
         return trace(self._model_fn, batch, self._recipe, self._device, self._prepare, spread=self._spread)
 
-    def largest(self, capacity: int) -> tuple[Largest, Sequence[tuple[int, int]]]:
-        """The largest batch within so many bytes of the allocator, and (batch, bytes) of some up to beyond it."""
-        search = Search(lambda size: self.trace(size).events, self._reserved, capacity)
+    def largest(self, capacity: int, limit: int = _ENDLESS) -> tuple[Largest, Sequence[tuple[int, int]]]:
+        """The largest batch up to `limit` within so many bytes of the allocator, and (batch, bytes) of some up to beyond it."""
+        search = Search(lambda size: self.trace(size).events, self._reserved, capacity, limit)
         found = search.run()
         end = max(8, found.batch + found.batch // 4)
         return found, search.curve(sorted({max(1, round(end * part / _POINTS)) for part in range(1, _POINTS + 1)}))
+
+    def curve(self, batches: Sequence[int]) -> list[tuple[int, int]]:
+        """(batch, bytes of the allocator) of each, from two traces; empty where the events of these two differ."""
+        return Search(lambda size: self.trace(size).events, self._reserved, 0).curve(batches)
 
     def longest(self, longest: LongestSequence, batch_size: int, capacity: int) -> int:
         """The longest sequence within so many bytes of the allocator."""

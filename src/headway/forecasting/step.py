@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from headway.errors import LossError
@@ -238,11 +239,20 @@ def _update(
 def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors of its state that take memory worth the name: counts of steps are left out."""
     leaves = tree_leaves([dict(state) for state in optimizer.state.values()])
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    return [part for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for part in _parts(leaf)]
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that hold a tensor's bytes, such as the codes and scales of a quantised one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in _parts(getattr(tensor, name))]
 
 
 def as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
     """Where nothing is said, torch's optimizers work on all parameters at once on a card, and one by one on a CPU."""
+    if isinstance(optimizer, torch.optim.Adafactor):  # one by one on a card, too, to save memory
+        return
     for group in optimizer.param_groups:
         is_free = "foreach" in group and group["foreach"] is None
         if is_free and not group.get("fused") and not group.get("differentiable"):

@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -22,8 +22,9 @@ from headway.errors import UnsupportedError
 from headway.forecasting.devices import Device
 from headway.forecasting.events import Event
 from headway.forecasting.gathered import Gathered
-from headway.forecasting.kernels import MATMUL, NAMESPACES, SCRATCH_OF_CPU, SCRATCH_OF_CUDA, UNKNOWN_SCRATCH
+from headway.forecasting.kernels import MATMUL, NAMESPACES, OVERSIZED, SCRATCH_OF_CPU, SCRATCH_OF_CUDA, UNKNOWN_SCRATCH
 from headway.forecasting.tensors import plain, stand_for_others
+from headway.forecasting.work import Counting, Work
 
 _WORTH_A_LINE = 1 << 20
 """Bytes from which on the user's line is looked up, which takes longer than all the rest."""
@@ -64,12 +65,14 @@ class Trace:
         phases: the index of the first event of each phase, by "step 1 forward", "step 1 backward", "step 1 update" ...
         operations: how often each ran.
         caveats: what the trace cannot vouch for.
+        work: what the operations of each phase have to do.
     """
 
     events: list[Event]
     phases: dict[str, int]
     operations: dict[str, int]
     caveats: tuple[str, ...]
+    work: dict[str, Work] = field(default_factory=dict)
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -102,6 +105,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_updating = False
         self._gathered = Gathered(self._sized)
         self._has_parts = False
+        self._work = Counting(device)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -121,6 +125,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._device.cublas and name.removeprefix("aten::") in MATMUL:
             self._workspace()
         result = func(*args, **(kwargs or {}))
+        self._work.add(self._phase, func, args, kwargs, result)
         if name.endswith(_RESIZE) or name == "aten::set_":
             self._resized(args[0])
         for leaf in result if isinstance(result, tuple | list) else (result,):
@@ -163,7 +168,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             event._replace(kind=self._kinds.get(event.key, event.kind), stream=self._streams.get(event.key, 0))
             for event in self.events
         ]
-        return Trace(events, dict(self.phases), dict(self._operations), self._caveats())
+        return Trace(events, dict(self.phases), dict(self._operations), self._caveats(), self._work.by_phase)
 
     # ---------------------------------------------------------------- memory
 
@@ -179,6 +184,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return known[1]
         if size == 0 or self._is_on_host(tensor, args):
             return None
+        if what in OVERSIZED and args:
+            size = max(size, *OVERSIZED[what](args), 0)
         key = self._asked(size, what)
 
         def gone(reference: weakref.ref[torch.UntypedStorage], address: int = address) -> None:
@@ -258,7 +265,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found: list[str] = []
         if self._device.is_cuda:
             found += dict.fromkeys(UNKNOWN_SCRATCH[name] for name in self._operations if name in UNKNOWN_SCRATCH)
-        foreign = sorted(name for name in self._operations if name.partition("::")[0] not in NAMESPACES)
+        foreign = sorted(
+            name for name in self._operations if name.partition("::")[0] not in NAMESPACES and name not in self._table
+        )
         if foreign:
             found.append(f"what these operations need beside their results is not known: {', '.join(foreign)}")
         return tuple(found)

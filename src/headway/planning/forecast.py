@@ -18,14 +18,12 @@ from headway.forecasting.solve import LongestSequence
 from headway.forecasting.step import Loss, Recipe
 from headway.planning.layouts import Place, placed
 from headway.planning.optimizers import Optimizer, maker
+from headway.planning.optimizers import caveats as of_optimizer
 from headway.planning.parked import offloaded
 from headway.planning.rehearsal import rehearse
 from headway.planning.sources import unmasked
 from headway.units import parse_bytes
 
-_OFFLOADED = (
-    "activations on the host: one copy under way is counted; where copies are slower than computing, more are on the device at once",
-)
 PRECISIONS = ("no", "bf16", "fp16")
 Recompute = bool | ActivationCheckpointing | Callable[[nn.Module], object]
 
@@ -61,8 +59,8 @@ def forecast(
         model_fn: makes the model, here without memory.
         batch_fn: gives a micro-batch of so many samples; its values do not matter.
         batch_size: samples of the micro-batch that is forecast.
-        optimizer: a name ("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "none"), or a function that makes the
-            optimizer from parameters.
+        optimizer: a name ("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "adafactor", "adafactor_transformers",
+            "adamw8bit", "adamw8bit_bnb", "muon", "none"), or a function that makes the optimizer from parameters.
         loss: from the model's outputs and the batch's targets; None: the model returns it, or an object that has it as `loss`.
         device: a name of the table in docs/forecast.md.
         budget: bytes, or text such as "24GiB", that the whole process may take; None: all memory of the device.
@@ -92,13 +90,10 @@ def forecast(
     target = find(device)
     limit = target.memory if budget is None else parse_bytes(budget)
     recipe = Recipe(maker(optimizer), loss, precision, accumulation, max_norm)
-    options, prepare = _preparation(recompute, collect_options(list(kwargs_handlers)))
+    options, prepare = preparation(recompute, collect_options(list(kwargs_handlers)))
     place = _place(strategy, ranks, options, precision, machine_ranks, target)
-    offloads = options.checkpointing is not None and options.checkpointing.offload
-    make = partial(_made, model_fn)
-    tracer = Sizes(
-        make, batch_fn, recipe, target, prepare, expandable_segments, offloaded(place) if offloads else place
-    )
+    run = offloaded(place) if place.offloads else place
+    tracer = Sizes(partial(made, model_fn), batch_fn, recipe, target, prepare, expandable_segments, run)
     traced = tracer.trace(batch_size)
     capacity = None if limit is None else room(target, limit)
     found, by_batch = tracer.largest(capacity) if largest and capacity is not None else (None, ())
@@ -110,7 +105,12 @@ def forecast(
         by_batch=tuple((size, spread(target, taken)[2]) for size, taken in by_batch),
         num_traces=tracer.num_traces,
         seconds=time.perf_counter() - began,
-        caveats=(*place.caveats(), *traced.caveats, *_caveats(batch_fn, target), *(_OFFLOADED if offloads else ())),
+        caveats=(
+            *place.caveats(),
+            *traced.caveats,
+            *of_optimizer(optimizer),
+            *_caveats(batch_fn, target),
+        ),
         strategy=strategy or "",
         num_ranks=place.layout.num_ranks,
     )
@@ -148,7 +148,8 @@ def forecast_script(
     return replace(made, seconds=time.perf_counter() - began, caveats=tuple(caveats))
 
 
-def _made(model_fn: Callable[[], nn.Module]) -> nn.Module:
+def made(model_fn: Callable[[], nn.Module]) -> nn.Module:
+    """The model as it is traced."""
     model = model_fn()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model_fn returned {type(model).__name__}; it must return a torch.nn.Module")
@@ -156,7 +157,7 @@ def _made(model_fn: Callable[[], nn.Module]) -> nn.Module:
     return unmasked(model) if hasattr(model, "set_attn_implementation") else model
 
 
-def _preparation(
+def preparation(
     recompute: Recompute, options: EngineOptions
 ) -> tuple[EngineOptions, Callable[[nn.Module], object] | None]:
     """The options with what is to be recomputed; a function of the user's own goes beside them."""

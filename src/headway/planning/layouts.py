@@ -21,6 +21,7 @@ from headway.strategies.base import Strategy
 from headway.strategies.gradients import local
 
 _MIB = 1 << 20
+_OFFLOADED = "activations on the host: one copy under way is counted; where copies are slower than computing, more are on the device at once"
 
 
 class Spread:
@@ -109,11 +110,17 @@ class Place:
         is_fixed = asked.find_unused_parameters and not asked.static_graph
         return Replica(model, asked.bucket_cap_mb * _MIB, asked.gradient_as_bucket_view, is_fixed)
 
+    @property
+    def offloads(self) -> bool:
+        """Do activations go to host memory?"""
+        return self.options.checkpointing is not None and self.options.checkpointing.offload
+
     def caveats(self) -> list[str]:
         """What a forecast of this layout cannot vouch for."""
+        found = [_OFFLOADED] if self.offloads else []
         if self.layout.num_ranks == 1:
-            return []
-        found = [f"of rank 0 of {self.layout.num_ranks:,} ({self.text}); other ranks hold as much or less"]
+            return found
+        found += [f"of rank 0 of {self.layout.num_ranks:,} ({self.text}); other ranks hold as much or less"]
         if self.computes_on != "cpu":
             found.append("NCCL's own buffers are not counted")
         hooks = (self.options.ddp.comm_hook, self.options.ddp.comm_wrapper)

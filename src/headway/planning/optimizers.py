@@ -7,6 +7,13 @@ from torch import nn, optim
 from headway.config.values import did_you_mean
 from headway.errors import ConfigError
 from headway.planning.trial import MakeOptimizer
+from headway.planning.untraceable import (
+    MuonAndAdamW,
+    adafactor_of_transformers,
+    adamw8bit,
+    adamw8bit_of_bitsandbytes,
+    reading,
+)
 
 Optimizer = str | MakeOptimizer
 
@@ -18,6 +25,17 @@ _MAKERS: dict[str, Callable[[Iterable[nn.Parameter]], optim.Optimizer]] = {
     "momentum": lambda parameters: optim.SGD(parameters, momentum=0.9),
     "adagrad": lambda parameters: optim.Adagrad(parameters),
     "rmsprop": lambda parameters: optim.RMSprop(parameters),
+    "adafactor": reading(optim.Adafactor),
+    "adafactor_transformers": adafactor_of_transformers,
+    "adamw8bit": adamw8bit,
+    "adamw8bit_bnb": adamw8bit_of_bitsandbytes,
+    "muon": MuonAndAdamW,
+}
+
+_CAVEATS = {
+    "adamw8bit": "torchao compiles AdamW8bit's update, and no compiled code runs here: counted are two float32 copies of one "
+    "parameter at a time, which is what it takes on a CPU; on a card it may take less",
+    "adamw8bit_bnb": "the kernel of bitsandbytes' AdamW8bit is taken to ask for nothing on a card, as its source says; not measured",
 }
 
 
@@ -39,3 +57,8 @@ def maker(optimizer: Optimizer) -> MakeOptimizer | None:
             "parameters and returns an optimizer"
         )
     return _MAKERS[optimizer]
+
+
+def caveats(optimizer: Optimizer) -> tuple[str, ...]:
+    """What a forecast with an optimizer of that name cannot vouch for."""
+    return (_CAVEATS[optimizer],) if isinstance(optimizer, str) and optimizer in _CAVEATS else ()

@@ -2,7 +2,8 @@
 
 The script runs as ever, with its arguments, its data and its loop, in a process of its own. Where it prepares a model, the model's
 tensors lose their values; its loaders read real batches, of which only the shapes go on. From the first batch on, every request
-for memory is followed. After the second update the script is left.
+for memory is followed. After the second update of every optimizer the script is left; where one does not step, at the latest
+after the 50th update of another.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from headway.accelerator import Accelerator
 from headway.callsite import Frame, is_headways, stack
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, HeadwayError
+from headway.forecasting import pretending
 from headway.forecasting.devices import Device
 from headway.forecasting.fake import copied, explained, fill, refuse_compiled
 from headway.forecasting.kernels import substituted
@@ -35,6 +37,8 @@ class Rehearsed(BaseException):
     """The script has made its updates and is left; not an Exception, so that it does not stop here."""
 
 
+MOST_UPDATES = 50
+"""Of the optimizer that steps most often, while others have not stepped twice."""
 _SCALER = "torch/amp/grad_scaler.py"
 
 
@@ -83,7 +87,8 @@ class Rehearsal:
         batch_size: samples of the first batch; None: it has no tensor.
         precision: of the script's Accelerator.
         is_running: a batch has come.
-        is_done: both updates were made.
+        is_done: all updates that are waited for were made.
+        num_updates: of the optimizer that has stepped most often.
     """
 
     def __init__(self, device: Device) -> None:
@@ -92,6 +97,9 @@ class Rehearsal:
         self.tracker = ScriptTracker(device)
         self._block = contextlib.ExitStack()
         self._models: list[nn.Module] = []
+        # By the ids of what they replaced, which is kept so that no other tensor gets the same: an optimizer may come later.
+        self._made: dict[int, torch.Tensor] = {}
+        self._before: list[torch.Tensor] = []
         self.is_running = False
         self.num_updates = 0
         self._steps: Counter[int] = Counter()
@@ -104,10 +112,11 @@ class Rehearsal:
 
     def take_values(self, objects: tuple[Any, ...]) -> None:
         """Models lose their values; optimizers follow them."""
-        made: dict[int, torch.Tensor] = {}
+        made = self._made
         for each in objects:
             if isinstance(each, nn.Module):
                 refuse_compiled(each)
+                self._before += each.parameters()
                 made |= fill(each, self._fake)
                 self._models.append(each)
         for each in objects:
@@ -169,9 +178,13 @@ class Rehearsal:
         self.tracker.mark(state_of(optimizer), "optimizer state")
         self._steps[id(optimizer)] += 1
         self.num_updates = max(self._steps.values())
-        if self.num_updates == STEPS:
+        if not self._late() or self.num_updates == MOST_UPDATES:
             self.is_done = True
             raise Rehearsed
+
+    def _late(self) -> set[int]:
+        """Optimizers that have not stepped twice."""
+        return {each for each in self._followed if self._steps[each] < STEPS}
 
     def end(self) -> Trace:
         """Stop following; returns what was seen."""
@@ -184,11 +197,11 @@ class Rehearsal:
                 f"values were read at {lines}; each was taken as 1, so a step that depends on them may take another way"
             )
             found = replace(found, caveats=(*found.caveats, caveat))
-        num_unseen = len(self._followed - set(self._steps))
-        if num_unseen:
+        late = self._late()
+        if late and self.num_updates >= STEPS:
             caveat = (
-                f"a lower bound: {num_unseen} of {len(self._followed)} optimizers had not stepped when another had made its last "
-                "update of the trace, so their state, and maybe gradients, are missing"
+                f"a lower bound: {len(late)} of {len(self._followed)} optimizers had stepped fewer than {STEPS} times when another "
+                f"had made {self.num_updates} updates and the trace ended, so their state, and maybe gradients, are missing"
             )
             found = replace(found, caveats=(*found.caveats, caveat))
         return found
@@ -235,6 +248,21 @@ def rehearsed(rehearsal: Rehearsal) -> type[Accelerator]:
                 rehearsal.take_values(objects)
                 prepared = super().prepare(*objects, **options)
             return tuple(map(wrapped, prepared)) if len(objects) > 1 else wrapped(prepared)
+
+        def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+            return wrapped(super().prepare_data_loader(*args, **kwargs))
+
+        def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            rehearsal.precision = self.mixed_precision
+            kwargs = {"device_placement": False, **kwargs} if not args else kwargs
+            with _disable_current_modes():
+                rehearsal.take_values((model,))
+                return super().prepare_model(model, *args, **kwargs)
+
+        def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                rehearsal.take_values((optimizer,))
+                return super().prepare_optimizer(optimizer, *args, **kwargs)
 
         def backward(self, *args: Any, **kwargs: Any) -> Any:
             rehearsal.backward_begins()
@@ -292,6 +320,7 @@ def rehearse(script: Path, arguments: Sequence[str], device: Device) -> Rehearsi
         raise ConfigError(f"there is no script {script}")
     rehearsal = Rehearsal(device)
     # Whatever builds on the Accelerator (the Trainer, Accelerate's name) is imported after this and takes this one.
+    pretending.begin()
     home = sys.modules[Accelerator.__module__]
     home.__dict__["Accelerator"] = rehearsed(rehearsal)
     sys.modules["headway"].__dict__.pop("Accelerator", None)
@@ -301,14 +330,17 @@ def rehearse(script: Path, arguments: Sequence[str], device: Device) -> Rehearsi
         with contextlib.redirect_stdout(sys.stderr):
             runpy.run_path(str(script), run_name="__main__")
     except HeadwayError:
-        raise
+        if rehearsal.num_updates < STEPS:
+            raise
     except SystemExit as leaving:
-        if leaving.code not in (None, 0) and not rehearsal.is_done:
+        if leaving.code not in (None, 0) and rehearsal.num_updates < STEPS:
             raise ConfigError(f"{script} ended with {leaving.code!r} before its second update") from leaving
     except BaseException as error:
-        if not rehearsal.is_done:
+        if rehearsal.num_updates < STEPS:
             if isinstance(error, Exception) and rehearsal.is_running:
                 raise explained(error, rehearsal.tracker.last) from error
+            raise
+        if not isinstance(error, Exception | Rehearsed):
             raise
     finally:
         trace = rehearsal.end()
@@ -316,4 +348,4 @@ def rehearse(script: Path, arguments: Sequence[str], device: Device) -> Rehearsi
         raise ConfigError(
             f"{script} made no update: it must prepare a model, an optimizer and a loader with an Accelerator, and step the optimizer"
         )
-    return Rehearsing(trace, rehearsal.batch_size, rehearsal.precision, not rehearsal.is_done)
+    return Rehearsing(trace, rehearsal.batch_size, rehearsal.precision, rehearsal.num_updates < STEPS)

@@ -12,6 +12,7 @@ from headway.accelerator import Accelerator
 from headway.collectives.tree import Tree, to_device
 from headway.data.loader import PreparedLoader
 from headway.errors import CheckpointError, ConfigError, DataError, Preempted
+from headway.forecasting.pretending import is_forecast
 from headway.log import get_logger
 from headway.memory.monitor import MemoryMonitor
 from headway.runtime.seed import set_seed
@@ -538,13 +539,14 @@ class Trainer(OtherNames):
 
         It leaves no trace in the training (`headway.trainer.rehearsal` says what is put back). Streams are not tried, since
         that would read them, nor is an `evaluate` or `evaluation_loop` of a subclass. `eval_rehearsal=False` switches it off.
+        Nothing is tried while `headway estimate --script` forecasts, where tensors have no values.
 
         Raises:
             MetricError: `compute_metrics` raises.
             ConfigError: `metric_for_best_model` is not among the metrics.
         """
         args = self.args
-        if not args.eval_rehearsal or (args.eval_strategy == "no" and not args.eval_on_start):
+        if is_forecast() or not args.eval_rehearsal or (args.eval_strategy == "no" and not args.eval_on_start):
             return
         if not self._overrides("evaluate", "evaluation_loop"):
             shared = (self, self.train_dataset, self.eval_dataset, self.processing_class)

@@ -131,6 +131,21 @@ def test_the_cache_is_that_of_a_real_forward(name, batch_size):
     assert found.last_logits == real(1)[1]
 
 
+@pytest.mark.parametrize("name", ["grouped", "gpt2"])
+def test_the_cache_is_that_of_a_real_generation(name):
+    """transformers' generate() leaves its DynamicCache: nothing else of the forward is called a cache."""
+    model = transformers.AutoModelForCausalLM.from_config(REAL[name]).eval()
+    prompt = torch.zeros(2, 1, dtype=torch.long)
+    options = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
+    made = model.generate(prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, eos_token_id=None, **options)
+    cache = made.past_key_values
+    assert type(cache) is transformers.DynamicCache
+    real = sum(each.nbytes for layer in cache.layers for each in (layer.keys, layer.values))
+    found = estimate.generation(model, "float32", Workload(2, 24))  # the last token is never put in
+    assert (found.cache, found.per_sample) == (real, 0)
+    assert found.last_logits == made.sequences.shape[0] * model.config.vocab_size * 4
+
+
 def test_what_cannot_be_estimated_says_why(run, tmp_path, folder):
     assert "no folder with a config.json" in run(tmp_path / "none", code=2)
     assert "needs --num_tokens" in run(folder, "--batch_size", 2, code=2)

@@ -229,3 +229,19 @@ def test_a_compiled_function_inside_the_step_is_refused():
     compiled = torch.compile(torch.tanh, backend="eager")
     with pytest.raises(UnsupportedError, match=r"torch\.compile"):
         traced(compiled, batch=4096)
+
+
+def test_a_loss_that_torch_shrinks_keeps_the_memory_of_all_elements():
+    """mse_loss makes its result for each element, and resizes it to one number."""
+
+    def batch():
+        return torch.zeros(64, 256), torch.zeros(64, 1024)
+
+    def net():
+        return nn.Linear(256, 1024)
+
+    real = torch.nn.functional.mse_loss(torch.zeros(64, 1024), torch.zeros(64, 1024))
+    assert real.untyped_storage().nbytes() == 4 * 64 * 1024
+    taken = peak(net(), Recipe(torch.optim.SGD, nn.functional.mse_loss), batch)
+    found = trace(net, batch, Recipe(torch.optim.SGD, nn.functional.mse_loss), find("cpu"))
+    assert plain_peak(found.events) == pytest.approx(taken, rel=0.005)

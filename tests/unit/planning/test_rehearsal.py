@@ -108,10 +108,64 @@ def test_a_value_that_is_read_is_named(tmp_path):
     assert any("train.py:25" in each and "taken as 1" in each for each in found["caveats"])
 
 
-def test_an_optimizer_that_has_not_stepped_makes_it_a_lower_bound(tmp_path):
+def test_an_optimizer_that_never_steps_makes_it_a_lower_bound(tmp_path):
     rare = "rare = accelerator.prepare(torch.optim.AdamW(nn.Linear(4, 4).parameters()))\n"
-    found = forecast_of(tmp_path, script().replace("for step,", f"{rare}for step,"))
-    assert any("a lower bound: 1 of 2 optimizers had not stepped" in each for each in found["caveats"])
+    text = script().replace("for step,", f"{rare}for step,").replace("assert step < 8", "assert step < 60")
+    endless = text.replace("in enumerate(loader)", "in enumerate(each for _ in range(20) for each in loader)")
+    for loop, updates in ((endless, 50), (text.replace("raise SystemExit", "str"), 8)):
+        found = forecast_of(tmp_path, loop)
+        said = (
+            f"a lower bound: 1 of 2 optimizers had stepped fewer than 2 times when another had made {updates} updates"
+        )
+        assert any(said in each for each in found["caveats"])
+
+
+def test_every_optimizer_is_waited_for(tmp_path):
+    """Two models; the second learns in every third batch only, and its Adam keeps twice its weights."""
+    second = (
+        "other = nn.Linear(256, 2048)\nrare = torch.optim.AdamW(other.parameters())\n"
+        "other, rare = accelerator.prepare(other, rare)\n"
+    )
+    learns = "if step % 3 == 2: accelerator.backward(other(inputs).square().mean()); rare.step(); rare.zero_grad()"
+    found = forecast_of(tmp_path, script(after=learns).replace("for step,", f"{second}for step,"))
+    assert not any("lower bound" in each for each in found["caveats"])
+    weights = sum(each.numel() for each in net().parameters()) + 257 * 2048
+    assert found["split"]["weights"] == pytest.approx(4 * weights, rel=0.01)
+    assert found["split"]["optimizer state"] == pytest.approx(8 * weights, rel=0.01)
+
+
+TRAINED = """
+import torch
+from torch import nn
+
+from headway import Trainer, TrainingArguments
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256))
+
+    def forward(self, x, labels=None):
+        outputs = self.layers(x)
+        return {"loss": nn.functional.mse_loss(outputs, labels), "logits": outputs}
+
+
+def metrics(found):
+    assert found.predictions.any(), "no values"
+    return {"error": float(abs(found.predictions - found.label_ids).mean())}
+
+
+rows = [{"x": torch.randn(256), "labels": torch.randn(256)} for _ in range(256)]
+arguments = TrainingArguments("out", per_device_train_batch_size=64, eval_strategy="epoch", report_to="none", max_steps=4)
+Trainer(Net(), arguments, train_dataset=rows, eval_dataset=rows, compute_metrics=metrics).train()
+"""
+
+
+def test_a_trainer_with_metrics_needs_no_switch(tmp_path):
+    found = forecast_of(tmp_path, TRAINED)
+    assert found["batch_size"] == 64
+    assert found["split"]["weights"] == pytest.approx(4 * sum(each.numel() for each in net().parameters()), rel=0.01)
 
 
 def test_metrics_and_a_script_that_ends_by_itself(tmp_path):

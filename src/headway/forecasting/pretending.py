@@ -1,0 +1,17 @@
+"""Whether this process only forecasts its script: tensors have no values then, and what needs values cannot be tried."""
+
+from headway import scope
+
+
+class Pretending:
+    """Lies in the process's scope from where a script is forecast on."""
+
+
+def begin() -> None:
+    """From here on this process forecasts."""
+    scope.own(Pretending)
+
+
+def is_forecast() -> bool:
+    """Does this process only forecast its script?"""
+    return scope.has(Pretending)

@@ -1,0 +1,278 @@
+"""`headway.cheapest`: of all ways to train with one global batch, those that fit on a card, the cheapest first."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+from torch import nn
+
+from headway.config.strategies import EngineOptions
+from headway.errors import ConfigError, UnsupportedError
+from headway.forecasting.answer import of_trace
+from headway.forecasting.devices import Device, find, room
+from headway.forecasting.fake import Spread
+from headway.forecasting.sizes import Sizes
+from headway.forecasting.solve import PROBE
+from headway.forecasting.step import STEPS, Loss, Recipe
+from headway.forecasting.trace import Trace
+from headway.forecasting.work import Work
+from headway.planning.forecast import PRECISIONS, Recompute, made, preparation
+from headway.planning.layouts import placed
+from headway.planning.optimizers import Optimizer, maker
+from headway.planning.parked import offloaded
+from headway.units import format_bytes, parse_bytes
+
+_FITTING = {True: 0, None: 1, False: 2}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One way to train. Sizes are bytes.
+
+    Attributes:
+        micro_batch: samples that the model sees at once: the most that fit, of those that divide the global batch.
+        accumulation: micro-batches of one update.
+        recompute: activations are computed again in backward.
+        precision: "no", "bf16" or "fp16".
+        optimizer: its name.
+        attention: the attention kernel; None: the model's own.
+        least: in use on the device at least.
+        total: likely in use.
+        most: in use at most.
+        fits: even the most stays within the budget; False: not even the least does; None: it is too close to tell.
+        cost: of one update, relative to the cheapest row that fits (where none does, to the cheapest of all); None: not traced.
+            What it counts is in docs/forecast.md; it is not a forecast of time.
+        work: what the operations of one update have to do; None: not traced.
+        problem: why it cannot be forecast; "" where it can.
+    """
+
+    micro_batch: int
+    accumulation: int
+    recompute: bool
+    precision: str
+    optimizer: str
+    attention: str | None = None
+    least: int = 0
+    total: int = 0
+    most: int = 0
+    fits: bool | None = None
+    cost: float | None = None
+    work: Work | None = None
+    problem: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def cheapest(
+    model_fn: Callable[[], nn.Module],
+    batch_fn: Callable[[int], Any],
+    *,
+    global_batch_size: int,
+    device: str = "rtx-3090",
+    budget: int | str | None = None,
+    optimizers: Sequence[Optimizer] = ("adamw",),
+    precisions: Sequence[str] = ("no", "bf16"),
+    recompute: Sequence[Recompute] = (False, True),
+    attention: Sequence[str | None] = (None,),
+    micro_batches: Sequence[int] | None = None,
+    loss: Loss | None = None,
+    max_norm: float | None = None,
+    expandable_segments: bool = False,
+) -> list[Configuration]:
+    """Rank the ways to train with a global batch on one device that need not be here.
+
+    For each combination of attention, optimizer, precision and recomputation, the largest micro-batch that fits is searched for
+    among those that divide the global batch. Rows that fit come first, then the relative cost counts, then memory.
+
+    Args:
+        model_fn, batch_fn, loss, device, budget, max_norm, expandable_segments: as for `headway.forecast`.
+        global_batch_size: samples of one update.
+        optimizers: names, or functions that make the optimizer from parameters.
+        precisions: of "no", "bf16" and "fp16".
+        recompute: what is tried of activation checkpointing; each as for `headway.forecast`.
+        attention: names for a transformers model's `set_attn_implementation`; None: the model's own.
+        micro_batches: sizes that are allowed; None: all that divide the global batch.
+
+    Returns:
+        One row for each combination. Where nothing fits, the rows are those of the smallest micro-batch, and say so.
+
+    Raises:
+        ConfigError: an argument that cannot be, or no allowed micro-batch divides the global batch.
+        LossError: there is no loss, or it has no gradient.
+        UnsupportedError: no combination can be traced. Where some can, the rows of the others say what stands in the way.
+    """
+    target = find(device)
+    limit = target.memory if budget is None else parse_bytes(budget)
+    if limit is None:
+        raise ConfigError(
+            f"device={device!r} has no memory of its own in the table; give budget, such as budget='8GiB'"
+        )
+    _check(precisions, optimizers, recompute, attention)
+    allowed = _divisors(global_batch_size, micro_batches)
+    rows: list[Configuration] = []
+    refusals: list[UnsupportedError] = []
+    for kernel, optimizer, precision, again in product(attention, optimizers, precisions, recompute):
+        makes = partial(made, partial(_with_attention, model_fn, kernel))
+        options, prepare = preparation(again, EngineOptions())
+        place = placed("ddp", 1, options, precision, 1, "cuda" if target.is_cuda else "cpu")
+        run = offloaded(place) if place.offloads else place
+        search = _Search(makes, batch_fn, target, limit, prepare, expandable_segments, run)
+        recipe = Recipe(maker(optimizer), loss, precision, 1, max_norm)
+        blank = Configuration(
+            allowed[-1], global_batch_size // allowed[-1], again is not False, precision, _name(optimizer), kernel
+        )
+        try:
+            rows.append(search.run(blank, recipe, allowed))
+        except UnsupportedError as error:
+            refusals.append(error)
+            rows.append(replace(blank, problem=str(error)))
+    if len(refusals) == len(rows):
+        raise refusals[0]
+    return _ranked(rows)
+
+
+class _Search:
+    """The largest micro-batch of one combination, and what it takes there."""
+
+    def __init__(
+        self,
+        model_fn: Callable[[], nn.Module],
+        batch_fn: Callable[[int], Any],
+        device: Device,
+        limit: int,
+        prepare: Callable[[nn.Module], object] | None,
+        is_expandable: bool,
+        spread: Spread,
+    ) -> None:
+        self._model_fn, self._batch_fn, self._prepare, self._spread = model_fn, batch_fn, prepare, spread
+        self._device, self._limit, self._is_expandable = device, limit, is_expandable
+
+    def run(self, blank: Configuration, recipe: Recipe, allowed: list[int]) -> Configuration:
+        """The row of the largest allowed micro-batch that fits; where none does, of the smallest."""
+        whole = blank.micro_batch * blank.accumulation
+        capacity = room(self._device, self._limit)
+        # Gradients are held while the next micro-batch runs; after the second, nothing more is.
+        sizes = self._sizes(replace(recipe, accumulation=2))
+        sketched = dict(sizes.curve(allowed))
+        if allowed[0] == whole and (len(allowed) == 1 or sketched.get(whole, 0) - self._weights(sizes) <= capacity):
+            row = self._row(blank, whole, whole, self._sizes(recipe).trace(whole), 1)
+            if row.fits or len(allowed) == 1:
+                return row
+        smaller = [size for size in allowed if size < whole]
+        bound = smaller[0] if sketched else sizes.largest(capacity, smaller[0])[0].batch
+        fitting = [size for size in smaller if size <= bound and sketched.get(size, 0) <= capacity]
+        for size in [*fitting, smaller[-1]]:
+            row = self._row(blank, size, whole, sizes.trace(size), 2)
+            if row.fits:
+                break
+        return row
+
+    @staticmethod
+    def _weights(sizes: Sizes) -> int:
+        """Bytes of the model's weights, which are as many as its gradients take."""
+        return sum(
+            event.num_bytes for event in sizes.trace(PROBE).events if event.kind == "weights" and event.num_bytes > 0
+        )
+
+    def _sizes(self, recipe: Recipe) -> Sizes:
+        return Sizes(
+            self._model_fn, self._batch_fn, recipe, self._device, self._prepare, self._is_expandable, self._spread
+        )
+
+    def _row(self, blank: Configuration, size: int, whole: int, traced: Trace, accumulated: int) -> Configuration:
+        answer = of_trace(traced, self._device, size, self._limit, self._is_expandable)
+        work = _update(traced, accumulated, whole // size)
+        return replace(
+            blank,
+            micro_batch=size,
+            accumulation=whole // size,
+            least=answer.least,
+            total=answer.total,
+            most=answer.most,
+            fits=answer.fits,
+            cost=work.seconds,
+            work=work,
+        )
+
+
+def _update(traced: Trace, accumulated: int, accumulation: int) -> Work:
+    """The work of one update, from the last step that was traced, which had `accumulated` micro-batches."""
+    of = [traced.work.get(f"step {STEPS} {part}", Work()) for part in ("forward", "backward", "update")]
+    return (of[0] + of[1]) * (accumulation / accumulated) + of[2]
+
+
+def _ranked(rows: list[Configuration]) -> list[Configuration]:
+    costs = [row.cost for row in rows if row.cost is not None and row.fits] or [
+        row.cost for row in rows if row.cost is not None
+    ]
+    found = [row if row.cost is None else replace(row, cost=row.cost / min(costs)) for row in rows]
+    return sorted(found, key=lambda row: (bool(row.problem), _FITTING[row.fits], row.cost or 0.0, row.most))
+
+
+def _with_attention(model_fn: Callable[[], nn.Module], kernel: str | None) -> nn.Module:
+    model = model_fn()
+    if kernel is None:
+        return model
+    if not hasattr(model, "set_attn_implementation"):
+        raise ConfigError(
+            f"attention={kernel!r}: {type(model).__name__} has no set_attn_implementation; leave attention out, or choose the "
+            "kernel in model_fn"
+        )
+    model.set_attn_implementation(kernel)  # type: ignore[operator]
+    return model
+
+
+def _divisors(whole: int, micro_batches: Sequence[int] | None) -> list[int]:
+    """The micro-batches that divide the global batch, the largest first."""
+    if isinstance(whole, bool) or not isinstance(whole, int) or whole < 1:
+        raise ConfigError(f"global_batch_size={whole!r}; give a number of 1 or more")
+    among = range(1, whole + 1) if micro_batches is None else micro_batches
+    wrong = [size for size in among if isinstance(size, bool) or not isinstance(size, int) or size < 1]
+    if wrong:
+        raise ConfigError(f"micro_batches has {wrong[0]!r}; each is a number of 1 or more")
+    found = sorted({size for size in among if whole % size == 0}, reverse=True)
+    if not found:
+        raise ConfigError(
+            f"none of micro_batches={list(among)} divides global_batch_size={whole}; give sizes that divide it, or leave "
+            "micro_batches out"
+        )
+    return found
+
+
+def _check(precisions: Sequence[str], *others: Sequence[Any]) -> None:
+    for name, given in zip(("precisions", "optimizers", "recompute", "attention"), (precisions, *others)):
+        if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+            raise ConfigError(f"{name}={given!r}; give a tuple of one or more")
+    for precision in precisions:
+        if precision not in PRECISIONS:
+            raise ConfigError(f"precisions has {precision!r}; allowed: {', '.join(PRECISIONS)}")
+
+
+def _name(optimizer: Optimizer) -> str:
+    return optimizer if isinstance(optimizer, str) else str(getattr(optimizer, "__name__", type(optimizer).__name__))
+
+
+def table(rows: Sequence[Configuration]) -> str:
+    """The rows for people, as they are ranked."""
+    head = ["", "cost", "micro-batch", "x", "precision", "optimizer", "recompute", "attention", "memory", "range"]
+    shown = {True: "fits", None: "may fit", False: "does not fit"}
+    lines = [head]
+    for row in rows:
+        cost, memory, span = "-", "-", ""
+        if row.cost is not None:
+            cost, memory = f"{row.cost:.2f}", format_bytes(row.total)
+            span = f"{format_bytes(row.least)} to {format_bytes(row.most)}"
+        lines.append(
+            [
+                "not traced" if row.problem else shown[row.fits], cost, str(row.micro_batch), str(row.accumulation),
+                row.precision, row.optimizer, "yes" if row.recompute else "no", row.attention or "-", memory, span,
+            ]
+        )  # fmt: skip
+    if not any(row.attention for row in rows):
+        lines = [[*line[:7], *line[8:]] for line in lines]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)).rstrip() for line in lines)

@@ -1,0 +1,43 @@
+"""On one CUDA device: what `headway estimate --calibrate` measures, beside what a forecast then says of a real run."""
+
+import pytest
+import torch
+from torch import nn
+
+import headway
+from headway.forecasting import calibration
+from headway.forecasting.devices import MIB, named
+from headway.forecasting.step import Recipe, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine shows none"),
+]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(1024, 4096), nn.Tanh(), nn.Linear(4096, 1024))
+
+
+def test_what_a_process_takes_beside_tensors(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+    record, again = calibration.measure(), calibration.measure()
+    assert 150 * MIB < record.overhead < 2000 * MIB
+    assert again.overhead == pytest.approx(record.overhead, abs=64 * MIB)
+    assert record.memory == torch.cuda.get_device_properties(0).total_memory
+    calibration.write(tmp_path / "devices.json", named(), record)
+    found = headway.forecast(
+        net,
+        lambda size: (torch.zeros(size, 1024), torch.zeros(size, 1024)),
+        loss=nn.functional.mse_loss,
+        batch_size=4096,
+        device="this",
+        largest=False,
+    )
+    assert any("measured on" in each for each in found.caveats)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_reserved()
+    with torch.device("cuda"):
+        run(net(), Recipe(torch.optim.AdamW, nn.functional.mse_loss), lambda: (torch.zeros(4096, 1024),) * 2)
+    assert torch.cuda.max_memory_reserved() - held == pytest.approx(found.reserved, rel=0.1)

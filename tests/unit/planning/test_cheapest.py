@@ -1,0 +1,161 @@
+"""`headway.cheapest`: ways to train with one global batch, ranked; the first row beside a real run."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import headway
+from benchmarks.forecast.truth import peak
+from headway.cli.estimate import command
+from headway.errors import ConfigError, LossError
+from headway.forecasting.step import Recipe
+
+PRODUCT = 2 * 64 * 512 * 64 * 64
+"""Operations of 64 samples x 64 tokens times a layer's weights."""
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 512), nn.Linear(512, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def net():
+    return nn.Sequential(*[Block() for _ in range(4)])
+
+
+def batch(size):
+    return torch.zeros(size, 64, 64), torch.zeros(size, 64, 64)
+
+
+def ranked(**options):
+    given = {"global_batch_size": 64, "device": "cpu", "loss": nn.functional.mse_loss, "precisions": ("no",), **options}
+    return headway.cheapest(net, batch, **given)
+
+
+def test_the_first_row_runs_within_its_forecast():
+    """25 MiB hold neither all 64 samples nor 32 of them, which keep 2 x 512 x 64 floats of each layer and sample."""
+    first = ranked(budget="25MiB", recompute=(False,))[0]
+    assert (first.micro_batch, first.accumulation, first.fits) == (16, 4, True)
+    recipe = Recipe(torch.optim.AdamW, nn.functional.mse_loss, accumulation=first.accumulation)
+    real = peak(net(), recipe, partial(batch, first.micro_batch))
+    assert real == pytest.approx(first.total, rel=0.03)
+    assert real <= 25 << 20
+    doubled = peak(net(), Recipe(torch.optim.AdamW, nn.functional.mse_loss, accumulation=2), partial(batch, 32))
+    assert doubled > 25 << 20
+
+
+def test_recomputation_comes_first_only_where_it_is_needed():
+    roomy = ranked(budget="1GiB")
+    assert [row.recompute for row in roomy] == [False, True]
+    assert all(row.fits and row.accumulation == 1 for row in roomy)
+    assert roomy[0].cost == 1.0
+    # The first product of each block is made again; what the second gives is kept by nothing.
+    assert roomy[1].work.flops - roomy[0].work.flops == 4 * PRODUCT
+    tight = ranked(budget="25MiB", micro_batches=(64, 32))
+    assert [(row.recompute, row.fits) for row in tight] == [(True, True), (False, False)]
+    assert tight[0].cost == 1.0
+
+
+def test_the_flops_are_those_of_the_products():
+    """Two products of 64 x 512 for each token and block: forward, and two in backward but for the first layer's inputs."""
+    found = ranked(budget="1GiB", recompute=(False,))[0].work
+    assert found.flops == 4 * 2 * 3 * PRODUCT - PRODUCT
+
+
+def test_small_micro_batches_launch_more():
+    large, small = (
+        ranked(budget="1GiB", recompute=(False,)),
+        ranked(budget="1GiB", recompute=(False,), micro_batches=(2,)),
+    )
+    assert (small[0].micro_batch, small[0].accumulation) == (2, 32)
+    assert small[0].work.flops == large[0].work.flops
+    assert small[0].work.launches > 10 * large[0].work.launches
+    assert small[0].work.seconds > large[0].work.seconds
+
+
+def test_half_precision_and_a_leaner_optimizer_are_cheaper_on_a_card():
+    rows = ranked(
+        device="a100-40gb",
+        optimizers=("adamw", "sgd"),
+        precisions=("no", "bf16"),
+        recompute=(False,),
+        global_batch_size=4096,
+    )
+    assert [(row.precision, row.optimizer) for row in rows] == [
+        ("bf16", "sgd"),
+        ("bf16", "adamw"),
+        ("no", "sgd"),
+        ("no", "adamw"),
+    ]
+    assert rows[0].cost == 1.0 < rows[1].cost < rows[2].cost
+
+
+def test_nothing_fits():
+    rows = ranked(budget="2MiB")
+    assert [(row.fits, row.micro_batch, row.accumulation) for row in rows] == [(False, 1, 64)] * 2
+    assert rows[0].cost == 1.0
+
+
+def test_a_combination_that_cannot_be_traced_says_why_in_its_row():
+    def reading(parameters):
+        class Reading(torch.optim.SGD):
+            def step(self, closure=None):
+                self.param_groups[0]["params"][0].sum().item()
+                super().step(closure)
+
+        return Reading(parameters)
+
+    rows = ranked(budget="1GiB", optimizers=(reading, "sgd"), recompute=(False,))
+    assert [(row.optimizer, row.fits) for row in rows] == [("sgd", True), ("reading", None)]
+    assert "_local_scalar_dense" in rows[1].problem
+    with pytest.raises(headway.errors.UnsupportedError, match="_local_scalar_dense"):
+        ranked(budget="1GiB", optimizers=(reading,))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"micro_batches": (3, 5)}, r"none of micro_batches=\[3, 5\] divides global_batch_size=64"),
+        ({"micro_batches": (0,)}, "micro_batches has 0"),
+        ({"global_batch_size": 0}, "global_batch_size=0"),
+        ({"budget": None}, "give budget"),
+        ({"precisions": "bf16"}, "give a tuple"),
+        ({"precisions": ("fp8",)}, "precisions has 'fp8'"),
+        ({"attention": ("eager",)}, "Sequential has no set_attn_implementation"),
+    ],
+)
+def test_wrong_arguments_are_told(options, said):
+    with pytest.raises(ConfigError, match=said):
+        ranked(**{"budget": "1GiB", **options})
+    with pytest.raises(LossError):
+        ranked(budget="1GiB", loss=None)
+
+
+@pytest.mark.slow  # imports transformers
+def test_the_command_prints_a_table_and_json(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100, n_positions=64).save_pretrained(tmp_path)
+
+    def run(*more):
+        return CliRunner().invoke(command, [str(tmp_path), "--device", "t4", "--global_batch_size", "4", *more])
+
+    told = run("--attention", "eager", "--precision", "fp16")
+    assert told.exit_code == 0, told.output
+    lines = [line for line in told.output.splitlines() if line.startswith("fits")]
+    assert len(lines) == 2
+    assert all("fp16" in line and "eager" in line for line in lines)
+    narrow = run("--json", "--recompute", "--precision", "no", "--budget", "100MiB")
+    assert narrow.exit_code == 1
+    found = json.loads(narrow.stdout)
+    assert [(row["micro_batch"], row["fits"], row["recompute"]) for row in found] == [(1, False, True)]
+    wrong = run("--accumulation", "2")
+    assert isinstance(wrong.exception, ConfigError)
+    assert "--accumulation and --global_batch_size" in str(wrong.exception)
