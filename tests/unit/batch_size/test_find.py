@@ -302,7 +302,7 @@ def test_the_largest_stops_at_the_limit():
         tried.append(batch_size)
 
     probe()
-    assert tried == [3, 6, 12, 20]
+    assert tried == [3, 4, 8, 16, 20]
 
 
 def test_the_largest_divisor():
