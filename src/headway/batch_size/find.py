@@ -272,7 +272,11 @@ class _Run:
             raise self._nothing_fits(last) from (None if last is None else last.error)
         # The last attempt was another size's. What fitted may not fit quite again: then downwards.
         return self.follow(
-            FirstThatFits(search.found, sizes=divisors(self.plan.start) if self.plan.keeps_global_batch else None)
+            FirstThatFits(
+                search.found,
+                _ever_less(search.found),
+                divisors(self.plan.start) if self.plan.keeps_global_batch else None,
+            )
         )
 
     def _attempt(self, size: int) -> tuple[Attempt, Outcome]:
@@ -291,6 +295,18 @@ class _Run:
             f"({', '.join(map(str, self.tried))}). What it needs besides the batch (model, optimizer state) does not fit, or one "
             f"sample is too large.{why}"
         )
+
+
+def _ever_less(found: int) -> Reduce:
+    """What is tried below a size that fitted once and then did not: a little less, and then less and less."""
+    step = max(1, found // 32)
+
+    def reduce(size: int) -> int:
+        nonlocal step
+        step *= 2
+        return max(0, size - step // 2)
+
+    return reduce
 
 
 def _plans(search: Search) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from headway import env
 from headway.collectives.tree import Tree, tensors
@@ -172,8 +173,8 @@ def _held(question: Question) -> int:
     there += [parameter.grad for parameter in question.model.parameters() if parameter.grad is not None]
     if isinstance(question.optimizer, torch.optim.Optimizer):
         there += tensors([dict(state) for state in question.optimizer.state.values()])
-    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in there if not each.is_meta}
-    return sum(storages.values())
+    plain = [each for each in there if not is_lazy(each) and not each.is_meta]
+    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in plain}.values())
 
 
 def _recipe(question: Question, setting: Setting) -> tuple[Recipe, tuple[str, ...]]:
@@ -235,7 +236,7 @@ def _add_buckets(model: nn.Module) -> None:
     for number, dtype in enumerate(kinds):
         learning = [each for each in model.parameters() if each.requires_grad and each.dtype == dtype]
         buckets = torch.empty(sum(each.numel() for each in learning), dtype=dtype, device="meta")
-        model.register_buffer(f"headway_buckets_{number}", buckets, persistent=False)
+        model._buffers[f"headway_buckets_{number}"] = buckets  # registering asks for values
 
 
 def _batch(question: Question, rows: Rows, size: int) -> Any:
