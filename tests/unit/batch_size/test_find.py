@@ -330,5 +330,5 @@ def test_a_size_that_does_not_fit_again_is_left(monkeypatch):
             raise MemoryError
         return batch_size
 
-    assert probe() == 5
-    assert calls[-2:] == [10, 5]
+    assert probe() == 9
+    assert calls[-2:] == [10, 9]

@@ -96,6 +96,7 @@ def test_it_is_what_a_run_takes(accelerator):
     assert found.allocated == pytest.approx(peak(model, recipe, lambda: batch(64)), rel=0.015)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_padding", [False, True])
 def test_a_mask_is_left_out_where_a_run_leaves_it_out(accelerator, has_padding):
     import transformers
@@ -115,6 +116,7 @@ def test_a_mask_is_left_out_where_a_run_leaves_it_out(accelerator, has_padding):
     assert any("masks something" in caveat for caveat in found.caveats) == has_padding
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_searched_for_within_a_budget(accelerator):
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
