@@ -62,11 +62,14 @@ from headway.weights.export import save_object
 # What only some runs use is loaded by its first use: a script that does without starts the sooner.
 if TYPE_CHECKING:
     from headway.compiling import regions
+    from headway.forecasting.answer import Forecast
+    from headway.forecasting.step import Loss, MakeOptimizer
     from headway.memory import report as memory_report
     from headway.recompute import checkpointing as recompute
     from headway.replay import step as replay
     from headway.throughput import meter
     from headway.training import finite
+    from headway.training import forecast as forecasts
 else:
     regions = Later("headway.compiling.regions")
     memory_report = Later("headway.memory.report")
@@ -74,6 +77,7 @@ else:
     replay = Later("headway.replay.step")
     meter = Later("headway.throughput.meter")
     finite = Later("headway.training.finite")
+    forecasts = Later("headway.training.forecast")
 
 log = get_logger(__name__)
 
@@ -412,6 +416,59 @@ class Accelerator(RankAware):
         """Undo `checkpoint_activations`; returns the same object."""
         recompute.keep_activations(model)
         return model
+
+    def forecast(
+        self,
+        model: torch.nn.Module,
+        batch: Tree,
+        *,
+        optimizer: "torch.optim.Optimizer | MakeOptimizer | None" = None,
+        loss: "Loss | None" = None,
+        forward: "Callable[[Any, Any], torch.Tensor] | None" = None,
+        budget: int | str | None = None,
+        largest: bool = True,
+        batch_fn: Callable[[int], Tree] | None = None,
+        max_norm: float | None = None,
+        device: str | None = None,
+    ) -> "Forecast":
+        """Say what a training step of the model takes here, and the largest batch that fits, before it is run (docs/forecast.md).
+
+        A copy without values is traced with this Accelerator's precision, accumulation and activation checkpointing. The model, its
+        optimizer, random streams and hooks stay as they are. Each process answers for itself.
+
+        Args:
+            model: prepared or not.
+            batch: one real micro-batch, on any device; called as `model(**batch)`, `model(batch[0])` or `model(batch)`.
+            optimizer: the model's, prepared or not, or a function that makes one from parameters; None: no update is forecast.
+            loss: from the model's outputs and the batch's targets; None: the model returns it, or an object that has it as `loss`.
+            forward: from the model and the batch to the loss, for any other way to call the model; instead of `loss`.
+            budget: bytes, or text such as "24GiB", that the process may take; None: what the device has left for it. A CPU has no
+                limit but that of the address space (`ulimit -v`); without any the largest batch is not looked for.
+            largest: also look for the largest batch within the budget.
+            batch_fn: gives a micro-batch of so many samples; None: rows of `batch` are repeated or cut.
+            max_norm: gradients are clipped to this norm.
+            device: of the table in docs/forecast.md; None: this process's.
+
+        Raises:
+            ConfigError: arguments that cannot be.
+            DataError: the batch has no rows.
+            LossError: there is no loss, or it has no gradient.
+            UnsupportedError: the step cannot be traced (the operation and the line are named), or models are sharded or compiled.
+        """
+        asked = model, batch, optimizer, loss, forward, budget, largest, batch_fn, max_norm, device
+        return forecasts.forecast(forecasts.Question(*asked), self._forecast_setting())
+
+    def _forecast_setting(self) -> "forecasts.Setting":
+        step, options = self._training_step, self.options
+        return forecasts.Setting(
+            step.strategy,
+            self.runtime,
+            self.mixed_precision,
+            options,
+            step.windows.num_steps,
+            self._run.dynamo_plugin.compiles,
+            partial(recompute.repeat_checkpointing, plan=options.checkpointing, prepared=self._preparation.models),
+        )
 
     # ---------------------------------------------------------------- the step
 

@@ -57,6 +57,7 @@ def test_the_table_names_every_example():
         EXAMPLES / "vision.py",
         EXAMPLES / "fsdp.py",
         EXAMPLES / "trainer.py",
+        EXAMPLES / "forecast.py",
         BASE,
         *FEATURES,
     ]:
@@ -102,6 +103,15 @@ def test_text_trains_saves_and_reads_back(tmp_path):
     bits, bigram = map(float, re.search(r"GPT ([\d.]+), byte bigram ([\d.]+)", out).groups())
     assert 2 < bigram < 5
     assert bits < 6
+
+
+def test_what_is_forecast_fits_and_is_trained_with(tmp_path):
+    out = launch(str(EXAMPLES / "forecast.py"), cwd=tmp_path)
+    largest = int(re.search(r"largest batch: (\d+)", out)[1])
+    assert 100 < largest < 1000
+    size, loss = re.search(r"trained with batches of (\d+): last loss ([\d.]+)", out).groups()
+    assert int(size) == largest
+    assert float(loss) < 1.5
 
 
 def test_nothing_is_lost(tmp_path):

@@ -35,7 +35,7 @@ NAMES = [
 
 MEMBERS = """
     accumulate autocast backward check_preemption check_trigger checkpoint_activations clear clip_grad_norm_
-    clip_grad_value_ device dispatch_batches end_trackers end_training epochs even_batches forward_backward
+    clip_grad_value_ device dispatch_batches end_trackers end_training epochs even_batches forecast forward_backward
     free_memory gather gather_for_metrics get_state_dict get_tracker gradient_accumulation_steps init_trackers
     log log_artifact log_event log_images trackers is_last_process
     is_local_main_process is_main_process join_uneven_inputs keep_activations load_state

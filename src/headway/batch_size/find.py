@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 from headway.batch_size.attempt import Attempt, Outcome, is_several
-from headway.batch_size.search import LARGEST, FirstThatFits, LargestSize, Reduce, Search, check_size, divisors
+from headway.batch_size.search import (
+    LARGEST,
+    FirstThatFits,
+    LargestSize,
+    Reduce,
+    Search,
+    check_size,
+    check_tolerance,
+    divisors,
+)
 from headway.errors import BatchSizeError, CallError, ConfigError
 from headway.log import get_logger
 from headway.memory.oom import clear_device_cache
@@ -33,12 +42,14 @@ class _Plan:
     is_largest: bool
     keeps_global_batch: bool
     limit: int
+    tolerance: float
 
     def begin(self, size: int) -> Search:
         """A search that tries `size` first."""
         sizes: Sequence[int] | None = divisors(self.start) if self.keeps_global_batch else None
         if self.is_largest:
-            return LargestSize(size, self.start if self.keeps_global_batch else max(self.limit, size), sizes)
+            limit = self.start if self.keeps_global_batch else max(self.limit, size)
+            return LargestSize(size, limit, sizes, self.tolerance)
         return FirstThatFits(size, self.reduce, sizes)
 
 
@@ -53,6 +64,7 @@ def find_executable_batch_size(
     search: Literal["first", "largest"] = "first",
     keep_global_batch: bool = False,
     max_batch_size: int | None = None,
+    tolerance: float = 0.0,
 ) -> Callable[[_Function], _Function]: ...
 def find_executable_batch_size(
     function: _Function | None = None,
@@ -62,6 +74,7 @@ def find_executable_batch_size(
     search: Literal["first", "largest"] = "first",
     keep_global_batch: bool = False,
     max_batch_size: int | None = None,
+    tolerance: float = 0.0,
 ) -> Any:
     """Call a function with a batch size that fits into memory, the same on all ranks.
 
@@ -75,13 +88,15 @@ def find_executable_batch_size(
         starting_batch_size: the first size tried.
         reduce_batch_size_fn: gives the next size after a failure: called with the size that failed, or with nothing where
             it takes nothing. None: half of it, rounded down. It may not be given with `search="largest"`.
-        search: "first": downwards, and the first size that fits is it. "largest": double while it fits, halve until it
-            does, then bisect; the function is called about 2 log2(n) times, so let it make a few updates only. Its last
-            call is the one with the size found, and that one's result is returned.
+        search: "first": downwards, and the first size that fits is it. "largest": up while it fits or down until it does,
+            by steps that grow, then bisect; the function is called 2 or 3 times where the start is near (`accelerator.forecast`),
+            else about 2 log2(n) times, so let it make a few updates only. Its last call is the one with the size found, and that
+            one's result is returned.
         keep_global_batch: only divisors of `starting_batch_size` are tried, and the function is also given
             `gradient_accumulation_steps=starting_batch_size // batch_size`, so that an update sees as many samples as with the
             starting size.
         max_batch_size: where "largest" stops to grow; None: 65536, or `starting_batch_size` with `keep_global_batch`.
+        tolerance: "largest" may end below the largest size by this share of it, which saves calls; 0: never.
 
     Returns:
         The decorated function, or a decorator.
@@ -98,7 +113,10 @@ def find_executable_batch_size(
         _is_largest(search, reduce_batch_size_fn),
         keep_global_batch,
         check_size(LARGEST if max_batch_size is None else max_batch_size, "max_batch_size"),
+        check_tolerance(tolerance),
     )
+    if tolerance and not plan.is_largest:
+        raise ConfigError("tolerance is for search='largest'; 'first' takes the first size that fits. Leave it out")
     if max_batch_size is not None and max_batch_size < starting_batch_size:
         raise ConfigError(
             f"max_batch_size={max_batch_size} is below starting_batch_size={starting_batch_size}; raise it, or start lower"
@@ -254,7 +272,11 @@ class _Run:
             raise self._nothing_fits(last) from (None if last is None else last.error)
         # The last attempt was another size's. What fitted may not fit quite again: then downwards.
         return self.follow(
-            FirstThatFits(search.found, sizes=divisors(self.plan.start) if self.plan.keeps_global_batch else None)
+            FirstThatFits(
+                search.found,
+                _ever_less(search.found),
+                divisors(self.plan.start) if self.plan.keeps_global_batch else None,
+            )
         )
 
     def _attempt(self, size: int) -> tuple[Attempt, Outcome]:
@@ -273,6 +295,18 @@ class _Run:
             f"({', '.join(map(str, self.tried))}). What it needs besides the batch (model, optimizer state) does not fit, or one "
             f"sample is too large.{why}"
         )
+
+
+def _ever_less(found: int) -> Reduce:
+    """What is tried below a size that fitted once and then did not: a little less, and then less and less."""
+    step = max(1, found // 32)
+
+    def reduce(size: int) -> int:
+        nonlocal step
+        step *= 2
+        return max(0, size - step // 2)
+
+    return reduce
 
 
 def _plans(search: Search) -> str:

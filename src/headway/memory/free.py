@@ -1,7 +1,9 @@
 """How many bytes a device can still give this process, asked so that the question itself takes none."""
 
 import ctypes
+import importlib
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,21 @@ def free_bytes(hardware: Hardware, device: torch.device) -> int:
     if fraction < 1:
         free = min(free, int(hardware.module.get_device_properties(device).total_memory * fraction) - reserved)
     return max(0, free)
+
+
+def free_address_space() -> int | None:
+    """Bytes that this process may still map before a limit of its address space (`ulimit -v`) is reached; None: there is no limit.
+
+    Only under such a limit does host memory run out with an error; elsewhere the system ends a process.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    resource: Any = importlib.import_module("resource")
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    mapped: int = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return max(0, int(limit) - mapped)
 
 
 def free_and_total(hardware: Hardware, device: torch.device) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from headway.config.values import did_you_mean
 from headway.errors import ConfigError
+from headway.forecasting.masks import unmasked as unmasked
 from headway.forecasting.solve import LongestSequence
 from headway.optional import require
 from headway.placement.estimate import config_of, skeleton_of
@@ -24,7 +25,6 @@ _KINDS = ("AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM
 _LEARNS_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 _SEQUENCE = 4096
 _ENDLESS = 1 << 20
-_UNMASKED = "headway_unmasked"
 
 
 @dataclass(frozen=True)
@@ -97,21 +97,6 @@ def of_config(config: Any, where: str, batch: int = 1, sequence: int | None = No
     has_plan = bool(getattr(model, "_tp_plan", None) or getattr(config, "base_model_tp_plan", None))
     step, tokens, shown = _step_of(model, where, batch, sequence)
     return Source(title, make, step, tokens, shown, has_plan)
-
-
-def unmasked(model: nn.Module) -> nn.Module:
-    """Attention as in a run whose samples have no padding, in which transformers leaves the causal mask to the kernel.
-
-    Of tensors without values it cannot see that no token is masked, and would build the mask and repeat keys and values for it. For
-    an implementation with no mask function of its own it builds none.
-    """
-    if getattr(model.config, "_attn_implementation", None) == "sdpa":
-        from transformers import AttentionInterface
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        AttentionInterface.register(_UNMASKED, sdpa_attention_forward)
-        model.set_attn_implementation(_UNMASKED)  # type: ignore[operator]
-    return model
 
 
 def _step_of(model: nn.Module, where: str, batch: int, sequence: int | None) -> tuple[Step | None, int, str]:

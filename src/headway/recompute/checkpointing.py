@@ -7,7 +7,7 @@ once. Models with a switch of their own (transformers) are switched by it, becau
 Source of the idea: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from types import FunctionType
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from headway.config.strategies import ActivationCheckpointing
-from headway.errors import ConfigError, StateError
+from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.recompute.offload import offloading
 from headway.strategies.blocks import BARE_CLASS, find_blocks, outermost
@@ -110,6 +110,41 @@ def keep_activations(model: torch.nn.Module) -> None:
             )
         module.__class__ = module.__dict__.pop(BARE_CLASS)
         del module.__dict__[_KEY]
+
+
+def repeat_checkpointing(
+    model: torch.nn.Module,
+    copy: torch.nn.Module,
+    plan: ActivationCheckpointing | None,
+    prepared: Sequence[torch.nn.Module],
+) -> None:
+    """Let the blocks of a copy recompute as the model's do, or will once it is prepared: copies are made without it.
+
+    Args:
+        model: checkpointed or not.
+        copy: of it, with the same modules.
+        plan: what prepare() does to models.
+        prepared: the models that went through it.
+
+    Raises:
+        UnsupportedError: activations are also offloaded.
+    """
+    is_planned = plan is not None and all(model is not known for known in prepared)
+    functions = [module.__dict__.get(key) for module in model.modules() for key in (_KEY, _FUNCTION)]
+    if (is_planned and plan is not None and plan.offload) or any(map(_is_offloading, functions)):
+        raise UnsupportedError(
+            "activations are offloaded to host memory, which cannot be forecast yet; leave offload out"
+        )
+    if is_planned and plan is not None:
+        checkpoint_activations(copy, plan, torch.device("cpu"))
+        return
+    for module, twin in zip(model.modules(), copy.modules(), strict=True):
+        if _KEY in module.__dict__:
+            _attach(twin, module.__dict__[_KEY])
+
+
+def _is_offloading(function: Any) -> bool:
+    return isinstance(function, partial) and _offload.cache_info().currsize > 0 and function.func is _offload()
 
 
 # ---------------------------------------------------------------- what a block runs through

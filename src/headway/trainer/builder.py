@@ -12,15 +12,23 @@ from headway.accelerator import Accelerator
 from headway.batch_size.find import find_executable_batch_size
 from headway.config.run import DataLoaderConfiguration, ProjectConfiguration
 from headway.data.loader import PreparedLoader
-from headway.errors import ConfigError
+from headway.errors import ConfigError, HeadwayError
+from headway.log import get_logger
+from headway.memory.free import free_address_space
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.collate import Collate, Collating, Collator, drop_columns, find_label_names, kept_columns
 from headway.trainer.data import length_of, make_loader
 from headway.trainer.loss import LossFunction, LossOf, take_count
 from headway.trainer.records import next_number
 
+log = get_logger(__name__)
+
 _NUM_TRIAL_UPDATES = 2
 _NUM_MEASURED_ROWS = 512
+_FIRST_SIZE = 8
+"""Rows of the first trial where nothing is forecast, and of the batch that a forecast is made from."""
+_TOLERANCE = 0.05
+"""By how much the number that is found may be below the largest; the last 5 % would cost half of the trials."""
 
 
 # ---------------------------------------------------------------- the model
@@ -174,6 +182,8 @@ class Builder:
 class LargestBatch:
     """Searches for the most rows of a micro-batch that fit, by updates on the longest rows of the training data.
 
+    Where the step can be forecast, the search begins with what the forecast says.
+
     Args:
         args: of the training.
         model: what is trained; its weights are put back.
@@ -214,7 +224,12 @@ class LargestBatch:
         kept = {name: tensor.detach().cpu().clone() for name, tensor in self._model.state_dict().items()}
         most = max(1, -(-(length_of(dataset) or 1) // num_shards))
 
-        @find_executable_batch_size(starting_batch_size=min(8, most), search="largest", max_batch_size=most)
+        @find_executable_batch_size(
+            starting_batch_size=self._first_size(rows, most),
+            search="largest",
+            max_batch_size=most,
+            tolerance=_TOLERANCE,
+        )
         def fits(batch_size: int) -> int:
             self._try_updates(rows, batch_size)
             return batch_size
@@ -223,6 +238,37 @@ class LargestBatch:
             return int(fits())
         finally:
             self._model.load_state_dict(kept)
+
+    def _first_size(self, rows: Sequence[Any], most: int) -> int:
+        """What a forecast says, the same on all ranks."""
+        accelerator = self._create_accelerator()
+        accelerator.stop_watching()
+        try:
+            if accelerator.device.type == "cpu" and free_address_space() is None:
+                found = None  # nothing limits it, so that there is nothing to look for
+            else:
+                recompute_activations(self._args, accelerator, self._model)
+                found = self._forecast(accelerator, rows[: min(_FIRST_SIZE, most)])
+            said = accelerator.strategy.everyone.gather_numbers([float(_FIRST_SIZE if found is None else found)])
+            return min(max(1, int(min(row[0] for row in said))), most)
+        finally:
+            undo(self._args, accelerator, self._model)
+
+    def _forecast(self, accelerator: Accelerator, rows: Sequence[Any]) -> int | None:
+        """The largest batch by a forecast; None, with a line in the log, where there is none."""
+        try:
+            inputs, num_items = take_count(next(iter(self._create_loader(rows, len(rows)))))
+            found = accelerator.forecast(
+                self._model,
+                inputs,
+                optimizer=self._create_optimizer(),
+                forward=lambda model, batch: self._intake.loss_of(model, batch, num_items)[0],
+            )
+        except (HeadwayError, MemoryError) as error:
+            log.info("the largest batch cannot be forecast, so the search begins with %d: %s", _FIRST_SIZE, error)
+            return None
+        log.info("forecast: batches of %s fit, found in %.1f s; trials follow", found.largest_batch, found.seconds)
+        return found.largest_batch
 
     def _long_rows(self, dataset: Any) -> list[Any]:
         """The longest of a sample of rows, longest first."""

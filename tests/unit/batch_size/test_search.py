@@ -31,13 +31,13 @@ def test_halving_is_the_default():
 
 def test_the_largest_is_found_exactly():
     search = LargestSize(128)
-    assert run(search, 7) == [128, 64, 32, 16, 8, 4, 6, 7]
+    assert run(search, 7) == [128, 127, 119, 59, 29, 14, 7, 10, 8]
     assert (search.found, search.size) == (7, 7)
     search = LargestSize(1024)
-    assert len(run(search, 8)) == 11
+    assert len(run(search, 8)) == 14
     assert search.found == 8
     search = LargestSize(16, limit=100)
-    assert run(search, 10**9) == [16, 32, 64, 100]
+    assert run(search, 10**9) == [16, 17, 25, 50, 100]
     assert search.found == 100
     search = LargestSize(2)
     assert run(search, 0) == [2, 1]
@@ -52,6 +52,29 @@ def test_largest_is_right_and_cheap(start, largest, limit):
     assert len(set(tried)) == len(tried)
     farthest = max(start, largest, 1)
     assert len(tried) <= 2 * ceil(log2(farthest + 1)) + 2
+
+
+@given(start=st.integers(1, 5000), largest=st.integers(0, 9000), tolerance=st.floats(0, 0.5))
+def test_a_tolerance_is_kept_and_saves_tries(start, largest, tolerance):
+    search = LargestSize(start, limit=10_000, tolerance=tolerance)
+    tried = run(search, largest)
+    assert search.found <= largest <= max(search.found, int(search.found * (1 + tolerance)))
+    assert len(set(tried)) == len(tried)
+    assert len(tried) <= 2 * ceil(log2(max(start, largest, 1) + 1)) + 2
+
+
+@pytest.mark.parametrize(
+    ("start", "largest", "tried"),
+    [(128, 128, [128, 134]), (128, 133, [128, 134]), (128, 125, [128, 122]), (16, 16, [16, 17]), (5, 4, [5, 4])],
+)
+def test_a_start_near_the_answer_takes_two_tries(start, largest, tried):
+    assert run(LargestSize(start, tolerance=0.05), largest) == tried
+
+
+def test_a_tolerance_is_a_share():
+    for wrong in (-0.1, 1, "5%", True):
+        with pytest.raises(ConfigError, match="as a share"):
+            LargestSize(8, tolerance=wrong)
 
 
 @given(number=st.integers(1, 5000), largest=st.integers(0, 6000), data=st.data())

@@ -4,13 +4,16 @@ import json
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from headway import Trainer, TrainerCallback
 from headway.errors import BatchSizeError, ConfigError, MemoryExhausted
+from headway.forecasting import present
 from headway.report import load
 from headway.report.facts import headline
 from headway.report.looks import kinds
 from headway.tracking.runlog import read_run
+from headway.trainer import builder
 from headway.trainer.display import PrinterCallback, ProgressCallback
 from tests.unit.trainer.models import Net, Points, arguments, losses, make, texts, weights
 
@@ -82,6 +85,54 @@ def test_the_largest_batch_is_searched_for(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="tries updates"):
         Trainer(model, arguments(tmp_path, per_device_train_batch_size="largest"),
                 optimizers=(torch.optim.SGD(model.parameters()), None))  # fmt: skip
+
+
+class Limited(Net):
+    """Runs out of memory above some rows, in real steps: what is forecast does not look at values."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most, self.tried = most, []
+
+    def forward(self, x):
+        if self.training and not is_fake(x):
+            self.tried.append(len(x))
+            if len(x) > self.most:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(x)
+
+
+def searched(tmp_path, monkeypatch, model, budget):
+    monkeypatch.setattr(present, "free_address_space", lambda: budget)
+    monkeypatch.setattr(builder, "free_address_space", lambda: budget)
+    trainer = make(tmp_path, model, data=Points(4000), per_device_train_batch_size="largest")
+    before = weights(model)
+    found = trainer.find_largest_batch_size()
+    assert torch.equal(before, weights(model))
+    return found, list(dict.fromkeys(model.tried))
+
+
+def test_the_search_begins_with_what_is_forecast(tmp_path, monkeypatch):
+    probe, tried = searched(tmp_path, monkeypatch, Limited(4000), 50_000)
+    first = tried[0]
+    assert 8 < first < probe, "the stand-in for a device has more memory than the budget says"
+    found, tried = searched(tmp_path, monkeypatch, Limited(first + 1), 50_000)
+    assert tried == [first, first + int(0.05 * first)]
+    assert found == first
+
+
+def test_where_nothing_can_be_forecast_the_search_is_as_before(tmp_path, monkeypatch, caplog):
+    class Reads(Limited):
+        def forward(self, x):
+            return super().forward(x * float(x.sum() > -1e9))
+
+    with caplog.at_level("INFO", "headway"):
+        found, tried = searched(tmp_path, monkeypatch, Reads(20), 50_000)
+    assert found == 20
+    assert tried[0] == 8
+    lines = [record.getMessage() for record in caplog.records if "cannot be forecast" in record.getMessage()]
+    assert len(lines) == 1
+    assert "the search begins with 8" in lines[0]
 
 
 # ---------------------------------------------------------------- files and what is shown

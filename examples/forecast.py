@@ -1,0 +1,88 @@
+"""Which batch fits is asked before anything runs: accelerator.forecast, a search that starts there, and the training.
+
+    python examples/forecast.py
+    headway launch examples/forecast.py --budget 8GiB
+
+On a GPU the budget is what the device has left; on a CPU it is --budget.
+"""
+
+import argparse
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator, find_executable_batch_size, set_seed
+
+loss_of = nn.functional.cross_entropy
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10))
+
+
+def read_digits() -> TensorDataset:
+    """scikit-learn's 1,797 scanned digits, float[64] in 0..1 and their class."""
+    pixels, classes = load_digits(return_X_y=True)
+    return TensorDataset(torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(classes))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--budget", default="8MiB", help="of memory, on a CPU")
+    args = parser.parse_args()
+    set_seed(0)
+    accelerator = Accelerator()
+    data = read_digits()
+
+    model = build()
+    found = accelerator.forecast(
+        model,
+        data[:32],
+        optimizer=torch.optim.AdamW(model.parameters()),
+        loss=loss_of,
+        budget=args.budget if accelerator.device.type == "cpu" else None,
+    )
+    accelerator.print(found.describe())
+    del model
+
+    # Each process has asked for its own device; all of them begin with the smallest answer.
+    answers = accelerator.gather(torch.tensor([found.largest_batch or 1], device=accelerator.device))
+    largest = min(max(1, int(answers.min())), len(data))
+
+    @find_executable_batch_size(starting_batch_size=largest, search="largest", max_batch_size=largest)
+    def probe(batch_size: int) -> int:
+        """Two updates, as a proof: a forecast has a margin, and the device has the last word."""
+        accelerator.free_memory()
+        model = build()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        inputs, classes = (tensor.to(accelerator.device) for tensor in data[:batch_size])
+        for _ in range(2):
+            accelerator.backward(loss_of(model(inputs), classes))
+            optimizer.step()
+            optimizer.zero_grad()
+        return batch_size
+
+    batch_size = probe()
+    accelerator.free_memory()
+    model = build()
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=3e-3), DataLoader(data, batch_size=batch_size, shuffle=True)
+    )
+    for _ in range(args.epochs):
+        for inputs, classes in loader:
+            loss = loss_of(model(inputs), classes)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.print(
+        f"trained with batches of {batch_size}: last loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}"
+    )
+    accelerator.end_training()
+    return batch_size
+
+
+if __name__ == "__main__":
+    main()

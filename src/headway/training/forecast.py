@@ -1,0 +1,245 @@
+"""What a step of a user's own model takes, forecast inside the script: `accelerator.forecast`.
+
+A copy of the model without values is traced, with the Accelerator's precision, accumulation and activation checkpointing. The model,
+its optimizer and every random stream stay as they are.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from headway import env
+from headway.collectives.tree import Tree, tensors
+from headway.config.strategies import EngineOptions
+from headway.errors import ConfigError, UnsupportedError
+from headway.forecasting.answer import Forecast, of_trace
+from headway.forecasting.devices import Device, find, room, spread
+from headway.forecasting.fake import refuse_compiled
+from headway.forecasting.masks import drop_masks, unmasked
+from headway.forecasting.present import memory_left, present_device
+from headway.forecasting.rows import Rows
+from headway.forecasting.sizes import Sizes
+from headway.forecasting.step import Loss, MakeOptimizer, Recipe
+from headway.forecasting.twin import twin_of, twin_of_optimizer, untouched
+from headway.offload.spread import spread_over
+from headway.runtime.process import ProcessRuntime
+from headway.strategies.base import Strategy
+from headway.training.optimizer import PreparedOptimizer
+from headway.units import parse_bytes
+
+Forward = Callable[[Any, Any], torch.Tensor]
+_REPLICATED = ("single", "ddp")
+_PRECISIONS = ("no", "bf16", "fp16")
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPANDABLE = "expandable_segments:true"
+_PADDED = "the batch's attention_mask masks something; where nothing is masked, transformers' models leave it out and take less"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How an Accelerator trains.
+
+    Attributes:
+        strategy: how models are spread.
+        runtime: this process.
+        precision: "no", "bf16", "fp16" or "fp8".
+        options: of the engines underneath.
+        accumulation: micro-batches of an update.
+        compiles: prepare() compiles models.
+        recompute: from the model and its copy: lets the copy recompute what the model does, or will once it is prepared.
+    """
+
+    strategy: Strategy
+    runtime: ProcessRuntime
+    precision: str
+    options: EngineOptions
+    accumulation: int
+    compiles: bool
+    recompute: Callable[[nn.Module, nn.Module], None]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be forecast; see `Accelerator.forecast`."""
+
+    model: nn.Module
+    batch: Tree
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None = None
+    loss: Loss | None = None
+    forward: Forward | None = None
+    budget: int | str | None = None
+    largest: bool = True
+    batch_fn: Callable[[int], Tree] | None = None
+    max_norm: float | None = None
+    device: str | None = None
+
+
+class _Called(nn.Module):
+    """A model that is called by a function of the user's, which also makes the loss."""
+
+    def __init__(self, model: nn.Module, function: Forward) -> None:
+        super().__init__()
+        self.model = model
+        self._function = function
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self._function(self.model, batch)
+
+
+def forecast(question: Question, setting: Setting) -> Forecast:
+    """Answer it; `Accelerator.forecast` says what is raised."""
+    began = time.perf_counter()
+    _check(question, setting)
+    target, limit = _target(question, setting.runtime)
+    rows = Rows(question.batch)
+    recipe, caveats = _recipe(question, setting)
+    is_expandable = target.is_cuda and any(_EXPANDABLE in (env.get(name) or "").lower() for name in _ALLOCATOR)
+    with untouched(question.model), torch.inference_mode(False), torch.enable_grad():
+        tracer = Sizes(
+            partial(_twin, question, setting, rows.is_padded),
+            partial(_batch, question, rows),
+            recipe,
+            target,
+            None,
+            is_expandable,
+        )
+        traced = tracer.trace(rows.num_rows)
+        capacity = None if limit is None else room(target, limit)
+        found, by_batch = tracer.largest(capacity) if question.largest and capacity is not None else (None, ())
+    if target.is_cuda:
+        caveats += (f"overhead of {target.name}: {target.source}",)
+    if question.batch_fn is None:
+        caveats += rows.caveats
+    if rows.is_padded:
+        caveats += (_PADDED,)
+    return replace(
+        of_trace(traced, target, rows.num_rows, limit, is_expandable),
+        largest_batch=None if found is None else found.batch,
+        by_batch=tuple((size, spread(target, taken)[2]) for size, taken in by_batch),
+        num_traces=tracer.num_traces,
+        seconds=time.perf_counter() - began,
+        caveats=(*traced.caveats, *caveats),
+    )
+
+
+def _check(question: Question, setting: Setting) -> None:
+    model = question.model
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"forecast() got a {type(model).__name__} as its model; give the torch.nn.Module")
+    if question.loss is not None and question.forward is not None:
+        raise ConfigError("forward= makes the loss itself, so loss= would not be called; give one of them")
+    if setting.strategy.name not in _REPLICATED:
+        raise UnsupportedError(
+            f"accelerator.forecast cannot say yet what the {setting.strategy.name} strategy leaves on a process; `headway plan` "
+            "estimates sharded layouts"
+        )
+    if setting.precision not in _PRECISIONS:
+        raise UnsupportedError(
+            f"mixed_precision={setting.precision!r} cannot be forecast yet; allowed: {', '.join(_PRECISIONS)}"
+        )
+    refuse_compiled(model)
+    if setting.compiles:
+        raise UnsupportedError(
+            "prepare() compiles the model (dynamo_backend), and what compiled graphs ask for is not known before they are compiled. "
+            "Forecast with an Accelerator that does not compile; a compiled step mostly takes less"
+        )
+    places = spread_over(model, setting.runtime.device)
+    if places:
+        raise UnsupportedError(
+            f"{type(model).__name__} is spread over {', '.join(places)}, and a forecast is of one device; load it on "
+            "one to forecast it"
+        )
+
+
+def _target(question: Question, runtime: ProcessRuntime) -> tuple[Device, int | None]:
+    """The device, and the bytes that the process may take on it."""
+    if question.device is not None:
+        target, left = find(question.device), find(question.device).memory
+    else:
+        target = present_device(runtime.hardware, runtime.device)
+        left = memory_left(runtime.hardware, runtime.device, target, _held(question))
+    return target, left if question.budget is None else parse_bytes(question.budget)
+
+
+def _held(question: Question) -> int:
+    """Bytes of what is there already and is counted in the forecast, too."""
+    there: list[torch.Tensor] = [*question.model.parameters(), *question.model.buffers()]
+    there += [parameter.grad for parameter in question.model.parameters() if parameter.grad is not None]
+    if isinstance(question.optimizer, torch.optim.Optimizer):
+        there += tensors([dict(state) for state in question.optimizer.state.values()])
+    plain = [each for each in there if not is_lazy(each) and not each.is_meta]
+    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in plain}.values())
+
+
+def _recipe(question: Question, setting: Setting) -> tuple[Recipe, tuple[str, ...]]:
+    given = question.optimizer
+    made: MakeOptimizer | None = None
+    caveats: tuple[str, ...] = ()
+    if isinstance(given, torch.optim.Optimizer):
+        own = given.optimizer if isinstance(given, PreparedOptimizer) else given
+        made = partial(_optimizer, own, question.model)
+    elif callable(given):
+        made = given
+    elif given is None:
+        caveats = ("there is no optimizer: neither its state nor the update are in the numbers",)
+    else:
+        raise ConfigError(
+            f"optimizer={given!r}; give the model's optimizer, or a function that makes one from parameters"
+        )
+    is_view = setting.strategy.name == "ddp" and setting.options.ddp.gradient_as_bucket_view
+    recipe = Recipe(
+        made,
+        None if question.forward is not None else question.loss,
+        setting.precision if setting.options.autocast.enabled else "no",
+        # From the second micro-batch on gradients are there in forward; later ones take no more.
+        min(setting.accumulation, 2),
+        question.max_norm,
+        keeps_gradients=is_view,  # they lie in DDP's buckets, which stay
+    )
+    return recipe, caveats
+
+
+def _optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, copies: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    return twin_of_optimizer(optimizer, [each for each in model.parameters() if each.requires_grad], copies)
+
+
+def _twin(question: Question, setting: Setting, is_padded: bool | None) -> nn.Module:
+    """A copy of the model as prepare() makes it.
+
+    Args:
+        question: what is to be forecast.
+        setting: the Accelerator's.
+        is_padded: the batch's attention_mask masks something; None: there is none.
+    """
+    made = twin_of(question.model)
+    setting.recompute(question.model, made)
+    if not is_padded and hasattr(made, "set_attn_implementation"):
+        made = unmasked(made)
+        if is_padded is False:
+            drop_masks(made)
+    if setting.strategy.name == "ddp" and not setting.options.ddp.gradient_as_bucket_view:
+        _add_buckets(made)
+    return made if question.forward is None else _Called(made, question.forward)
+
+
+def _add_buckets(model: nn.Module) -> None:
+    """DDP copies gradients into buckets, which are there from prepare() on."""
+    kinds = {each.dtype for each in model.parameters() if each.requires_grad}
+    for number, dtype in enumerate(kinds):
+        learning = [each for each in model.parameters() if each.requires_grad and each.dtype == dtype]
+        buckets = torch.empty(sum(each.numel() for each in learning), dtype=dtype, device="meta")
+        model._buffers[f"headway_buckets_{number}"] = buckets  # registering asks for values
+
+
+def _batch(question: Question, rows: Rows, size: int) -> Any:
+    made = rows(size) if question.batch_fn is None else question.batch_fn(size)
+    # As one argument, whatever it is.
+    return made if question.forward is None else (made, None)

@@ -1,0 +1,45 @@
+"""What a replica of several takes: DDP's buckets are in a forecast, and a model that is in parts is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.distributed.ranks import run_ranks
+
+
+def net():
+    return nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)])
+
+
+def of_a_replica():
+    from benchmarks.forecast.truth import peak
+    from headway import Accelerator, DistributedDataParallelKwargs
+    from headway.errors import UnsupportedError
+    from headway.forecasting.step import Recipe
+
+    found = []
+    rows = torch.ones(32, 256)
+    for is_view in (False, True):
+        options = DistributedDataParallelKwargs(gradient_as_bucket_view=is_view)
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
+        model = net()
+        ask = {"optimizer": torch.optim.AdamW, "loss": lambda outputs, _: outputs.mean()}
+        before = accelerator.forecast(model, rows, **ask).allocated
+        model = accelerator.prepare(model)
+        after = accelerator.forecast(model, rows, **ask).allocated
+        # DDP builds its buckets anew after the first step, so that the profiler sees them too.
+        taken = peak(model, Recipe(torch.optim.AdamW, ask["loss"]), lambda: rows.clone())
+        found.append((before, after, taken))
+        accelerator.free_memory()
+    sharding = Accelerator(cpu=True, strategy="fsdp")
+    with pytest.raises(UnsupportedError, match="what the fsdp strategy leaves on a process"):
+        sharding.forecast(net(), rows, **ask)
+    sharding.end_training()
+    return found
+
+
+def test_buckets_are_in_the_forecast():
+    for found in run_ranks(of_a_replica, 2):
+        for before, after, taken in found:
+            assert before == after
+            assert after == pytest.approx(taken, rel=0.02)
