@@ -34,7 +34,7 @@ _RESIZE = "resize_"
 _GATHER, _SPLIT, _REDUCE = "fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "c10d::_reduce_scatter_base_"
 _OF_SHARDS = {_GATHER: 1, _SPLIT: 0, _REDUCE: 2}
 """FSDP's operations, and the stream on which it asks for what they fill."""
-_FOR_A_SHAPE, _DEEPEST = "_propagate_tensor_meta", 24
+_FOR_A_SHAPE, _DEEPEST = "_propagate_tensor_meta", 64
 """A function of torch's DTensor, and how many frames above an operation it may lie."""
 _COMPILED = ("compile_wrapper", "_call_impl_compiled")
 
