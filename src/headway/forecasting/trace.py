@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -38,6 +39,15 @@ def _refuse_compiled() -> None:
                 "a function compiled by torch.compile was called: what its graphs ask for is not known before they are compiled. "
                 "Leave torch.compile out of what is forecast; a compiled step mostly takes less"
             )
+
+
+def _in_order(events: list[Event]) -> list[Event]:
+    """What is given back at one moment, by its keys: autocast drops its casts in the order of their addresses, which differs."""
+    found: list[Event] = []
+    for is_asked, run in groupby(events, lambda event: event.num_bytes >= 0):
+        same = list(run)
+        found += same if is_asked else sorted(same, key=lambda event: event.key)
+    return found
 
 
 @dataclass(frozen=True)
@@ -139,7 +149,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What was seen; call it after the block."""
         events = [
             event if event.key not in self._kinds else event._replace(kind=self._kinds[event.key])
-            for event in self.events
+            for event in _in_order(self.events)
         ]
         return Trace(events, dict(self.phases), dict(self._operations), self._caveats(), self._work.by_phase)
 
