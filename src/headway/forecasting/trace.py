@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -54,6 +54,15 @@ def _refuse_compiled() -> None:
 def _is_for_a_shape() -> bool:
     """Is the operation run for its result's shape alone? DTensors do so on whole tensors before they compute on parts."""
     return any(frame.f_code.co_name.startswith(_FOR_A_SHAPE) for frame in islice(stack(), _DEEPEST))
+
+
+def _in_order(events: list[Event]) -> list[Event]:
+    """What is given back at one moment, by its keys: autocast drops its casts in the order of their addresses, which differs."""
+    found: list[Event] = []
+    for is_asked, run in groupby(events, lambda event: event.num_bytes >= 0):
+        same = list(run)
+        found += same if is_asked else sorted(same, key=lambda event: event.key)
+    return found
 
 
 @dataclass(frozen=True)
@@ -166,7 +175,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What was seen; call it after the block."""
         events = [
             event._replace(kind=self._kinds.get(event.key, event.kind), stream=self._streams.get(event.key, 0))
-            for event in self.events
+            for event in _in_order(self.events)
         ]
         return Trace(events, dict(self.phases), dict(self._operations), self._caveats(), self._work.by_phase)
 

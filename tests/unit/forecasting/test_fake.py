@@ -12,6 +12,7 @@ from headway.forecasting.autocast import FLOAT32, FLOAT32_IF_FREE
 from headway.forecasting.devices import find
 from headway.forecasting.events import plain_peak, split_at
 from headway.forecasting.fake import trace
+from headway.forecasting.solve import alike
 from headway.forecasting.step import Recipe
 from headway.planning.sources import unmasked
 
@@ -245,3 +246,17 @@ def test_a_loss_that_torch_shrinks_keeps_the_memory_of_all_elements():
     taken = peak(net(), Recipe(torch.optim.SGD, nn.functional.mse_loss), batch)
     found = trace(net, batch, Recipe(torch.optim.SGD, nn.functional.mse_loss), find("cpu"))
     assert plain_peak(found.events) == pytest.approx(taken, rel=0.005)
+
+
+def test_under_autocast_two_batches_ask_and_give_back_in_the_same_order():
+    """Casts of weights go all at once, in the order of their addresses."""
+    recipe = Recipe(adamw, nn.functional.mse_loss, "bf16", accumulation=2)
+
+    def net():
+        return nn.Sequential(*[nn.Linear(64, 64) for _ in range(12)])
+
+    found = [
+        trace(net, lambda size=size: (torch.zeros(size, 64), torch.zeros(size, 64)), recipe, CARD).events
+        for size in (8, 9)
+    ]
+    assert alike(*found)
