@@ -21,7 +21,7 @@ from headway import Accelerator, find_executable_batch_size
 from headway.forecasting.devices import MIB
 
 FOLDER = Path(__file__).parent
-MODELS = ("MLP", "GPT-2", "ViT")
+MODELS = ("MLP", "GPT-2")
 STARTS = ("8", "128", "forecast")
 ROOM = 300 * MIB
 TOLERANCE = 0.05
