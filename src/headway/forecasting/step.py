@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from headway.errors import LossError
+from headway.forecasting.tensors import plain
 
 Loss = Callable[[Any, Any], torch.Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -153,7 +153,7 @@ def run(
         as_on_cuda(optimizer)
     held: Batch = None
     for step in range(1, steps + 1):
-        loss = None
+        loss = scaled = None
         for index in range(recipe.accumulation):
             watcher.enter(f"step {step} forward")
             # The next batch is on its way before the last one is dropped.
@@ -163,18 +163,19 @@ def run(
             del arrived
             with engine.micro_batch(is_last=index == recipe.accumulation - 1):
                 loss = _forward(model, held, recipe)
+                scaled = _scaled(loss, recipe)  # the loop's own variable stays during backward
                 watcher.mark_activations()
                 watcher.enter(f"step {step} backward")
-                loss.backward()  # type: ignore[no-untyped-call]
+                scaled.backward()  # type: ignore[no-untyped-call]
             watcher.mark(engine.gradients(), "gradients")
         watcher.enter(f"step {step} update")
         _update(parameters, optimizer, recipe, watcher, engine)
-        del loss
+        del loss, scaled
     watcher.enter("end")
 
 
 def _forward(model: nn.Module, batch: Batch, recipe: Recipe) -> torch.Tensor:
-    """The loss of one micro-batch, as it goes into backward; outputs are dropped."""
+    """The loss of one micro-batch; outputs are dropped."""
     with _autocast(recipe.precision):
         targets: Any = batch
         if isinstance(batch, Mapping):
@@ -189,6 +190,11 @@ def _forward(model: nn.Module, batch: Batch, recipe: Recipe) -> torch.Tensor:
             f"the loss is {_said(loss)}; it must be a tensor of one element with a gradient. Give loss=, a function of the model's "
             "outputs and the batch's targets"
         )
+    return loss
+
+
+def _scaled(loss: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """As it goes into backward."""
     if recipe.precision == "fp16":
         loss = loss * torch.full((), 65536.0, device=loss.device)
     return loss / recipe.accumulation if recipe.accumulation > 1 else loss
@@ -239,14 +245,7 @@ def _update(
 def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The tensors of its state that take memory worth the name: counts of steps are left out."""
     leaves = tree_leaves([dict(state) for state in optimizer.state.values()])
-    return [part for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for part in _parts(leaf)]
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that hold a tensor's bytes, such as the codes and scales of a quantised one."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    return [part for name in tensor.__tensor_flatten__()[0] for part in _parts(getattr(tensor, name))]
+    return [part for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for part in plain(leaf)]
 
 
 def as_on_cuda(optimizer: torch.optim.Optimizer) -> None:

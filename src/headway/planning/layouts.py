@@ -21,7 +21,10 @@ from headway.strategies.base import Strategy
 from headway.strategies.gradients import local
 
 _MIB = 1 << 20
-_OFFLOADED = "activations on the host: one copy under way is counted; where copies are slower than computing, more are on the device at once"
+_OFFLOADED = (
+    "activations on the host: one copy under way is counted; where copies are slower than computing, more of them are on the "
+    "device at once"
+)
 
 
 class Spread:

@@ -52,7 +52,8 @@ def test_stages_by_hand():
     sent = [sum(v.num_bytes for e, v in stage.exchanges.items() if e.kind == "send") for stage in found.stages]
     assert sent == [8 * ROW, 16 * ROW, 16 * ROW, 8 * ROW]
     assert found.shares.fullest().rank == 0
-    assert found.peak == found.rank0.num_bytes + 8 * ROW
+    assert found.total == found.rank0.num_bytes + 8 * ROW
+    assert found.peak > found.total  # with temporaries
     assert (found.saved.num_files, found.saved.per_rank) == (4, 3 * MATRIX)
     assert "by place along the pipeline" in str(found)
 
