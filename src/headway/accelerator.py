@@ -431,7 +431,7 @@ class Accelerator(RankAware):
         max_norm: float | None = None,
         device: str | None = None,
     ) -> "Forecast":
-        """Say what a training step of the model takes here, and the largest batch that fits, before it is run (docs/forecast.md).
+        """Forecast the memory that a training step of the model takes here, and the largest batch that fits (docs/forecast.md).
 
         A copy without values is traced with this Accelerator's precision, accumulation and activation checkpointing. The model, its
         optimizer, random streams and hooks stay as they are. Each process answers for itself.
@@ -440,17 +440,19 @@ class Accelerator(RankAware):
             model: prepared or not.
             batch: one real micro-batch, on any device; called as `model(**batch)`, `model(batch[0])` or `model(batch)`.
             optimizer: the model's, prepared or not, or a function that makes one from parameters; None: no update is forecast.
-            loss: from the model's outputs and the batch's targets; None: the model returns it, or an object that has it as `loss`.
-            forward: from the model and the batch to the loss, for any other way to call the model; instead of `loss`.
+            loss: a function of the model's outputs and the batch's targets; None: the model returns the loss, or an object that has
+                it as `loss`.
+            forward: a function of the model and the batch that returns the loss, for any other way to call the model; instead of
+                `loss`.
             budget: bytes, or text such as "24GiB", that the process may take; None: what the device has left for it. A CPU has no
-                limit but that of the address space (`ulimit -v`); without any the largest batch is not looked for.
-            largest: also look for the largest batch within the budget.
-            batch_fn: gives a micro-batch of so many samples; None: rows of `batch` are repeated or cut.
+                limit except that of the address space (`ulimit -v`); without one, there is no search for the largest batch.
+            largest: also search for the largest batch within the budget.
+            batch_fn: a function that makes a micro-batch of a given number of samples; None: rows of `batch` are repeated or cut.
             max_norm: gradients are clipped to this norm.
-            device: of the table in docs/forecast.md; None: this process's.
+            device: one of those listed in docs/forecast.md; None: this process's.
 
         Raises:
-            ConfigError: arguments that cannot be.
+            ConfigError: an argument is wrong.
             DataError: the batch has no rows.
             LossError: there is no loss, or it has no gradient.
             UnsupportedError: the step cannot be traced (the operation and the line are named), or models are sharded or compiled.

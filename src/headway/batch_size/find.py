@@ -88,15 +88,15 @@ def find_executable_batch_size(
         starting_batch_size: the first size tried.
         reduce_batch_size_fn: gives the next size after a failure: called with the size that failed, or with nothing where
             it takes nothing. None: half of it, rounded down. It may not be given with `search="largest"`.
-        search: "first": downwards, and the first size that fits is it. "largest": up while it fits or down until it does,
-            by steps that grow, then bisect; the function is called 2 or 3 times where the start is near (`accelerator.forecast`),
-            else about 2 log2(n) times, so let it make a few updates only. Its last call is the one with the size found, and that
-            one's result is returned.
+        search: "first": go down, and take the first size that fits. "largest": go up while the size fits, or down until it does,
+            in growing steps, then bisect; the function is called 2 or 3 times if the start is near (`accelerator.forecast`), else
+            about 2 log2(n) times, so let it make only a few updates. Its last call is the one with the size found, and the result
+            of that call is returned.
         keep_global_batch: only divisors of `starting_batch_size` are tried, and the function is also given
             `gradient_accumulation_steps=starting_batch_size // batch_size`, so that an update sees as many samples as with the
             starting size.
-        max_batch_size: where "largest" stops to grow; None: 65536, or `starting_batch_size` with `keep_global_batch`.
-        tolerance: "largest" may end below the largest size by this share of it, which saves calls; 0: never.
+        max_batch_size: where "largest" stops growing; None: 65536, or `starting_batch_size` with `keep_global_batch`.
+        tolerance: "largest" may end below the largest size that fits by this share of it, which saves calls; 0: it may not.
 
     Returns:
         The decorated function, or a decorator.
@@ -116,7 +116,9 @@ def find_executable_batch_size(
         check_tolerance(tolerance),
     )
     if tolerance and not plan.is_largest:
-        raise ConfigError("tolerance is for search='largest'; 'first' takes the first size that fits. Leave it out")
+        raise ConfigError(
+            "tolerance is only for search='largest'; 'first' takes the first size that fits. Leave tolerance out"
+        )
     if max_batch_size is not None and max_batch_size < starting_batch_size:
         raise ConfigError(
             f"max_batch_size={max_batch_size} is below starting_batch_size={starting_batch_size}; raise it, or start lower"

@@ -192,7 +192,7 @@ def check_tolerance(value: Any) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise ConfigError(
-            f"tolerance={value!r}; give how far below the largest size the answer may be, as a share of it: 0.05, say, or 0"
+            f"tolerance={value!r}; give how far below the largest size the answer may be, as a share of it, such as 0.05, or 0"
         )
     return float(value)
 

@@ -16,8 +16,8 @@ _ABOUT = """Say what running the model in FOLDER takes, what fits on this machin
 FOLDER is on this machine and holds a transformers `config.json`, with or without weights. The model is built without memory. The
 rate is a ceiling: bandwidth, measured here in about two seconds, over the bytes that each token has to read.
 
-With --device: what training takes on that card, which need not be here, and the largest batch. FOLDER may then also be a config file
-or a transformers model type.
+With --device: what training takes on that GPU, which this machine need not have, and the largest batch. FOLDER may then also be a
+config file or a transformers model type.
 
 With --script and --device: what your own training script takes. The script runs up to its second update, on tensors without values.
 """
@@ -27,10 +27,10 @@ _EPILOG = examples(
         "headway estimate llama/                        the sizes, the placement, the ceiling",
         "headway estimate llama/ --dtype int4           placed as int4",
         "headway estimate llama/ --num_tokens 4096      with room for 4096 tokens and their cache",
-        "headway estimate bert --device rtx-3090        training on a card: memory, and the largest batch",
+        "headway estimate bert --device rtx-3090        training on a GPU: memory, and the largest batch",
         "headway estimate llama --device h100 --precision bf16 --strategy fsdp --ranks 8",
-        "headway estimate bert --device t4 --global_batch_size 256   the cheapest way that fits",
-        "headway estimate --calibrate                   on the card's own machine, once",
+        "headway estimate bert --device t4 --global_batch_size 256   the cheapest configuration that fits",
+        "headway estimate --calibrate                   once, on the machine with the GPU",
         "headway estimate --script train.py --device rtx-3090 -- --lr 3e-4",
     ]
 )
@@ -58,7 +58,7 @@ def _estimate(
     del inference  # what there is to estimate
     if calibrate:
         if folder is not None or any(value not in (None, False) for value in (*training.values(), dtype, batch_size)):
-            raise ConfigError("--calibrate measures this machine's card, and goes alone; remove all else")
+            raise ConfigError("--calibrate measures this machine's GPU, and goes alone; remove all other arguments")
         click.echo(calibrated())
         return
     if folder is None:
@@ -233,7 +233,7 @@ command = GroupedCommand(
             ["--calibrate"],
             group="Training",
             is_flag=True,
-            help="Measure what this machine's card takes beside tensors, and keep it for later forecasts.",
+            help="Measure what a process takes on this machine's GPU besides tensors, and store it for later forecasts.",
         ),
         GroupedOption(["--inference"], group="What", is_flag=True, hidden=True, help="The default: running the model."),
         GroupedOption(

@@ -13,6 +13,9 @@ _NOT_FOR_THIS = {
     "accumulation": "it follows from the micro-batch",
     "longest": "it is a search at one batch size",
     "page": "its charts are of one configuration",
+    "strategy": "it ranks ways to train on one GPU, and `headway plan` ranks layouts",
+    "ranks": "it ranks ways to train on one GPU, and `headway plan` ranks layouts",
+    "machine_ranks": "it ranks ways to train on one GPU, and `headway plan` ranks layouts",
 }
 
 

@@ -105,8 +105,8 @@ def calibrated() -> str:
     record = calibration.measure()
     calibration.write(path, name, record)
     return (
-        f"{record.product}: {format_bytes(record.overhead)} beside tensors, {format_bytes(record.kept)} of libraries' workspaces\n"
-        f"kept as {name} in {path}; --device {name} or --device this uses it"
+        f"{record.product}: {format_bytes(record.overhead)} besides tensors, {format_bytes(record.kept)} of libraries' workspaces\n"
+        f"stored as {name} in {path}; --device {name} or --device this uses it"
     )
 
 
@@ -123,7 +123,7 @@ def _option(name: str, metavar: str | None, text: str, **more: Any) -> GroupedOp
 
 OPTIONS = [
     _option(
-        "--device", "NAME", "What training takes on this card, such as rtx-3090 or a100-80gb; this: the machine's own."
+        "--device", "NAME", "Forecast training on this GPU, such as rtx-3090 or a100-80gb; this: the machine's own."
     ),
     _option(
         "--sequence",
@@ -143,17 +143,19 @@ OPTIONS = [
         "adamw, adam, sgd, momentum, adagrad, rmsprop, adafactor, adamw8bit, muon or none.  [default: adamw]",
     ),
     _option("--recompute", None, "Recompute activations in backward.", is_flag=True),
-    _option("--accumulation", "N", "Micro-batches of one update.  [default: 1]", type=click.IntRange(min=1)),
+    _option("--accumulation", "N", "Micro-batches per update.  [default: 1]", type=click.IntRange(min=1)),
     _option(
         "--attention",
         "eager|sdpa",
         "The model's attention.  [default: the model's]",
         type=click.Choice(["eager", "sdpa"]),
     ),
-    _option("--strategy", "TEXT", "Spread over --ranks: ddp, fsdp, hsdp=8, tp, fsdp+tp=2 ...; the answer is rank 0's."),
+    _option(
+        "--strategy", "TEXT", "Layout over --ranks: ddp, fsdp, hsdp=8, tp, fsdp+tp=2 ...; the answer is for rank 0."
+    ),
     _option("--ranks", "N", "Ranks of the run, with --strategy.", type=click.IntRange(min=1)),
     _option("--machine_ranks", "N", "Ranks on one machine, for hsdp.  [default: 8]", type=click.IntRange(min=1)),
-    _option("--budget", "SIZE", "Memory that the process may take, such as 20GiB.  [default: all of the card]"),
+    _option("--budget", "SIZE", "Memory that the process may take, such as 20GiB.  [default: all of the GPU's]"),
     _option("--longest", None, "Also search for the longest sequence at this batch size.", is_flag=True),
     _option(
         "--page",

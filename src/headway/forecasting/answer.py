@@ -16,7 +16,7 @@ class Forecast:
     """What a training step takes on a device. Sizes are bytes.
 
     Attributes:
-        device: of the table in docs/forecast.md.
+        device: one of those listed in docs/forecast.md.
         batch_size: samples of a micro-batch.
         allocated: the most that tensors take at once (`torch.cuda.max_memory_allocated`).
         reserved: the most that torch's allocator takes from the card (`torch.cuda.max_memory_reserved`).

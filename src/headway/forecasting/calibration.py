@@ -98,7 +98,9 @@ def write(path: Path, name: str, record: Record) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(path, json.dumps({key: asdict(each) for key, each in records.items()}, indent=1) + "\n")
     except OSError as error:
-        raise ConfigError(f"cannot write {path} ({error.strerror}); set HEADWAY_HOME to a folder of yours") from error
+        raise ConfigError(
+            f"cannot write {path} ({error.strerror}); set HEADWAY_HOME to a folder that you can write to"
+        ) from error
 
 
 def name_of(product: str, memory: int, known: Mapping[str, int | None]) -> str:
@@ -133,8 +135,8 @@ def product() -> tuple[str, int, tuple[int, int]]:
 
     if not torch.cuda.is_available():
         raise DeviceUnavailable(
-            "there is no CUDA device here, so nothing can be measured and device='this' is nothing; run this on the machine with the "
-            "card, or name a device of the table in docs/forecast.md"
+            "there is no CUDA device here, so nothing can be measured and device='this' means nothing; run this on the machine with "
+            "the GPU, or give a device listed in docs/forecast.md"
         )
     about = torch.cuda.get_device_properties(torch.cuda.current_device())
     return about.name, about.total_memory, (about.major, about.minor)

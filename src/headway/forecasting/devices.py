@@ -149,6 +149,22 @@ def named() -> str:
         DeviceUnavailable: there is none.
     """
     product, memory, _ = calibration.product()
+    return _name_of(product, memory)
+
+
+def calibrated(product: str, memory: int) -> Device | None:
+    """A GPU with what `headway estimate --calibrate` measured on one of its kind; None: nothing was.
+
+    Args:
+        product: what the driver calls it.
+        memory: bytes.
+    """
+    name = _name_of(product, memory)
+    record = calibration.read(calibration.file(env.snapshot())).get(name)
+    return None if record is None else _measured(name, DEVICES.get(name), record)
+
+
+def _name_of(product: str, memory: int) -> str:
     return calibration.name_of(product, memory, {name: device.memory for name, device in DEVICES.items()})
 
 

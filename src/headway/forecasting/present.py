@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from headway.errors import UnsupportedError
-from headway.forecasting.devices import DEVICES, Device, find
+from headway.forecasting.devices import DEVICES, Device, calibrated, find
 from headway.memory.free import free_address_space, free_bytes
 from headway.runtime.device import Hardware
 
@@ -28,8 +28,8 @@ def present_device(hardware: Hardware, device: torch.device) -> Device:
         return find("cpu")
     if hardware.kind != "cuda":
         raise UnsupportedError(
-            f"memory cannot be forecast for a device of kind {hardware.kind!r}: the model of the allocator is CUDA's. Name a device "
-            "of the table in docs/forecast.md by device="
+            f"memory cannot be forecast for a device of kind {hardware.kind!r}: the model of the allocator is CUDA's. Give device=, "
+            "with a device listed in docs/forecast.md"
         )
     properties = hardware.module.get_device_properties(device)
     capability = (int(properties.major), int(properties.minor))
@@ -37,9 +37,12 @@ def present_device(hardware: Hardware, device: torch.device) -> Device:
 
 
 def _described(name: str, memory: int, capability: tuple[int, int]) -> Device:
+    measured = calibrated(name, memory)
+    if measured is not None:
+        return replace(measured, memory=memory, capability=capability)
     known = _known(name, memory, capability)
     if known is not None:
-        return replace(find(known.name), memory=memory, capability=capability)
+        return replace(known, memory=memory, capability=capability)
     like = DEVICES[_LIKE.get(capability[0], "h100" if capability[0] > 9 else "t4")]
     return replace(
         like, name=name, memory=memory, capability=capability, source=f"{like.source}; {name} is not in the table"

@@ -37,8 +37,8 @@ class Rows:
         found: list[str] = []
         if others:
             found.append(
-                f"the batch has {num_rows} samples, but also tensors of shape {others[0]}, which are taken to be the same for any "
-                "batch; give batch_fn= if they are not"
+                f"the batch has {num_rows} samples, but also tensors of shape {others[0]}, which are assumed to be the same for "
+                "any batch; give batch_fn= if they are not"
             )
         self.caveats = tuple(found)
 

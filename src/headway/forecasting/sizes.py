@@ -30,6 +30,7 @@ class Sizes:
         prepare: is given the model before the first step; None: nothing is done.
         is_expandable: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
         spread: over which ranks; None: the model is on one process.
+        counts_work: traces also count what operations compute and move.
 
     Attributes:
         num_traces: steps that were traced.
@@ -44,6 +45,7 @@ class Sizes:
         prepare: Callable[[nn.Module], object] | None,
         is_expandable: bool,
         spread: Spread | None = None,
+        counts_work: bool = False,
     ) -> None:
         self._model_fn = model_fn
         self._batch_fn = batch_fn
@@ -52,6 +54,7 @@ class Sizes:
         self._prepare = prepare
         self._is_expandable = is_expandable
         self._spread = spread
+        self._counts_work = counts_work
         self._traces: dict[int, Trace] = {}
         self.num_traces = 0
 
@@ -63,7 +66,8 @@ class Sizes:
 
     def _of(self, batch: Callable[[], Any]) -> Trace:
         self.num_traces += 1
-        return trace(self._model_fn, batch, self._recipe, self._device, self._prepare, spread=self._spread)
+        parts = self._model_fn, batch, self._recipe, self._device, self._prepare
+        return trace(*parts, spread=self._spread, counts_work=self._counts_work)
 
     def largest(self, capacity: int, limit: int = _ENDLESS) -> tuple[Largest, Sequence[tuple[int, int]]]:
         """The largest batch up to `limit` within so many bytes of the allocator, and (batch, bytes) of some up to beyond it."""

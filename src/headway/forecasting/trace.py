@@ -89,6 +89,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         device: whose kernels' scratch memory is added.
+        counting: is told of every operation; None: work is not counted.
 
     Attributes:
         events: so far.
@@ -96,7 +97,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         last: what ran last, for an error's message.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, counting: Counting | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.phases: dict[str, int] = {}
@@ -114,7 +115,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_updating = False
         self._gathered = Gathered(self._sized)
         self._has_parts = False
-        self._work = Counting(device)
+        self._counting = counting
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -134,7 +135,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._device.cublas and name.removeprefix("aten::") in MATMUL:
             self._workspace()
         result = func(*args, **(kwargs or {}))
-        self._work.add(self._phase, func, args, kwargs, result)
+        if self._counting is not None:
+            self._counting.add(self._phase, func, args, kwargs, result)
         if name.endswith(_RESIZE) or name == "aten::set_":
             self._resized(args[0])
         for leaf in result if isinstance(result, tuple | list) else (result,):
@@ -177,7 +179,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             event._replace(kind=self._kinds.get(event.key, event.kind), stream=self._streams.get(event.key, 0))
             for event in _in_order(self.events)
         ]
-        return Trace(events, dict(self.phases), dict(self._operations), self._caveats(), self._work.by_phase)
+        work = {} if self._counting is None else self._counting.by_phase
+        return Trace(events, dict(self.phases), dict(self._operations), self._caveats(), work)
 
     # ---------------------------------------------------------------- memory
 

@@ -41,11 +41,11 @@ class Configuration:
         least: in use on the device at least.
         total: likely in use.
         most: in use at most.
-        fits: even the most stays within the budget; False: not even the least does; None: it is too close to tell.
-        cost: of one update, relative to the cheapest row that fits (where none does, to the cheapest of all); None: not traced.
-            What it counts is in docs/forecast.md; it is not a forecast of time.
+        fits: True: even `most` stays within the budget; False: not even `least` does; None: it is too close to tell.
+        cost: of one update, relative to the cheapest row that fits (if none does, to the cheapest of all); None: not traced.
+            docs/forecast.md says what it counts; it is not a forecast of time.
         work: what the operations of one update have to do; None: not traced.
-        problem: why it cannot be forecast; "" where it can.
+        problem: why it cannot be forecast; "" if it can.
     """
 
     micro_batch: int
@@ -83,27 +83,27 @@ def cheapest(
     max_norm: float | None = None,
     expandable_segments: bool = False,
 ) -> list[Configuration]:
-    """Rank the ways to train with a global batch on one device that need not be here.
+    """Rank the ways to train with a global batch on one device that this machine need not have.
 
-    For each combination of attention, optimizer, precision and recomputation, the largest micro-batch that fits is searched for
-    among those that divide the global batch. Rows that fit come first, then the relative cost counts, then memory.
+    For each combination of attention, optimizer, precision and recomputation, the search finds the largest micro-batch that fits
+    and divides the global batch. Rows that fit come first; then rows are sorted by relative cost, then by memory.
 
     Args:
         model_fn, batch_fn, loss, device, budget, max_norm, expandable_segments: as for `headway.forecast`.
-        global_batch_size: samples of one update.
+        global_batch_size: samples per update.
         optimizers: names, or functions that make the optimizer from parameters.
         precisions: of "no", "bf16" and "fp16".
-        recompute: what is tried of activation checkpointing; each as for `headway.forecast`.
+        recompute: the settings of activation checkpointing to try; each as for `headway.forecast`.
         attention: names for a transformers model's `set_attn_implementation`; None: the model's own.
-        micro_batches: sizes that are allowed; None: all that divide the global batch.
+        micro_batches: the sizes that are allowed; None: all that divide the global batch.
 
     Returns:
-        One row for each combination. Where nothing fits, the rows are those of the smallest micro-batch, and say so.
+        One row for each combination. If nothing fits, the rows are those of the smallest micro-batch, and say so.
 
     Raises:
-        ConfigError: an argument that cannot be, or no allowed micro-batch divides the global batch.
+        ConfigError: an argument is wrong, or no allowed micro-batch divides the global batch.
         LossError: there is no loss, or it has no gradient.
-        UnsupportedError: no combination can be traced. Where some can, the rows of the others say what stands in the way.
+        UnsupportedError: no combination can be traced. If some can, the rows of the others say what stands in the way.
     """
     target = find(device)
     limit = target.memory if budget is None else parse_bytes(budget)
@@ -129,6 +129,10 @@ def cheapest(
             rows.append(search.run(blank, recipe, allowed))
         except UnsupportedError as error:
             refusals.append(error)
+            rows.append(replace(blank, problem=str(error)))
+        except ConfigError as error:  # a model without blocks to compute again can still be trained without that
+            if again is False or False not in recompute:
+                raise
             rows.append(replace(blank, problem=str(error)))
     if len(refusals) == len(rows):
         raise refusals[0]
@@ -179,9 +183,8 @@ class _Search:
         )
 
     def _sizes(self, recipe: Recipe) -> Sizes:
-        return Sizes(
-            self._model_fn, self._batch_fn, recipe, self._device, self._prepare, self._is_expandable, self._spread
-        )
+        parts = self._model_fn, self._batch_fn, recipe, self._device, self._prepare, self._is_expandable, self._spread
+        return Sizes(*parts, counts_work=True)
 
     def _row(self, blank: Configuration, size: int, whole: int, traced: Trace, accumulated: int) -> Configuration:
         answer = of_trace(traced, self._device, size, self._limit, self._is_expandable)

@@ -83,7 +83,8 @@ def plan(
         optimizer: "adamw", "adam", "sgd", "momentum" or "none", or a function from parameters to an optimizer of torch.
         precision: "no", "bf16" or "fp16", as the Accelerator's `mixed_precision`.
         tokens: of a batch of one data shard, for rates.
-        kwargs_handlers: the Accelerator's: ShardingOptions, ActivationCheckpointing.
+        kwargs_handlers: the Accelerator's: ShardingOptions, TensorParallelOptions, PipelineOptions, TorchContextParallelConfig,
+            ActivationCheckpointing.
         machine_ranks: ranks on one machine.
 
     Raises:

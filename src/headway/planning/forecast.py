@@ -49,20 +49,20 @@ def forecast(
     kwargs_handlers: Sequence[Any] = (),
     machine_ranks: int = 8,
 ) -> Forecast:
-    """Say what a training step takes on a device that need not be here.
+    """Forecast the memory that a training step takes on a device that this machine need not have.
 
-    The model's own step is traced twice over on tensors without values, in seconds, and its allocations are answered by a model of
+    Two of the model's own steps are traced on tensors without values, in seconds, and their allocations are answered by a model of
     CUDA's caching allocator. The batch that `batch_fn` gives is called as `model(**batch)` where it is a mapping, as
     `model(batch[0])` where it is a tuple or list of inputs and targets, and as `model(batch)` otherwise.
 
     Args:
         model_fn: makes the model, here without memory.
-        batch_fn: gives a micro-batch of so many samples; its values do not matter.
+        batch_fn: makes a micro-batch of a given number of samples; its values do not matter.
         batch_size: samples of the micro-batch that is forecast.
         optimizer: a name ("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "adafactor", "adafactor_transformers",
             "adamw8bit", "adamw8bit_bnb", "muon", "none"), or a function that makes the optimizer from parameters.
         loss: from the model's outputs and the batch's targets; None: the model returns it, or an object that has it as `loss`.
-        device: a name of the table in docs/forecast.md.
+        device: one of those listed in docs/forecast.md.
         budget: bytes, or text such as "24GiB", that the whole process may take; None: all memory of the device.
         precision: "no", "bf16" or "fp16", by autocast; a model in another dtype is what `model_fn` gives.
         recompute: activation checkpointing: True, what `checkpoint_activations` takes, or a function that is given the model.
@@ -71,19 +71,19 @@ def forecast(
         expandable_segments: as PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
         largest: also look for the largest batch within the budget.
         longest: also look for the longest sequence within the budget, at `batch_size`.
-        strategy: over ranks, as the Accelerator's: "ddp", "fsdp", "hsdp=8", "tp", "fsdp+tp=2"; None: one process. The forecast is
-            that of rank 0, which holds the most, and batches are those of one rank.
-        ranks: of the run; goes with `strategy`.
+        strategy: the layout, as for the Accelerator: "ddp", "fsdp", "hsdp=8", "tp", "fsdp+tp=2"; None: one process. The forecast is
+            for rank 0, which holds the most, and batch sizes are per rank.
+        ranks: the number of ranks in the run; goes with `strategy`.
         kwargs_handlers: the Accelerator's: ShardingOptions, TensorParallelOptions, DistributedDataParallelKwargs,
             ActivationCheckpointing.
         machine_ranks: ranks on one machine, for "hsdp".
 
     Raises:
-        ConfigError: an argument that cannot be.
+        ConfigError: an argument is wrong.
         LossError: there is no loss, or it has no gradient.
         PrepareError: the model cannot be sharded.
         StateError: with a strategy, in a process that has joined a process group.
-        UnsupportedError: the step cannot be traced; the operation and the line are named. Or a layout that cannot be.
+        UnsupportedError: the step cannot be traced (the operation and the line are named), or the layout cannot be forecast.
     """
     began = time.perf_counter()
     _check(batch_size, precision, accumulation)
@@ -143,7 +143,7 @@ def forecast_script(
     found = rehearse(script, arguments, target)
     caveats = [*found.trace.caveats, *_of_device(target)]
     if found.is_partial:
-        caveats.append("the script ended after its first update; what later ones take on top is not in the numbers")
+        caveats.append("the script ended after its first update; what later updates add is not in the numbers")
     made = of_trace(found.trace, target, found.batch_size or 0, limit, expandable_segments)
     return replace(made, seconds=time.perf_counter() - began, caveats=tuple(caveats))
 
@@ -208,6 +208,6 @@ def _caveats(batch_fn: Callable[[int], Any], device: Device) -> tuple[str, ...]:
     if isinstance(batch, dict) and "attention_mask" in batch:
         found.append(
             "the batch has an attention_mask, whose values are not known here: transformers then builds a mask for every layer, "
-            "which a run leaves out where no token is padding"
+            "which a run leaves out if no token is padding"
         )
     return tuple(found)

@@ -22,7 +22,7 @@ from headway.strategies.gradients import local
 
 _MIB = 1 << 20
 _OFFLOADED = (
-    "activations on the host: one copy under way is counted; where copies are slower than computing, more of them are on the "
+    "activations in host memory: one copy under way is counted; if copies are slower than the computation, more of them are on the "
     "device at once"
 )
 
@@ -123,12 +123,12 @@ class Place:
         found = [_OFFLOADED] if self.offloads else []
         if self.layout.num_ranks == 1:
             return found
-        found += [f"of rank 0 of {self.layout.num_ranks:,} ({self.text}); other ranks hold as much or less"]
+        found += [f"for rank 0 of {self.layout.num_ranks:,} ({self.text}); other ranks hold as much or less"]
         if self.computes_on != "cpu":
             found.append("NCCL's own buffers are not counted")
         hooks = (self.options.ddp.comm_hook, self.options.ddp.comm_wrapper)
         if self.layout.is_replicas_only and any(hook is not DDPCommunicationHookType.NO for hook in hooks):
-            found.append("what DDP's communication hook needs beside the buckets is not counted")
+            found.append("what DDP's communication hook needs besides the buckets is not counted")
         return found
 
 
@@ -147,16 +147,16 @@ def placed(
     asked = parse(strategy)
     if asked.is_deepspeed:
         raise UnsupportedError(
-            f"strategy={strategy!r} is DeepSpeed's engine, which cannot be forecast; fsdp cuts what zero3 does, and can be"
+            f"strategy={strategy!r} is DeepSpeed's engine, which cannot be forecast; fsdp shards what zero3 does, and can be"
         )
     layout = asked.resolve(num_ranks, min(machine_ranks, num_ranks))
     for axis, what in (("pp", "pipeline stages"), ("cp", "parts of a sequence")):
         if getattr(layout, axis) > 1:
             raise UnsupportedError(
-                f"strategy={strategy!r}: {what} cannot be forecast yet; leave {axis} out (headway plan has what is known)"
+                f"strategy={strategy!r}: {what} cannot be forecast yet; leave {axis} out, or use `headway plan`"
             )
     if options.sharding is not None and options.sharding.cpu_offload:
         raise UnsupportedError(
-            "ShardingOptions(cpu_offload=True) cannot be forecast: what lies in host memory is not told apart here; leave it out"
+            "ShardingOptions(cpu_offload=True) cannot be forecast: a trace does not tell host memory from the device's; leave it out"
         )
     return Place(strategy, layout, options, precision, machine_ranks, computes_on)

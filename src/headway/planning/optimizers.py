@@ -33,9 +33,10 @@ _MAKERS: dict[str, Callable[[Iterable[nn.Parameter]], optim.Optimizer]] = {
 }
 
 _CAVEATS = {
-    "adamw8bit": "torchao compiles AdamW8bit's update, and no compiled code runs here: counted are two float32 copies of one "
-    "parameter at a time, which is what it takes on a CPU; on a card it may take less",
-    "adamw8bit_bnb": "the kernel of bitsandbytes' AdamW8bit is taken to ask for nothing on a card, as its source says; not measured",
+    "adamw8bit": "torchao compiles AdamW8bit's update, and compiled code cannot run here: two float32 copies of one parameter at a "
+    "time are counted, which is what it takes on a CPU; on a GPU it may take less",
+    "adamw8bit_bnb": "the kernel of bitsandbytes' AdamW8bit is assumed to need no memory of its own on a GPU, as its source says; "
+    "this was not measured",
 }
 
 

@@ -193,9 +193,7 @@ class Rehearsal:
         found = self.tracker.trace()
         if self.tracker.read_at:
             lines = ", ".join(self.tracker.read_at)
-            caveat = (
-                f"values were read at {lines}; each was taken as 1, so a step that depends on them may take another way"
-            )
+            caveat = f"values were read at {lines}; each was taken as 1, so a step that depends on them may take another path"
             found = replace(found, caveats=(*found.caveats, caveat))
         late = self._late()
         if late and self.num_updates >= STEPS:

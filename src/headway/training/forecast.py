@@ -38,7 +38,7 @@ _REPLICATED = ("single", "ddp")
 _PRECISIONS = ("no", "bf16", "fp16")
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:true"
-_PADDED = "the batch's attention_mask masks something; where nothing is masked, transformers' models leave it out and take less"
+_PADDED = "the batch's attention_mask masks something; if nothing is masked, transformers' models drop it and take less memory"
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ def _check(question: Question, setting: Setting) -> None:
         raise ConfigError("forward= makes the loss itself, so loss= would not be called; give one of them")
     if setting.strategy.name not in _REPLICATED:
         raise UnsupportedError(
-            f"accelerator.forecast cannot say yet what the {setting.strategy.name} strategy leaves on a process; `headway plan` "
-            "estimates sharded layouts"
+            f"accelerator.forecast does not know what the {setting.strategy.name} strategy leaves on a process; before a run, "
+            "headway.forecast(strategy=..., ranks=...) and `headway estimate --strategy` do"
         )
     if setting.precision not in _PRECISIONS:
         raise UnsupportedError(
@@ -152,7 +152,7 @@ def _check(question: Question, setting: Setting) -> None:
     places = spread_over(model, setting.runtime.device)
     if places:
         raise UnsupportedError(
-            f"{type(model).__name__} is spread over {', '.join(places)}, and a forecast is of one device; load it on "
+            f"{type(model).__name__} is spread over {', '.join(places)}, but a forecast is for one device; load it on "
             "one to forecast it"
         )
 
@@ -187,7 +187,7 @@ def _recipe(question: Question, setting: Setting) -> tuple[Recipe, tuple[str, ..
     elif callable(given):
         made = given
     elif given is None:
-        caveats = ("there is no optimizer: neither its state nor the update are in the numbers",)
+        caveats = ("no optimizer was given: neither its state nor the update is in the numbers",)
     else:
         raise ConfigError(
             f"optimizer={given!r}; give the model's optimizer, or a function that makes one from parameters"

@@ -1,5 +1,6 @@
 """`headway estimate`: sizes, placement and the ceiling, printed for real folders; the arithmetic with given bandwidths."""
 
+import inspect
 import json
 import re
 
@@ -9,6 +10,8 @@ import transformers
 
 from headway import infer_auto_device_map
 from headway.cli import main
+from headway.cli.estimate_cheapest import _NOT_FOR_THIS, ranked
+from headway.cli.estimate_training import trained
 from headway.errors import DeviceMapError
 from headway.placement import bandwidth, estimate
 from headway.placement.estimate import Bandwidths, Sizing, ceiling, expert_share, size_up, skeleton_from, traffic
@@ -244,6 +247,14 @@ def test_a_rank_of_a_layout(run, folder):
     assert (found["strategy"], found["num_ranks"]) == ("hsdp", 8)
     assert found["split"]["gathered weights"] > 0
     assert "--strategy and --ranks go together" in run(folder, *options, code=2)
+
+
+def test_the_cheapest_way_is_one_gpus(run, folder):
+    options = ("--device", "t4", "--sequence", 32, "--global_batch_size", 64)
+    assert "`headway plan` ranks layouts" in run(folder, *options, "--ranks", 8, "--strategy", "fsdp", code=2)
+    # Any other option of a forecast is either one of its own or refused with a reason.
+    own, forecasts = (set(inspect.signature(each).parameters) for each in (ranked, trained))
+    assert forecasts - own == set(_NOT_FOR_THIS)
 
 
 def test_a_page_and_the_longest_sequence(run, folder, tmp_path):

@@ -120,6 +120,22 @@ def test_a_combination_that_cannot_be_traced_says_why_in_its_row():
         ranked(budget="1GiB", optimizers=(reading,))
 
 
+def test_a_model_without_blocks_is_tried_without_recomputation():
+    def plain():
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def rows_of(size):
+        return torch.zeros(size, 8), torch.zeros(size, 8)
+
+    asked = {"global_batch_size": 4, "loss": nn.functional.mse_loss, "device": "t4", "precisions": ("no",)}
+    first, last = headway.cheapest(plain, rows_of, **asked)
+    assert (first.recompute, first.fits, first.problem) == (False, True, "")
+    assert last.recompute
+    assert "no repeated blocks" in last.problem
+    with pytest.raises(ConfigError, match="no repeated blocks"):
+        headway.cheapest(plain, rows_of, recompute=(True,), **asked)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

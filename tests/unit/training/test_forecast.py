@@ -13,7 +13,8 @@ import headway
 from benchmarks.forecast.truth import peak
 from headway import Accelerator, ActivationCheckpointing
 from headway.errors import ConfigError, DataError, LossError, UnsupportedError
-from headway.forecasting import present
+from headway.forecasting import calibration, present
+from headway.forecasting.calibration import Record
 from headway.forecasting.devices import DEVICES, GIB
 from headway.forecasting.present import memory_left, present_device
 from headway.forecasting.rows import Rows
@@ -300,6 +301,19 @@ def test_a_card_is_found_by_its_name_and_memory(name, gib, capability, entry):
     assert ("is not in the table" in found.source) == (entry is None)
     if entry:
         assert found.overhead == DEVICES[entry].overhead
+
+
+@pytest.mark.parametrize(("product", "gib"), [("NVIDIA RTX 6000 Ada Generation", 47.5), ("NVIDIA L40S", 44.5)])
+def test_a_calibrated_card_is_what_was_measured(monkeypatch, tmp_path, product, gib):
+    """A record that was made up; the measurement is in tests/gpu."""
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+    memory, capability = int(gib * GIB), (8, 9)
+    known = {name: device.memory for name, device in DEVICES.items()}
+    record = Record(product, memory, capability, 123 << 20, 16 << 20, "2.13.0", "2026-11-23")
+    calibration.write(tmp_path / calibration.FILE_NAME, calibration.name_of(product, memory, known), record)
+    found = present_device(hardware(product, memory, capability), torch.device("cuda:0"))
+    assert found.overhead[1] == 123 << 20
+    assert "2026-11-23" in found.source
 
 
 def test_what_is_left_of_a_card_leaves_out_what_others_hold(monkeypatch):
