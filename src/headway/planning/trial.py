@@ -12,6 +12,7 @@ from torch import nn
 from headway.config.mesh import Layout
 from headway.config.pipeline import PipelineOptions
 from headway.config.strategies import EngineOptions
+from headway.errors import UnsupportedError
 from headway.forecasting.devices import find
 from headway.forecasting.step import mark_model
 from headway.forecasting.trace import Trace, Tracker
@@ -181,7 +182,7 @@ def run(
             memory.enter("update")
             _replicas(model, layout, meter)
             if optimizer is not None:
-                optimizer.step()
+                _step(optimizer)
     gradients = storage_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     states = tuple(_state_of(parameter, optimizer) for _, parameter in named)
     state = sum(_state_bytes(parameter, held) for (_, parameter), held in zip(named, states))
@@ -198,6 +199,17 @@ def run(
         tuple(meter.events),
         _peak(memory.trace(), state) + _buckets(model, layout),
     )
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.step()
+    except Exception as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} cannot step in a plan of this layout: {said}. Plan with optimizer='adamw', or give a "
+            "function that makes another optimizer"
+        ) from error
 
 
 def _peak(traced: Trace, state: int) -> int:

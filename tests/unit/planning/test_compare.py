@@ -47,6 +47,19 @@ def test_optimizers(optimizer, factor):
     assert found.rank0.optimizer_state // (3 * 24 * 24) == factor
 
 
+class Reading(torch.optim.SGD):
+    def step(self, closure=None):
+        raise RuntimeError("it reads its gradients")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"), [("adamw8bit", "AdamW8bit"), (Reading, "Reading .*reads its gradients")]
+)
+def test_an_optimizer_that_cannot_step_is_named(optimizer, said):
+    with pytest.raises(UnsupportedError, match=f"{said}.*give a function that makes another optimizer"):
+        plan(chain, "fsdp", 4, step=chain_loss, optimizer=optimizer)
+
+
 def test_a_checkpoint_holds_each_element_once():
     whole = num_parameters(llama)
     for strategy in ("ddp", "fsdp", "hsdp=2", "fsdp+tp=2"):
