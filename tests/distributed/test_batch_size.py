@@ -184,7 +184,7 @@ def test_what_remains():
         assert "belong to no prepared model" in out["outside"]
         assert "batch sizes from 4 to 5" in out["unequal"]
         assert out["largest"] == 5
-        assert out["sizes"] == [4, 8, 6, 5]
+        assert out["sizes"] == [4, 5, 10, 7, 6, 5]
 
 
 ROW = 3 * 2**20

@@ -67,7 +67,7 @@ def _error(call):
 def test_votes_over_three_processes():
     told = run_ranks(votes, 3, timeout=200)
     assert [each["given"] for each in told] == [[0, 1, 2]] * 3
-    assert abs(told[0]["keys"]) <= 1  # the key of a result comes and goes
+    assert abs(told[0]["keys"]) <= 3  # those of a vote under way come and go
     for each in told:
         assert each["different"][0] == "CollectiveError"
         assert "rank 2: max of 2 values" in each["different"][1]

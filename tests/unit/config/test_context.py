@@ -7,8 +7,7 @@ from headway.config.choice import Wish
 from headway.config.foreign import Foreign
 from headway.config.mesh import Layout
 from headway.config.strategies import EngineOptions, collect_options
-from headway.errors import ConfigError, UnsupportedError
-from headway.planning.compare import plan
+from headway.errors import ConfigError
 
 
 def decided(
@@ -57,10 +56,3 @@ def test_ranks_along_cp_read_the_same() -> None:
     layout = Layout(shard=2, cp=2)
     assert layout.data_groups == [[0, 2], [1, 3]]
     assert layout.describe() == "2 shards x 2 parts of a sequence"
-
-
-def test_plans_say_what_to_plan_instead() -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"cuts sequences, which is not planned; plan it without cp: .* 1/2 of the length"
-    ):
-        plan(lambda: None, "fsdp+cp=2", 4)  # type: ignore[arg-type, return-value]

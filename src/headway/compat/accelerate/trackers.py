@@ -116,7 +116,7 @@ class WandBTracker(_Named, Wandb, GeneralTracker):
         **kwargs: Any,
     ) -> None:
         """Keep a table, from columns and rows or from a dataframe."""
-        self.log({table_name: self._wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step, **kwargs)
+        self.log({table_name: self._package.Table(columns=columns, data=data, dataframe=dataframe)}, step, **kwargs)
 
 
 class TrackioTracker(_Named, Trackio, GeneralTracker):
