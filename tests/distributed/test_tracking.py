@@ -104,6 +104,7 @@ def test_a_run_that_was_killed_and_restarted_is_one_run_in_every_tracker(tmp_pat
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # no database that takes seconds to make
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)  # an earlier test of this process: not the one that is killed
     for code in (-signal.SIGKILL, 0):
         ran = subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, start_new_session=True, capture_output=True,
                              text=True, timeout=250)  # fmt: skip
