@@ -9,6 +9,7 @@ from torch import nn, optim
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from headway.forecasting.tensors import plain
 from headway.optional import require
 
 Maker = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
@@ -57,7 +58,7 @@ def adamw8bit(parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
     class AdamW8bit(found.AdamW8bit):  # type: ignore[name-defined]
         def step(self, closure: Any = None) -> Any:
             own = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
-            if not any(isinstance(each, FakeTensor) for each in own):
+            if not any(isinstance(part, FakeTensor) for each in own for part in plain(each)):
                 return super().step(closure)
             with torch.no_grad():
                 for parameter in own:
