@@ -27,7 +27,7 @@ def of_a_replica():
         before = accelerator.forecast(model, rows, **ask).allocated
         model = accelerator.prepare(model)
         after = accelerator.forecast(model, rows, **ask).allocated
-        # DDP builds its buckets anew after the first step, so that the profiler sees them too.
+        # DDP builds its buckets anew after the first step; the profiler sees them only where that falls into its window.
         taken = peak(model, Recipe(torch.optim.AdamW, ask["loss"]), lambda: rows.clone())
         found.append((before, after, taken))
         accelerator.free_memory()
@@ -39,7 +39,13 @@ def of_a_replica():
 
 
 def test_buckets_are_in_the_forecast():
+    """`test_forecast.py` compares replicas exactly; here it is the Accelerator's own settings that have to arrive."""
+    buckets = sum(parameter.nbytes for parameter in net().parameters())
     for found in run_ranks(of_a_replica, 2):
         for before, after, taken in found:
             assert before == after
-            assert after == pytest.approx(taken, rel=0.02)
+            assert any(after == pytest.approx(taken + unseen, rel=0.02) for unseen in (0, buckets))
+        (copied, *_), (viewed, *_) = found
+        assert copied - viewed == pytest.approx(buckets, rel=0.02), (
+            "gradients lie in their buckets, or are copied into them"
+        )

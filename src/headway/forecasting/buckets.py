@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.forecasting.step import Alone
+from headway.config.strategies import DistributedDataParallelKwargs
+from headway.forecasting.step import Alone, Engine
+
+_MIB = 1 << 20
 
 
 class Replica(Alone):
@@ -81,6 +84,14 @@ class Replica(Alone):
                 flat = self._buckets[-1][begin : begin + parameter.numel()]
                 if self._as_views:
                     self._places[wanted[place]] = flat.view(parameter.shape)
+
+
+def replica(model: nn.Module, options: DistributedDataParallelKwargs) -> Engine:
+    """The model as DDP holds it: with buckets, unless nothing of it learns."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return Alone(model)
+    is_fixed = options.find_unused_parameters and not options.static_graph
+    return Replica(model, options.bucket_cap_mb * _MIB, options.gradient_as_bucket_view, is_fixed)
 
 
 class _Arrival:

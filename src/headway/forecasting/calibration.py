@@ -160,7 +160,10 @@ def measure() -> Record:
     left, _ = torch.cuda.mem_get_info()
     _, said = worker.communicate("")
     if not line:
-        raise DeviceUnavailable(f"the work that is measured failed on {name}: {said.strip().splitlines()[-1:]}")
+        last = (said.strip() or "it ended without a word").splitlines()[-1]
+        raise DeviceUnavailable(
+            f"the work to be measured failed on {name}: {last}. Free memory on it, or check its driver with nvidia-smi"
+        )
     held: dict[str, Any] = json.loads(line)
     overhead = free - left - int(held["reserved"])
     return Record(name, memory, capability, overhead, int(held["kept"]), torch.__version__, date.today().isoformat())

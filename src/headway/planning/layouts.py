@@ -12,7 +12,7 @@ from torch import nn
 from headway.config.mesh import Layout, parse
 from headway.config.strategies import DDPCommunicationHookType, EngineOptions
 from headway.errors import ConfigError, UnsupportedError
-from headway.forecasting.buckets import Replica
+from headway.forecasting.buckets import replica
 from headway.forecasting.step import Alone, Engine
 from headway.planning.preparation import chosen, spread
 from headway.planning.pretence import RealStaysReal, pretend
@@ -20,14 +20,13 @@ from headway.strategies import gathered
 from headway.strategies.base import Strategy
 from headway.strategies.gradients import local
 
-_MIB = 1 << 20
 _OFFLOADED = (
     "activations in host memory: one copy under way is counted; if copies are slower than the computation, more of them are on the "
     "device at once"
 )
 
 
-class Spread:
+class Sharded:
     """A model whose parameters are cut among ranks.
 
     Args:
@@ -91,7 +90,7 @@ class Place:
         """A block in which the model is spread."""
         if self.layout.is_replicas_only:
             spread(model, None, self.options, self.computes_on)
-            yield self._replica(model)
+            yield Alone(model) if self.layout.num_ranks == 1 else replica(model, self.options.ddp)
             return
         with pretend(self.layout.num_ranks, 0):
             strategy = chosen(
@@ -100,18 +99,11 @@ class Place:
             assert strategy is not None
             spread(model, strategy, self.options, self.computes_on)
             try:
-                yield Spread(model, strategy)
+                yield Sharded(model, strategy)
             finally:
                 strategy.release()
                 del strategy
                 gc.collect()  # engines hold their models in circles, and the next trace would come on top
-
-    def _replica(self, model: nn.Module) -> Engine:
-        if self.layout.num_ranks == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
-            return Alone(model)
-        asked = self.options.ddp
-        is_fixed = asked.find_unused_parameters and not asked.static_graph
-        return Replica(model, asked.bucket_cap_mb * _MIB, asked.gradient_as_bucket_view, is_fixed)
 
     @property
     def offloads(self) -> bool:

@@ -5,7 +5,8 @@ its optimizer and every random stream stay as they are.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,13 +20,14 @@ from headway.collectives.tree import Tree, tensors
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.forecasting.answer import Forecast, of_trace
+from headway.forecasting.buckets import replica
 from headway.forecasting.devices import Device, find, room, spread
 from headway.forecasting.fake import refuse_compiled
 from headway.forecasting.masks import drop_masks, unmasked
 from headway.forecasting.present import memory_left, present_device
 from headway.forecasting.rows import Rows
 from headway.forecasting.sizes import Sizes
-from headway.forecasting.step import Loss, MakeOptimizer, Recipe
+from headway.forecasting.step import Engine, Loss, MakeOptimizer, Recipe
 from headway.forecasting.twin import twin_of, twin_of_optimizer, untouched
 from headway.offload.spread import spread_over
 from headway.runtime.process import ProcessRuntime
@@ -108,6 +110,7 @@ def forecast(question: Question, setting: Setting) -> Forecast:
             target,
             None,
             is_expandable,
+            partial(_replica, setting) if setting.strategy.name == "ddp" else None,
         )
         traced = tracer.trace(rows.num_rows)
         capacity = None if limit is None else room(target, limit)
@@ -192,7 +195,6 @@ def _recipe(question: Question, setting: Setting) -> tuple[Recipe, tuple[str, ..
         raise ConfigError(
             f"optimizer={given!r}; give the model's optimizer, or a function that makes one from parameters"
         )
-    is_view = setting.strategy.name == "ddp" and setting.options.ddp.gradient_as_bucket_view
     recipe = Recipe(
         made,
         None if question.forward is not None else question.loss,
@@ -200,7 +202,6 @@ def _recipe(question: Question, setting: Setting) -> tuple[Recipe, tuple[str, ..
         # From the second micro-batch on gradients are there in forward; later ones take no more.
         min(setting.accumulation, 2),
         question.max_norm,
-        keeps_gradients=is_view,  # they lie in DDP's buckets, which stay
     )
     return recipe, caveats
 
@@ -225,18 +226,12 @@ def _twin(question: Question, setting: Setting, is_padded: bool | None) -> nn.Mo
         made = unmasked(made)
         if is_padded is False:
             drop_masks(made)
-    if setting.strategy.name == "ddp" and not setting.options.ddp.gradient_as_bucket_view:
-        _add_buckets(made)
     return made if question.forward is None else _Called(made, question.forward)
 
 
-def _add_buckets(model: nn.Module) -> None:
-    """DDP copies gradients into buckets, which are there from prepare() on."""
-    kinds = {each.dtype for each in model.parameters() if each.requires_grad}
-    for number, dtype in enumerate(kinds):
-        learning = [each for each in model.parameters() if each.requires_grad and each.dtype == dtype]
-        buckets = torch.empty(sum(each.numel() for each in learning), dtype=dtype, device="meta")
-        model._buffers[f"headway_buckets_{number}"] = buckets  # registering asks for values
+@contextmanager
+def _replica(setting: Setting, model: nn.Module) -> Iterator[Engine]:
+    yield replica(model, setting.options.ddp)
 
 
 def _batch(question: Question, rows: Rows, size: int) -> Any:
