@@ -46,6 +46,7 @@ from headway.strategies.build import choose_strategy
 from headway.tracking.base import Tracker
 from headway.tracking.record import Record, TrackerKwargs
 from headway.training.metrics import gather_for_metrics
+from headway.training.moments import Moments
 from headway.training.neighbours import Neighbours
 from headway.training.optimizer import PreparedOptimizer
 from headway.training.prepare import Preparation
@@ -53,7 +54,7 @@ from headway.training.prepared import Prepared
 from headway.training.profile import profiling
 from headway.training.run import Run
 from headway.training.scheduler import PreparedScheduler, TickRule, choose_rule
-from headway.training.step import Guard, MicroBatch, Moments, NoGuard, Step, WholeStep
+from headway.training.step import Guard, MicroBatch, NoGuard, Step, WholeStep
 from headway.training.unprepared import build_lookout
 from headway.training.whole import WholeWeights
 from headway.training.windows import Clock, LossPolicy, WeightedMean, Windows

@@ -182,6 +182,12 @@ class Strategy(Protocol):
     def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Forget the gradients of a window that failed, those that an engine still keeps among them."""
 
+    def set_aside(self, parameters: Iterable[torch.Tensor]) -> Any:
+        """Take their gradients out, those that an engine keeps among them; returns what `put_back` needs."""
+
+    def put_back(self, kept: Any) -> None:
+        """Let these parameters have the gradients that were set aside, instead of those that came since."""
+
     def break_off(self) -> None:
         """A forward or backward ended in an error here: free what it has left behind, and be ready to stand in for it."""
 

@@ -198,7 +198,9 @@ class DDPStrategy(SingleStrategy):
         """
         for key in self._armed:
             error, module = _unfinished(self._engines[key]), self._engines[key].module
-            named = error and _named(error, module, {n: p for n, p in module.named_parameters() if id(p) in self._reduced})
+            named = error and _named(
+                error, module, {n: p for n, p in module.named_parameters() if id(p) in self._reduced}
+            )
             if named:
                 raise named
         reduced, unknown, frozen = self._reduced, [], []

@@ -4,7 +4,7 @@ Between two backwards that do not reduce, a gradient lies whole in FSDP's own re
 the whole parameters, not those that the module tree shows at rest. Both are reached from here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -68,6 +68,20 @@ def reshard(model: torch.nn.Module) -> None:
     """Let the module tree show shards again: nothing is gathered any more."""
     for module in shards(model):
         module.reshard()  # type: ignore[operator]
+
+
+def take_gradients(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> list[tuple[Any, torch.Tensor | None]]:
+    """Take out the gradients of these parts that have not been reduced: (record, gradient) of each part that is the model's."""
+    wanted = set(map(id, parameters))
+    taken = [(each, each.unsharded_accumulated_grad) for each in records(model) if id(each.sharded_param) in wanted]
+    give_gradients((record, None) for record, _ in taken)
+    return taken
+
+
+def give_gradients(taken: Iterable[tuple[Any, torch.Tensor | None]]) -> None:
+    """Put gradients that have not been reduced in the place of those that are there."""
+    for record, grad in taken:
+        record.unsharded_accumulated_grad = grad
 
 
 def forget_gradients(model: torch.nn.Module) -> None:

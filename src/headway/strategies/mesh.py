@@ -349,6 +349,21 @@ class MeshStrategy(SingleStrategy):
             gathered.forget_gradients(model)
             self._usage[id(model)].forget()
 
+    def set_aside(self, parameters: Iterable[torch.Tensor]) -> Any:
+        """Also those that wait, whole, for the window's end; and what their models have used in it."""
+        chosen = list(parameters)
+        whole = [(model, gathered.take_gradients(model, chosen)) for model in self._models]
+        usage = [(each := self._usage[id(model)], each.snapshot()) for model, taken in whole if taken]
+        return super().set_aside(chosen), [pair for _, taken in whole for pair in taken], usage
+
+    def put_back(self, kept: Any) -> None:
+        """Where FSDP keeps them."""
+        parts, whole, usage = kept
+        super().put_back(parts)
+        gathered.give_gradients(whole)
+        for each, state in usage:
+            each.restore(state)
+
     # ---------------------------------------------------------------- a batch that is run again
 
     def break_off(self) -> None:

@@ -139,6 +139,18 @@ class SingleStrategy:
         for parameter in parameters:
             parameter.grad = None
 
+    def set_aside(self, parameters: Iterable[torch.Tensor]) -> Any:
+        """They are where torch keeps them."""
+        kept = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter, _ in kept:
+            parameter.grad = None
+        return kept
+
+    def put_back(self, kept: Any) -> None:
+        """Where torch keeps them."""
+        for parameter, grad in kept:
+            parameter.grad = grad
+
     def break_off(self) -> None:
         """It has left nothing behind."""
 

@@ -13,19 +13,20 @@ ran out. What a step works with comes in through its constructor; a feature that
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from headway.collectives.tree import Tree
-from headway.errors import LossError
+from headway.errors import LossError, StateError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.strategies.base import Strategy
+from headway.training.moments import Moments
 from headway.training.prepared import Prepared
 from headway.training.task import Task, Weigher
-from headway.training.windows import LossPolicy, Window, Windows
+from headway.training.turns import Turns
+from headway.training.windows import LossPolicy, WeightedMean, Window, Windows
 
 log = get_logger(__name__)
 
@@ -34,6 +35,13 @@ _BY_HAND = (
     "backward came outside accumulate(), with gradient_accumulation_steps=%d: each loss is divided by %d, and step() and "
     "zero_grad() act whenever they are called. `with accelerator.accumulate(model):` makes it exact, for short windows and ragged "
     "batches too, and reduces gradients only once per window. Do not divide the loss yourself"
+)
+
+
+_TWO_TURNS = (
+    "backward() came after step() or zero_grad() in one accumulate() block, whose window has several micro-batches: both wait for "
+    "its end, and the gradients of the two losses would be mixed. Give each model a block of its own, `with "
+    "accelerator.accumulate(d): ...`, then `with accelerator.accumulate(g): ...` (docs/several_models.md)"
 )
 
 
@@ -78,25 +86,6 @@ class NoGuard:
         """Nothing is counted."""
 
 
-@dataclass
-class Moments:
-    """Who hears of a step's moments: lists of functions, empty while nothing is measured or watched.
-
-    Attributes:
-        before_learning: a micro-batch is about to begin, or a backward comes outside of any.
-        before_begin: a micro-batch is about to begin.
-        begun: it has, as (number of its window, its number in it).
-        before_backward: a loss is about to run backward.
-        phases: the name of the phase that begins: "forward", "backward", "step".
-    """
-
-    before_learning: list[Callable[[], None]] = field(default_factory=list)
-    before_begin: list[Callable[[], None]] = field(default_factory=list)
-    begun: list[Callable[[int, int], None]] = field(default_factory=list)
-    before_backward: list[Callable[[], None]] = field(default_factory=list)
-    phases: list[Callable[[str], None]] = field(default_factory=list)
-
-
 class Step(ABC):
     """What both kinds of a step share.
 
@@ -108,6 +97,10 @@ class Step(ABC):
         policy: how losses are divided.
         guard: watches losses and gradients.
         moments: who hears of them.
+
+    Attributes:
+        turns: of models that learn in turn.
+        weighs_losses: what a loss is multiplied by depends on its window, so every backward must come through here.
     """
 
     def __init__(
@@ -126,6 +119,8 @@ class Step(ABC):
         self.precision = precision
         self.guard = guard
         self.moments = moments
+        self.turns = Turns(windows, prepared, strategy)
+        self.weighs_losses = isinstance(policy, WeightedMean)
         self._policy = policy
 
     # ---------------------------------------------------------------- micro-batches
@@ -139,6 +134,8 @@ class Step(ABC):
             check()
         if windows.begin(models):
             self.precision.adjust()
+        if windows.are_several:
+            self.turns.take(windows.current)
         for listener in moments.begun:
             listener(windows.current.number, windows.current.num_done)
         return windows.is_last or windows.sync_each
@@ -195,7 +192,10 @@ class Step(ABC):
     def backward(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
         """Add the loss's gradient with its weight; the window's last one makes gradients final."""
         check_loss(loss, weight, reduction)
+        window = self.windows.current
         if self.windows.is_inside:
+            if window.was_asked and not (window.is_last and window.num_done == 1):
+                raise StateError(_TWO_TURNS)
             self._backward_inside(loss, weight, reduction, **kwargs)
         else:
             self._backward_outside(loss, weight, reduction, **kwargs)
@@ -229,8 +229,9 @@ class Step(ABC):
             listener()
         for measure in moments.phases:
             measure("backward")
+        spares = self.turns.spare_others() if self.are_several else _AS_IT_COMES
         try:
-            with block:
+            with block, spares:
                 strategy.backward(loss, factor, self.precision, **kwargs)
         finally:
             for measure in moments.phases:
@@ -253,10 +254,15 @@ class Step(ABC):
 
     # ---------------------------------------------------------------- final gradients
 
+    @property
+    def are_several(self) -> bool:
+        """May there be models that learn in turn?"""
+        return len(self.prepared.optimizers) > 1
+
     def clip(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip at the end of a window; inside one only the norm so far is returned."""
         chosen = self._present(parameters)
-        if self.windows.is_final:
+        if self._is_final(chosen):
             return self.act(lambda: self._clip(chosen, max_norm, norm_type))  # type: ignore[no-any-return]
         return self.precision.unscaled_norm(self.strategy.total_norm(chosen, norm_type))
 
@@ -270,8 +276,8 @@ class Step(ABC):
 
     def clip_value(self, parameters: Any, clip_value: float) -> None:
         """Clamp final gradients element by element; inside a window they are left alone."""
-        if self.windows.is_final:
-            chosen = self._present(parameters)
+        chosen = self._present(parameters)
+        if self._is_final(chosen):
             self.act(lambda: self._clip_value(chosen, clip_value))
 
     def _clip_value(self, chosen: list[Any], clip_value: float) -> None:
@@ -281,6 +287,11 @@ class Step(ABC):
             return
         for grad in self.strategy.local_gradients(chosen):
             grad.clamp_(-clip_value, clip_value)
+
+    def _is_final(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Are the gradients those of a whole window, of the models that these parameters belong to?"""
+        window = self.turns.window_with(parameters) if self.windows.are_several else self.windows.current
+        return window is not None and self.windows.may_step(window)
 
     def _present(self, parameters: Any) -> list[Any]:
         """The parameters as they are now, of one or of many as they were before prepare()."""
@@ -351,6 +362,7 @@ class Step(ABC):
     def release(self) -> None:
         """Forget the batch in hand and all windows."""
         self.windows.reset()
+        self.turns.forget()
 
 
 class WholeStep(Step):
@@ -450,8 +462,9 @@ class MicroBatch:
     def __enter__(self) -> None:
         step, contexts = self._step, self._contexts
         sync = step.begin(self._models)
-        for model in self._models:
-            context = step.strategy.accumulate(model, sync)
+        others = step.turns.others(self._models).models if step.are_several else ()
+        for model, travels in (*((each, sync) for each in self._models), *((each, False) for each in others)):
+            context = step.strategy.accumulate(model, travels)
             context.__enter__()
             contexts.append(context)
 

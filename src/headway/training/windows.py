@@ -20,7 +20,7 @@ How losses are divided is a policy at the end of this file, and `step.py` carrie
 takes back is said here, by `snapshot` and `restore`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -74,6 +74,9 @@ class Window:
         is_applied: an optimizer took the step, or fp16 skipped it.
         batch: the number of the batch in pieces that was counted last.
         is_by_hand: one backward outside `accumulate`, of several that the caller makes an update from.
+        was_asked: step() or zero_grad() has been called between a backward and the end of the micro-batch, and had to wait.
+        set_aside: (ids of parameters, what a strategy has taken of their gradients), while another window that trains them
+            too has its turn.
     """
 
     models: tuple[torch.nn.Module, ...] = ()
@@ -91,12 +94,15 @@ class Window:
     is_applied: bool = False
     batch: int = 0
     is_by_hand: bool = False
+    was_asked: bool = False
+    set_aside: tuple[tuple[frozenset[int], Any], ...] = ()
 
     def open(self, number: int) -> None:
         """Start over, with the last full window's weight as the nominal one."""
         self.number = number
         self.num_done, self.is_closed, self.is_empty, self.has_gradient = 0, False, False, False
         self.is_applied = False
+        self.set_aside = ()
         self.nominal, self.local_weight, self.global_weight = self.next_nominal, 0.0, 0.0
 
     def add(self, local: float, total: float | None) -> None:
@@ -182,9 +188,8 @@ class Windows:
     def begin(self, models: Sequence[torch.nn.Module]) -> bool:
         """A micro-batch or a piece of one begins; returns whether a window has opened while no other is in progress."""
         key = tuple(map(id, models))
-        window = self._by_models.get(key)
-        if window is None:
-            window = self._by_models[key] = Window(tuple(models))
+        window = self._by_models.pop(key, None) or Window(tuple(models))
+        self._by_models[key] = window  # the latest is the last
         # A window whose last micro-batch never ran backward (the loop skipped it) goes on until one does.
         is_first = window.is_closed
         if is_first:
@@ -195,7 +200,7 @@ class Windows:
         if not piece.batch or window.batch != piece.batch:
             window.num_done += 1
             window.batch = piece.batch
-        window.micro_weight = None
+        window.micro_weight, window.was_asked = None, False
         self._in_hand.clear()
         loader = self.note_loader()
         is_end = self.sync_with_loader and loader is not None and loader.is_last
@@ -249,19 +254,33 @@ class Windows:
         return self.active[-1] if self.active else self._elsewhere()
 
     @property
+    def are_several(self) -> bool:
+        """Do different sets of models have windows of their own?"""
+        return len(self._by_models) > 1
+
+    def latest(self, models: Container[int]) -> Window | None:
+        """The window that one of these models, by their ids, learned in last; the current one, where that has no models."""
+        if not self.current.models:
+            return self.current
+        found = (w for w in reversed(self._by_models.values()) if any(id(model) in models for model in w.models))
+        return next(found, None)
+
+    @property
     def is_final(self) -> bool:
         """Are the gradients those of a whole window, so that clip and step may act?"""
-        return self.current.is_closed and not self._is_held
+        return self.may_step(self.current)
+
+    def may_step(self, window: Window) -> bool:
+        """Are its gradients those of the whole window?"""
+        return window.is_closed and not self._is_held
 
     @property
     def is_due(self) -> bool:
         """Does the micro-batch in hand end its window, so that step() will act?"""
         return self.is_last and not self._is_held
 
-    @property
-    def is_fresh(self) -> bool:
-        """Does no gradient of a window in progress lie in the tensors, so that zero_grad may act?"""
-        window = self.current
+    def may_clear(self, window: Window) -> bool:
+        """Does no gradient of it, in progress, lie in the tensors, so that zero_grad may act?"""
         return (window.is_closed or not window.has_gradient) and not self._is_held
 
     @property
@@ -288,6 +307,13 @@ class Windows:
 
     def _are_closed(self, but: Window | None) -> bool:
         return all(window.is_closed or window is but for window in self._by_models.values())
+
+    def waiting_beside(self, window: Window) -> list[Window]:
+        """The others with a gradient that no optimizer has stepped on yet."""
+        if not self.are_several:
+            return []
+        others = (other for other in self._by_models.values() if other is not window)
+        return [other for other in others if other.has_gradient and not (other.is_applied or other.is_empty)]
 
     # ---------------------------------------------------------------- another place
 
