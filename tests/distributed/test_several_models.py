@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator
-from headway.errors import StateError
+from headway.errors import PrepareError, StateError
 from tests.distributed.ranks import run_ranks
 from tests.distributed.scenarios import play
 
@@ -368,4 +368,25 @@ def partial_with_name(each: Any, options: dict[str, Any]) -> Callable[[], None]:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_under_replicas(number: int, num_ranks: int) -> None:
     for found in run_ranks(run, num_ranks, number, {}):
+        assert not found, "\n".join(found.values())
+
+
+def every(options: dict[str, Any]) -> dict[str, str]:
+    """The loops that take options, in one pair of processes. What models share cannot be sharded."""
+    loops = [
+        partial_with_name(each, options)
+        for each in named(SINGLE)
+        if isinstance(each, partial) and not any(each.args[1:])
+    ]
+    return play([*loops, partial_with_name(models_that_share, options)])
+
+
+def models_that_share(**options: Any) -> None:
+    with pytest.raises(PrepareError, match=r"are spread over the ranks already: it shares them"):
+        prepared(Accelerator(cpu=True, **options), Pair(shares=True), data(), 2)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp=2"])
+def test_under_shards(strategy: str) -> None:
+    for found in run_ranks(every, 2, {"strategy": strategy}):
         assert not found, "\n".join(found.values())

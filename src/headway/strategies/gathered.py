@@ -70,18 +70,28 @@ def reshard(model: torch.nn.Module) -> None:
         module.reshard()  # type: ignore[operator]
 
 
-def take_gradients(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> list[tuple[Any, torch.Tensor | None]]:
-    """Take out the gradients of these parts that have not been reduced: (record, gradient) of each part that is the model's."""
-    wanted = set(map(id, parameters))
-    taken = [(each, each.unsharded_accumulated_grad) for each in records(model) if id(each.sharded_param) in wanted]
-    give_gradients((record, None) for record, _ in taken)
+Waiting = tuple[Any, torch.Tensor | None, torch.Tensor | None]
+"""A record, and the gradient that waits there to be reduced: in the number format of the reduction, or as autograd left it."""
+
+
+def take_gradients(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> list[Waiting]:
+    """Take out the gradients of these parts that have not been reduced, those of this model."""
+    wanted, taken = set(map(id, parameters)), []
+    for record in records(model):
+        if id(record.sharded_param) in wanted:
+            whole = whole_parameter(record)
+            taken.append((record, record.unsharded_accumulated_grad, None if whole is None else whole.grad))
+    give_gradients((record, None, None) for record, _, _ in taken)
     return taken
 
 
-def give_gradients(taken: Iterable[tuple[Any, torch.Tensor | None]]) -> None:
+def give_gradients(taken: Iterable[Waiting]) -> None:
     """Put gradients that have not been reduced in the place of those that are there."""
-    for record, grad in taken:
-        record.unsharded_accumulated_grad = grad
+    for record, accumulated, grad in taken:
+        record.unsharded_accumulated_grad = accumulated
+        whole = whole_parameter(record)
+        if whole is not None:
+            whole.grad = grad
 
 
 def forget_gradients(model: torch.nn.Module) -> None:

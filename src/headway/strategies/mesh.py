@@ -35,7 +35,7 @@ from headway.strategies.optimizers import check_optimizer
 from headway.strategies.sharded import Sharded
 from headway.strategies.single import SingleStrategy
 from headway.strategies.tensor_parallel import TensorParallel
-from headway.strategies.units import Units, find_units
+from headway.strategies.units import Units, check_whole, find_units
 from headway.strategies.usage import Usage
 from headway.units import format_bytes
 
@@ -185,6 +185,7 @@ class MeshStrategy(SingleStrategy):
         is_sharded = self.layout.replicate * self.layout.num_shards > 1
         if is_sharded:
             find_units(model, self._options)  # what is refused is refused before anything is changed
+        check_whole(model)
         lacks_values = values.is_without_memory(model)
         lacking = [row[0] for row in self.everyone.gather_numbers([float(lacks_values)])]
         if len(set(lacking)) > 1:
