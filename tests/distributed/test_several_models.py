@@ -331,6 +331,60 @@ def overlapping_windows() -> None:
     torch.testing.assert_close(found[1], list(second))
 
 
+class Crowded(nn.Linear):
+    """Memory runs out for more rows than `limit`, as in a forward that allocates too much."""
+
+    limit = 1 << 30
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > self.limit:
+            raise torch.OutOfMemoryError(f"{len(x)} rows")
+        return super().forward(x)
+
+
+def in_pieces(limit: int) -> None:
+    """Automatic micro-batching: a loop over the pieces for each model; the same, whether memory runs out or not."""
+    wanted = by_hand(in_turn, 1, False, False)
+    accelerator = Accelerator(cpu=True, microbatching="auto")
+    pair = Pair()
+    pair.d[0].__class__ = Crowded
+    pair.d[0].limit = limit
+    loader = prepared(accelerator, pair, data(), BATCH // accelerator.num_processes)
+    for batch in loader:
+        for real, noise in accelerator.microbatches(batch):
+            with accelerator.accumulate(pair.d):
+                accelerator.backward(d_loss(pair, real, noise, False))
+                pair.opt_d.step()
+                pair.opt_d.zero_grad()
+        for _, noise in accelerator.microbatches(batch):
+            with accelerator.accumulate(pair.g):
+                accelerator.backward(g_loss(pair, noise))
+                pair.opt_g.step()
+                pair.opt_g.zero_grad()
+    torch.testing.assert_close(pair.weights(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def in_one_piece() -> None:
+    in_pieces(1 << 30)
+
+
+def in_pieces_of_two() -> None:
+    in_pieces(2)
+
+
+def one_loop_over_pieces_is_refused() -> None:
+    accelerator = Accelerator(cpu=True, microbatching="auto")
+    pair = Pair()
+    (batch,) = list(prepared(accelerator, pair, data(1), BATCH))[:1]
+    pieces = accelerator.microbatches(batch)
+    real, noise = next(pieces)
+    with accelerator.accumulate(pair.d):
+        accelerator.backward(d_loss(pair, real, noise, False))
+    with pytest.raises(StateError, match=r"once for each \(docs/several_models\.md\)"), accelerator.accumulate(pair.g):
+        pass
+    pieces.close()
+
+
 SINGLE = [
     *[
         partial(scenario, loop, penalty, shares)
@@ -338,7 +392,8 @@ SINGLE = [
         for penalty, shares in ((False, False), (True, False), (False, True))
     ],
     the_same_whatever_the_cut, one_block_is_exact_without_accumulation, one_block_is_refused_with_accumulation,
-    zero_grad_between_two_losses_is_refused, an_optimizer_whose_model_is_not_named, one_optimizer_joins_models, overlapping_windows,
+    in_one_piece, in_pieces_of_two, one_loop_over_pieces_is_refused, zero_grad_between_two_losses_is_refused,
+    an_optimizer_whose_model_is_not_named, one_optimizer_joins_models, overlapping_windows,
 ]  # fmt: skip
 
 

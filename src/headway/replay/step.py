@@ -27,6 +27,12 @@ _NO_PIECE = (
     "accelerator.microbatches(batch): with accelerator.accumulate(model): ...`, or use accelerator.forward_backward(batch, fn)"
 )
 
+_IN_TURN = (
+    "two accumulate() blocks with different models are in one loop over accelerator.microbatches(batch): in pieces, the second model "
+    "would learn from weights that the first one has not updated yet. Loop over microbatches(batch) once for each "
+    "(docs/several_models.md)"
+)
+
 
 class PieceStep(Step):
     """Each batch in pieces, as a transaction: nothing travels before all ranks have said that their pieces went through.
@@ -72,10 +78,13 @@ class PieceStep(Step):
         """A piece begins.
 
         Raises:
-            StateError: outside a batch that is cut.
+            StateError: outside a batch that is cut, or other models than before learn in the same batch.
         """
         if not self.windows.is_cut:
             raise StateError(_NO_PIECE)
+        window = self.windows.current
+        if window.batch == self.windows.piece.batch and window.models != tuple(models):
+            raise StateError(_IN_TURN)
         return super().begin(models) or self._is_joint
 
     def end(self, error: BaseException | None) -> bool:

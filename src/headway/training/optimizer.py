@@ -159,10 +159,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients at the end of a window or before its first backward; in between, nothing."""
-        window = self._window()
-        if window is None or self._windows.may_clear(window):
+        window, windows = self._window(), self._windows
+        if windows.is_due if not self._step.weighs_losses else window is None or windows.may_clear(window):
             self._step.drop(self.optimizer, set_to_none)
-        elif window.micro_weight is not None:
+        elif window is not None and window.micro_weight is not None:
             window.was_asked = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

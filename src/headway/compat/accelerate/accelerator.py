@@ -5,6 +5,7 @@ kept here. `headway.Accelerator` itself weighs losses and leaves outputs as they
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,10 @@ class AccelerateAccelerator(Accelerator):
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         self._upcast(prepared)
         return prepared
+
+    def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
+        """As Headway's, with one counter and one set of gradients, whatever models are named."""
+        return super().accumulate()
 
     def gather(self, tensor: Tree) -> Tree:
         """As Headway's; on one process the input is returned."""
