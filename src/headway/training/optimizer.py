@@ -159,7 +159,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients at the end of a window or before its first backward; in between, nothing."""
-        window, windows = self._window(), self._windows
+        windows = self._windows
+        window = self._window() if self._step.are_several else windows.current
         if windows.is_due if not self._step.weighs_losses else window is None or windows.may_clear(window):
             self._step.drop(self.optimizer, set_to_none)
         elif window is not None and window.micro_weight is not None:
@@ -172,7 +173,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
             PrepareError: parameters that belong to no prepared model, where processes would drift apart.
             StateError: gradients that did not come from `accelerator.backward`, or from the models of this optimizer.
         """
-        window, step = self._window(), self._step
+        step = self._step
+        window = self._window() if step.are_several else self._windows.current
         if window is None or (window is not self._windows.current and window.number == self._last_window):
             raise StateError(self._left_out())
         if not self._is_final(window, closure):
@@ -186,7 +188,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         for listener in phases:
             listener("forward")
         # Where the batch was run again within the update, there may be another window, and other counts.
-        window, counts = self._window() or window, self._counts
+        window, counts = (self._window() if step.are_several else self._windows.current) or window, self._counts
         counts.was_skipped = not did_step
         window.is_applied = True
         self._last_window = window.number
@@ -199,7 +201,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def _window(self) -> Window | None:
         """The one that its models have learned in last."""
-        return self._step.turns.window_of(self.optimizer) if self._step.are_several else self._windows.current
+        return self._step.turns.window_of(self.optimizer)
 
     def _is_final(self, window: Window, closure: Callable[[], Any] | None) -> bool:
         """May it step? Looks for gradients that cannot be those of the window.

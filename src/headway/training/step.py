@@ -229,9 +229,10 @@ class Step(ABC):
             listener()
         for measure in moments.phases:
             measure("backward")
-        spares = self.turns.spare_others() if self.are_several else _AS_IT_COMES
+        if self.are_several:
+            block = self.turns.spare_others(block)
         try:
-            with block, spares:
+            with block:
                 strategy.backward(loss, factor, self.precision, **kwargs)
         finally:
             for measure in moments.phases:
@@ -256,7 +257,7 @@ class Step(ABC):
 
     @property
     def are_several(self) -> bool:
-        """May there be models that learn in turn?"""
+        """Could there be models that learn in turn?"""
         return len(self.prepared.optimizers) > 1
 
     def clip(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -463,8 +464,8 @@ class MicroBatch:
         step, contexts = self._step, self._contexts
         sync = step.begin(self._models)
         others = step.turns.others(self._models).models if step.are_several else ()
-        for model, travels in (*((each, sync) for each in self._models), *((each, False) for each in others)):
-            context = step.strategy.accumulate(model, travels)
+        for model in (*self._models, *others):
+            context = step.strategy.accumulate(model, sync and model not in others)
             context.__enter__()
             contexts.append(context)
 

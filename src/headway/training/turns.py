@@ -5,7 +5,7 @@ is dropped; and where two windows in progress train some of the same parameters,
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,12 +56,13 @@ class Turns:
     # ---------------------------------------------------------------- gradients
 
     @contextmanager
-    def spare_others(self) -> Iterator[None]:
-        """A block whose backward leaves nothing in models that do not learn in the current window."""
+    def spare_others(self, block: AbstractContextManager[object]) -> Iterator[None]:
+        """A block, within another one, whose backward leaves nothing in models that do not learn in the current window."""
         others = self.others(self._windows.current.models).parameters
         kept = self._strategy.set_aside(others)
         try:
-            yield
+            with block:
+                yield
         finally:
             self._strategy.put_back(kept)
 

@@ -188,8 +188,11 @@ class Windows:
     def begin(self, models: Sequence[torch.nn.Module]) -> bool:
         """A micro-batch or a piece of one begins; returns whether a window has opened while no other is in progress."""
         key = tuple(map(id, models))
-        window = self._by_models.pop(key, None) or Window(tuple(models))
-        self._by_models[key] = window  # the latest is the last
+        window = self._by_models.get(key)
+        if window is None:
+            window = self._by_models[key] = Window(tuple(models))
+        elif window is not self.current:
+            self._by_models[key] = self._by_models.pop(key)  # the latest is the last
         # A window whose last micro-batch never ran backward (the loop skipped it) goes on until one does.
         is_first = window.is_closed
         if is_first:
