@@ -229,8 +229,7 @@ class Step(ABC):
             listener()
         for measure in moments.phases:
             measure("backward")
-        if self.are_several:
-            block = self.turns.spare_others(block)
+        block = self.turns.spare_others(block) if self.are_several else block
         try:
             with block:
                 strategy.backward(loss, factor, self.precision, **kwargs)
