@@ -27,6 +27,15 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from headway.data.loader import LoaderEvents, PreparedLoader
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_READ_AHEAD = (
+    "%d batches were read before the first of them came to accumulate(): for all of them, the number of samples and the end of "
+    "the epoch are those of the last one read. Read each batch when it is its turn; or give backward(loss, weight=...) and "
+    "GradientAccumulationPlugin(num_steps=..., sync_with_dataloader=False)"
+)
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,7 @@ class Windows:
         self.is_inside = False
         self._is_held = False
         self._elsewhere = elsewhere
+        self._num_ahead = 0
         self._by_models: dict[tuple[int, ...], Window] = {}
 
     # ---------------------------------------------------------------- moves
@@ -204,12 +214,20 @@ class Windows:
             window.num_done += 1
             window.batch = piece.batch
         window.micro_weight, window.was_asked = None, False
-        self._in_hand.clear()
         loader = self.note_loader()
+        self._note_reading(window, self._in_hand.count(loader) if loader is not None else 1)
+        self._in_hand.clear()
         is_end = self.sync_with_loader and loader is not None and loader.is_last
         self.is_last = window.is_last = (is_end or window.num_done >= self.num_steps) and piece.is_last
         self.current, self.is_inside, self._is_held = window, True, False
         return is_first
+
+    def _note_reading(self, window: Window, num_read: int) -> None:
+        """Warn where the micro-batches of a window are read before the first of them begins."""
+        if num_read:
+            self._num_ahead = num_read - 1
+        elif self._num_ahead and window is self.current and window.num_done > 1:
+            log.warning_once(_READ_AHEAD, self._num_ahead + 1)
 
     def begin_alone(self) -> Window:
         """A backward comes outside any micro-batch: a window of its own."""
