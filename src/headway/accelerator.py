@@ -1028,7 +1028,8 @@ class Accelerator(RankAware):
     ) -> None:
         """Write the weights as `model.safetensors`, or as shards with an index, from the main process; every rank calls it.
 
-        Of a sharded model one whole tensor at a time is brought to the main process.
+        Of a sharded model one whole tensor at a time is brought to the main process. Of any other, a call under
+        `if accelerator.is_main_process:` works too, and waits for nobody.
 
         Args:
             model: prepared or not.
@@ -1042,7 +1043,6 @@ class Accelerator(RankAware):
         """
         bare = self.unwrap_model(model, keep_torch_compile=False)
         self._whole_weights.save(bare, save_directory, max_shard_size, safe_serialization)
-        self.wait_for_everyone()
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """torch's profiler around the block; traces and a table go to `output_trace_dir`, one file a rank."""
