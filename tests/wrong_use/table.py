@@ -1,8 +1,8 @@
 """The table: all mistakes, by the kind of thing that they are made with."""
 
-from tests.wrong_use import losses, the_loop
+from tests.wrong_use import losses, saving, the_loop
 
-SECTIONS = [the_loop.section, losses.section]
+SECTIONS = [the_loop.section, losses.section, saving.section]
 ROWS = {row.name: row for section in SECTIONS for row in section.rows}
 
 
@@ -12,6 +12,7 @@ def cells(name: str, *layouts: str) -> list[str]:
 
 
 PENDING = {
+    *cells("load_alone", "ddp"),
     *cells("loss_backward"),
     *cells("loss_backward_without_windows"),
     *cells("zero_grad_between"),

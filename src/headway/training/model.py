@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from headway.callsite import is_headways, is_users, stack
+from headway.callsite import is_users, stack
 from headway.errors import PrepareError, UnsupportedError
 from headway.log import get_logger
 from headway.strategies.base import Engine
@@ -121,7 +121,8 @@ class PreparedPart(PreparedModel):
             f"the state_dict() of {name} is asked for",
             "putting whole weights together (accelerator.get_state_dict(model))",
         )
-        if is_users(next(frame for frame in stack() if not is_headways(frame.f_code.co_filename)).f_code.co_filename):
+        _, caller, *_ = stack()
+        if is_users(caller.f_code.co_filename):
             log.warning_once(_PARTS, name)
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
