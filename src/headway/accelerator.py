@@ -26,6 +26,7 @@ from headway.config.plugins import FullyShardedDataParallelPlugin, TorchTensorPa
 from headway.config.preemption import Preemption, preemption_settings
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from headway.config.strategies import ActivationCheckpointing, AutocastKwargs, ProfileKwargs, collect_options
+from headway.config.values import known_keywords
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.rules import LoadingRules, TorchRules
 from headway.data.skip import skip_first_batches
@@ -82,6 +83,7 @@ else:
 log = get_logger(__name__)
 
 
+@known_keywords
 class Accelerator(RankAware):
     """Runs a PyTorch loop on whatever the launcher started: one process or many, any device, any precision.
 

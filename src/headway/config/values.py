@@ -1,10 +1,14 @@
 """Reading one setting's value from text or from a config file, with errors that name where it came from."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 from headway import env
 from headway.config.launch import Setting
-from headway.errors import ConfigError
+from headway.errors import CallError, ConfigError
+
+Class = TypeVar("Class", bound=type)
 
 _KINDS = {
     "integer": "a whole number",
@@ -25,6 +29,30 @@ def did_you_mean(word: str, known: list[str], *, prefix: str = "") -> str:
     plain = word.lower().replace("-", "_")
     close = get_close_matches(plain, known, n=1, cutoff=0.6)
     return f"; did you mean {prefix}{close[0]}?" if close else ""
+
+
+def known_keywords(kind: Class) -> Class:
+    """Class decorator: a keyword that the constructor does not know is an error that says the nearest one.
+
+    Raises:
+        CallError: by the constructor.
+    """
+    constructor: Callable[..., None] = vars(kind)["__init__"]
+    code = constructor.__code__
+    known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+
+    @wraps(constructor)
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in known:
+                allowed = f"; allowed: {', '.join(known)}"
+                raise CallError(
+                    f"{type(self).__name__}() has no argument {name!r}{did_you_mean(name, [*known]) or allowed}"
+                )
+        constructor(self, *args, **kwargs)
+
+    type.__setattr__(kind, "__init__", initialise)
+    return kind
 
 
 def from_text(setting: Setting, text: str, origin: str) -> Any:
