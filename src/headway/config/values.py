@@ -23,12 +23,13 @@ _LONGEST = 100
 
 
 def did_you_mean(word: str, known: list[str], *, prefix: str = "") -> str:
-    """A hint at the known word next to `word`: "; did you mean 'num_processes'?", or nothing."""
+    """A hint at the known word next to `word`, or at those it begins: "; did you mean num_processes?", or nothing."""
     from difflib import get_close_matches
 
     plain = word.lower().replace("-", "_")
-    close = get_close_matches(plain, known, n=1, cutoff=0.6)
-    return f"; did you mean {prefix}{close[0]}?" if close else ""
+    begun = [each for each in known if each.replace("-", "_").startswith(plain)] if len(plain) > 2 else []
+    close = begun[:3] or get_close_matches(plain, known, n=1, cutoff=0.6)
+    return f"; did you mean {' or '.join(prefix + each for each in close)}?" if close else ""
 
 
 def known_keywords(kind: Class) -> Class:
