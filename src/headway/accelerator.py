@@ -26,6 +26,7 @@ from headway.config.plugins import FullyShardedDataParallelPlugin, TorchTensorPa
 from headway.config.preemption import Preemption, preemption_settings
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from headway.config.strategies import ActivationCheckpointing, AutocastKwargs, ProfileKwargs, collect_options
+from headway.config.values import known_keywords
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.rules import LoadingRules, TorchRules
 from headway.data.skip import skip_first_batches
@@ -83,6 +84,7 @@ else:
 log = get_logger(__name__)
 
 
+@known_keywords
 class Accelerator(RankAware):
     """Runs a PyTorch loop on whatever the launcher started: one process or many, any device, any precision.
 
@@ -1029,7 +1031,8 @@ class Accelerator(RankAware):
     ) -> None:
         """Write the weights as `model.safetensors`, or as shards with an index, from the main process; every rank calls it.
 
-        Of a sharded model one whole tensor at a time is brought to the main process.
+        Of a sharded model one whole tensor at a time is brought to the main process. Of any other, a call under
+        `if accelerator.is_main_process:` works too, and waits for nobody.
 
         Args:
             model: prepared or not.
@@ -1043,7 +1046,6 @@ class Accelerator(RankAware):
         """
         bare = self.unwrap_model(model, keep_torch_compile=False)
         self._whole_weights.save(bare, save_directory, max_shard_size, safe_serialization)
-        self.wait_for_everyone()
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """torch's profiler around the block; traces and a table go to `output_trace_dir`, one file a rank."""

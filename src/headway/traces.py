@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from headway import scope
-from headway.callsite import is_headways
+from headway.callsite import is_headways, is_users
 from headway.errors import HeadwayError
 
 # How calls travel through torch and Python: frames that are the same in every traceback, and say nothing of its cause.
@@ -33,6 +33,8 @@ _CARRIERS = tuple(
 )
 _FROZEN = ("<frozen runpy>", "<frozen importlib")
 
+_PLACE = re.compile(r'  File "([^"]+)", line \d+ in ')
+
 _NOISE = (
     # gloo's place in its own source, its guess at the cause, and its farewell
     (re.compile(r"\[/[^\]\s]+\.(?:cc|cpp|h):\d+\] ?"), ""),
@@ -47,6 +49,17 @@ def plain(text: str) -> str:
     for pattern, replacement in _NOISE:
         text = pattern.sub(replacement, text)
     return text
+
+
+def shorten_crash(dump: str) -> str:
+    """faulthandler's stacks: of each thread the user's frames, most recent first; all of it where none is the user's."""
+    kept = []
+    for thread in dump.split("\n\n"):
+        heading, *frames = thread.splitlines() or [""]
+        own = [line for line in frames if (place := _PLACE.match(line)) and is_users(place[1])]
+        if own:
+            kept += [heading, *own]
+    return "\n".join(kept) or dump
 
 
 def shorten(error: BaseException) -> tuple[str, int]:

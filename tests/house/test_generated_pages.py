@@ -1,4 +1,4 @@
-"""What is generated says what the source says: the tree of docs/architecture.md, and the reference that the site is built from."""
+"""What is generated says what its source says: the tree of docs/architecture.md, the table of mistakes, the site's reference."""
 
 import sys
 
@@ -11,10 +11,15 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import pages
 import tree
+import wrong_use
 
 
 def test_the_architecture_page_holds_the_tree():
     assert tree.block() in tree.PAGE.read_text(), "run: python scripts/tree.py --write"
+
+
+def test_the_page_of_mistakes_holds_the_table():
+    assert wrong_use.page() == wrong_use.PAGE.read_text(), "run: python scripts/wrong_use.py --write"
 
 
 def test_the_reference_holds_every_public_name_once():

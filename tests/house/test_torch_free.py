@@ -24,13 +24,14 @@ COMMANDS = [
 ]
 
 
-def imported(arguments: list[str], home: str) -> set[str]:
+def imported(arguments: list[str], home: str, code: int = 0, says: str = "") -> set[str]:
     """The modules that `python -m headway ARGUMENTS` imports."""
     ran = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "headway", *arguments],
         capture_output=True, text=True, timeout=60, env={"PATH": "", "HEADWAY_HOME": home, **_python_path()},
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.returncode == code, ran.stderr[-2000:]
+    assert says in ran.stderr
     lines = [line for line in ran.stderr.splitlines() if line.startswith("import time:")]
     return {line.rsplit("|", 1)[1].strip() for line in lines}
 
@@ -44,6 +45,12 @@ def test_no_heavy_import(arguments, tmp_path):
     modules = imported(arguments, str(tmp_path))
     assert "headway.cli.main" in modules
     assert sorted({name.partition(".")[0] for name in modules} & set(HEAVY)) == []
+
+
+def test_a_device_that_is_none_is_told_before_torch_is_loaded(tmp_path):
+    says = "device='a100' is not in the table; did you mean a100-40gb or a100-80gb?"
+    modules = imported(["estimate", "gpt2", "--device", "a100"], str(tmp_path), code=2, says=says)
+    assert sorted({name.partition(".")[0] for name in modules} & {"torch", "numpy", "transformers"}) == []
 
 
 @pytest.mark.parametrize("arguments", [["env"], ["env", "--json"]], ids=" ".join)

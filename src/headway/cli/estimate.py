@@ -9,6 +9,7 @@ from headway.cli.estimate_cheapest import OPTION, ranked
 from headway.cli.estimate_training import OPTIONS, calibrated, scripted, trained
 from headway.cli.options import GroupedCommand, GroupedOption, examples
 from headway.errors import ConfigError
+from headway.forecasting.devices import find
 from headway.units import format_bytes, format_number
 
 _ABOUT = """Say what running the model in FOLDER takes, what fits on this machine, and how fast it can run at most.
@@ -64,6 +65,8 @@ def _estimate(
     if folder is None:
         raise ConfigError("FOLDER is missing: a folder with a config.json, or with --device a transformers model type")
     given = {name: value for name, value in training.items() if value not in (None, False)}
+    if given.get("device", "this").lower() != "this":
+        find(given["device"])  # a name that is none is told before torch is loaded
     if script:
         more = {"dtype": dtype, "batch_size": batch_size, "num_tokens": num_tokens, **given}
         _check_script(more)

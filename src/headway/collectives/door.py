@@ -371,8 +371,11 @@ class Collectives:
         return Pending(entry, signature, len(numbers), rows, work)
 
     def _finish(self, pending: Pending) -> list[list[float]]:
-        if pending.work is not None:
-            pending.work.wait()
+        try:
+            if pending.work is not None:
+                pending.work.wait()
+        except RuntimeError as error:  # the engine names a socket, not a cause
+            raise CollectiveError(_left_alone(pending.entry, error)) from error
         self._trail.passed()
         self.ledger.leave(pending.entry)
         rows: list[list[float]] = pending.rows.tolist()
@@ -440,6 +443,13 @@ class Collectives:
 
     def _global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def _left_alone(entry: Entry, error: RuntimeError) -> str:
+    return (
+        f"{entry.operation} at {entry.call_site}: another rank ended or lost its connection before it came here. If it ended without "
+        f"an error, it never makes this call: call it on every rank, outside conditions on the rank ({str(error).partition('. ')[0]})"
+    )
 
 
 def pad_dim(tensor: torch.Tensor, dim: int, length: int, pad_index: float, pad_first: bool) -> torch.Tensor:

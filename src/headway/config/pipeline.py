@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from headway.config.values import known_keywords
 from headway.errors import ConfigError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
@@ -9,6 +10,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 _SEVERAL = ("interleaved", "zero_bubble", "zbv")
 
 
+@known_keywords
 @dataclass(frozen=True)
 class PipelineOptions:
     """How a model is cut into stages, and how batches pass through them.

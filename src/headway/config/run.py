@@ -3,9 +3,11 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from headway.config.values import known_keywords
 from headway.errors import ConfigError
 
 
+@known_keywords
 @dataclass(frozen=True)
 class DataLoaderConfiguration:
     """How prepared loaders split, pad and move batches.
@@ -41,6 +43,7 @@ class DataLoaderConfiguration:
         return self.data_seed is not None if self.use_seedable_sampler is None else self.use_seedable_sampler
 
 
+@known_keywords
 @dataclass(frozen=True)
 class GradientAccumulationPlugin:
     """How micro-batches form an update.
@@ -64,6 +67,7 @@ class GradientAccumulationPlugin:
             )
 
 
+@known_keywords
 @dataclass(frozen=True)
 class ProjectConfiguration:
     """Where a run keeps its files.

@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
+from headway.config.values import known_keywords
 from headway.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+@known_keywords
 @dataclass(frozen=True)
 class ShardingOptions:
     """Options of sharded layouts ("fsdp", "hsdp" and their products); each has a default that is right for most models.

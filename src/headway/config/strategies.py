@@ -14,6 +14,7 @@ from headway.config.pipeline import PipelineOptions
 from headway.config.plugins import TorchContextParallelConfig
 from headway.config.sharding import ShardingOptions
 from headway.config.tensor import TensorParallelOptions
+from headway.config.values import known_keywords
 from headway.errors import ConfigError
 
 
@@ -27,6 +28,7 @@ class DDPCommunicationHookType(str, Enum):
     BATCHED_POWER_SGD = "batched_power_sgd"
 
 
+@known_keywords
 @dataclass(frozen=True)
 class DistributedDataParallelKwargs:
     """Options of torch's DistributedDataParallel, by its own names and defaults.
@@ -72,6 +74,7 @@ class AutocastKwargs:
     cache_enabled: bool | None = None
 
 
+@known_keywords
 @dataclass(frozen=True)
 class GradScalerKwargs:
     """Options of the fp16 gradient scaler, by torch's names and defaults."""
@@ -83,6 +86,7 @@ class GradScalerKwargs:
     enabled: bool = True
 
 
+@known_keywords
 @dataclass(frozen=True)
 class InitProcessGroupKwargs:
     """Options of torch's init_process_group; None: Headway's choice (see `headway.runtime.process.start`)."""
@@ -92,6 +96,7 @@ class InitProcessGroupKwargs:
     timeout: timedelta | None = None
 
 
+@known_keywords
 @dataclass(frozen=True)
 class ProfileKwargs:
     """Options of torch.profiler.profile.
@@ -115,6 +120,7 @@ class ProfileKwargs:
     output_trace_dir: str | None = None
 
 
+@known_keywords
 @dataclass(frozen=True)
 class ActivationCheckpointing:
     """Which blocks of a model drop their activations, and what they keep.

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headway.config.values import known_keywords
 from headway.errors import ConfigError
 
 STYLES = (
@@ -15,6 +16,7 @@ STYLES = (
 """The styles that a plan may name: those of transformers 5.23."""
 
 
+@known_keywords
 @dataclass(frozen=True)
 class TensorParallelOptions:
     """How a model is cut.

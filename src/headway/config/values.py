@@ -1,10 +1,14 @@
 """Reading one setting's value from text or from a config file, with errors that name where it came from."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 from headway import env
 from headway.config.launch import Setting
-from headway.errors import ConfigError
+from headway.errors import CallError, ConfigError
+
+Class = TypeVar("Class", bound=type)
 
 _KINDS = {
     "integer": "a whole number",
@@ -19,12 +23,37 @@ _LONGEST = 100
 
 
 def did_you_mean(word: str, known: list[str], *, prefix: str = "") -> str:
-    """A hint at the known word next to `word`: "; did you mean 'num_processes'?", or nothing."""
+    """A hint at the known word next to `word`, or at those it begins: "; did you mean num_processes?", or nothing."""
     from difflib import get_close_matches
 
     plain = word.lower().replace("-", "_")
-    close = get_close_matches(plain, known, n=1, cutoff=0.6)
-    return f"; did you mean {prefix}{close[0]}?" if close else ""
+    begun = [each for each in known if each.replace("-", "_").startswith(plain)] if len(plain) > 2 else []
+    close = begun[:3] or get_close_matches(plain, known, n=1, cutoff=0.6)
+    return f"; did you mean {' or '.join(prefix + each for each in close)}?" if close else ""
+
+
+def known_keywords(kind: Class) -> Class:
+    """Class decorator: a keyword that the constructor does not know is an error that says the nearest one.
+
+    Raises:
+        CallError: by the constructor.
+    """
+    constructor: Callable[..., None] = vars(kind)["__init__"]
+    code = constructor.__code__
+    known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+
+    @wraps(constructor)
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in known:
+                allowed = f"; allowed: {', '.join(known)}"
+                raise CallError(
+                    f"{type(self).__name__}() has no argument {name!r}{did_you_mean(name, [*known]) or allowed}"
+                )
+        constructor(self, *args, **kwargs)
+
+    type.__setattr__(kind, "__init__", initialise)
+    return kind
 
 
 def from_text(setting: Setting, text: str, origin: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from headway import atomic
 from headway.launch.records import Death
-from headway.traces import plain
+from headway.traces import plain, shorten_crash
 from headway.watch import judge
 from headway.watch.machine import Hang
 
@@ -67,7 +67,7 @@ class Report:
         else:
             lines.append(f"headway: rank {first.rank} was {first.what()}{self._why(first)}")
             if first.crash:
-                lines.append(first.crash.rstrip())
+                lines.append(shorten_crash(first.crash).rstrip())
         lines += self._others(first)
         if self.finished and first.record is not None and first.record.is_consequence:
             who = f"rank{'s' if len(self.finished) > 1 else ''} {_ranges(list(self.finished))}"
@@ -90,6 +90,11 @@ class Report:
             )
         if death.exit_code == -signal.SIGTERM:
             return ", which somebody outside of this run sent"
+        if death.exit_code == -signal.SIGABRT:
+            return (
+                ": a library gave up, and its own words are further up. gloo and NCCL do so where ranks make different collectives, "
+                "such as a call on a sharded model under `if accelerator.is_main_process:`"
+            )
         return ""
 
     def _others(self, first: Death) -> list[str]:

@@ -194,6 +194,9 @@ def _refuse_nesting(resolved: Resolved, program: Program, environment: Mapping[s
     )
 
 
+_NO_ACCELERATOR = "{} has no accelerator that torch can use; check the driver and CUDA_VISIBLE_DEVICES"
+
+
 def _with_devices(resolved: Resolved, machine: Machine) -> Machine:
     """The machine as the settings let a run see it."""
     on_cpu = bool(resolved.get("cpu", False))
@@ -209,8 +212,8 @@ def _with_devices(resolved: Resolved, machine: Machine) -> Machine:
             )
         if machine.accelerator is None:
             raise ConfigError(
-                f"multi_gpu ({resolved.origin('multi_gpu')}), but {machine.hostname} has no accelerator that torch "
-                "can use; check the driver and CUDA_VISIBLE_DEVICES, or take --multi_gpu out to run on the CPU"
+                f"multi_gpu ({resolved.origin('multi_gpu')}), but {_NO_ACCELERATOR.format(machine.hostname)}, or take --multi_gpu "
+                "out to run on the CPU"
             )
     if resolved.get("enable_cpu_affinity", False) and (on_cpu or machine.torch_device != "cuda"):
         raise ConfigError(
@@ -219,13 +222,18 @@ def _with_devices(resolved: Resolved, machine: Machine) -> Machine:
         )
     ids = machine.device_ids
     text = resolved.get("gpu_ids", "all")
-    if text != "all":
+    if text != "all" and not on_cpu:
         origin = resolved.origin("gpu_ids")
+        if not ids:
+            raise ConfigError(
+                f"gpu_ids={text!r} ({origin}), but {_NO_ACCELERATOR.format(machine.hostname)}, or take gpu_ids out to run on the CPU"
+            )
         asked = tuple(part.strip() for part in text.split(","))
         unknown = [part for part in asked if part not in ids]
         if unknown or len(set(asked)) != len(asked):
-            here = ", ".join(ids) if ids else "none"
-            raise ConfigError(f"gpu_ids={text!r} ({origin}) must list different accelerators of this machine: {here}")
+            raise ConfigError(
+                f"gpu_ids={text!r} ({origin}) must list different accelerators of this machine: {', '.join(ids)}"
+            )
         ids = asked
     if on_cpu:
         return Machine(machine.hostname, machine.python, machine.num_cores, None, (), machine.loopback)

@@ -279,7 +279,17 @@ class Checkpoints:
         return models
 
     def load(self, input_dir: str | Path | None, is_strict: bool) -> Restored:
-        """Take a checkpoint up, after prepare: all of it or nothing; every rank calls it."""
+        """Take a checkpoint up, after prepare: all of it or nothing; every rank calls it.
+
+        Raises:
+            StateError: the conditions around the call keep other ranks away.
+        """
+        callers = calling_ranks(self._run.runtime)
+        if len(callers.ranks) < self._run.runtime.world_size:
+            raise StateError(
+                f"load_state is called at {callers.call_site} on rank {callers.ranks[0]} only, {callers.reason}: every rank takes up "
+                "its own part of the state, and all check that it fits. Call it on every rank, outside conditions on the rank"
+            )
         self._run.saver.wait()
         folder = self.place.to_load(input_dir)
         restored = self._run.load(folder, is_strict, self._load_hooks)

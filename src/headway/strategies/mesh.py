@@ -14,7 +14,7 @@ import torch
 
 from headway.collectives.door import Collectives
 from headway.config.float8 import Float8Options
-from headway.config.mesh import DATA_AXES, Layout
+from headway.config.mesh import DATA_AXES, Layout, written
 from headway.config.plugins import TorchContextParallelConfig
 from headway.config.sharding import ShardingOptions
 from headway.config.tensor import TensorParallelOptions
@@ -79,6 +79,7 @@ class MeshStrategy(SingleStrategy):
         options.check(layout.num_shards)
         check_float8(number_format, float8, options, layout.tp, layout.cp)
         self.layout = layout
+        self.name = written(dict.fromkeys(layout.sizes)) if layout.sizes else self.name
         self._options = options
         self._number_format = number_format
         self._tensor = tensor or TensorParallelOptions()

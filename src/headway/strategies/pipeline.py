@@ -30,7 +30,7 @@ from headway.strategies.plain_calls import PlainCalls
 from headway.strategies.replica import Buckets
 from headway.strategies.single import SingleStrategy
 from headway.strategies.stage_streams import go_on, own_streams
-from headway.strategies.stages import check_frozen, find_stages
+from headway.strategies.stages import find_stages
 
 log = get_logger(__name__)
 
@@ -134,7 +134,6 @@ class PipelineStrategy(SingleStrategy):
         """
         if self._has_left and self.layout.replicate > 1:
             raise StateError(left(self.layout))
-        check_frozen(model, self.everyone)
         known = self.everyone.runtime.scope.own(Staged).of
         how = (self.layout, self._options)
         before = known.get(model)

@@ -7,11 +7,9 @@ it: a head that is tied to an embedding by two, and a parameter of a module arou
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from zlib import crc32
 
 import torch
 
-from headway.collectives.door import Collectives
 from headway.config.pipeline import PipelineOptions
 from headway.errors import ConfigError, PrepareError
 from headway.strategies.blocks import find_blocks
@@ -100,29 +98,6 @@ def find_stages(model: torch.nn.Module, num_stages: int, options: PipelineOption
     bounds = _named_bounds(names, num_stages, options.split) if options.split else _even(len(blocks), num_stages)
     sides, loose = _sides(model, set(map(id, blocks)), num_stages, options)
     return Stages(tuple(blocks), tuple(names), tuple(bounds), sides, tuple(loose))
-
-
-def check_frozen(model: torch.nn.Module, everyone: Collectives) -> None:
-    """Gradients travel to what learns: stages that disagree about that would wait for each other.
-
-    Args:
-        model: the user's.
-        everyone: all ranks.
-
-    Raises:
-        PrepareError: on all ranks, with a parameter about which they disagree.
-    """
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    told = {row[0] for row in everyone.gather_numbers([float(crc32("\n".join(frozen).encode()))])}
-    if len(told) == 1:
-        return
-    of_each = [set(each) for each in everyone.gather_objects(frozen)]
-    name = min(set().union(*of_each) - set.intersection(*of_each))
-    ranks = ", ".join(str(rank) for rank, each in enumerate(of_each) if name in each)
-    raise PrepareError(
-        f"{name} of {type(model).__name__} is frozen (requires_grad=False) on ranks {ranks} only; freeze the same parameters on "
-        "all ranks of a pipeline, also those of other stages"
-    )
 
 
 def _even(num_blocks: int, num_stages: int) -> list[int]:

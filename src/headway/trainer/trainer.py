@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from headway.accelerator import Accelerator
 from headway.collectives.tree import Tree, to_device
+from headway.config.values import known_keywords
 from headway.data.loader import PreparedLoader
 from headway.errors import CheckpointError, ConfigError, DataError, Preempted
 from headway.forecasting.pretending import is_forecast
@@ -41,6 +42,7 @@ from headway.weights.moving import move
 log = get_logger(__name__)
 
 
+@known_keywords
 class Trainer(OtherNames):
     """Trains a model by `TrainingArguments`; evaluates and predicts with it.
 

@@ -9,17 +9,27 @@ On several processes scripts expect what DistributedDataParallel has: `model.mod
 """
 
 import copyreg
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from headway.callsite import is_users, stack
 from headway.errors import PrepareError, UnsupportedError
+from headway.log import get_logger
 from headway.strategies.base import Engine
+from headway.strategies.gradients import cut_like
+from headway.training.lone import LoneCalls
+
+log = get_logger(__name__)
 
 _KEY = "_headway_call"
 _MOST_OPENED = 100_000
+_PARTS = (
+    "state_dict() of %s holds this rank's part of each tensor, so a file of it lacks the other ranks' parts. Whole weights: "
+    "accelerator.save_model(model, folder), or accelerator.get_state_dict(model), on every rank"
+)
 
 KeepLocal = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 """From a model to a block whose backwards keep their gradients on this process."""
@@ -47,7 +57,7 @@ class _Call:
         autocast: Callable[[], AbstractContextManager[Any]] | None,
         keep_local: KeepLocal | None,
         shards: str | None,
-        looks: Callable[[torch.nn.Module], None] | None,
+        looks: LoneCalls | None,
     ) -> None:
         self.bare_class = bare_class
         self.engine = engine
@@ -91,6 +101,49 @@ class PreparedModel:
         """
         refuse_copies(self)
         return reduce_to_bare(self, super().__reduce_ex__(protocol), self.__dict__[_KEY].bare_class, (_KEY,))
+
+
+class PreparedPart(PreparedModel):
+    """Mixed in where this process holds a part of the model."""
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """Refused: torch's own refusal would come before `__reduce_ex__`."""
+        refuse_copies(self)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's part of each tensor, as torch's sharded models have it.
+
+        Raises:
+            UnsupportedError: the conditions around the call keep other ranks away, and their parts would be missing.
+        """
+        name = self.__dict__[_KEY].bare_class.__name__
+        self._look(
+            f"the state_dict() of {name} is asked for",
+            "putting whole weights together (accelerator.get_state_dict(model))",
+        )
+        _, caller, *_ = stack()
+        if is_users(caller.f_code.co_filename):
+            log.warning_once(_PARTS, name)
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Take up parts, or this rank's part of whole tensors.
+
+        Raises:
+            UnsupportedError: as for `state_dict`.
+        """
+        self._look(f"the load_state_dict() of {self.__dict__[_KEY].bare_class.__name__} is called", "loading weights")
+        own = super().state_dict()  # type: ignore[misc]
+        fits = {
+            name: cut_like(value, own[name]) if name in own and value.shape == own[name].shape else value
+            for name, value in state_dict.items()
+        }
+        return super().load_state_dict(fits, *args, **kwargs)  # type: ignore[misc]
+
+    def _look(self, call: str, action: str) -> None:
+        looks: LoneCalls | None = self.__dict__[_KEY].looks
+        if looks is not None:
+            looks.check(call, action)
 
 
 def reduce_to_bare(model: Any, reduced: Any, bare: type, keys: tuple[str, ...]) -> tuple[Any, ...]:
@@ -142,7 +195,7 @@ def attach(
     autocast: Callable[[], AbstractContextManager[Any]] | None,
     keep_local: KeepLocal | None = None,
     shards: str | None = None,
-    looks: Callable[[torch.nn.Module], None] | None = None,
+    looks: LoneCalls | None = None,
 ) -> None:
     """Make calls of `model` run through `engine` and `autocast`; with nothing to add, the object is left as it is.
 
@@ -152,7 +205,7 @@ def attach(
         autocast: makes the context of a forward.
         keep_local: for `no_sync()`; None: the model gets neither that nor `module`, as on one process.
         shards: the strategy that left a part of the model on this process, so that it cannot be copied; None: it can.
-        looks: told before each forward that is not within another one.
+        looks: told before each forward that is not within another one, and before state dicts of parts.
 
     Raises:
         PrepareError: its class cannot be extended (it defines __slots__ or forbids subclasses).
@@ -164,13 +217,9 @@ def attach(
     if keep_local is not None:
         expected: dict[str, Any] = {"module": property(_module), "no_sync": _no_sync}
         added.update({name: value for name, value in expected.items() if not hasattr(model, name)})
-    if shards is not None:
-        added["__deepcopy__"] = lambda model, memo: refuse_copies(
-            model
-        )  # torch's own refusal comes before __reduce_ex__
     try:
         # The same name: repr, wrapping by class name and configurations keep meaning the user's class.
-        model.__class__ = type(bare.__name__, (PreparedModel, bare), added)
+        model.__class__ = type(bare.__name__, (PreparedModel if shards is None else PreparedPart, bare), added)
     except TypeError as error:
         raise PrepareError(
             f"the class {bare.__qualname__} cannot be prepared, because it cannot be extended: {error}"

@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from headway.errors import PrepareError, StateError
 from headway.log import get_logger
 from headway.runtime import process
+from headway.training.lone import LoneCalls
 from headway.training.neighbours import Neighbours
 from headway.training.repoint import fit_state, repoint
 from headway.training.step import Step
@@ -51,12 +52,20 @@ class PreparedOptimizer(torch.optim.Optimizer):
         step: makes updates.
         clock: counts them.
         neighbours: the other Accelerators of this process, one of which may have prepared the model.
+        looks: told before its state is asked for or set, where this process holds a part of it.
 
     Attributes:
         optimizer: the wrapped one.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, step: Step, clock: Clock, neighbours: Neighbours) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: Step,
+        clock: Clock,
+        neighbours: Neighbours,
+        looks: LoneCalls | None = None,
+    ) -> None:
         # Optimizer.__init__ would build a second set of groups and state: everything is delegated instead.
         self.optimizer = optimizer
         self._counts = _Counts()
@@ -65,6 +74,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._strategy = step.strategy
         self._clock = clock
         self._neighbours = neighbours
+        self._looks = looks
         self._checked = -1
         self._last_window = -1
         neighbours.note_prepared(optimizer, step)
@@ -132,20 +142,27 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """The wrapped optimizer's state.
 
         Raises:
-            UnsupportedError: an engine keeps it elsewhere.
+            UnsupportedError: an engine keeps it elsewhere, or each rank has a part of it, and only some ask.
         """
-        self._strategy.capabilities.require("optimizer_state", self._strategy.name, _BY_CHECKPOINT)
+        self._require_state("state_dict() is asked for")
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state.
 
         Raises:
-            UnsupportedError: an engine keeps it elsewhere, and would not see it.
+            UnsupportedError: an engine keeps it elsewhere, and would not see it; or only some ranks load their part.
         """
-        self._strategy.capabilities.require("optimizer_state", self._strategy.name, _BY_CHECKPOINT)
+        self._require_state("load_state_dict() is called")
         self.optimizer.load_state_dict(state_dict)
         fit_state(self.optimizer, self._strategy)
+
+    def _require_state(self, call: str) -> None:
+        self._strategy.capabilities.require("optimizer_state", self._strategy.name, _BY_CHECKPOINT)
+        if self._looks is not None:
+            self._looks.check(
+                f"{type(self.optimizer).__name__}'s {call}", "the state of an optimizer (accelerator.save_state())"
+            )
 
     def train(self) -> None:
         """For schedule-free optimizers."""

@@ -23,6 +23,7 @@ from headway.offload.spread import spread_over
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
 from headway.training import model as prepared_model
+from headway.training.alike import check_alike
 from headway.training.global_batch import derive_steps
 from headway.training.lone import LoneCalls
 from headway.training.neighbours import Neighbours
@@ -182,9 +183,9 @@ class Preparation:
                     "free_memory() before preparing it for training"
                 )
             return model
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            raise PrepareError("prepare() got a DistributedDataParallel; give the bare model, Headway wraps it")
         self._share_streams()
+        if not is_evaluation:  # each rank may evaluate one of its own
+            check_alike(model, self._strategy.everyone)
         is_moved = self._is_moved(model, place, is_evaluation)
         if any(parameter.is_meta for parameter in model.parameters()):
             if is_evaluation:
@@ -264,7 +265,8 @@ class Preparation:
                 return known
         self._strategy.accept(optimizer)
         repoint(optimizer, self._strategy)
-        made = PreparedOptimizer(optimizer, self._step, self._clock, self._neighbours)
+        looks = None if self._strategy.capabilities.lone_forward else self._lone_calls
+        made = PreparedOptimizer(optimizer, self._step, self._clock, self._neighbours, looks)
         self.optimizers.append(made)
         return made
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from headway.errors import ConfigError
+from headway.runtime.callers import calling_ranks
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
 from headway.training.lone import LoneCalls
@@ -25,7 +26,7 @@ class WholeWeights:
 
     def __init__(self, strategy: Strategy, runtime: ProcessRuntime) -> None:
         self._strategy = strategy
-        self._is_main = runtime.rank == 0
+        self._runtime = runtime
         self._lone_calls = LoneCalls(runtime, strategy.name)
 
     def state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -38,7 +39,9 @@ class WholeWeights:
         return whole_state(self._strategy.export_state(model), self._strategy.everyone)
 
     def save(self, model: torch.nn.Module, folder: str | Path, max_shard_size: int | str, is_safe: bool) -> None:
-        """Write the weights from rank 0: as safetensors, or pickled in one file.
+        """Write the weights from rank 0: as safetensors, or pickled in one file; where all ranks call it, they go on together.
+
+        Under `if accelerator.is_main_process:` nobody is waited for, and the rank that is let pass writes whole copies.
 
         Raises:
             UnsupportedError: as for `state_dict`.
@@ -49,13 +52,15 @@ class WholeWeights:
         tensors = dict(self._strategy.export_state(model))
         if is_safe:
             _refuse_objects(tensors)
-        if not is_safe:
-            tensors = whole_state(tensors.items(), everyone)
-        elif any(map(is_spread, tensors.values())):
+        callers = calling_ranks(self._runtime).ranks
+        if is_safe and any(map(is_spread, tensors.values())):
             save_gathered(tensors.items(), folder, max_shard_size, everyone)
-            return
-        if self._is_main:
-            save_weights(tensors.items(), folder, max_shard_size) if is_safe else save_pickled(tensors, folder)
+        else:
+            tensors = whole_state(tensors.items(), everyone)
+            if self._runtime.rank == callers[0]:
+                save_weights(tensors.items(), folder, max_shard_size) if is_safe else save_pickled(tensors, folder)
+        if len(callers) == self._runtime.world_size:
+            everyone.barrier()
 
     def _begin(self, model: torch.nn.Module, call: str) -> None:
         if not self._strategy.capabilities.lone_forward:

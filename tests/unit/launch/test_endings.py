@@ -3,9 +3,11 @@
 import json
 import signal
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
+import torch
 
 from headway.callsite import users_line
 from headway.launch.control_group import MemoryWatch
@@ -107,6 +109,15 @@ def test_a_crash_shows_its_python_stack():
     assert report.first.rank == 1
     assert "ended by SIGSEGV\nFile train.py, line 7 in main" in report.text()
     assert report.exit_code == 139
+
+
+def test_an_engine_that_gave_up_shows_the_users_lines_alone():
+    library = [f'  File "{module.__file__}", line 7 in wait' for module in (threading, torch)]
+    own = '  File "train.py", line 9 in <module>'
+    dump = "\n".join(["Fatal Python error: Aborted", "", "Thread 0x1:", library[0], "", "Thread 0x2:", *library, own])
+    text = Report((death(0, code=-signal.SIGABRT, crash=dump),), 2).text()
+    assert "was ended by SIGABRT: a library gave up" in text
+    assert text.endswith(f"\nThread 0x2:\n{own}\nheadway: the other 1 process has been ended")
 
 
 def test_a_rank_that_the_launcher_ended_is_not_told_of():

@@ -119,6 +119,12 @@ def test_accelerators_that_are_not_there(text):
         plan(GPUS, gpu_ids=text)
 
 
+def test_accelerators_of_a_machine_that_has_none():
+    with pytest.raises(ConfigError, match=r"gpu_ids='0,1' .*, but box has no accelerator .*, or take gpu_ids out"):
+        plan(gpu_ids="0,1")
+    assert plan(cpu=True, gpu_ids="0,1").world_size == 1
+
+
 def test_cpu_on_a_machine_with_accelerators():
     made = plan(GPUS, cpu=True)
     assert made.world_size == 1

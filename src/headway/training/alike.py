@@ -1,0 +1,41 @@
+"""Have all ranks built the same model? Asked before it is wrapped: engines fail with words of their own, or mix tensors up."""
+
+import hashlib
+
+import torch
+
+from headway.collectives.door import Collectives
+from headway.errors import PrepareError
+
+
+def check_alike(model: torch.nn.Module, everyone: Collectives) -> None:
+    """One exchange of a number; what differs is looked for only where something does.
+
+    Raises:
+        PrepareError: it is an engine; or, on every rank, names, shapes, dtypes, or what is frozen, differ.
+    """
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise PrepareError("prepare() got a DistributedDataParallel; give the bare model, Headway wraps it")
+    if everyone.world_size == 1:
+        return
+    own = _described(model)
+    digest = hashlib.blake2b(repr(own).encode(), digest_size=6).digest()
+    if len({number for (number,) in everyone.gather_numbers([float(int.from_bytes(digest, "big"))])}) == 1:
+        return
+    first, *others = everyone.gather_objects(own)
+    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+    name = next(name for name in [*first, *other] if first.get(name) != other.get(name))
+    raise PrepareError(
+        f"ranks have built different models: {name} of {type(model).__name__} is {first.get(name, 'missing')} on rank 0 and "
+        f"{other.get(name, 'missing')} on rank {rank}. Take all sizes from what is the same on every rank: not from a rank's own "
+        "part of the data, nor from a file that only one of them has read"
+    )
+
+
+def _described(model: torch.nn.Module) -> dict[str, str]:
+    """Each tensor in words, by name."""
+    found = {
+        name: f"{tuple(p.shape)} in {p.dtype}{'' if p.requires_grad else ', frozen'}"
+        for name, p in model.named_parameters()
+    }
+    return found | {name: f"{tuple(buffer.shape)} in {buffer.dtype}" for name, buffer in model.named_buffers()}

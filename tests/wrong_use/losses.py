@@ -1,0 +1,166 @@
+"""Mistakes with the loss, and losses that are not the ordinary one."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from headway import Accelerator
+from tests.wrong_use.row import EQUAL, Section, error, plain_error, warning
+from tests.wrong_use.script import Script, loop
+
+section = Section("The loss")
+row = section.row
+
+
+def steps_on(s: Script, compute: Any, **options: Any) -> None:
+    """The loop with a loss of one's own: `compute(accelerator, model, inputs, targets)`."""
+    accelerator, model, optimizer, loader = s.prepared(**options)
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(compute(accelerator, model, inputs, targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row("the loss divided by `gradient_accumulation_steps` by hand", warning("divided by 2"))
+def divided(s: Script) -> None:
+    steps_on(s, lambda a, model, x, y: mse_loss(model(x), y) / a.gradient_accumulation_steps)
+
+
+@row("the loss multiplied by the number of processes by hand", warning("multiplied by 2"), single=EQUAL)
+def multiplied(s: Script) -> None:
+    steps_on(s, lambda a, model, x, y: mse_loss(model(x), y) * a.num_processes)
+
+
+@row("`loss.detach()` given to backward", error("without a graph"))
+def detached(s: Script) -> None:
+    steps_on(s, lambda a, model, x, y: mse_loss(model(x), y).detach())
+
+
+@row("`loss.item()` given to backward", error("got a float"))
+def item(s: Script) -> None:
+    steps_on(s, lambda a, model, x, y: mse_loss(model(x), y).item())
+
+
+@row("the mean of gathered losses given to backward", error("without a graph"), single=EQUAL)
+def gathered(s: Script) -> None:
+    steps_on(s, lambda a, model, x, y: a.gather(mse_loss(model(x), y)).mean())
+
+
+@row("training under `torch.no_grad()`", error("torch.no_grad()"))
+def no_grad(s: Script) -> None:
+    def compute(a: Accelerator, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return mse_loss(model(x), y)
+
+    steps_on(s, compute)
+
+
+@row("`reduction='none'`", error("reduce it first"))
+def unreduced(s: Script) -> None:
+    steps_on(s, lambda a, model, x, y: mse_loss(model(x), y, reduction="none"))
+
+
+@row("a tuple of losses", error("got a tuple"))
+def several(s: Script) -> None:
+    steps_on(s, lambda a, model, x, y: (mse_loss(model(x), y), 0.0))
+
+
+@row("a loss that is nan in the first batch", warning("nan"))
+def not_a_number(s: Script) -> None:
+    steps_on(s, lambda a, model, x, y: mse_loss(model(x), y) * float("nan"))
+
+
+# -------------------------------------------------------------------- two backwards
+
+
+@loop
+def _two_losses(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    (mse_loss(model(inputs), targets) + 0.5 * model(inputs).square().mean()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@row("two losses, a backward each, in one micro-batch", EQUAL, by_hand=_two_losses)
+def two_backwards(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            accelerator.backward(0.5 * model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row("two backwards through one graph with `retain_graph=True`", EQUAL, by_hand=_two_losses)
+def retain_graph(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            outputs = model(inputs)
+            accelerator.backward(mse_loss(outputs, targets), retain_graph=True)
+            accelerator.backward(0.5 * outputs.square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row("the same without `retain_graph=True`", plain_error("Specify retain_graph=True"))
+def no_retain_graph(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            outputs = model(inputs)
+            accelerator.backward(mse_loss(outputs, targets))
+            accelerator.backward(0.5 * outputs.square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop
+def _penalised_weights(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    mse_loss(model(inputs), targets).backward()
+    (0.01 * sum(p.abs().sum() for p in model.parameters())).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@row("an L1 penalty on the weights in a backward of its own", EQUAL, by_hand=_penalised_weights)
+def l1_apart(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            accelerator.backward(0.01 * sum(p.abs().sum() for p in model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row("an L1 penalty on the weights, added to the loss", EQUAL, by_hand=_penalised_weights)
+def l1_added(s: Script) -> None:
+    steps_on(s, lambda a, model, x, y: mse_loss(model(x), y) + 0.01 * sum(p.abs().sum() for p in model.parameters()))
+
+
+def _penalty(outputs: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    return 0.1 * (slope.norm(dim=1) - 1).square().mean()
+
+
+@loop
+def _penalised_slope(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    inputs = inputs.clone().requires_grad_()
+    outputs = model(inputs)
+    (mse_loss(outputs, targets) + _penalty(outputs, inputs)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@row("a gradient penalty: `torch.autograd.grad(..., create_graph=True)`", EQUAL, by_hand=_penalised_slope)
+def gradient_penalty(s: Script) -> None:
+    def compute(a: Accelerator, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        outputs = model(x)
+        return mse_loss(outputs, y) + _penalty(outputs, x)
+
+    steps_on(s, compute)

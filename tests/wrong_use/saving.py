@@ -1,0 +1,180 @@
+"""Mistakes in saving and loading."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway import load_checkpoint_in_model
+from tests.wrong_use.row import EQUAL, Section, error, warning
+from tests.wrong_use.script import Script, net, train
+
+section = Section("Saving and loading")
+row = section.row
+
+LONE = error("on rank 0 only, under `if accelerator.is_main_process:`")
+"""Where each rank holds a part of the model."""
+
+
+def read(s: Script, file: str) -> nn.Module:
+    """What a file of plain weights holds, on all ranks; each of them has its own look at it."""
+    model = net()
+    model.load_state_dict(torch.load(s.folder / file, weights_only=True))
+    return model
+
+
+@row("`accelerator.save_model` under `if accelerator.is_main_process:`", EQUAL, fsdp=LONE, tp=LONE)
+def save_model_alone(s: Script) -> Any:
+    accelerator, model, optimizer, loader = s.prepared()
+    train(accelerator, model, optimizer, loader)
+    if accelerator.is_main_process:
+        accelerator.save_model(model, s.folder)
+    accelerator.wait_for_everyone()
+    saved = net()
+    load_checkpoint_in_model(saved, s.folder / "model.safetensors")
+    return saved
+
+
+@row(
+    "`accelerator.save_state` under `if accelerator.is_main_process:`",
+    error("accelerator.is_main_process"),
+    single=EQUAL,
+    ddp=warning("random streams of the other ranks"),
+)
+def save_state_alone(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    if accelerator.is_main_process:
+        accelerator.save_state(s.folder / "state")
+    accelerator.wait_for_everyone()
+    accelerator.load_state(s.folder / "state")
+    train(accelerator, model, optimizer, loader)
+
+
+@row("`torch.save(model.state_dict())` under `if accelerator.is_main_process:`", EQUAL, fsdp=LONE, tp=LONE)
+def torch_save_alone(s: Script) -> Any:
+    accelerator, model, optimizer, loader = s.prepared()
+    train(accelerator, model, optimizer, loader)
+    if accelerator.is_main_process:
+        torch.save(model.state_dict(), s.folder / "model.pt")
+    accelerator.wait_for_everyone()
+    return read(s, "model.pt")
+
+
+PARTS = warning("holds this rank's part of each tensor")
+
+
+@row("`state = model.state_dict()` on all ranks, saved by one", EQUAL, fsdp=PARTS, tp=PARTS)
+def torch_save_of_parts(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    state = model.state_dict()
+    if accelerator.is_main_process:
+        torch.save(state, s.folder / "model.pt")
+    train(accelerator, model, optimizer, loader)
+
+
+@row("`accelerator.get_state_dict` under `if accelerator.is_main_process:`", EQUAL, fsdp=LONE, tp=LONE)
+def get_state_dict_alone(s: Script) -> Any:
+    accelerator, model, optimizer, loader = s.prepared()
+    train(accelerator, model, optimizer, loader)
+    if accelerator.is_main_process:
+        accelerator.save(accelerator.get_state_dict(model), s.folder / "model.pt")
+    accelerator.wait_for_everyone()
+    return read(s, "model.pt")
+
+
+@row("`torch.save(optimizer.state_dict())` under `if accelerator.is_main_process:`", EQUAL, fsdp=LONE, tp=LONE)
+def optimizer_saved_alone(s: Script) -> Any:
+    accelerator, model, optimizer, loader = s.prepared()
+    train(accelerator, model, optimizer, loader)
+    if accelerator.is_main_process:
+        torch.save(optimizer.state_dict(), s.folder / "optimizer.pt")
+    accelerator.wait_for_everyone()
+    optimizer.load_state_dict(torch.load(s.folder / "optimizer.pt", weights_only=True))
+
+
+@row("`model.load_state_dict` under `if accelerator.is_main_process:`", error("rank"), single=EQUAL, fsdp=LONE, tp=LONE)
+def load_alone(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    if accelerator.is_main_process:
+        model.load_state_dict(net(seed=s.shards - 1).state_dict())
+    train(accelerator, model, optimizer, loader)
+
+
+@row("plain weights loaded into the prepared model", EQUAL)
+def load_after_prepare(s: Script) -> None:
+    accelerator = s.start()
+    parts = s.parts(accelerator)
+    nn.init.zeros_(parts[0].up.weight)
+    model, optimizer, loader = accelerator.prepare(*parts)
+    model.load_state_dict(net().state_dict())
+    train(accelerator, model, optimizer, loader)
+
+
+@row("`load_state` before prepare", error("prepare"))
+def load_state_before_prepare(s: Script) -> None:
+    accelerator, *_ = s.prepared()
+    accelerator.save_state(s.folder / "state")
+    accelerator = s.start()
+    accelerator.load_state(s.folder / "state")
+    train(accelerator, *accelerator.prepare(*s.parts(accelerator)))
+
+
+@row("`load_state` under `if accelerator.is_main_process:`", error("load_state is called"), single=EQUAL)
+def load_state_alone(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    accelerator.save_state(s.folder / "state")
+    if accelerator.is_main_process:
+        accelerator.load_state(s.folder / "state")
+    train(accelerator, model, optimizer, loader)
+
+
+@row("`save_state` in the middle of a window", warning("in the middle of a window"))
+def save_in_a_window(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    for index, (inputs, targets) in enumerate(loader):
+        with accelerator.accumulate(model):
+            accelerator.backward((model(inputs) - targets).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if index == 2:
+            accelerator.save_state(s.folder / "state")
+
+
+@row("`save_state()` without a folder, and without automatic naming", error("needs a folder"))
+def save_without_a_folder(s: Script) -> None:
+    accelerator, *_ = s.prepared()
+    accelerator.save_state()
+
+
+@row("a folder that holds no checkpoint given to `load_state`", error("no manifest.json"))
+def load_nothing(s: Script) -> None:
+    accelerator, *_ = s.prepared()
+    accelerator.load_state(s.folder)
+
+
+@row("another model's checkpoint", error("does not fit"))
+def load_another(s: Script) -> None:
+    accelerator, *_ = s.prepared()
+    accelerator.save_state(s.folder / "state")
+    accelerator = s.start()
+    model = net()
+    model.down = nn.Linear(8, 2)
+    accelerator.prepare(model)
+    accelerator.load_state(s.folder / "state")
+
+
+@row("an object without `state_dict` registered for checkpointing", error("state_dict"))
+def register_anything(s: Script) -> None:
+    accelerator, *_ = s.prepared()
+    accelerator.register_for_checkpointing({"epoch": 1})
+
+
+PART = error("cannot be copied or pickled")
+
+
+@row("`copy.deepcopy` of the prepared model, or `torch.save(model)`", EQUAL, fsdp=PART, tp=PART)
+def pickled(s: Script) -> Any:
+    accelerator, model, optimizer, loader = s.prepared()
+    train(accelerator, model, optimizer, loader)
+    torch.save(model, s.folder / f"model{accelerator.process_index}.pt")
+    return torch.load(s.folder / f"model{accelerator.process_index}.pt", weights_only=False)

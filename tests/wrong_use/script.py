@@ -1,0 +1,131 @@
+"""The script that the table's mistakes are made in: a tiny model, its data and its loop, prepared and by hand."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator, TensorParallelOptions
+from headway.strategies.gradients import is_distributed
+
+ROWS, STEPS, WINDOW = 32, 2, 8
+"""Rows of data, micro-batches per update, rows per update on all ranks together."""
+
+
+class Net(nn.Module):
+    """Small enough for a hundred runs, and with two matrices that tensor parallelism can split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+
+def net(make: Callable[[], nn.Module] = Net, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return make()
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def data(rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs = torch.randn(rows, 4, generator=torch.Generator().manual_seed(1))
+    return inputs, inputs.sum(1, keepdim=True)
+
+
+class Script:
+    """What a user's script begins with, in one layout.
+
+    Attributes:
+        layout: "single", "ddp", "fsdp" or "tp".
+        folder: an empty folder, the same on all ranks.
+        model: the one whose weights are compared at the end.
+        shards: in how many parts the data is split.
+    """
+
+    def __init__(self, layout: str, folder: str) -> None:
+        self.layout = layout
+        self.folder = Path(folder)
+        self.model: nn.Module = net()
+        self.shards = 2 if layout in ("ddp", "fsdp") else 1
+
+    def start(self, steps: int = STEPS, handlers: tuple[Any, ...] = (), **options: Any) -> Accelerator:
+        plan = TensorParallelOptions(plan={"up": "colwise", "down": "rowwise"})
+        return Accelerator(
+            cpu=True,
+            strategy=None if self.layout == "single" else self.layout,
+            gradient_accumulation_steps=steps,
+            kwargs_handlers=[*handlers, *([plan] if self.layout == "tp" else [])],
+            **options,
+        )
+
+    def parts(self, accelerator: Accelerator) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+        """A model, its optimizer and a loader whose batches make windows of `WINDOW` rows."""
+        self.model = net()
+        size = WINDOW // (accelerator.gradient_accumulation_steps * accelerator.strategy.data_shard.count)
+        return self.model, sgd(self.model), DataLoader(TensorDataset(*data()), batch_size=size)
+
+    def prepared(self, **options: Any) -> tuple[Accelerator, Any, Any, Any]:
+        accelerator = self.start(**options)
+        return accelerator, *accelerator.prepare(*self.parts(accelerator))
+
+
+def train(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> None:
+    """The loop without a mistake."""
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# -------------------------------------------------------------------- by hand
+
+
+def windows(size: int = WINDOW) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    return zip(*(tensor.split(size) for tensor in data()))
+
+
+def loop(
+    body: Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Tensor], None],
+) -> Callable[[Script], nn.Module]:
+    """A loop by hand, with these lines in it."""
+
+    def run(s: Script) -> nn.Module:
+        model = net()
+        optimizer = sgd(model)
+        for inputs, targets in windows():
+            body(model, optimizer, inputs, targets)
+        return model
+
+    return run
+
+
+@loop
+def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    """Plain PyTorch: each window as one batch."""
+    mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def numbers(found: Any) -> list[torch.Tensor]:
+    """Whole tensors of a model, of values, or of a list of such."""
+    if isinstance(found, nn.Module):
+        return [_whole(tensor) for tensor in found.state_dict().values()]
+    if isinstance(found, list | tuple):
+        return [tensor for item in found for tensor in numbers(item)]
+    return [_whole(torch.as_tensor(found))]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if is_distributed(tensor) else tensor).double().clone()  # type: ignore[attr-defined]
