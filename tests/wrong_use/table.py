@@ -13,19 +13,8 @@ def cells(name: str, *layouts: str) -> list[str]:
 
 PENDING = {
     *cells("load_alone", "ddp"),
-    *cells("loss_backward"),
-    *cells("loss_backward_without_windows"),
-    *cells("zero_grad_between"),
-    *cells("model_zero_grad", "single", "ddp", "tp"),
-    *cells("step_by_another_count"),
-    *cells("no_step"),
-    *cells("window_in_one_block"),
-    *cells("loop_in_one_block"),
-    *cells("divided"),
-    *cells("multiplied", "ddp", "fsdp", "tp"),
     *cells("not_a_number"),
-    *cells("retain_graph", "ddp"),
-    *cells("l1_apart", "ddp", "fsdp", "tp"),
+    *cells("l1_apart", "fsdp", "tp"),
     *cells("l1_added", "tp"),
     *cells("gradient_penalty", "ddp", "fsdp", "tp"),
 }

@@ -24,6 +24,14 @@ _OTHER_BACKWARD = (
     "accelerator.backward(loss): it weighs the loss, scales it under fp16 and knows when the window ends. Do not prepare an "
     "optimizer whose gradients you make yourself"
 )
+_NO_STEP = (
+    "zero_grad() came before step(): the gradient of a whole window was dropped without an update. Call step() first; if the update "
+    "is meant to be left out, this is no mistake"
+)
+_LEFT = (
+    "a window of %d micro-batches ended without step() and zero_grad(), so its gradient is part of the next update too. Call both in "
+    "each micro-batch: they act at the end of a window, and wait until then"
+)
 _CLOSURE = (
     "step(closure) came inside accumulate() before any backward: the window waits for a backward that only this step would "
     "make. Open the block in the closure, `def closure(): with accelerator.accumulate(model): ...`, and call step(closure) "
@@ -179,6 +187,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         windows = self._windows
         window = self._window() if self._step.are_several else windows.current
         if windows.is_due if not self._step.weighs_losses else window is None or windows.may_clear(window):
+            if window is not None and window.is_waiting and window.is_closed and self._weighed_gradients():
+                log.warning_once(_NO_STEP)
+                window.is_applied = True
             self._step.drop(self.optimizer, set_to_none)
         elif window is not None and window.micro_weight is not None:
             window.was_asked = True
@@ -194,6 +205,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         window = self._window() if step.are_several else self._windows.current
         if window is None or (window is not self._windows.current and window.number == self._last_window):
             raise StateError(self._left_out())
+        if window.was_left and self._step.weighs_losses:
+            log.warning_once(_LEFT, self._windows.num_steps)
         if not self._is_final(window, closure):
             return
         if self._checked != step.prepared.num_resets:
@@ -252,10 +265,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def _has_foreign_gradients(self) -> bool:
         """Are there gradients although accelerator.backward has made none?"""
-        if not self._step.weighs_losses:
-            return False
+        return any(bool(grad.count_nonzero()) for grad in self._weighed_gradients())
+
+    def _weighed_gradients(self) -> list[torch.Tensor]:
+        """What this rank holds of the gradients; none where a backward of the script's own is as good as any."""
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
-        return any(bool(grad.count_nonzero()) for grad in self._strategy.local_gradients(parameters))
+        return self._strategy.local_gradients(parameters) if self._step.weighs_losses else []
 
     def _left_out(self) -> str:
         models = self._step.turns.models_of(p for group in self.optimizer.param_groups for p in group["params"])

@@ -22,10 +22,11 @@ from headway.errors import LossError, StateError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.strategies.base import Strategy
+from headway.training.first_window import FirstWindow
 from headway.training.moments import Moments
 from headway.training.prepared import Prepared
 from headway.training.task import Task, Weigher
-from headway.training.turns import Turns
+from headway.training.turns import TWO_TURNS, Turns
 from headway.training.windows import LossPolicy, WeightedMean, Window, Windows
 
 log = get_logger(__name__)
@@ -35,13 +36,6 @@ _BY_HAND = (
     "backward came outside accumulate(), with gradient_accumulation_steps=%d: each loss is divided by %d, and step() and "
     "zero_grad() act whenever they are called. `with accelerator.accumulate(model):` makes it exact, for short windows and ragged "
     "batches too, and reduces gradients only once per window. Do not divide the loss yourself"
-)
-
-
-_TWO_TURNS = (
-    "backward() came after step() or zero_grad() in one accumulate() block, whose window has several micro-batches: both wait for "
-    "its end, and the gradients of the two losses would be mixed. Give each model a block of its own, `with "
-    "accelerator.accumulate(d): ...`, then `with accelerator.accumulate(g): ...` (docs/several_models.md)"
 )
 
 
@@ -120,6 +114,7 @@ class Step(ABC):
         self.guard = guard
         self.moments = moments
         self.turns = Turns(windows, prepared, strategy)
+        self._first_window = FirstWindow(windows, prepared, strategy)
         self.weighs_losses = isinstance(policy, WeightedMean)
         self._policy = policy
 
@@ -195,8 +190,13 @@ class Step(ABC):
         window = self.windows.current
         if self.windows.is_inside:
             if window.was_asked and not (window.is_last and window.num_done == 1):
-                raise StateError(_TWO_TURNS)
+                raise StateError(TWO_TURNS)
+            is_first = self.windows.is_first(window)
+            if is_first:
+                self._first_window.before_backward(loss, self.weighs_losses and weight is None)
             self._backward_inside(loss, weight, reduction, **kwargs)
+            if is_first:
+                self._first_window.after_backward()
         else:
             self._backward_outside(loss, weight, reduction, **kwargs)
 

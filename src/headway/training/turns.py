@@ -15,6 +15,12 @@ from headway.strategies.base import Strategy
 from headway.training.prepared import Prepared
 from headway.training.windows import Window, Windows
 
+TWO_TURNS = (
+    "backward() came after step() or zero_grad() in one accumulate() block, whose window has several micro-batches: both wait for "
+    "its end, and the gradients of the two losses would be mixed. Give each model a block of its own, `with "
+    "accelerator.accumulate(d): ...`, then `with accelerator.accumulate(g): ...` (docs/several_models.md)"
+)
+
 
 @dataclass(frozen=True)
 class Others:

@@ -20,6 +20,7 @@ How losses are divided is a policy at the end of this file, and `step.py` carrie
 takes back is said here, by `snapshot` and `restore`.
 """
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
@@ -83,6 +84,7 @@ class Window:
         is_applied: an optimizer took the step, or fp16 skipped it.
         batch: the number of the batch in pieces that was counted last.
         is_by_hand: one backward outside `accumulate`, of several that the caller makes an update from.
+        was_left: the one before it ended, and nobody stepped on its gradient or dropped it.
         was_asked: step() or zero_grad() has been called between a backward and the end of the micro-batch, and had to wait.
         set_aside: (ids of parameters, what a strategy has taken of their gradients), while another window that trains them
             too has its turn.
@@ -103,16 +105,23 @@ class Window:
     is_applied: bool = False
     batch: int = 0
     is_by_hand: bool = False
+    was_left: bool = False
     was_asked: bool = False
     set_aside: tuple[tuple[frozenset[int], Any], ...] = ()
 
     def open(self, number: int) -> None:
         """Start over, with the last full window's weight as the nominal one."""
         self.number = number
+        self.was_left = self.is_waiting
         self.num_done, self.is_closed, self.is_empty, self.has_gradient = 0, False, False, False
         self.is_applied = False
         self.set_aside = ()
         self.nominal, self.local_weight, self.global_weight = self.next_nominal, 0.0, 0.0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Has it a gradient that no optimizer has stepped on, and nobody has dropped?"""
+        return self.has_gradient and not (self.is_applied or self.is_empty)
 
     def add(self, local: float, total: float | None) -> None:
         """The micro-batch weighs so much, here and on all ranks together."""
@@ -279,6 +288,15 @@ class Windows:
         """Do different sets of models have windows of their own?"""
         return len(self._by_models) > 1
 
+    def is_first(self, window: Window) -> bool:
+        """Is it the first one of its models?"""
+        return window.number <= len(self._by_models)
+
+    @property
+    def num_read(self) -> int:
+        """Most batches that one loader has given since the micro-batch began."""
+        return max(Counter(map(id, self._in_hand)).values(), default=0)
+
     def latest(self, models: Container[int]) -> Window | None:
         """The window that one of these models, by their ids, learned in last; the current one, where that has no models."""
         if not self.current.models:
@@ -334,7 +352,7 @@ class Windows:
         if not self.are_several:
             return []
         others = (other for other in self._by_models.values() if other is not window)
-        return [other for other in others if other.has_gradient and not (other.is_applied or other.is_empty)]
+        return [other for other in others if other.is_waiting]
 
     # ---------------------------------------------------------------- another place
 
