@@ -242,7 +242,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         windows = self._windows
         if windows.may_step(window):
             # The first step of a run comes after a backward, or has one in its closure.
-            if not windows.num_windows and closure is None and self._has_foreign_gradients():
+            is_first = not windows.num_windows and bool(self._step.prepared.models)
+            if is_first and closure is None and self._has_foreign_gradients():
                 raise StateError(_OTHER_BACKWARD)
             return True
         if windows.is_inside and window.micro_weight is None:
