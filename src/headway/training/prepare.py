@@ -20,11 +20,11 @@ from headway.data.rules import LoadingRules, TorchRules
 from headway.errors import PrepareError
 from headway.log import get_logger
 from headway.offload.spread import spread_over
+from headway.runtime.lone import LoneCalls
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
 from headway.training import model as prepared_model
 from headway.training.global_batch import derive_steps
-from headway.training.lone import LoneCalls
 from headway.training.neighbours import Neighbours
 from headway.training.optimizer import PreparedOptimizer, check_owned
 from headway.training.prepared import Optimizing, Scheduling
