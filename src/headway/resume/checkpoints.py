@@ -21,7 +21,7 @@ from headway.resume.place import Place
 from headway.resume.restored import Restored
 from headway.resume.run import RunState
 from headway.runtime.callers import Callers, calling_ranks
-from headway.training.step import Moments
+from headway.training.moments import Moments
 
 if TYPE_CHECKING:
     from headway.resume import preemption

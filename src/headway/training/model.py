@@ -9,7 +9,7 @@ On several processes scripts expect what DistributedDataParallel has: `model.mod
 """
 
 import copyreg
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +23,8 @@ _MOST_OPENED = 100_000
 
 KeepLocal = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 """From a model to a block whose backwards keep their gradients on this process."""
+Look = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
+"""Told that a model is called, and with what."""
 
 
 class _Call:
@@ -47,7 +49,7 @@ class _Call:
         autocast: Callable[[], AbstractContextManager[Any]] | None,
         keep_local: KeepLocal | None,
         shards: str | None,
-        looks: Callable[[torch.nn.Module], None] | None,
+        looks: Sequence[Look],
     ) -> None:
         self.bare_class = bare_class
         self.engine = engine
@@ -69,8 +71,8 @@ class PreparedModel:
         bare = super().__call__  # type: ignore[misc]
         if call.is_inside:
             return bare(*args, **kwargs)
-        if call.looks is not None:
-            call.looks(self)  # type: ignore[arg-type]
+        for look in call.looks:
+            look(self, args, kwargs)  # type: ignore[arg-type]
         is_served = call.engine is not None and (call.serves_all or torch.is_grad_enabled())
         run: Any = call.engine if is_served else bare
         call.is_inside = True
@@ -142,7 +144,7 @@ def attach(
     autocast: Callable[[], AbstractContextManager[Any]] | None,
     keep_local: KeepLocal | None = None,
     shards: str | None = None,
-    looks: Callable[[torch.nn.Module], None] | None = None,
+    looks: Sequence[Look] = (),
 ) -> None:
     """Make calls of `model` run through `engine` and `autocast`; with nothing to add, the object is left as it is.
 
@@ -152,12 +154,12 @@ def attach(
         autocast: makes the context of a forward.
         keep_local: for `no_sync()`; None: the model gets neither that nor `module`, as on one process.
         shards: the strategy that left a part of the model on this process, so that it cannot be copied; None: it can.
-        looks: told before each forward that is not within another one.
+        looks: told of each forward that is not within another one, before it.
 
     Raises:
         PrepareError: its class cannot be extended (it defines __slots__ or forbids subclasses).
     """
-    if all(each is None for each in (engine, autocast, keep_local, shards, looks)):
+    if not looks and all(each is None for each in (engine, autocast, keep_local, shards)):
         return
     bare = type(model)
     added: dict[str, Any] = {"__module__": bare.__module__, "__doc__": bare.__doc__}

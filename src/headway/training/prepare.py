@@ -106,7 +106,8 @@ class Preparation:
         self._rng_types = rng_types
         self._global_batch_size = global_batch_size
         self._is_sharing = False
-        self._lone_calls = LoneCalls(runtime, self._strategy.name)
+        lone = () if self._strategy.capabilities.lone_forward else (LoneCalls(runtime, self._strategy.name),)
+        self._looks = (*lone, *step.moments.before_forward)
         attempt.register(self)
 
     @property
@@ -209,7 +210,7 @@ class Preparation:
             self._strategy.forward_context(self._step.precision),
             partial(self._strategy.accumulate, sync=False) if self._is_replicated(model, is_evaluation) else None,
             None if self._strategy.capabilities.copies or is_evaluation else self._strategy.name,
-            None if self._strategy.capabilities.lone_forward or is_evaluation else self._lone_calls,
+            () if is_evaluation else self._looks,
         )
         self._prepared.add_model(model)
         if is_evaluation:

@@ -10,22 +10,24 @@
 ran out. What a step works with comes in through its constructor; a feature that is off is an empty list or a null object.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from headway.collectives.tree import Tree
+from headway.collectives.tree import Tree, find_batch_size
 from headway.errors import LossError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.strategies.base import Strategy
+from headway.training.guard import Guard, Notice, Skips
+from headway.training.moments import Moments
 from headway.training.prepared import Prepared
 from headway.training.task import Task, Weigher
-from headway.training.windows import LossPolicy, Window, Windows
+from headway.training.windows import WHOLE, LossPolicy, Piece, Window, Windows
 
 log = get_logger(__name__)
 
@@ -37,30 +39,24 @@ _BY_HAND = (
 )
 
 
-class Guard(Protocol):
-    """Watches the numbers of a step."""
-
-    def watch(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss that backward is run on."""
-
-    def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-        """Final gradients are about to be clipped; their total norm, where it has been computed here."""
-
-    def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
-        """They have been."""
-
-    def permits(self) -> bool:
-        """May the closed window's update be made? The same answer on every rank."""
-
-    def after_step(self, did_step: bool) -> None:
-        """An optimizer has made its step, or not."""
-
-
 class NoGuard:
-    """Nobody looks."""
+    """Prevents nothing.
+
+    Args:
+        notice: is told of losses that are not finite, or may be; None where tensors have no values.
+        skips: counts steps that were not made.
+    """
+
+    def __init__(self, notice: Notice | None, skips: Skips) -> None:
+        self._notice = notice
+        self._skips = skips
+        self._is_read_late = False
 
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as it is."""
+        """The loss as it is; on a CPU, reading it waits for nobody."""
+        if self._notice is not None and (loss.device.type != "cpu" or not math.isfinite(loss.item())):
+            self._is_read_late = True
+            self._notice.note(loss)
         return loss
 
     def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
@@ -72,29 +68,14 @@ class NoGuard:
 
     def permits(self) -> bool:
         """Always."""
+        if self._notice is not None and self._is_read_late:
+            self._notice.look()
         return True
 
     def after_step(self, did_step: bool) -> None:
-        """Nothing is counted."""
-
-
-@dataclass
-class Moments:
-    """Who hears of a step's moments: lists of functions, empty while nothing is measured or watched.
-
-    Attributes:
-        before_learning: a micro-batch is about to begin, or a backward comes outside of any.
-        before_begin: a micro-batch is about to begin.
-        begun: it has, as (number of its window, its number in it).
-        before_backward: a loss is about to run backward.
-        phases: the name of the phase that begins: "forward", "backward", "step".
-    """
-
-    before_learning: list[Callable[[], None]] = field(default_factory=list)
-    before_begin: list[Callable[[], None]] = field(default_factory=list)
-    begun: list[Callable[[int, int], None]] = field(default_factory=list)
-    before_backward: list[Callable[[], None]] = field(default_factory=list)
-    phases: list[Callable[[str], None]] = field(default_factory=list)
+        """Count it where it was not made."""
+        if not did_step:
+            self._skips.note()
 
 
 class Step(ABC):
@@ -166,13 +147,17 @@ class Step(ABC):
         if weight is not None:
             is_filler = counts is not None and counts[shard.index] == 0
             return (0.0 if is_filler else weight), (None if shard.count > 1 else weight)
+        piece = self.windows.piece
         if counts is None:
+            if piece is not WHOLE:  # a batch that was handed over has as many rows as it has
+                return float(piece.num_rows), (None if shard.count > 1 else float(piece.num_rows))
+            for listener in self.moments.unweighed:
+                listener()
             log.info_once(
                 "backward outside a prepared loader: each loss weighs 1; pass weight= where micro-batches differ"
             )
             counts = (1,) * shard.count
         # A mean over a piece weighs its part of the whole batch.
-        piece = self.windows.piece
         rows, total = piece.num_rows, piece.total_rows
         return counts[shard.index] * rows / total, sum(counts) * rows / total
 
@@ -250,6 +235,8 @@ class Step(ABC):
             if window.num_done >= self.windows.num_steps:
                 window.next_nominal = total
         self.strategy.reduce_gradients(parameters, has_gaps)
+        for listener in self.moments.reduced:
+            listener()
 
     # ---------------------------------------------------------------- final gradients
 
@@ -411,6 +398,8 @@ class WholeStep(Step):
         window.close(total)
         self.run(loss, local, total * num_steps or 1.0, reduction, **kwargs)
         self.strategy.reduce_gradients()
+        for note in moments.reduced:
+            note()
 
     def act(self, action: Callable[[], Any]) -> Any:
         """Do it."""
@@ -418,6 +407,8 @@ class WholeStep(Step):
 
     def update(self, optimizer: torch.optim.Optimizer, strategy: Strategy, closure: Callable[[], Any] | None) -> bool:
         """Where the guard permits it."""
+        for check in self.moments.before_update:
+            check()
         return self.guard.permits() and strategy.step(optimizer, self.precision, closure)
 
     def tick(self, call: Callable[[], None]) -> None:
@@ -426,14 +417,27 @@ class WholeStep(Step):
 
     def microbatches(self, batch: Tree) -> Iterator[Tree]:
         """The batch."""
-        yield batch
+        self._hand_out(batch)
+        try:
+            yield batch
+        finally:
+            self.windows.hand_out(WHOLE)
+
+    def _hand_out(self, batch: Tree) -> None:
+        """Where no loader counts them, its own rows are what a loss weighs."""
+        rows = find_batch_size(batch) if self.windows.loader is None else None
+        self.windows.hand_out(WHOLE if rows is None else Piece(0, rows, rows, True))
 
     def forward_backward(
         self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str
     ) -> torch.Tensor:
         """All of it at once."""
         task = Task(batch, fn, weight, reduction)
-        self.run_task(task, batch)
+        self._hand_out(batch)
+        try:
+            self.run_task(task, batch)
+        finally:
+            self.windows.hand_out(WHOLE)
         return task.loss(self.strategy.data_group)
 
 
