@@ -26,6 +26,7 @@ log = get_logger(__name__)
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUM_NAMES = 3
+_PART = 1 << 22
 _REMEDY = (
     "Change them alike on all ranks (the same seed for what is drawn, no condition on the rank around it), or before prepare(), "
     "which gives all ranks rank 0's values"
@@ -51,6 +52,7 @@ class Replicas:
         self._rows = rows
         self._is_strict = is_strict
         self._num_reduced, self._next = 0, 1
+        self._told: set[str] = set()
 
     def note(self) -> None:
         """Gradients were made final, by all ranks together or by this one alone."""
@@ -121,18 +123,22 @@ class Replicas:
         if drifted:
             self._report(f"the replicas of the model are not alike on all ranks: {_several(drifted)}")
         if frozen:
-            log.warning_once("frozen parameters are not alike on all ranks: %s. %s", _several(frozen), _REMEDY)
+            self._warn("frozen", f"frozen parameters are not alike on all ranks: {_several(frozen)}. {_REMEDY}")
         if num_rounded:
-            log.warning_once(
-                "%d parameters are not alike on all ranks in their last bits: ranks compute on different kinds of devices, or an "
-                "optimizer draws random numbers of each rank's own",
-                num_rounded,
+            what = (
+                "ranks compute on different kinds of devices, or an optimizer draws random numbers of each rank's own"
             )
+            self._warn("bits", f"{num_rounded} parameters differ between ranks in their last bits: {what}")
 
     def _report(self, text: str) -> None:
         if self._is_strict:
             raise StateError(f"{text}. {_REMEDY}")
-        log.warning_once("%s. %s", text, _REMEDY)
+        self._warn("drift", f"{text}. {_REMEDY}")
+
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._told:
+            log.warning("%s", text)
+            self._told.add(kind)
 
 
 def _has_bits(parameter: torch.Tensor) -> bool:
@@ -145,24 +151,31 @@ def _bits(parameters: Sequence[torch.Tensor]) -> list[int]:
     """The sum of each one's bits, read as whole numbers; one value is read from each device."""
     sums: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for index, parameter in enumerate(parameters):
-        plain = parameter.detach()
-        real = torch.view_as_real(plain) if plain.is_complex() else plain
-        whole = real.view(_INTEGERS[real.element_size()]) if real.is_floating_point() else real
-        sums.setdefault(plain.device, []).append((index, whole.sum(dtype=torch.int64)))
+        for part in _parts(parameter):
+            whole = part.view(_INTEGERS[part.element_size()]) if part.is_floating_point() else part
+            sums.setdefault(part.device, []).append((index, whole.sum(dtype=torch.int64)))
     found = [0] * len(parameters)
     for several in sums.values():
         for (index, _), value in zip(several, torch.stack([each for _, each in several]).tolist()):
-            found[index] = value
+            found[index] += value
     return found
 
 
 def _distance(own: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference, relative to the largest value; 0 where both are nan."""
-    wide = torch.complex128 if own.is_complex() else torch.float64
-    one, two = own.to(wide), other.to(wide)
-    away = torch.where((one == two) | (one.isnan() & two.isnan()), 0.0, (one - two).abs()).nan_to_num(math.inf)
-    size = two.abs().nan_to_num(0.0, 0.0).max() if two.numel() else two.new_zeros(()).abs()
-    return float(away.max() / size.clamp(min=1e-300)) if away.numel() else 0.0
+    """The largest difference, relative to the largest value; two nans are alike."""
+    most, size = 0.0, 1e-300
+    for one, two in zip(_parts(own), _parts(other)):
+        one, two = one.double(), two.double()
+        away = torch.where((one == two) | (one.isnan() & two.isnan()), 0.0, (one - two).abs()).nan_to_num(math.inf)
+        most, size = max(most, away.max().item()), max(size, two.abs().nan_to_num(0.0, 0.0).max().item())
+    return most / size
+
+
+def _parts(parameter: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Its values in pieces, as what is computed from one takes memory."""
+    plain = parameter.detach()
+    real = torch.view_as_real(plain) if plain.is_complex() else plain
+    return real.reshape(-1).split(_PART) if real.numel() else ()
 
 
 def _most(parameter: torch.Tensor) -> float:

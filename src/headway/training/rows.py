@@ -28,10 +28,11 @@ class Rows:
         self._seen: list[int] = []
         self._first: list[int] = []
         self._num_rows = 0
+        self._is_told = False
 
     def see(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A prepared model is called."""
-        if self._windows.loader is None and torch.is_grad_enabled() and model.training:
+        if not self._is_told and self._windows.loader is None and torch.is_grad_enabled() and model.training:
             self._seen.append(find_batch_size((args, kwargs)) or 0)
 
     def unweighed(self) -> None:
@@ -41,11 +42,10 @@ class Rows:
             return
         self._num_rows = sum(seen)
         self._first = self._first or seen
-        if seen != self._first:
+        if seen != self._first and not self._is_told:
             now, before = (", ".join(map(str, rows)) for rows in (seen, self._first))
-            log.warning_once(
-                _WORDS, f"a batch of this rank has {now} rows, earlier ones {before}", main_process_only=False
-            )
+            log.warning(_WORDS, f"a batch of this rank has {now} rows, earlier ones {before}", main_process_only=False)
+            self._is_told = True
 
     def take(self) -> int:
         """The rows that the last loss was computed from, if it weighs 1."""
@@ -54,5 +54,7 @@ class Rows:
 
     def tell(self, counts: list[int]) -> None:
         """The ranks' batches differ."""
-        told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
-        log.warning_once(_WORDS, f"batches have different numbers of rows ({told})")
+        if not self._is_told:
+            told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
+            log.warning(_WORDS, f"batches have different numbers of rows ({told})")
+            self._is_told = True
