@@ -175,7 +175,7 @@ def _parts(parameter: torch.Tensor) -> Sequence[torch.Tensor]:
     """Its values in pieces, as what is computed from one takes memory."""
     plain = parameter.detach()
     real = torch.view_as_real(plain) if plain.is_complex() else plain
-    return real.reshape(-1).split(_PART) if real.numel() else ()
+    return torch.split(real.reshape(-1), _PART) if real.numel() else ()
 
 
 def _most(parameter: torch.Tensor) -> float:

@@ -54,7 +54,7 @@ class NoGuard:
 
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as it is; on a CPU, reading it waits for nobody."""
-        if self._notice is not None and (loss.device.type != "cpu" or not math.isfinite(loss.item())):
+        if self._notice is not None and (not loss.is_cpu or not math.isfinite(loss.item())):
             self._is_read_late = True
             self._notice.note(loss)
         return loss
