@@ -226,6 +226,15 @@ def test_fp16_and_bf16_reach_the_accelerator(tmp_path):
     assert losses(trainer)[-1] < losses(trainer)[0] * 1.2
 
 
+def test_updates_that_fp16_skips_stand_in_the_log(tmp_path):
+    data = Points(40)
+    data.x *= 1e4
+    trainer = make(tmp_path, data=data, fp16=True, logging_steps=1)
+    trainer.train()
+    logged = [entry["skipped_updates"] for entry in trainer.state.log_history if "skipped_updates" in entry]
+    assert logged[-1] == trainer.accelerator.clock.num_skipped > 0
+
+
 # ---------------------------------------------------------------- one model after another
 
 

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 from headway import Accelerator, GradScalerKwargs
+from headway.report.data import load
+from headway.report.facts import headline
 from headway.runtime import events
 from headway.training import guard
 
@@ -126,3 +129,17 @@ def test_a_run_that_learns_now_and_then_is_not_hopeless(told: list[str]) -> None
     train(accelerator, model, optimizer, 1.0)
     train(accelerator, model, optimizer, *[math.inf] * 25)
     assert not [line for line in told if line.startswith("fp16")]
+
+
+def test_the_report_counts_skipped_updates(tmp_path: Path) -> None:
+    options = {
+        "mixed_precision": "fp16",
+        "kwargs_handlers": [GradScalerKwargs(init_scale=4.0)],
+        "project_dir": tmp_path,
+    }
+    accelerator, model, optimizer = build(**options)
+    accelerator.init_trackers("run")
+    train(accelerator, model, optimizer, 1.0, 6e4, 6e4, 1.0)
+    accelerator.end_training()
+    facts = {fact.name: fact for fact in headline(load([tmp_path / "run"])[0])}
+    assert (facts["Incidents"].value, facts["Incidents"].note) == ("2", "2 skipped by fp16")
