@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -31,6 +31,7 @@ from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.rules import LoadingRules, TorchRules
 from headway.data.skip import skip_first_batches
 from headway.errors import StateError, UnsupportedError
+from headway.forecasting.pretending import is_forecast
 from headway.log import get_logger, is_debugging
 from headway.memory.oom import Reserve, is_out_of_memory
 from headway.optional import Later
@@ -46,6 +47,7 @@ from headway.runtime.seed import Reader
 from headway.strategies.build import choose_strategy
 from headway.tracking.base import Tracker
 from headway.tracking.record import Record, TrackerKwargs
+from headway.training.guard import Guard, Notice, Skips
 from headway.training.metrics import gather_for_metrics
 from headway.training.moments import Moments
 from headway.training.neighbours import Neighbours
@@ -53,9 +55,11 @@ from headway.training.optimizer import PreparedOptimizer
 from headway.training.prepare import Preparation
 from headway.training.prepared import Prepared
 from headway.training.profile import profiling
+from headway.training.replicas import Replicas
+from headway.training.rows import Rows
 from headway.training.run import Run
 from headway.training.scheduler import PreparedScheduler, TickRule, choose_rule
-from headway.training.step import Guard, MicroBatch, NoGuard, Step, WholeStep
+from headway.training.step import MicroBatch, NoGuard, Step, WholeStep
 from headway.training.unprepared import build_lookout
 from headway.training.whole import WholeWeights
 from headway.training.windows import Clock, LossPolicy, WeightedMean, Windows
@@ -115,7 +119,7 @@ class Accelerator(RankAware):
         microbatching: "auto": where memory runs out, the batch is run again in smaller pieces, on all ranks and with the
             same result; loops then use `forward_backward` or `microbatches`. None: batches stay whole.
         on_non_finite: "skip", "stop" or "raise" before an update from a loss or gradient that is nan or infinite; or a
-            `NonFinitePolicy`. None: nobody looks.
+            `NonFinitePolicy`. None: the first such loss is told, and training goes on.
         log_with: trackers that the run's log is fed to: "tensorboard", "wandb", "mlflow", "all" (that are installed), an
             instance of `headway.Tracker`, or a list of these.
         preemption: a signal or deadline makes all ranks save and end with exit code 75 (`Preemption`). True: as that class
@@ -129,6 +133,9 @@ class Accelerator(RankAware):
         DeviceUnavailable: an accelerator was asked for that this process cannot use.
         UnsupportedError: a layout that is not there yet.
     """
+
+    _refuses_drift: ClassVar[bool] = True
+    """Are ranks whose models or optimizers are not alike an error? For a class that may only say so."""
 
     def __init__(
         self,
@@ -253,13 +260,28 @@ class Accelerator(RankAware):
             plugin.sync_each_batch,
             partial(neighbours.loader_beside, prepared),
         )
-        guard: Guard = NoGuard()
+        skips = Skips(windows, self.clock)
+        guard: Guard = NoGuard(None if is_forecast() else Notice(windows, self.clock, runtime), skips)
         if on_non_finite is not None:
-            guard = finite.build_guard(on_non_finite, windows, prepared, self.clock, self.precision, self.strategy)
+            guard = finite.build_guard(
+                on_non_finite, windows, prepared, self.clock, self.precision, self.strategy, skips
+            )
         is_watched = pulse.is_watched() or runtime.world_size > 1
         moments = Moments(begun=[note_progress] if is_watched else [], phases=scope.own(events.Listeners).to_phases)
+        if runtime.world_size > 1:
+            self._compare_ranks(prepared, windows, moments, cuts_batches)
         parts = windows, prepared, self.strategy, self.precision, policy, guard, moments
         return replay.PieceStep(*parts, self.clock, runtime) if cuts_batches else WholeStep(*parts)
+
+    def _compare_ranks(self, prepared: Prepared, windows: Windows, moments: Moments, cuts_batches: bool) -> None:
+        rows = Rows(windows)
+        replicas = Replicas(prepared, self.strategy, rows, self._refuses_drift)
+        moments.reduced.append(replicas.note)
+        # In pieces, an update may be tried several times: ranks are together right after they have reduced gradients.
+        (moments.reduced if cuts_batches else moments.before_update).append(replicas.check)
+        if self.strategy.data_shard.count > 1:
+            moments.before_forward.append(rows.see)
+            moments.unweighed.append(rows.unweighed)
 
     def _loading_rules(self) -> LoadingRules:
         """What loaders go by; for a class that loads in another way."""

@@ -12,8 +12,6 @@ def cells(name: str, *layouts: str) -> list[str]:
 
 
 PENDING = {
-    *cells("load_alone", "ddp"),
-    *cells("not_a_number"),
     *cells("l1_apart", "fsdp", "tp"),
     *cells("l1_added", "tp"),
     *cells("gradient_penalty", "ddp", "fsdp", "tp"),

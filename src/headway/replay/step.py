@@ -16,9 +16,10 @@ from headway.replay.snapshot import Snapshot
 from headway.replay.transaction import Transaction
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
+from headway.training.guard import Guard
 from headway.training.moments import Moments
 from headway.training.prepared import Prepared
-from headway.training.step import Guard, Step
+from headway.training.step import Step
 from headway.training.task import Task, Weigher
 from headway.training.windows import WHOLE, Clock, LossPolicy, Piece, Window, Windows
 

@@ -207,6 +207,12 @@ class Strategy(Protocol):
     def restore(self, snapshot: Any) -> None:
         """Go back to a snapshot, which stays good; what the batch has left gathered or in flight is let go."""
 
+    def peers(self) -> Collectives | None:
+        """Those whose optimizers must be like this rank's; None while ranks learn apart, each from its own gradients."""
+
+    def replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The parameters, by name, that each of them holds whole, and alike."""
+
     def local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """What this rank holds of each gradient that there is, as plain tensors that may be changed in place."""
 

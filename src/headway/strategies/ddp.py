@@ -138,6 +138,17 @@ class DDPStrategy(SingleStrategy):
         finally:
             self._local.discard(id(model))
 
+    def peers(self) -> Collectives | None:
+        """All ranks, except in local SGD and in `no_sync`."""
+        is_apart = self._local or any(not engine.require_backward_grad_sync for engine in self._engines.values())
+        return None if is_apart else self.everyone
+
+    def replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """All that DDP made alike."""
+        for engine in self._engines.values():
+            ignored = engine.parameters_to_ignore
+            yield from ((name, p) for name, p in engine.module.named_parameters() if name not in ignored)
+
     def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
         """Its gradients travel, also where the forward was in no_sync."""
         self._kept_local.difference_update(map(id, models))

@@ -258,6 +258,8 @@ class Training:
         loss = self._losses.take()
         logs: Metrics = {} if loss is None else {"loss": loss}
         logs |= {name: float(value) for name, value in self._of_update.items()}
+        if num_skipped := self._accelerator.clock.num_skipped:
+            logs["skipped_updates"] = num_skipped
         self._last_logged = self._events.state.global_step
         self._steps.log(logs)
 

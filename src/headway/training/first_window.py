@@ -10,6 +10,11 @@ from headway.training.windows import Windows
 
 log = get_logger(__name__)
 
+BY_HAND = (
+    "backward came outside accumulate(), with gradient_accumulation_steps=%d: each loss is divided by %d, and step() and "
+    "zero_grad() act whenever they are called. `with accelerator.accumulate(model):` makes it exact, for short windows and ragged "
+    "batches too, and reduces gradients only once per window. Do not divide the loss yourself"
+)
 _SCALED = (
     "the loss was %s by %d, which is the number of %s, before it came to backward(). backward() accounts for that itself: give it "
     "the loss as it is. If the number means something else here, this warning does not concern you"

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from headway.errors import PrepareError, StateError
 from headway.log import get_logger
 from headway.runtime import process
-from headway.training.lone import LoneCalls
+from headway.runtime.lone import LoneCalls
 from headway.training.neighbours import Neighbours
 from headway.training.repoint import fit_state, repoint
 from headway.training.step import Step

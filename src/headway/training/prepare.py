@@ -20,12 +20,12 @@ from headway.data.rules import LoadingRules, TorchRules
 from headway.errors import PrepareError
 from headway.log import get_logger
 from headway.offload.spread import spread_over
+from headway.runtime.lone import LoneCalls
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
 from headway.training import model as prepared_model
 from headway.training.alike import check_alike
 from headway.training.global_batch import derive_steps
-from headway.training.lone import LoneCalls
 from headway.training.neighbours import Neighbours
 from headway.training.optimizer import PreparedOptimizer, check_owned
 from headway.training.prepared import Optimizing, Scheduling
@@ -107,7 +107,9 @@ class Preparation:
         self._rng_types = rng_types
         self._global_batch_size = global_batch_size
         self._is_sharing = False
-        self._lone_calls = LoneCalls(runtime, self._strategy.name)
+        self._lone = None if self._strategy.capabilities.lone_forward else LoneCalls(runtime, self._strategy.name)
+        lone: Sequence[prepared_model.Look] = () if self._lone is None else (self._lone,)
+        self._looks = (*lone, *step.moments.before_forward)
         attempt.register(self)
 
     @property
@@ -210,7 +212,8 @@ class Preparation:
             self._strategy.forward_context(self._step.precision),
             partial(self._strategy.accumulate, sync=False) if self._is_replicated(model, is_evaluation) else None,
             None if self._strategy.capabilities.copies or is_evaluation else self._strategy.name,
-            None if self._strategy.capabilities.lone_forward or is_evaluation else self._lone_calls,
+            () if is_evaluation else self._looks,
+            None if is_evaluation else self._lone,
         )
         self._prepared.add_model(model)
         if is_evaluation:
@@ -265,8 +268,7 @@ class Preparation:
                 return known
         self._strategy.accept(optimizer)
         repoint(optimizer, self._strategy)
-        looks = None if self._strategy.capabilities.lone_forward else self._lone_calls
-        made = PreparedOptimizer(optimizer, self._step, self._clock, self._neighbours, looks)
+        made = PreparedOptimizer(optimizer, self._step, self._clock, self._neighbours, self._lone)
         self.optimizers.append(made)
         return made
 

@@ -10,59 +10,51 @@
 ran out. What a step works with comes in through its constructor; a feature that is off is an empty list or a null object.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
-from headway.collectives.tree import Tree
+from headway.collectives.tree import Tree, find_batch_size
 from headway.errors import LossError, StateError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.strategies.base import Strategy
-from headway.training.first_window import FirstWindow
+from headway.training.first_window import BY_HAND, FirstWindow
+from headway.training.guard import Guard, Notice, Skips
+from headway.training.losses import refuse_loss, refuse_weight
 from headway.training.moments import Moments
 from headway.training.prepared import Prepared
 from headway.training.task import Task, Weigher
 from headway.training.turns import TWO_TURNS, Turns
-from headway.training.windows import LossPolicy, WeightedMean, Window, Windows
+from headway.training.windows import WHOLE, LossPolicy, Piece, WeightedMean, Window, Windows
 
 log = get_logger(__name__)
 
 _AS_IT_COMES = nullcontext()
-_BY_HAND = (
-    "backward came outside accumulate(), with gradient_accumulation_steps=%d: each loss is divided by %d, and step() and "
-    "zero_grad() act whenever they are called. `with accelerator.accumulate(model):` makes it exact, for short windows and ragged "
-    "batches too, and reduces gradients only once per window. Do not divide the loss yourself"
-)
-
-
-class Guard(Protocol):
-    """Watches the numbers of a step."""
-
-    def watch(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss that backward is run on."""
-
-    def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-        """Final gradients are about to be clipped; their total norm, where it has been computed here."""
-
-    def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
-        """They have been."""
-
-    def permits(self) -> bool:
-        """May the closed window's update be made? The same answer on every rank."""
-
-    def after_step(self, did_step: bool) -> None:
-        """An optimizer has made its step, or not."""
 
 
 class NoGuard:
-    """Nobody looks."""
+    """Prevents nothing.
+
+    Args:
+        notice: is told of losses that are not finite, or may be; None where tensors have no values.
+        skips: counts steps that were not made.
+    """
+
+    def __init__(self, notice: Notice | None, skips: Skips) -> None:
+        self._notice = notice
+        self._skips = skips
+        self._is_read_late = False
 
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as it is."""
+        """The loss as it is; on a CPU, reading it waits for nobody."""
+        if self._notice is not None and (not loss.is_cpu or not math.isfinite(loss.item())):
+            self._is_read_late = True
+            self._notice.note(loss)
         return loss
 
     def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
@@ -74,10 +66,14 @@ class NoGuard:
 
     def permits(self) -> bool:
         """Always."""
+        if self._notice is not None and self._is_read_late:
+            self._notice.look()
         return True
 
     def after_step(self, did_step: bool) -> None:
-        """Nothing is counted."""
+        """Count it where it was not made."""
+        if not did_step:
+            self._skips.note()
 
 
 class Step(ABC):
@@ -123,9 +119,7 @@ class Step(ABC):
     def begin(self, models: Sequence[torch.nn.Module]) -> bool:
         """A micro-batch begins; returns whether gradients travel in it."""
         windows, moments = self.windows, self.moments
-        for check in moments.before_learning:
-            check()
-        for check in moments.before_begin:
+        for check in (*moments.before_learning, *moments.before_begin):
             check()
         if windows.begin(models):
             self.precision.adjust()
@@ -147,6 +141,8 @@ class Step(ABC):
         if error is not None and not window.is_closed:
             window.fail()
             self.strategy.drop_gradients(self.prepared.parameters_of(window))
+        elif window.micro_weight is None:
+            self.strategy.expect_backward(window.models)  # its loss may still come, outside of the block
         return False
 
     # ---------------------------------------------------------------- weights
@@ -158,13 +154,17 @@ class Step(ABC):
         if weight is not None:
             is_filler = counts is not None and counts[shard.index] == 0
             return (0.0 if is_filler else weight), (None if shard.count > 1 else weight)
+        piece = self.windows.piece
         if counts is None:
+            if piece is not WHOLE:  # a batch that was handed over has as many rows as it has
+                return float(piece.num_rows), (None if shard.count > 1 else float(piece.num_rows))
+            for listener in self.moments.unweighed:
+                listener()
             log.info_once(
                 "backward outside a prepared loader: each loss weighs 1; pass weight= where micro-batches differ"
             )
             counts = (1,) * shard.count
         # A mean over a piece weighs its part of the whole batch.
-        piece = self.windows.piece
         rows, total = piece.num_rows, piece.total_rows
         return counts[shard.index] * rows / total, sum(counts) * rows / total
 
@@ -186,7 +186,10 @@ class Step(ABC):
 
     def backward(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
         """Add the loss's gradient with its weight; the window's last one makes gradients final."""
-        check_loss(loss, weight, reduction)
+        if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+            refuse_loss(loss)
+        if reduction not in ("mean", "sum") or (weight is not None and not 0 <= weight < float("inf")):
+            refuse_weight(weight, reduction)
         window = self.windows.current
         if self.windows.is_inside:
             if window.was_asked and not (window.is_last and window.num_done == 1):
@@ -251,6 +254,8 @@ class Step(ABC):
             if window.num_done >= self.windows.num_steps:
                 window.next_nominal = total
         self.strategy.reduce_gradients(parameters, has_gaps)
+        for listener in self.moments.reduced:
+            listener()
 
     # ---------------------------------------------------------------- final gradients
 
@@ -315,16 +320,7 @@ class Step(ABC):
 
     @abstractmethod
     def update(self, optimizer: torch.optim.Optimizer, strategy: Strategy, closure: Callable[[], Any] | None) -> bool:
-        """Let the optimizer step at a closed window.
-
-        Args:
-            optimizer: torch's own.
-            strategy: by which its parameters were set up.
-            closure: as torch's optimizers take it.
-
-        Returns:
-            Did the update happen?
-        """
+        """Let torch's own optimizer step at a closed window, by the strategy that set its parameters up; did the update happen?"""
 
     def drop(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
         """The optimizer's gradients are not wanted any more."""
@@ -407,7 +403,7 @@ class WholeStep(Step):
         """
         windows, moments, num_steps = self.windows, self.moments, self.windows.num_steps
         if num_steps > 1:
-            log.warning_once(_BY_HAND, num_steps, num_steps)
+            log.warning_once(BY_HAND, num_steps, num_steps)
         for check in moments.before_learning:
             check()
         window = windows.begin_alone()
@@ -423,6 +419,8 @@ class WholeStep(Step):
         window.close(total)
         self.run(loss, local, total * num_steps or 1.0, reduction, **kwargs)
         self.strategy.reduce_gradients()
+        for note in moments.reduced:
+            note()
 
     def act(self, action: Callable[[], Any]) -> Any:
         """Do it."""
@@ -430,6 +428,8 @@ class WholeStep(Step):
 
     def update(self, optimizer: torch.optim.Optimizer, strategy: Strategy, closure: Callable[[], Any] | None) -> bool:
         """Where the guard permits it."""
+        for check in self.moments.before_update:
+            check()
         return self.guard.permits() and strategy.step(optimizer, self.precision, closure)
 
     def tick(self, call: Callable[[], None]) -> None:
@@ -438,14 +438,26 @@ class WholeStep(Step):
 
     def microbatches(self, batch: Tree) -> Iterator[Tree]:
         """The batch."""
-        yield batch
+        with self._handed_out(batch):
+            yield batch
+
+    @contextmanager
+    def _handed_out(self, batch: Tree) -> Iterator[None]:
+        """A block in which the batch's own rows are what a loss weighs, where no loader counts them."""
+        rows = find_batch_size(batch) if self.windows.loader is None else None
+        self.windows.hand_out(WHOLE if rows is None else Piece(0, rows, rows, True))
+        try:
+            yield
+        finally:
+            self.windows.hand_out(WHOLE)
 
     def forward_backward(
         self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str
     ) -> torch.Tensor:
         """All of it at once."""
         task = Task(batch, fn, weight, reduction)
-        self.run_task(task, batch)
+        with self._handed_out(batch):
+            self.run_task(task, batch)
         return task.loss(self.strategy.data_group)
 
 
@@ -472,29 +484,3 @@ class MicroBatch:
         for context in reversed(self._contexts):
             context.__exit__(kind, error, trace)
         return self._step.end(error)
-
-
-def check_loss(loss: Any, weight: float | None, reduction: str) -> None:
-    """Refuse what cannot be a loss.
-
-    Raises:
-        LossError: no tensor, no scalar, no graph, a weight that is negative or not finite, an unknown reduction.
-    """
-    if not isinstance(loss, torch.Tensor):
-        raise LossError(
-            f"backward() got a {type(loss).__name__}; give the loss tensor (for a model output: output.loss)"
-        )
-    if loss.numel() != 1:
-        raise LossError(
-            f"backward() got a loss of shape {tuple(loss.shape)}; reduce it first: loss.mean(), or loss.sum() with "
-            "weight= and reduction='sum'"
-        )
-    if not loss.requires_grad:
-        raise LossError(
-            "backward() got a loss without a graph: it does not depend on any parameter that requires grad. Was it made under "
-            "torch.no_grad(), detached, or are all parameters frozen?"
-        )
-    if reduction not in ("mean", "sum"):
-        raise LossError(f"reduction={reduction!r}; allowed: 'mean' (of `weight` items) and 'sum' (over `weight` items)")
-    if weight is not None and not 0 <= weight < float("inf"):
-        raise LossError(f"weight={weight!r}; give the number of items the loss was taken over, 0 or more")

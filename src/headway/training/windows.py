@@ -44,7 +44,7 @@ class Piece:
     """A part of a batch, under automatic micro-batching.
 
     Attributes:
-        batch: the batch's number, from 1; 0 for one that is never cut.
+        batch: the batch's number, from 1; 0 for one that is never cut, whether its rows are known or not.
         num_rows: its rows.
         total_rows: the batch's rows.
         is_last: no other piece of the batch follows.
@@ -337,7 +337,7 @@ class Windows:
     @property
     def is_cut(self) -> bool:
         """Is a piece of a batch in hand, rather than a whole one?"""
-        return self.piece is not WHOLE
+        return self.piece.batch > 0
 
     @property
     def are_closed(self) -> bool:
@@ -411,10 +411,13 @@ class Clock:
 
     Attributes:
         num_updates: windows whose optimizer stepped; several optimizers that step in one window count as one update.
+        num_skipped: windows in which fp16's scaler let none step.
     """
 
     num_updates: int = 0
+    num_skipped: int = 0
     _last_window: int = -1
+    _last_skipped: int = -1
 
     def count(self, window: int) -> None:
         """An optimizer stepped in the window of that number."""
@@ -422,9 +425,16 @@ class Clock:
             self._last_window = window
             self.num_updates += 1
 
+    def skip(self, window: int) -> bool:
+        """An optimizer was not let step in the window of that number; is it the first of the window?"""
+        is_first = window != self._last_skipped
+        self._last_skipped = window
+        self.num_skipped += is_first
+        return is_first
+
     def resume(self, num_updates: int) -> None:
         """Go on from so many updates; windows are numbered afresh."""
-        self.num_updates, self._last_window = num_updates, -1
+        self.num_updates, self._last_window, self._last_skipped = num_updates, -1, -1
 
     def snapshot(self) -> dict[str, Any]:
         """What `restore` needs to take a batch back: everything."""

@@ -63,6 +63,8 @@ class AccelerateAccelerator(Accelerator):
         others: as for `headway.Accelerator`.
     """
 
+    _refuses_drift = False  # Accelerate has no word on it, and its scripts go on
+
     def __init__(
         self,
         device_placement: bool = True,
