@@ -27,7 +27,7 @@ def test_a_keyword_typed_wrong_is_answered_with_the_right_one():
         Accelerator(mixed_precison="bf16")
     with pytest.raises(CallError, match=r"no argument 'x'; allowed: num_steps, "):
         GradientAccumulationPlugin(x=3)
-    assert list(inspect.signature(ProjectConfiguration).parameters)[0] == "project_dir"
+    assert next(iter(inspect.signature(ProjectConfiguration).parameters)) == "project_dir"
 
 
 def test_the_logs_go_to_the_project_unless_told():
