@@ -32,6 +32,7 @@ from headway.strategies.context_parallel import ContextParallel
 from headway.strategies.float8 import check_float8, compute_scales, scale_before_forward, wrap_weights
 from headway.strategies.formats import check_formats, choose_formats, norms_within
 from headway.strategies.optimizers import check_optimizer
+from headway.strategies.second_order import SecondOrder
 from headway.strategies.sharded import Sharded
 from headway.strategies.single import SingleStrategy
 from headway.strategies.tensor_parallel import TensorParallel
@@ -98,6 +99,7 @@ class MeshStrategy(SingleStrategy):
         self._models: list[torch.nn.Module] = []
         self._doors = doors.Doors(collectives)
         self._usage: dict[int, Usage] = {}
+        self._seconds: dict[int, SecondOrder] = {}
         self._dtypes: dict[int, torch.dtype] = {}
         self._is_checked = False
         self._replaced: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
@@ -152,6 +154,7 @@ class MeshStrategy(SingleStrategy):
         self._num_whole = -1
         self._doors.open(model)
         self._usage[id(model)] = Usage(model, self.everyone, self._options.find_unused_parameters)
+        self._seconds[id(model)] = SecondOrder(model)
         self._dtypes.update(
             (id(record.sharded_param), record.sharded_param.dtype) for record in gathered.records(model)
         )
@@ -317,6 +320,13 @@ class MeshStrategy(SingleStrategy):
             "local SGD needs a whole model on each rank, and this one is sharded; use strategy='ddp', or drop local SGD"
         )
 
+    def plain(self, loss: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
+        """A loss of parameters alone is a DTensor, the same on all ranks, and so must its factor be."""
+        if not gradients.is_distributed(loss):
+            return loss, factor
+        whole = gradients.whole_loss(loss)
+        return whole, self.data_group.reduce_numbers([factor])[0] / self.data_group.world_size
+
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
         """Run backward, and note which parameters take part in it."""
         for usage in self._usage.values():
@@ -324,6 +334,8 @@ class MeshStrategy(SingleStrategy):
         with ExitStack() as stack:
             for _, context in self._contexts:
                 stack.enter_context(context.recomputing())
+            for each in self._seconds.values():
+                stack.enter_context(each.backward())
             super().backward(loss, factor, precision, **kwargs)
 
     def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
@@ -441,6 +453,7 @@ class MeshStrategy(SingleStrategy):
             gathered.reshard(each)
             self._doors.close(each)
             self._usage.pop(id(each)).release()
+            self._seconds.pop(id(each)).release()
         self._models = [] if model is None else [known for known in self._models if known is not model]
         held = {id(p) for each in self._models for p in each.parameters()}
         self._replaced = {key: pair for key, pair in self._replaced.items() if id(pair[1]) in held}

@@ -219,6 +219,7 @@ class Step(ABC):
         if share:
             factor = self._policy.factor(mean_weight / share, nominal, strategy.gradient_divisor, windows.num_steps)
             factor *= share
+        loss, factor = strategy.plain(loss, factor)
         if factor:
             loss = self.guard.watch(loss)
             block: AbstractContextManager[object] = _AS_IT_COMES
