@@ -84,6 +84,22 @@ def llama(tied: bool = False) -> nn.Module:
     )
 
 
+def gemma() -> nn.Module:
+    """Its embedding is tied to the head, and scaled by a buffer."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(vocab_size=VOCABULARY, num_key_value_heads=1, pad_token_id=0, use_cache=False, **sizes)
+    )
+
+
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -96,7 +112,7 @@ def gpt2() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": gpt, "gpt, dropout": lambda: GPT(dropout=0.3), "gpt, frozen": gpt_frozen,
-    "llama": llama, "llama, tied": lambda: llama(tied=True), "gpt2": gpt2,
+    "llama": llama, "llama, tied": lambda: llama(tied=True), "gpt2": gpt2, "gemma": gemma,
 }  # fmt: skip
 
 

@@ -50,6 +50,7 @@ PLAIN: dict[str, Task] = {
     "tied gpt": Task("gpt", updates=5, steps=1, seed_by_rank=True),
     "frozen first stage": Task("gpt, frozen", updates=4, handlers=options("gpipe", 3, split="blocks.1")),
     "llama": Task("llama", updates=4),
+    "gemma": Task("gemma", updates=4),
     "tied gpt2": Task("gpt2", updates=6, handlers=(*options("gpipe", 2), ActivationCheckpointing())),
 }
 SCHEDULES: dict[str, Task] = {

@@ -27,8 +27,7 @@ def stages_that_freeze_differently() -> None:
     if accelerator.process_index:
         model.tokens.requires_grad_(False)
     refused(
-        accelerator, PrepareError,
-        "tokens.weight of GPT is (50, 16) in torch.float32 on rank 0 and (50, 16) in torch.float32, frozen on rank 1",
+        accelerator, PrepareError, "tokens.weight of GPT is (50, 16) in torch.float32 on rank 0 and",
         lambda: accelerator.prepare(model),
     )  # fmt: skip
     model.tokens.requires_grad_(False)

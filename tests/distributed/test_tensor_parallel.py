@@ -373,6 +373,41 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed() -> None:
     run_ranks(wrong_heads, 4, timeout=240)
 
 
+def adapted(layout: str | None, **lora: Any) -> list[float]:
+    """Losses of a Llama with low-rank adapters on all its matrices."""
+    from peft import LoraConfig, get_peft_model
+
+    accelerator = Accelerator(cpu=True, strategy=layout)
+    chosen = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, **lora)
+    torch.manual_seed(0)
+    model = get_peft_model(cut_models.llama(), chosen)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=ids(), labels=ids()).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def adapted_in_all_ways() -> tuple[list[float], list[float], str]:
+    plain, with_dropout = adapted("tp"), adapted("tp", lora_dropout=0.3)
+    with pytest.raises(PrepareError, match=r"cannot split .*q_proj.*no plain LoRA .lora_magnitude_vector.") as refused:
+        adapted("tp", use_dora=True)
+    return plain, with_dropout, str(refused.value)
+
+
+def test_low_rank_adapters_learn_as_on_a_whole_model() -> None:
+    (wanted,) = run_ranks(adapted, 1, None)
+    first, second = run_ranks(adapted_in_all_ways, 2)
+    assert first == second
+    assert first[0] == pytest.approx(wanted, rel=1e-5)
+    assert first[1] != first[0]
+
+
 def silenced() -> tuple[bool, float]:
     """A loss of weight 0 that is nan leaves no trace in any parameter, whole or cut."""
     accelerator = Accelerator(cpu=True, strategy="tp", gradient_accumulation_steps=2, kwargs_handlers=[GIVEN])

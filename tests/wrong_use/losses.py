@@ -137,7 +137,12 @@ def l1_apart(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("an L1 penalty on the weights, added to the loss", EQUAL, by_hand=_penalised_weights)
+@row(
+    "an L1 penalty on the weights, added to the loss",
+    EQUAL,
+    tp=error("a backward of its own"),
+    by_hand=_penalised_weights,
+)
 def l1_added(s: Script) -> None:
     steps_on(s, lambda a, model, x, y: mse_loss(model(x), y) + 0.01 * sum(p.abs().sum() for p in model.parameters()))
 

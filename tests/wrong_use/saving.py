@@ -158,7 +158,7 @@ def load_another(s: Script) -> None:
     accelerator.save_state(s.folder / "state")
     accelerator = s.start()
     model = net()
-    model.down = nn.Linear(8, 2)
+    model.down = nn.Linear(8, 3)
     accelerator.prepare(model)
     accelerator.load_state(s.folder / "state")
 

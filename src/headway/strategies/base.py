@@ -163,6 +163,9 @@ class Strategy(Protocol):
             reduction: "mean" over those, or "sum".
         """
 
+    def plain(self, loss: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
+        """The loss as a plain tensor, and what its backward is multiplied by; all ranks ask for it together."""
+
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
         """Add the gradient of `loss * factor`."""
 

@@ -1,5 +1,7 @@
 """Where activations change from whole to split and back: each collective together with that of its gradient.
 
+Backwards are made of the same crossings, so that they can be differentiated again (a gradient penalty).
+
 `whole` is what all ranks of the axis hold alike, `part` a rank's own slice, `term` one summand of it on each rank.
 """
 
@@ -130,17 +132,18 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _sum(grad, ctx.axis), None
+        return total(grad, ctx.axis), None
 
 
 class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, term: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
         return _sum(term, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None
+        return spread(grad, ctx.axis), None
 
 
 class _Join(torch.autograd.Function):
@@ -153,8 +156,8 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        found = _sum_part(grad, ctx.axis, ctx.dim) if ctx.is_for_terms else cut(grad, ctx.axis, ctx.dim).contiguous()
-        return found, None, None, None, None
+        back = part_of_total if ctx.is_for_terms else part_of
+        return back(grad, ctx.axis, ctx.dim), None, None, None, None
 
 
 class _Part(torch.autograd.Function):
@@ -165,7 +168,7 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _gather(grad, ctx.axis, ctx.dim, ctx.size), None, None
+        return join(grad, ctx.axis, ctx.dim, ctx.size), None, None
 
 
 class _PartOfTotal(torch.autograd.Function):
@@ -176,4 +179,4 @@ class _PartOfTotal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _gather(grad, ctx.axis, ctx.dim, None), None, None
+        return join_for_terms(grad, ctx.axis, ctx.dim), None, None

@@ -64,6 +64,17 @@ def sum_unused_too(model: torch.nn.Module) -> None:
             module.set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]
 
 
+def awaits_backward(model: torch.nn.Module) -> bool:
+    """Has a forward run, and no backward through it?"""
+    return any(group._post_forward_indices for group in groups(model))
+
+
+def gather(model: torch.nn.Module) -> None:
+    """Gather all units."""
+    for module in shards(model):
+        module.unshard()  # type: ignore[operator]
+
+
 def reshard(model: torch.nn.Module) -> None:
     """Let the module tree show shards again: nothing is gathered any more."""
     for module in shards(model):

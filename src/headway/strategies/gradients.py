@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headway.collectives.door import Collectives
+from headway.errors import LossError
 from headway.optional import Later
 
 if TYPE_CHECKING:
@@ -57,6 +58,36 @@ def _part(tensor: torch.Tensor, like: Any) -> torch.Tensor:
             sizes, offsets = placement.compute_local_shape_and_global_offset(tensor.shape, like.device_mesh, rest)
             return tensor[tuple(slice(begin, begin + length) for begin, length in zip(offsets, sizes))]
     return tensor[box(like)]
+
+
+def whole_loss(loss: Any) -> torch.Tensor:
+    """A loss that is a DTensor, as what is made of parameters alone is (a penalty), as a plain tensor.
+
+    Raises:
+        LossError: plain tensors are in it, to which no gradient would find its way.
+    """
+    if _holds_plain(loss):
+        raise LossError(
+            "the loss adds plain tensors to parameters, which are DTensors in this layout. Give what is made of parameters alone, "
+            "such as a penalty on weights, a backward of its own in the same micro-batch: accelerator.backward(penalty)"
+        )
+    whole: torch.Tensor = loss.full_tensor()
+    return whole
+
+
+def _holds_plain(loss: torch.Tensor) -> bool:
+    """Does its graph leave DTensors?"""
+    seen, left = set[Any](), [loss.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if "ToTorchTensor" in node.name() or (leaf is not None and not is_distributed(leaf)):
+            return True
+        left += [following for following, _ in node.next_functions]
+    return False
 
 
 def complete(parameter: torch.Tensor) -> torch.Tensor | None:

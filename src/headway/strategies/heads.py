@@ -22,9 +22,10 @@ def check(model: torch.nn.Module, cuts: Cuts, size: int, options: TensorParallel
         ConfigError: a pattern of `divide` or `keep` that names nothing, or a count that does not divide.
     """
     _check_names(model, size, options)
-    for name, site in cuts.sites.items():
+    for site in cuts.sites.values():
         if not isinstance(site.style, Colwise) or site.style.is_gathered:
             continue
+        name = site.name  # of the layer, if it has adapters
         parent_name = name.rpartition(".")[0]
         parent = model.get_submodule(parent_name)
         _check_whole(name, parent, int(site.module.out_features), size)  # type: ignore[arg-type]

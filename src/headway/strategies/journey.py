@@ -10,7 +10,8 @@ there is an error.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -178,7 +179,8 @@ class Route:
         for number, block in enumerate(stages.blocks):
             _exchange(block, _BlockCall(self, number))
         for name, on in stages.sides.items():
-            _exchange(model.get_submodule(name), _SideCall(self, name, on))
+            side = model.get_submodule(name)
+            _exchange(side, _SideCall(self, name, side, on))
         _exchange(model, _ModelCall(self))
 
     def run(
@@ -216,7 +218,14 @@ class Route:
                 )
         return {**kwargs, "use_cache": False} if self._takes_cache else kwargs
 
-    def shapes(self, name: str, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
+    def shapes(
+        self,
+        name: str,
+        module: torch.nn.Module,
+        bare: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Tree:
         """Stand-ins for what a module of another stage would return: it is run on the meta device, once for each shape of inputs.
 
         Raises:
@@ -228,7 +237,7 @@ class Route:
             meta = torch.device("meta")
             given, named = map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device=meta), (args, kwargs))
             try:
-                with torch.no_grad():
+                with torch.no_grad(), _without_values(module):
                     found = bare(*given, **named)
             except Exception as error:
                 raise PrepareError(
@@ -238,6 +247,20 @@ class Route:
                 ) from error
             self._shapes.put(key, found)
         return map_tensors(lambda tensor: stand_in(tensor, self._device), found)
+
+
+@contextmanager
+def _without_values(module: torch.nn.Module) -> Iterator[None]:
+    """All tensors of a module on the meta device: of a tied embedding the weight is here, and what it is scaled by is not."""
+    tables: list[dict[str, Any]] = [t for each in module.modules() for t in (each._parameters, each._buffers)]
+    before = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.update({name: tensor.to("meta") for name, tensor in table.items() if tensor is not None})
+        yield
+    finally:
+        for table, held in zip(tables, before):
+            table.update(held)
 
 
 class _BlockCall:
@@ -254,8 +277,8 @@ class _BlockCall:
 
 
 class _SideCall:
-    def __init__(self, route: Route, name: str, on: frozenset[int]) -> None:
-        self._route, self._name, self._on = route, name, on
+    def __init__(self, route: Route, name: str, module: torch.nn.Module, on: frozenset[int]) -> None:
+        self._route, self._name, self._module, self._on = route, name, module, on
 
     def __call__(self, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         route, journey = self._route, self._route.journey
@@ -266,7 +289,7 @@ class _SideCall:
             return bare(*args, **kwargs)
         journey.absent(self._name)
         if not is_here:
-            return route.shapes(self._name, bare, args, kwargs)
+            return route.shapes(self._name, self._module, bare, args, kwargs)
         with torch.no_grad():  # this process has it for another of its stages
             found = bare(*args, **kwargs)
         return map_tensors(lambda tensor: stand_in(tensor, tensor.device), found)

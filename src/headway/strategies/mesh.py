@@ -34,6 +34,7 @@ from headway.strategies.lost import LostWrites, check_hooks
 from headway.strategies.optimizers import check_optimizer
 from headway.strategies.replaced import Replaced
 from headway.strategies.scalars import WholeScalars
+from headway.strategies.second_order import SecondOrder
 from headway.strategies.sharded import Sharded
 from headway.strategies.single import SingleStrategy
 from headway.strategies.tensor_parallel import TensorParallel
@@ -101,6 +102,7 @@ class MeshStrategy(SingleStrategy):
         self._replaced = Replaced(self._models)
         self._doors = doors.Doors(collectives)
         self._usage: dict[int, Usage] = {}
+        self._seconds: dict[int, SecondOrder] = {}
         self._dtypes: dict[int, torch.dtype] = {}
         self._num_steps = 0
         self._lost: dict[int, LostWrites] = {}
@@ -154,6 +156,7 @@ class MeshStrategy(SingleStrategy):
         self._replaced.look_again()
         self._doors.open(model)
         self._usage[id(model)] = Usage(model, self.everyone, self._options.find_unused_parameters)
+        self._seconds[id(model)] = SecondOrder(model)
         self._dtypes.update(
             (id(record.sharded_param), record.sharded_param.dtype) for record in gathered.records(model)
         )
@@ -299,6 +302,13 @@ class MeshStrategy(SingleStrategy):
             "local SGD needs a whole model on each rank, and this one is sharded; use strategy='ddp', or drop local SGD"
         )
 
+    def plain(self, loss: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
+        """A loss of parameters alone is a DTensor, the same on all ranks, and so must its factor be."""
+        if not gradients.is_distributed(loss):
+            return loss, factor
+        whole = gradients.whole_loss(loss)
+        return whole, self.data_group.reduce_numbers([factor])[0] / self.data_group.world_size
+
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
         """Run backward, and note which parameters take part in it."""
         for usage in self._usage.values():
@@ -306,6 +316,8 @@ class MeshStrategy(SingleStrategy):
         with ExitStack() as stack:
             for _, context in self._contexts:
                 stack.enter_context(context.recomputing())
+            for each in self._seconds.values():
+                stack.enter_context(each.backward())
             super().backward(loss, factor, precision, **kwargs)
 
     def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
@@ -441,6 +453,7 @@ class MeshStrategy(SingleStrategy):
             gathered.reshard(each)
             self._doors.close(each)
             self._usage.pop(id(each)).release()
+            self._seconds.pop(id(each)).release()
             self._lost.pop(id(each), None)
         self._models[:] = [] if model is None else [known for known in self._models if known is not model]
         self._replaced.forget()

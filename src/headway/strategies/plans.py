@@ -2,7 +2,7 @@
 
 import difflib
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from headway.config.tensor import STYLES, TensorParallelOptions, unknown_style
 from headway.errors import ConfigError, PrepareError
-from headway.strategies import styles
+from headway.strategies import adapters, styles
 from headway.strategies.crossings import Axis
 from headway.strategies.styles import Site, Style
 
@@ -23,11 +23,13 @@ class Cuts:
         sites: modules by name.
         parameters: styles of bare parameters by name.
         foreign: torch's own ParallelStyle objects by the name of their module.
+        adapted: layers with adapters around modules that are cut, by name.
     """
 
     sites: dict[str, Site] = field(default_factory=dict)
     parameters: dict[str, Style] = field(default_factory=dict)
     foreign: dict[str, Any] = field(default_factory=dict)
+    adapted: dict[str, Style] = field(default_factory=dict)
 
 
 def read(model: torch.nn.Module, axis: Axis, options: TensorParallelOptions) -> Cuts:
@@ -37,9 +39,10 @@ def read(model: torch.nn.Module, axis: Axis, options: TensorParallelOptions) -> 
         ConfigError: no plan; names that fit nothing; unknown styles; a module named twice.
         PrepareError: a style that does not fit its module.
     """
-    plan = options.plan if options.plan is not None else _own_plan(model)
     modules = dict(model.named_modules())
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    plan = options.plan if options.plan is not None else _own_plan(model)
+    plan = _below_wrappers(plan, [*modules, *parameters], parameters)
     cuts, chosen = Cuts(), dict[str, str]()
     for pattern, style in plan.items():
         found = [name for name in (*modules, *sorted(parameters)) if name and fits(pattern, name)]
@@ -55,7 +58,7 @@ def read(model: torch.nn.Module, axis: Axis, options: TensorParallelOptions) -> 
                 _check_foreign(name, style, modules)
                 cuts.foreign[name] = style
             elif name in modules:
-                cuts.sites[name] = _site(model, name, modules[name], style, axis)
+                _add_sites(cuts, model, name, modules[name], style, axis)
             else:
                 cuts.parameters[name] = _parameter_style(name, style)
     if not chosen:
@@ -77,6 +80,17 @@ def ancestors(name: str) -> Iterator[str]:
     while name:
         name = name.rpartition(".")[0]
         yield name
+
+
+def _below_wrappers(plan: Mapping[str, Any], names: list[str], parameters: Iterable[str]) -> Mapping[str, Any]:
+    """The plan by the model's names, where it was written for a model that something else, such as peft, wraps by now."""
+    prefix, sample = "", next(iter(parameters), "")
+    while all(name.startswith(prefix) for name in parameters):
+        moved = {prefix + pattern: style for pattern, style in plan.items()}
+        if any(fits(pattern, name) for pattern in moved for name in names):
+            return moved
+        prefix += f"{sample.removeprefix(prefix).partition('.')[0]}."
+    return plan
 
 
 def _own_plan(model: torch.nn.Module) -> Mapping[str, Any]:
@@ -117,6 +131,21 @@ def _check_foreign(name: str, style: Any, modules: Mapping[str, torch.nn.Module]
         )
     if name not in modules:
         raise ConfigError(f"the plan gives the parameter {name!r} a ParallelStyle object; those are for modules")
+
+
+def _add_sites(cuts: Cuts, model: torch.nn.Module, name: str, module: torch.nn.Module, style: str, axis: Axis) -> None:
+    """The module, or what takes its place where it has adapters."""
+    if not adapters.is_adapted(module):
+        cuts.sites[name] = _site(model, name, module, style, axis)
+        return
+    made = styles.make(style)
+    if (reason := adapters.misfit(module, made)) is not None:
+        raise PrepareError(
+            f"tensor parallelism cannot split {name!r} ({type(module).__name__}): {reason}; leave it out of the plan"
+        )
+    cuts.adapted[name] = made
+    for part in adapters.parts(module, made):
+        cuts.sites[f"{name}.{part}"] = _site(model, name, module.get_submodule(part), style, axis)
 
 
 def _site(model: torch.nn.Module, name: str, module: torch.nn.Module, style: str, axis: Axis) -> Site:

@@ -105,6 +105,10 @@ class SingleStrategy:
         """Call it."""
         return fn(batch)
 
+    def plain(self, loss: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
+        """It is one."""
+        return loss, factor
+
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
         """Run backward with `factor` as the gradient of the loss: no extra operation is recorded."""
         loss = precision.scale_loss(loss)

@@ -15,6 +15,7 @@ from headway.config.tensor import TensorParallelOptions
 from headway.errors import ConfigError, PrepareError
 from headway.optional import Later
 from headway.strategies import agreement, heads, plans, sequence, styles
+from headway.strategies.adapters import AdaptedCall
 from headway.strategies.calls import Block, CutCall, Gathered, Loan
 from headway.strategies.crossings import Axis, cut
 from headway.strategies.plans import Cuts
@@ -104,6 +105,8 @@ class TensorParallel:
         gathered = {model.get_submodule(name) for name in stack.gathered}
         blocks = {model.get_submodule(name): name for name in stack.blocks}
         streams = None if stack.blocks else self._streams
+        adapted = {model.get_submodule(name): style for name, style in cuts.adapted.items()}
+        within = {inner for outer in adapted for inner in outer.modules()}
         scopes = _scopes(model, cuts)
         for module in model.modules():
             if module in blocks:
@@ -115,8 +118,10 @@ class TensorParallel:
                 self._register(module, Gathered(self.axis))
             if module in sites:
                 keeps = self._keep_cut if head is not None and sites[module] is head else None
-                is_known = streams if any(module in scope.modules() for scope in scopes) else None
-                self._register(module, CutCall(sites[module], is_known, keeps))
+                is_known = any(module in scope.modules() for scope in scopes) and module not in within
+                self._register(module, CutCall(sites[module], streams if is_known else None, keeps))
+            if module in adapted and streams is not None:
+                self._register(module, AdaptedCall(adapted[module], streams))
             if module not in foreign and (module._parameters or isinstance(module, torch.nn.MultiheadAttention)):
                 held = [*module.modules()] if isinstance(module, torch.nn.MultiheadAttention) else [module]
                 self._register(module, Loan(held, self.axis, module in partial))

@@ -141,8 +141,6 @@ class Step(ABC):
         if error is not None and not window.is_closed:
             window.fail()
             self.strategy.drop_gradients(self.prepared.parameters_of(window))
-        elif window.micro_weight is None:
-            self.strategy.expect_backward(window.models)  # its loss may still come, outside of the block
         return False
 
     # ---------------------------------------------------------------- weights
@@ -222,6 +220,7 @@ class Step(ABC):
         if share:
             factor = self._policy.factor(mean_weight / share, nominal, strategy.gradient_divisor, windows.num_steps)
             factor *= share
+        loss, factor = strategy.plain(loss, factor)
         if factor:
             loss = self.guard.watch(loss)
             block: AbstractContextManager[object] = _AS_IT_COMES
@@ -406,6 +405,9 @@ class WholeStep(Step):
             log.warning_once(BY_HAND, num_steps, num_steps)
         for check in moments.before_learning:
             check()
+        if windows.current.num_done and windows.current.micro_weight is None:
+            # The loss of a block that has been left, where its forward may have been told to keep gradients local.
+            self.strategy.expect_backward(windows.current.models)
         window = windows.begin_alone()
         for listener in moments.begun:
             listener(window.number, window.num_done)
