@@ -213,6 +213,31 @@ def test_a_run_that_is_lost_beside_a_scanner_does_not_end_well(hosts: Sequence[H
     assert "\x1b" not in text
 
 
+PICKLE = """
+import base64, os, pickle, sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, (sys.argv[2],)
+store = TCPStore(sys.argv[1], 29400, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+store.set("torch.rendezvous.headway", base64.b64encode(pickle.dumps(Evil())))
+"""
+
+
+def test_torchs_meeting_unpickles_nothing_of_others(hosts: Sequence[Host], tmp_path: Path) -> None:
+    (tmp_path / "stranger.py").write_text(PICKLE)
+    started = begin(tmp_path, hosts[:2], "--rdzv_backend c10d --max_restarts 1", HEADWAY_SECRET=SECRET)
+    made = tmp_path / "made_by_a_stranger"
+    stranger = hosts[2].start(f"python stranger.py {hosts[0].address} {made}", tmp_path)
+    assert stranger.wait(SLACK) == 0, said(tmp_path, hosts[2])
+    # What torch keeps there is overwritten for good, so the run cannot go on; it says why.
+    codes = [process.wait(SLACK) for process in started]
+    assert 0 not in codes
+    assert not made.exists()
+    assert any("the state of the meeting was not written by this run" in said(tmp_path, host) for host in hosts[:2])
+
+
 def test_machines_with_different_secrets_do_not_meet(hosts: Sequence[Host], tmp_path: Path) -> None:
     where = f"--num_machines 2 --main_process_ip {hosts[0].address} --main_process_port 29400 --patience 15"
     started = [
