@@ -76,7 +76,7 @@ class Seal:
 
     Args:
         secret: of the run; with an empty one a proof keeps chance away, and nobody who means it.
-        strangers: is told of what has none.
+        strangers: counts what has none.
     """
 
     def __init__(self, secret: bytes, strangers: Strangers) -> None:
@@ -91,17 +91,10 @@ class Seal:
         """The content with its proof; it opens at the same place only."""
         return self._proof(place, content) + content
 
-    def open(self, place: str, sealed: bytes, what: str) -> bytes | None:
-        """What was closed at this place; None for anything else, which is noted.
-
-        Args:
-            what: names it in the note.
-        """
+    def open(self, place: str, sealed: bytes) -> bytes | None:
+        """What was closed at this place; None for anything else, which whoever asks has to note."""
         content = sealed[SIZE:]
-        if hmac.compare_digest(sealed[:SIZE], self._proof(place, content)):
-            return content
-        self.strangers.note(what)
-        return None
+        return content if hmac.compare_digest(sealed[:SIZE], self._proof(place, content)) else None
 
     def _proof(self, place: str, content: bytes) -> bytes:
         name = place.encode()

@@ -159,11 +159,13 @@ class _Line:
         return True
 
     def _open(self, line: bytes) -> bytes | None:
-        content = self._seal.open(self._place(not self._is_hub, self._num_heard), line, f"a line from {self._whence()}")
-        if content is not None:
-            self._num_heard += 1
-            self.is_proven = True
-            self.peer.heard = time.monotonic()
+        content = self._seal.open(self._place(not self._is_hub, self._num_heard), line)
+        if content is None:
+            self._seal.strangers.note(f"a line from {self._whence()}")
+            return None
+        self._num_heard += 1
+        self.is_proven = True
+        self.peer.heard = time.monotonic()
         return content
 
     def note_stranger(self) -> None:

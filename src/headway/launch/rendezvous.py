@@ -177,7 +177,7 @@ class _SealedBackend(C10dRendezvousBackend):
         return None if found is None else (self._opened(found[0]), *found[1:])
 
     def _opened(self, sealed: bytes) -> bytes:
-        state = self._seal.open(MEETING, sealed, "the state of the meeting")
+        state = self._seal.open(MEETING, sealed)
         if state is None:
             raise LaunchError(
                 "the state of the meeting was not written by this run: another program reaches its port, or HEADWAY_SECRET "

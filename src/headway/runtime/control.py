@@ -117,7 +117,7 @@ class Control:
         tally = store.add("arrived", _ARRIVED + (_WEIGHTY if any(values) else 0))
         if tally % _WEIGHTY == self.world_size:
             result = self._fold(store, head, values, op) if tally >= _WEIGHTY else head
-            store.add("arrived", -tally)
+            store.reset("arrived")
             store.set(f"result/{number}", result)
         else:
             if tally % _WEIGHTY == 1:  # who comes first has time; all have read the result before the last one
