@@ -117,6 +117,16 @@ def is_debugging() -> bool:
     return level is not None and level <= logging.DEBUG
 
 
+def silence_elastic() -> None:
+    """No warnings of torch's launcher about agents, rendezvous and closing signals: what a user needs is in the report."""
+    if is_debugging():
+        return
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        # Each has a level of its own there.
+        if name.startswith("torch.distributed.elastic") and isinstance(logger, logging.Logger):
+            logger.setLevel(logging.CRITICAL if name.endswith("multiprocessing.api") else logging.ERROR)
+
+
 def _level(asked: str | int, origin: str) -> int:
     number = asked if isinstance(asked, int) else int(asked) if asked.isdecimal() else None
     if number is None:

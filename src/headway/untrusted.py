@@ -3,7 +3,7 @@
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from headway.errors import CheckpointError
 
@@ -66,3 +66,16 @@ def _check_kind(path: Path, mode: int) -> None:
 def printable(text: object) -> str:
     """Text for a terminal: what would move its cursor, change its colours or turn the writing is shown by its number."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in str(text))
+
+
+def plain(value: Any) -> Any:
+    """What came from outside as JSON: every text in it printable, but for its line breaks and tabs."""
+    if isinstance(value, str):
+        return (
+            value
+            if value.isprintable()
+            else "\n".join("\t".join(map(printable, line.split("\t"))) for line in value.split("\n"))
+        )
+    if isinstance(value, dict):
+        return {plain(key): plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list) else value

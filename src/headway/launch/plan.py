@@ -53,6 +53,7 @@ class AgentOrder:
         variables: what each worker's environment gets on top of what torch sets.
         min_machines: with how many of them the run goes on.
         grace: seconds that ranks get to save in, after a signal to the launcher.
+        secret_file: holds the run's secret; None: HEADWAY_SECRET does, or nobody gives one.
     """
 
     program: Program
@@ -74,6 +75,7 @@ class AgentOrder:
     variables: Mapping[str, str] = field(default_factory=dict)
     min_machines: int = 1
     grace: float = DEFAULT_GRACE
+    secret_file: str | None = None
 
     def encode(self) -> str:
         """The JSON text."""
@@ -328,6 +330,7 @@ def _order(resolved: Resolved, program: Program, num_machines: int, num_local: i
         resolved.get("machine_patience", 30.0),
         min_machines=_min_machines(resolved, num_machines, backend),
         grace=resolved.get("grace", DEFAULT_GRACE),
+        secret_file=resolved.get("secret"),
     )
 
 
