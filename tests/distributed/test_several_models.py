@@ -431,7 +431,7 @@ def every(options: dict[str, Any]) -> dict[str, str]:
     loops = [
         partial_with_name(each, options)
         for each in named(SINGLE)
-        if isinstance(each, partial) and not any(each.args[1:])
+        if isinstance(each, partial) and not each.args[2]
     ]
     return play([*loops, partial_with_name(models_that_share, options)])
 
