@@ -1,6 +1,6 @@
 """The Accelerator: a table of contents, where each method delegates to the part that does the work."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property, partial
 from importlib import import_module
@@ -777,6 +777,7 @@ class Accelerator(RankAware):
         load_kwargs: Mapping[str, Any] | None = None,
         *,
         strict: bool = False,
+        changed: str | Collection[str] | None = (),
         **load_model_func_kwargs: Any,
     ) -> Restored:
         """Take a checkpoint up, after prepare: all of it or nothing; every rank calls it.
@@ -785,6 +786,9 @@ class Accelerator(RankAware):
             input_dir: its folder; None, with automatic naming: the newest one that verifies.
             load_kwargs: accepted for the name's sake: nothing is unpickled.
             strict: refuse a checkpoint of another world size, batch size, precision or version.
+            changed: what is another one on purpose, which is refused otherwise: "data", whose number of samples is not that of the
+                checkpoint (the epoch begins at its first batch), a "schedule", whose learning rate jumps or which counts otherwise,
+                or both. None: warn of either, and keep the place in the data.
             load_model_func_kwargs: accepted for the name's sake: `map_location` ("cpu" or "on_device"), as the state goes
                 to where each object is; and what engines that are not in use take.
 
@@ -796,17 +800,22 @@ class Accelerator(RankAware):
             ConfigError: no folder was given, and there is no automatic naming; or an unknown argument.
         """
         check_load_arguments({**(load_kwargs or {}), **load_model_func_kwargs})
-        return self._checkpoints.load(input_dir, strict)
+        return self._checkpoints.load(input_dir, strict, changed)
 
     def resume(
-        self, checkpoint: str | Path = "latest", *, strict: bool = False, run: str | None = None
+        self,
+        checkpoint: str | Path = "latest",
+        *,
+        strict: bool = False,
+        run: str | None = None,
+        changed: str | Collection[str] | None = (),
     ) -> Restored | None:
         """Go on from a checkpoint where there is one; call it after prepare, and loop over `epochs(n)`.
 
         Args:
             checkpoint: "latest": the newest one in the project's folder that verifies; one that does not is named and
                 passed over. Or a folder.
-            strict: as for load_state.
+            strict, changed: as for load_state.
             run: with "latest", look among the checkpoints of this run only: "run" in their manifests. None: among all.
 
         Returns:
@@ -815,7 +824,7 @@ class Accelerator(RankAware):
         Raises:
             CheckpointError: on every rank: damaged (a folder that was given), or it does not fit.
         """
-        return self._checkpoints.resume(checkpoint, strict, run)
+        return self._checkpoints.resume(checkpoint, strict, run, changed)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """The numbers of the epochs that are left of `num_epochs`: after a resume from the restored one.

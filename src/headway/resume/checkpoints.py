@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from headway.config.run import ProjectConfiguration
 from headway.errors import CheckpointError, ConfigError, StateError
 from headway.log import get_logger
 from headway.optional import Later
+from headway.resume.arguments import check_changed
 from headway.resume.evaluation import Beginning
 from headway.resume.place import Place
 from headway.resume.restored import Restored
@@ -278,23 +279,28 @@ class Checkpoints:
             hook(models, str(folder))
         return models
 
-    def load(self, input_dir: str | Path | None, is_strict: bool) -> Restored:
+    def load(
+        self, input_dir: str | Path | None, is_strict: bool, changed: str | Collection[str] | None = ()
+    ) -> Restored:
         """Take a checkpoint up, after prepare: all of it or nothing; every rank calls it."""
+        meant = check_changed(changed)
         self._run.saver.wait()
         folder = self.place.to_load(input_dir)
-        restored = self._run.load(folder, is_strict, self._load_hooks)
+        restored = self._run.load(folder, is_strict, self._load_hooks, meant)
         self.place.go_on_from(folder, restored.about.get("iteration"))
         log.info(str(restored))
         return restored
 
-    def resume(self, checkpoint: str | Path, is_strict: bool, run: str | None) -> Restored | None:
+    def resume(
+        self, checkpoint: str | Path, is_strict: bool, run: str | None, changed: str | Collection[str] | None = ()
+    ) -> Restored | None:
         """Go on from a checkpoint where there is one."""
         is_newest = str(checkpoint) == "latest"
         folder = self.place.newest(run) if is_newest else Path(checkpoint).expanduser().absolute()
         if folder is None:
             log.info("no checkpoint in %s yet: training begins at the start", self.place.parent())
             return None
-        restored = self.load(folder, is_strict)
+        restored = self.load(folder, is_strict, changed)
         self._owes_epochs = True
         self._check_steps()
         return restored

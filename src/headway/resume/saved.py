@@ -41,6 +41,8 @@ class SavedRun:
         seeds: of the loaders.
         trained_on: numbers of the loaders that updates were made from.
         passes_over: for each loader, its passes of the epoch that are over; None where nothing was trained on it.
+        lengths: for each loader, the samples of its data; None: unknown, and so are those that are missing.
+        units: for each schedule, what it counts; missing where it was saved before that was noted.
         loaders: their positions.
         is_own: were the streams, and what loaders keep of their shards, saved by this rank?
         streams: the random streams.
@@ -66,6 +68,8 @@ class SavedRun:
     seeds: list[int]
     trained_on: list[int]
     passes_over: list[int | None]
+    lengths: list[int | None]
+    units: list[str]
     loaders: list[dict[str, Any]]
     is_own: bool
     streams: dict[str, Any]
@@ -127,7 +131,9 @@ def read_run(
         scaler=_read_scaler(run, precision),
         seeds=seeds,
         trained_on=[number.whole() for each in run.given("trained_on") for number in each.items()],
-        passes_over=_read_passes(run, len(seeds)),
+        passes_over=_read_counts(run, "passes_over", len(seeds), _MOST_PASSES),
+        lengths=_read_counts(run, "lengths", len(seeds), MOST),
+        units=[unit.text() for each in run.given("units") for unit in each.items()],
         loaders=loaders,
         is_own=is_own,
         streams=streams,
@@ -205,7 +211,7 @@ def _read_scaler(run: Told, precision: Precision) -> dict[str, Any]:
     return read
 
 
-def _read_passes(run: Told, num_loaders: int) -> list[int | None]:
-    for each in run.given("passes_over"):
-        return [None if count.is_none else count.whole(0, _MOST_PASSES) for count in each.items(num_loaders)]
+def _read_counts(run: Told, name: str, num_loaders: int, most: int) -> list[int | None]:
+    for each in run.given(name):
+        return [None if count.is_none else count.whole(0, most) for count in each.items(num_loaders)]
     return []
