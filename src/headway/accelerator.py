@@ -45,6 +45,7 @@ from headway.runtime.seed import Reader
 from headway.strategies.build import choose_strategy
 from headway.tracking.base import Tracker
 from headway.tracking.record import Record, TrackerKwargs
+from headway.training.local_sgd import LocalTraining
 from headway.training.metrics import gather_for_metrics
 from headway.training.neighbours import Neighbours
 from headway.training.optimizer import PreparedOptimizer
@@ -189,6 +190,7 @@ class Accelerator(RankAware):
         neighbours = runtime.scope.own(Neighbours)
         divides = loss_policy or WeightedMean()
         self._training_step = self._build_step(plugin, divides, on_non_finite, cuts_batches, neighbours)
+        self.local_training = LocalTraining(self._training_step.windows)
         loading = loading_settings(dataloader_config, split_batches)
         adjusts = adjust_scheduler_to_accumulation or plugin.adjust_scheduler
         more_updates = 1 if loading.split_batches else self.strategy.data_shard.count
@@ -292,6 +294,7 @@ class Accelerator(RankAware):
             self._preparation,
             self._training_step.windows,
             self.clock,
+            self.local_training,
         )
         self._run_state = run_state
         self._checkpoints = Checkpoints(run_state, project, self._training_step.moments, self._last_save_hook)

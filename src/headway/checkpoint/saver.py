@@ -19,6 +19,7 @@ from headway.checkpoint.manifest import Manifest, read_manifest
 from headway.checkpoint.placing import Placing
 from headway.checkpoint.reading import verify_share
 from headway.checkpoint.replica import hand_on
+from headway.checkpoint.rows import ROWS
 from headway.checkpoint.snapshot import Snapshot
 from headway.checkpoint.state import Collected, in_pieces
 from headway.checkpoint.writer import Background, Job, Policy, Share, abandon, announce, begin, write
@@ -86,6 +87,8 @@ class Saver:
         if not is_alone:
             nonce = self._collectives.broadcast_object(nonce)
         share = Share() if is_alone else self._find_share(final, nonce)
+        if share.is_own_disk:
+            _leave_rows_out(collected)
         _check_spread(collected, share, is_alone)
         job = Job(final, nonce, share, collected, about, policy, self._source)
         self._together(lambda: begin(job), job, is_alone)
@@ -321,6 +324,18 @@ class Saver:
             raise CheckpointError(f"{path} is not the same checkpoint on every rank (manifest hashes differ)")
         assert result is not None
         return result
+
+
+def _leave_rows_out(collected: Collected) -> None:
+    """Disks of their own must hold the same, and a machine knows no rows of other machines' ranks."""
+    rows = [name for name in collected.tensors if name.startswith(ROWS)]
+    for name in rows:
+        del collected.tensors[name]
+    if rows:
+        log.warning_once(
+            "local SGD on machines that do not share a folder: checkpoints hold the means over all ranks, not what each has of its "
+            "own. Give a project_dir on storage that all machines share, and a resumed run goes on exactly"
+        )
 
 
 def _check_spread(collected: Collected, share: Share, is_alone: bool) -> None:

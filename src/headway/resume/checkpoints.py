@@ -108,11 +108,12 @@ class Checkpoints:
         if not self._has_told_alone:
             self._has_told_alone = True
             log.warning(
-                "save_state at %s is called on rank %d only, %s: the checkpoint holds everything but the random streams of the other "
-                "ranks, which get new ones after a resume. To keep theirs too, call it on every rank",
+                "save_state at %s is called on rank %d only, %s: the checkpoint holds everything but the random streams%s of the "
+                "other ranks, which get new ones after a resume. To keep theirs too, call it on every rank",
                 callers.call_site,
                 callers.ranks[0],
                 callers.reason,
+                " and the optimizer states (of local SGD)" if self._run.has_parted else "",
                 main_process_only=False,
             )
 

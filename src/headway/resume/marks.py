@@ -18,11 +18,13 @@ class Mark:
     Attributes:
         streams: the random streams.
         loaders: each loader's state.
+        local_steps: of each model in local SGD.
         changed: what forward changes in the models.
     """
 
     streams: dict[str, Any] | None
     loaders: list[dict[str, Any]]
+    local_steps: list[int | None]
     changed: "Changed | None" = None
 
 

@@ -24,6 +24,7 @@ from headway.precision.base import Precision
 from headway.resume.batch import GlobalBatch, Plan
 from headway.resume.comparison import Comparison
 from headway.resume.evaluation import Beginning, Evaluations
+from headway.resume.local import LocalState
 from headway.resume.marks import Changed, Mark, has_changing_state
 from headway.resume.passes import Passes
 from headway.resume.positions import Positions
@@ -34,6 +35,7 @@ from headway.runtime.events import notify
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import derive_streams, read_streams, write_streams
 from headway.strategies.base import Strategy
+from headway.training.local_sgd import LocalTraining
 from headway.training.prepare import Preparation
 from headway.training.windows import Clock, Windows
 from headway.version import __version__
@@ -50,7 +52,7 @@ class RunState:
         run_id: of the run, in each of its manifests; that of the run that is resumed. None before the first save or load.
 
     Args:
-        runtime, collectives, strategy, precision, preparation, accumulation, clock: the Accelerator's.
+        runtime, collectives, strategy, precision, preparation, accumulation, clock, local_training: the Accelerator's.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class RunState:
         preparation: Preparation,
         accumulation: Windows,
         clock: Clock,
+        local_training: LocalTraining,
     ) -> None:
         self.saver = Saver(runtime, collectives, clock)
         self.custom: list[Stateful] = []
@@ -79,6 +82,7 @@ class RunState:
         self._batch = GlobalBatch(preparation.loaders, accumulation)
         self._positions = Positions(preparation.loaders, collectives)
         self._schedules = Schedules(preparation)
+        self._local = LocalState(local_training, preparation, collectives)
         self._comparison = Comparison(
             runtime, collectives, strategy, precision, self._batch, self._positions, self._schedules
         )
@@ -121,6 +125,11 @@ class RunState:
     def clock(self) -> Clock:
         """Counts the updates that happened."""
         return self._clock
+
+    @property
+    def has_parted(self) -> bool:
+        """Do the states of optimizers differ between the ranks?"""
+        return self._local.has_parted
 
     @property
     def is_unfinished(self) -> bool:
@@ -182,7 +191,8 @@ class RunState:
             if self._is_saving:
                 changed = Changed() if self._mark is None or self._mark.changed is None else self._mark.changed
                 changed.note(self._bare_models())
-            self._mark = Mark(streams, [each.run_state(is_brief=True) for each in loaders], changed)
+            states = [each.run_state(is_brief=True) for each in loaders]
+            self._mark = Mark(streams, states, self._local.steps(), changed)
 
     def _read_streams(self) -> dict[str, Any]:
         return {**read_streams(self._runtime.hardware), "loaders": self._preparation.loader_stream.state()}
@@ -230,6 +240,10 @@ class RunState:
         collected, states = self._collect_own(before, is_unfinished, is_alone)
         self._add("loaders", states, collected, is_alone)
         run, about, over = self._run_state(), self._about(is_unfinished), self._passes.over()
+        mark = self._mark if is_unfinished else None
+        run["local_steps"] = steps = self._local.steps() if mark is None else mark.local_steps
+        if not is_alone:
+            self._local.add(collected, steps)
         if before is not None and not is_unfinished:
             run["epoch"] = about["epoch"] = before.epoch
             over = before.over
@@ -373,7 +387,8 @@ class RunState:
             CheckpointError: on every rank: missing, damaged, or it does not fit; or `is_strict`, and something differs.
         """
         parts = self._parts()
-        manifest, found = self.saver.read(path, Placing(parts))
+        manifest, found = self.saver.read(path, Placing(parts, self._runtime.rank, self._runtime.world_size))
+        self._local.take(found)
         saved = read_run(manifest.about, found, self._runtime, self._precision, self._strategy.data_shard.count)
         restored = Restored(path, manifest.about)
         if hooks:  # they may load models themselves, so all that does not hang on them is checked before
@@ -397,6 +412,7 @@ class RunState:
             notes=manifest.about.get("notes"),
         )
         self._take_up(saved, plan, is_new)
+        self._local.take_up(parts, saved.local_steps)
         return restored
 
     def _agree(self, failure: str | None) -> list[str]:

@@ -42,6 +42,7 @@ class SavedRun:
         trained_on: numbers of the loaders that updates were made from.
         passes_over: for each loader, its passes of the epoch that are over; None where nothing was trained on it.
         lengths: for each loader, the samples of its data; None: unknown, and so are those that are missing.
+        local_steps: for each model, the steps of the local SGD that it was in; None: in none.
         units: for each schedule, what it counts; missing where it was saved before that was noted.
         loaders: their positions.
         is_own: were the streams, and what loaders keep of their shards, saved by this rank?
@@ -69,6 +70,7 @@ class SavedRun:
     trained_on: list[int]
     passes_over: list[int | None]
     lengths: list[int | None]
+    local_steps: list[int | None]
     units: list[str]
     loaders: list[dict[str, Any]]
     is_own: bool
@@ -132,6 +134,7 @@ def read_run(
         seeds=seeds,
         trained_on=[number.whole() for each in run.given("trained_on") for number in each.items()],
         passes_over=_read_counts(run, "passes_over", len(seeds), _MOST_PASSES),
+        local_steps=_read_counts(run, "local_steps", num_models, MOST),
         lengths=_read_counts(run, "lengths", len(seeds), MOST),
         units=[unit.text() for each in run.given("units") for unit in each.items()],
         loaders=loaders,
@@ -211,7 +214,7 @@ def _read_scaler(run: Told, precision: Precision) -> dict[str, Any]:
     return read
 
 
-def _read_counts(run: Told, name: str, num_loaders: int, most: int) -> list[int | None]:
+def _read_counts(run: Told, name: str, num: int, most: int) -> list[int | None]:
     for each in run.given(name):
-        return [None if count.is_none else count.whole(0, most) for count in each.items(num_loaders)]
+        return [None if count.is_none else count.whole(0, most) for count in each.items(num)]
     return []
