@@ -292,7 +292,7 @@ class Accelerator(RankAware):
             self.strategy,
             self.precision,
             self._preparation,
-            self._training_step.windows,
+            self._training_step,
             self.clock,
             self.local_training,
         )

@@ -37,7 +37,8 @@ from headway.runtime.seed import derive_streams, read_streams, write_streams
 from headway.strategies.base import Strategy
 from headway.training.local_sgd import LocalTraining
 from headway.training.prepare import Preparation
-from headway.training.windows import Clock, Windows
+from headway.training.step import Step
+from headway.training.windows import Clock
 from headway.version import __version__
 
 log = get_logger(__name__)
@@ -52,7 +53,7 @@ class RunState:
         run_id: of the run, in each of its manifests; that of the run that is resumed. None before the first save or load.
 
     Args:
-        runtime, collectives, strategy, precision, preparation, accumulation, clock, local_training: the Accelerator's.
+        runtime, collectives, strategy, precision, preparation, step, clock, local_training: the Accelerator's.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class RunState:
         strategy: Strategy,
         precision: Precision,
         preparation: Preparation,
-        accumulation: Windows,
+        step: Step,
         clock: Clock,
         local_training: LocalTraining,
     ) -> None:
+        self._step, accumulation = step, step.windows
         self.saver = Saver(runtime, collectives, clock)
         self.custom: list[Stateful] = []
         self.epoch = 0
@@ -192,7 +194,10 @@ class RunState:
                 changed = Changed() if self._mark is None or self._mark.changed is None else self._mark.changed
                 changed.note(self._bare_models())
             states = [each.run_state(is_brief=True) for each in loaders]
-            self._mark = Mark(streams, states, self._local.steps(), changed)
+            self._mark = Mark(streams, states, self._local.steps(), self._pieces(), changed)
+
+    def _pieces(self) -> dict[str, int | None]:
+        return {} if self._step.pieces is None else asdict(self._step.pieces)
 
     def _read_streams(self) -> dict[str, Any]:
         return {**read_streams(self._runtime.hardware), "loaders": self._preparation.loader_stream.state()}
@@ -241,6 +246,7 @@ class RunState:
         self._add("loaders", states, collected, is_alone)
         run, about, over = self._run_state(), self._about(is_unfinished), self._passes.over()
         mark = self._mark if is_unfinished else None
+        run["pieces"] = self._pieces() if mark is None else mark.pieces
         run["local_steps"] = steps = self._local.steps() if mark is None else mark.local_steps
         if not is_alone:
             self._local.add(collected, steps)
@@ -455,6 +461,8 @@ class RunState:
         self._schedules.recount(saved)
         for scheduler in preparation.schedulers:
             scheduler.catch_up()
+        if saved.is_own and saved.pieces and self._step.pieces:  # else the ranks' batches may be others
+            self._step.pieces.go_on(**saved.pieces)
         self._accumulation.resume(preparation.models, saved.nominal, saved.num_updates)
         if plan.is_kept:
             preparation.keep_ticks(*saved.ticks)
