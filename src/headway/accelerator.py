@@ -874,7 +874,7 @@ class Accelerator(RankAware):
         return self._checkpoints.check_preemption()
 
     def stop_watching(self) -> None:
-        """Leave signals and deadlines alone from now on, where the training is over; every rank calls it."""
+        """Leave signals and deadlines alone, and the folder to other runs, where the training is over; every rank calls it."""
         self._checkpoints.stop_watching()
 
     def start_watching(self) -> None:

@@ -13,8 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headway import scope
 from headway.checkpoint import folders
 from headway.checkpoint.layout import read_state, verify
+from headway.checkpoint.lock import Locks
 from headway.checkpoint.manifest import Manifest, read_manifest
 from headway.checkpoint.placing import Placing
 from headway.checkpoint.reading import verify_share
@@ -26,6 +28,7 @@ from headway.checkpoint.writer import Background, Job, Policy, Share, abandon, a
 from headway.collectives.door import Collectives
 from headway.errors import CheckpointError
 from headway.log import get_logger
+from headway.runtime import process
 from headway.runtime.callers import SAVE
 from headway.runtime.process import ProcessRuntime
 from headway.weights.pieces import is_spread
@@ -54,6 +57,50 @@ class Saver:
         self._alone_job: Job | None = None
 
     # ---------------------------------------------------------------- save
+
+    def hold(self, parent: Path, run: str | None, is_alone: bool = False) -> str:
+        """Let no other run save into a folder; every rank calls it, or one alone.
+
+        Args:
+            parent: the folder that holds the checkpoints.
+            run: the run's id; None: it has none yet.
+            is_alone: the others do not.
+
+        Returns:
+            The run's id, the same on all ranks.
+
+        Raises:
+            CheckpointError: on every rank: another run has it.
+        """
+        locks, runtime = scope.own(Locks), self._runtime
+        process.at_end(locks.release)
+        start = secrets.token_hex(8)
+        own = run or start, locks.start_of(parent) or start
+        if is_alone:
+            locks.hold(parent, *own)
+            return own[0]
+        name = self._collectives.broadcast_object(own)
+        leaders = [runtime.rank == 0]
+        if (
+            self._collectives.world_size > runtime.local_world_size
+        ):  # where they share the folder, they find rank 0's lock
+            leaders.append(runtime.local_rank == 0)
+        for is_next in leaders:
+            failure: str | None = None
+            try:
+                if is_next:
+                    locks.hold(parent, *name)
+            except CheckpointError as error:
+                failure = str(error)
+            failures = {text for text in self._collectives.gather_objects(failure) if text is not None}
+            if failures:
+                raise CheckpointError("; ".join(sorted(failures)))
+        return str(name[0])
+
+    def let_go(self, parent: Path) -> None:
+        """Let others save into the folder, where nothing is being written."""
+        if not self.is_busy:
+            scope.own(Locks).release(parent)
 
     def meet(self, number: int) -> int:
         """Begin a save of all ranks: the largest of their numbers, as some may have saved without the others."""

@@ -77,10 +77,24 @@ class Checkpoints:
         self._owes_epochs = False
         self._last: tuple[Path, tuple[object, ...]] | None = None
         self._has_told_alone = False
+        self._held: Path | None = None
         if project.automatic_checkpoint_naming:
             run_state.expect_saves()
+            moments.before_learning.append(self._hold_at_first)
         if self.place.earlier is not None:
             self._check_steps()
+
+    def _hold_at_first(self) -> None:
+        """Something is about to learn: has another run the checkpoints' folder?"""
+        if self._held is None:
+            self._hold()
+
+    def _hold(self, is_alone: bool = False) -> None:
+        """Let no other run save where this one does; who only reads holds nothing."""
+        place, run = self.place, self._run
+        if place.is_automatic and place.project.project_dir is not None:
+            self._held = place.parent()
+            run.run_id = run.saver.hold(self._held, run.run_id, is_alone)
 
     def _check_steps(self) -> None:
         """From now on there may be something to check where something is about to learn."""
@@ -129,6 +143,7 @@ class Checkpoints:
         if metric is not None:  # nan is never the best, and JSON has none
             metric = float(metric) if math.isfinite(metric) else None
         run.saver.wait(is_alone)
+        self._hold(is_alone)
         if not is_blocking:
             self._check_steps()
         if not is_alone:  # some ranks may have saved without the others
@@ -205,10 +220,13 @@ class Checkpoints:
         self._check_steps()
 
     def stop_watching(self) -> None:
-        """Leave signals and deadlines alone from now on."""
+        """Leave signals and deadlines alone from now on, and the folder to others until something is trained or saved again."""
         if self.guard is not None:
             self.guard.stop()
             self._run.ask_before_batches(None)
+        if self._held is not None:
+            self._run.saver.let_go(self._held)
+            self._held = None
 
     def start_watching(self) -> None:
         """Listen again, in place of whoever has done so since."""
