@@ -81,10 +81,8 @@ class Saver:
             return own[0]
         name = self._collectives.broadcast_object(own)
         leaders = [runtime.rank == 0]
-        if (
-            self._collectives.world_size > runtime.local_world_size
-        ):  # where they share the folder, they find rank 0's lock
-            leaders.append(runtime.local_rank == 0)
+        if self._collectives.world_size > runtime.local_world_size:
+            leaders.append(runtime.local_rank == 0)  # on a folder that machines share, they find rank 0's lock
         for is_next in leaders:
             failure: str | None = None
             try:
@@ -138,6 +136,14 @@ class Saver:
             _leave_rows_out(collected)
         _check_spread(collected, share, is_alone)
         job = Job(final, nonce, share, collected, about, policy, self._source)
+        try:
+            self._save(job, fill, seal)
+        except BaseException:  # such as Ctrl-C while other ranks are waited for
+            abandon(job)
+            raise
+
+    def _save(self, job: Job, fill: Callable[[Path], None] | None, seal: Callable[[], None] | None) -> None:
+        is_alone, collected = job.policy.is_alone, job.content
         self._together(lambda: begin(job), job, is_alone)
         if fill is not None:
             self._together(partial(fill, job.staging), job, is_alone)
@@ -151,7 +157,7 @@ class Saver:
         self._together(complete, job, is_alone)
         job = replace(job, content=made[0])
         self._together(lambda: announce(job), job, is_alone)
-        if policy.is_blocking:
+        if job.policy.is_blocking:
             self._together(lambda: write(job), job, is_alone)
             if not is_alone:
                 self._after(job)
@@ -213,9 +219,6 @@ class Saver:
             act()
         except Exception as error:  # such as a hook's: the other ranks must hear of it, and the folder must go
             failure, cause = f"{type(error).__name__}: {error}", error
-        except BaseException:
-            abandon(job)
-            raise
         told = {self._runtime.rank: failure} if is_alone else dict(enumerate(self._collectives.gather_objects(failure)))
         failed = [f"rank {rank}: {text}" for rank, text in told.items() if text is not None]
         if failed:
