@@ -1,6 +1,6 @@
 """The Accelerator: a table of contents, where each method delegates to the part that does the work."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property, partial
 from importlib import import_module
@@ -48,6 +48,7 @@ from headway.strategies.build import choose_strategy
 from headway.tracking.base import Tracker
 from headway.tracking.record import Record, TrackerKwargs
 from headway.training.guard import Guard, Notice, Skips
+from headway.training.local_sgd import LocalTraining
 from headway.training.metrics import gather_for_metrics
 from headway.training.moments import Moments
 from headway.training.neighbours import Neighbours
@@ -199,6 +200,7 @@ class Accelerator(RankAware):
         neighbours = runtime.scope.own(Neighbours)
         divides = loss_policy or WeightedMean()
         self._training_step = self._build_step(plugin, divides, on_non_finite, cuts_batches, neighbours)
+        self.local_training = LocalTraining(self._training_step.windows)
         loading = loading_settings(dataloader_config, split_batches)
         adjusts = adjust_scheduler_to_accumulation or plugin.adjust_scheduler
         more_updates = 1 if loading.split_batches else self.strategy.data_shard.count
@@ -315,8 +317,9 @@ class Accelerator(RankAware):
             self.strategy,
             self.precision,
             self._preparation,
-            self._training_step.windows,
+            self._training_step,
             self.clock,
+            self.local_training,
         )
         self._run_state = run_state
         self._checkpoints = Checkpoints(run_state, project, self._training_step.moments, self._last_save_hook)
@@ -802,6 +805,7 @@ class Accelerator(RankAware):
         load_kwargs: Mapping[str, Any] | None = None,
         *,
         strict: bool = False,
+        changed: str | Collection[str] | None = (),
         **load_model_func_kwargs: Any,
     ) -> Restored:
         """Take a checkpoint up, after prepare: all of it or nothing; every rank calls it.
@@ -810,6 +814,9 @@ class Accelerator(RankAware):
             input_dir: its folder; None, with automatic naming: the newest one that verifies.
             load_kwargs: accepted for the name's sake: nothing is unpickled.
             strict: refuse a checkpoint of another world size, batch size, precision or version.
+            changed: what is another one on purpose, which is refused otherwise: "data", whose number of samples is not that of the
+                checkpoint (the epoch begins at its first batch), a "schedule", whose learning rate jumps or which counts otherwise,
+                or both. None: warn of either, and keep the place in the data.
             load_model_func_kwargs: accepted for the name's sake: `map_location` ("cpu" or "on_device"), as the state goes
                 to where each object is; and what engines that are not in use take.
 
@@ -821,17 +828,22 @@ class Accelerator(RankAware):
             ConfigError: no folder was given, and there is no automatic naming; or an unknown argument.
         """
         check_load_arguments({**(load_kwargs or {}), **load_model_func_kwargs})
-        return self._checkpoints.load(input_dir, strict)
+        return self._checkpoints.load(input_dir, strict, changed)
 
     def resume(
-        self, checkpoint: str | Path = "latest", *, strict: bool = False, run: str | None = None
+        self,
+        checkpoint: str | Path = "latest",
+        *,
+        strict: bool = False,
+        run: str | None = None,
+        changed: str | Collection[str] | None = (),
     ) -> Restored | None:
         """Go on from a checkpoint where there is one; call it after prepare, and loop over `epochs(n)`.
 
         Args:
             checkpoint: "latest": the newest one in the project's folder that verifies; one that does not is named and
                 passed over. Or a folder.
-            strict: as for load_state.
+            strict, changed: as for load_state.
             run: with "latest", look among the checkpoints of this run only: "run" in their manifests. None: among all.
 
         Returns:
@@ -840,7 +852,7 @@ class Accelerator(RankAware):
         Raises:
             CheckpointError: on every rank: damaged (a folder that was given), or it does not fit.
         """
-        return self._checkpoints.resume(checkpoint, strict, run)
+        return self._checkpoints.resume(checkpoint, strict, run, changed)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """The numbers of the epochs that are left of `num_epochs`: after a resume from the restored one.
@@ -887,7 +899,7 @@ class Accelerator(RankAware):
         return self._checkpoints.check_preemption()
 
     def stop_watching(self) -> None:
-        """Leave signals and deadlines alone from now on, where the training is over; every rank calls it."""
+        """Leave signals and deadlines alone, and the folder to other runs, where the training is over; every rank calls it."""
         self._checkpoints.stop_watching()
 
     def start_watching(self) -> None:

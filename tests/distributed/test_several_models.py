@@ -429,9 +429,7 @@ def test_under_replicas(number: int, num_ranks: int) -> None:
 def every(options: dict[str, Any]) -> dict[str, str]:
     """The loops that take options, in one pair of processes. What models share cannot be sharded."""
     loops = [
-        partial_with_name(each, options)
-        for each in named(SINGLE)
-        if isinstance(each, partial) and not each.args[2]
+        partial_with_name(each, options) for each in named(SINGLE) if isinstance(each, partial) and not each.args[2]
     ]
     return play([*loops, partial_with_name(models_that_share, options)])
 

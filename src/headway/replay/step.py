@@ -11,6 +11,7 @@ from headway.collectives.tree import Tree, find_batch_size, tensors
 from headway.errors import StateError
 from headway.precision.base import Precision
 from headway.replay.headroom import Headroom
+from headway.replay.piece_size import PieceSize
 from headway.replay.rounds import Rounds
 from headway.replay.snapshot import Snapshot
 from headway.replay.transaction import Transaction
@@ -170,6 +171,11 @@ class PieceStep(Step):
     def tick(self, call: Callable[[], None]) -> None:
         """Once a batch, when it is committed."""
         self.transaction.tick(call, self.windows.piece.is_last)
+
+    @property
+    def pieces(self) -> PieceSize:
+        """The size that decides what each forward draws."""
+        return self.transaction.size
 
     def release(self) -> None:
         """Forget the batch in hand and all windows."""

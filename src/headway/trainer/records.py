@@ -36,6 +36,7 @@ _OF_THE_PLACE = frozenset(
         "do_eval",
         "do_predict",
         "resume_from_checkpoint",
+        "ignore_data_skip",
         "skip_memory_metrics",
         "save_total_limit",
         "eval_accumulation_steps",

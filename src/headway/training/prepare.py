@@ -350,39 +350,11 @@ class Preparation:
 
     def _explain(self, scheduler: PreparedScheduler) -> None:
         name, rule = type(scheduler.scheduler).__name__, self._rule
-        length = schedule_length(scheduler.scheduler)
-        end = (
-            ""
-            if length is None
-            else f"; it ends after {length} ticks, {-(-length // self._ticks(rule))} updates from now"
-        )
+        length, end = schedule_length(scheduler.scheduler), ""
+        if length is not None:
+            updates = -(-length // max(1, rule.ticks(self._windows.num_steps)))
+            end = f"; it ends after {length} ticks, {updates} updates from now"
         log.info_once(f"{name} is {rule.reason}{end}")
-        loader = next((loader for loader in self.loaders if _has_len(loader)), None)
-        if length is None or loader is None or length == 0:
-            return
-        updates = -(-len(loader) // self._windows.num_steps)
-        if not updates or _is_whole(length, updates * self._ticks(rule), self._ticks(rule)):
-            return
-        for other, remedy in self._other_rules():
-            if _is_whole(length, updates * self._ticks(other), self._ticks(other)):
-                log.warning_once(
-                    f"{name} ends after {length} ticks. By the rule in force ({rule.reason}) an epoch of {updates} updates has "
-                    f"{updates * self._ticks(rule)}, which does not divide it; it would fit a schedule {other.reason}. If that is "
-                    f"how it was counted, pass {remedy}"
-                )
-                return
-
-    def _ticks(self, rule: TickRule) -> int:
-        return max(1, rule.ticks(self._windows.num_steps))
-
-    def _other_rules(self) -> list[tuple[TickRule, str]]:
-        count = 1 if self.loading.split_batches else self._strategy.data_shard.count
-        rules: list[tuple[TickRule, str]] = [
-            (PerProcessTicks(count), "adjust_scheduler_to_accumulation=False and no scheduler_ticks"),
-            (MicroBatchTicks(count), "adjust_scheduler_to_accumulation=True"),
-            (UpdateTicks(), "scheduler_ticks='updates'"),
-        ]
-        return [(rule, remedy) for rule, remedy in rules if rule.name != self._rule.name]
 
     @property
     def tick_base(self) -> tuple[int, int]:
@@ -482,16 +454,3 @@ def _report_unknown(objects: Sequence[Any], is_strict: bool) -> None:
     if is_strict:
         raise PrepareError(text)
     log.warning_once("%s. It comes back as it is; prepare(..., strict=True) makes this an error", text)
-
-
-def _has_len(loader: PreparedLoader) -> bool:
-    try:
-        return len(loader) > 0
-    except TypeError:
-        return False
-
-
-def _is_whole(length: int, per_epoch: int, slack: int) -> bool:
-    """Is `length` a whole number of epochs, up to one rounding of the last window per epoch?"""
-    epochs = max(1, round(length / per_epoch))
-    return abs(length - epochs * per_epoch) < slack * epochs or length == epochs * per_epoch

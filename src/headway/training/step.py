@@ -354,6 +354,11 @@ class Step(ABC):
             weighed = self.windows.current.micro_weight
             task.add(loss.detach(), 1.0 if weighed is None else weighed[0])
 
+    @property
+    def pieces(self) -> Any:
+        """The size of pieces that batches are cut into; None: they stay whole."""
+        return None
+
     def release(self) -> None:
         """Forget the batch in hand and all windows."""
         self.windows.reset()

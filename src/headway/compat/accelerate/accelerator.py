@@ -4,7 +4,7 @@ Scripts and libraries that were written against Accelerate count on how it divid
 kept here. `headway.Accelerator` itself weighs losses and leaves outputs as they are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -197,6 +197,7 @@ class AccelerateAccelerator(Accelerator):
         load_kwargs: Mapping[str, Any] | None = None,
         *,
         strict: bool = False,
+        changed: str | Collection[str] | None = None,
         **load_model_func_kwargs: Any,
     ) -> Restored:
         """As Headway's; also loads folders that Accelerate wrote.
@@ -213,7 +214,7 @@ class AccelerateAccelerator(Accelerator):
         if folder is None and place.is_automatic:
             folder = newest_in(place.parent())
         if folder is None or not is_accelerates(folder):
-            own = super().load_state(input_dir, load_kwargs, strict=strict, **load_model_func_kwargs)
+            own = super().load_state(input_dir, load_kwargs, strict=strict, changed=changed, **load_model_func_kwargs)
             if not self.use_stateful_dataloader:
                 for loader in self._preparation.loaders:
                     loader.read_from_start()
