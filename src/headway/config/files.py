@@ -11,6 +11,7 @@ from headway.config.load import Value
 from headway.config.retired import advice
 from headway.config.values import did_you_mean, from_file
 from headway.errors import ConfigError
+from headway.untrusted import read_regular
 
 FILE_NAME = "default_config.yaml"
 KEYS = tuple(setting.name for setting in SETTINGS.values() if setting.is_for_files)
@@ -58,12 +59,9 @@ def read(path: Path) -> bytes:
         ConfigError: it cannot be read.
     """
     try:
-        with path.open("rb") as file:
-            return file.read(_LARGEST + 1)  # a device may have no end; more than that is refused
-    except OSError as error:
-        raise ConfigError(
-            f"the config file {path} cannot be read: {error.strerror or error}; correct the path"
-        ) from error
+        return read_regular(path, _LARGEST, ConfigError)
+    except ConfigError as error:
+        raise ConfigError(f"the config file {error}; correct the path") from error
 
 
 def load_mapping(content: bytes, name: str) -> dict[str, Any]:
@@ -75,10 +73,6 @@ def load_mapping(content: bytes, name: str) -> dict[str, Any]:
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    if len(content) > _LARGEST:
-        raise ConfigError(
-            f"the config file {name} has {len(content):,} bytes, and settings take a few hundred; is it another file?"
-        )
     try:
         _check_shape(yaml.parse(content, Loader=loader), name)
         data = yaml.load(content, Loader=loader)
