@@ -84,6 +84,11 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
+def whole_number(text: str) -> int | None:
+    """The number that the digits make; None for anything else, and for more digits than any count has."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else None
+
+
 def shown(value: object) -> str:
     """A value as it came in, for an error: cut where it is long."""
     try:

@@ -1,5 +1,6 @@
 """The config file: where it is, what it may hold, reading it as a layer of settings, and writing it."""
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from headway.config.load import Value
 from headway.config.retired import advice
 from headway.config.values import did_you_mean, from_file
 from headway.errors import ConfigError
-from headway.untrusted import read_regular
+from headway.untrusted import read_regular, shown
 
 FILE_NAME = "default_config.yaml"
 KEYS = tuple(setting.name for setting in SETTINGS.values() if setting.is_for_files)
@@ -23,6 +24,10 @@ _LARGEST = 2**20
 
 _DEEPEST = 18
 """Levels of nesting, with those of the stream and the document."""
+
+
+_LONGEST = 1000
+"""Characters of a value without quotes; numbers of more digits are none that Python prints."""
 
 
 def default_file(environment: Mapping[str, str]) -> Path:
@@ -47,7 +52,7 @@ def file_layer(named: str | None, environment: Mapping[str, str]) -> dict[str, V
         ConfigError: a named file does not exist, or the file cannot be read, or holds an unknown key or a wrong value.
     """
     path = Path(named) if named is not None else default_file(environment)
-    if named is None and not path.exists():
+    if named is None and not os.path.exists(path):  # which a name that is too long does not either
         return {}
     return parse(read(path), str(path))
 
@@ -92,10 +97,10 @@ def load_mapping(content: bytes, name: str) -> dict[str, Any]:
 
 
 def _check_shape(events: Iterable[Any], name: str) -> None:
-    """Refuse what would exhaust the stack or memory once it is put together: deep nesting, and aliases of aliases.
+    """Refuse what would exhaust the stack, memory or time once it is put together: deep nesting, aliases of aliases, huge numbers.
 
     Raises:
-        ConfigError: the content has either.
+        ConfigError: the content has one of them.
     """
     depth = 0
     for event in events:
@@ -104,6 +109,10 @@ def _check_shape(events: Iterable[Any], name: str) -> None:
         if depth > _DEEPEST:
             raise ConfigError(
                 f"the config file {name} is nested more than {_DEEPEST - 2} levels deep; write one setting per line"
+            )
+        if kind == "ScalarEvent" and not event.style and len(event.value) > _LONGEST:
+            raise ConfigError(
+                f"the config file {name} holds a number or word that no setting takes: {shown(event.value)}"
             )
         if kind == "AliasEvent":
             raise ConfigError(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import prod
 
 from headway.errors import ConfigError, UnsupportedError
-from headway.untrusted import shown
+from headway.untrusted import shown, whole_number
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
 """From the outermost to the innermost: neighbours in rank are neighbours along the last axis."""
@@ -243,9 +243,9 @@ def parse(text: str) -> Asked:
         raise ConfigError(f"strategy {shown(text)} is too long for a layout, which reads like fsdp+tp=2")
     for term in normal(text).split("+"):
         name, has_size, number = term.partition("=")
-        if has_size and not (number.isascii() and number.isdigit() and int(number) > 0):
+        size = whole_number(number)
+        if has_size and not size:
             raise ConfigError(f"strategy {text!r}: {term!r} needs a number of ranks after '=', 1 or more")
-        size = int(number) if has_size else None
         if name == "hsdp":
             found: dict[str, int | None] = {"replicate": None, "shard": size}
             is_by_machine = size is None
