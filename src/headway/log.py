@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from headway import env, scope
 from headway.errors import ConfigError
+from headway.untrusted import shown, whole_number
 
 LEVEL = "HEADWAY_LOG_LEVEL"
 """The environment variable that sets the level of all of Headway's loggers."""
@@ -128,12 +129,12 @@ def silence_elastic() -> None:
 
 
 def _level(asked: str | int, origin: str) -> int:
-    number = asked if isinstance(asked, int) else int(asked) if asked.isdecimal() else None
+    number = asked if isinstance(asked, int) else whole_number(asked)
     if number is None:
         number = logging.getLevelName(str(asked).upper())  # text for a level that does not exist
     if isinstance(number, bool) or not isinstance(number, int):
         raise ConfigError(
-            f"the log level {asked!r} ({origin}) must be debug, info, warning, error or critical, or a number such as 10"
+            f"the log level {shown(asked)} ({origin}) must be debug, info, warning, error or critical, or a number such as 10"
         )
     return number
 

@@ -14,6 +14,7 @@ from headway.errors import ConfigError
 from headway.launch import spread, stand_in
 from headway.launch.clusters import Cluster, Task, check_agreement
 from headway.launch.machine import VISIBLE, Machine
+from headway.untrusted import whole_number
 
 # Set by launchers for the processes they start; nobody else should set them.
 _WORKER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -289,9 +290,9 @@ def _threads(resolved: Resolved, machine: Machine, num_local: int, environment: 
     chosen = resolved.get("num_cpu_threads_per_process")
     if chosen is not None:
         return _Threads(chosen, True)
-    said = environment.get("OMP_NUM_THREADS", "")
-    if said.isdecimal():
-        return _Threads(int(said), False)
+    said = whole_number(environment.get("OMP_NUM_THREADS", ""))
+    if said is not None:
+        return _Threads(said, False)
     if num_local == 1:
         return _Threads(None, False)
     return _Threads(max(1, machine.num_cores // num_local), True)

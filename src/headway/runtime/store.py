@@ -27,7 +27,7 @@ from headway.log import get_logger
 from headway.runtime.listening import listen
 from headway.runtime.sealed import SealedStore
 from headway.sealing import Seal, Strangers
-from headway.untrusted import plain, printable
+from headway.untrusted import parse_json, plain, printable
 
 log = get_logger(__name__)
 NOTICE = "notice"
@@ -73,10 +73,10 @@ class Address:
             ConfigError: it is something else.
         """
         try:
-            content: dict[str, Any] = json.loads(text)
+            content: dict[str, Any] = parse_json(text)
             bytes.fromhex(content["key"])
             return cls(**content)
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError):
             raise ConfigError(
                 f"{printable(text[:80])!r} is no address of a control plane of this version of Headway; only the launcher sets "
                 f"{env.CONTROL}: unset it"

@@ -18,6 +18,7 @@ from headway.checkpoint.folders import committed, run_of
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.trainer.records import FOLDER
+from headway.untrusted import parse_json
 
 log = get_logger(__name__)
 
@@ -62,7 +63,7 @@ def begin(output_dir: str | Path) -> int:
 def read_mark(output_dir: str | Path) -> Mark | None:
     """The folder's mark; None where there is none, or it cannot be read."""
     try:
-        return Mark(**json.loads((Path(output_dir) / FILE).read_text()))
+        return Mark(**parse_json((Path(output_dir) / FILE).read_text()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
