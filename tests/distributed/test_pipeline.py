@@ -32,7 +32,6 @@ from tests.distributed import layouts
 from tests.distributed.layouts import GPT, Curve, Task, by_hand, difference, each, prepared, seeded, squares, text
 from tests.distributed.pipelines import as_function, whole_state
 from tests.distributed.ranks import run_ranks
-from tests.distributed.scenarios import listening
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline.py"
 TOLERANCE = 3e-6
@@ -416,20 +415,6 @@ def not_finite() -> None:
     accelerator.end_training()
 
 
-def not_finite_is_told() -> None:
-    """The value of a batch that is held as a function is there only after its backward."""
-    accelerator, model, _ = begin()
-    with torch.no_grad():
-        if not model.norm.bias.is_meta:
-            model.norm.bias.fill_(float("nan"))
-    with listening() as said:
-        accelerator.forward_backward(text(), lambda piece: squares(model, piece))
-    told = [line for each in accelerator.collectives.gather_objects(said) for line in each]
-    assert len(told) == 1, told
-    assert "update 1: the loss of micro-batch 1 was nan on rank" in told[0]
-    accelerator.end_training()
-
-
 def other_objects() -> None:
     accelerator, model, _ = begin()
     with pytest.raises(UnsupportedError, match="LBFGS"):
@@ -498,7 +483,7 @@ def checks() -> list[str]:
             evaluation, streams, host_streams, one_backward,
             backwards_by_hand, schedules_need_functions, losses_that_need_more, skipping,
             own_checkpoints, freezing, out_of_memory, changing_numbers,
-            not_finite, not_finite_is_told, other_objects, half_precision, compiled_blocks, the_example,
+            not_finite, other_objects, half_precision, compiled_blocks, the_example,
             weightless, evaluation_under_every_schedule, odd_outputs,
         ]
     )  # fmt: skip
