@@ -271,17 +271,19 @@ class Accelerator(RankAware):
         is_watched = pulse.is_watched() or runtime.world_size > 1
         moments = Moments(begun=[note_progress] if is_watched else [], phases=scope.own(events.Listeners).to_phases)
         if runtime.world_size > 1:
-            self._compare_ranks(prepared, windows, moments, cuts_batches)
+            self._compare_ranks(prepared, windows, moments, cuts_batches, isinstance(policy, WeightedMean))
         parts = windows, prepared, self.strategy, self.precision, policy, guard, moments
         return replay.PieceStep(*parts, self.clock, runtime) if cuts_batches else WholeStep(*parts)
 
-    def _compare_ranks(self, prepared: Prepared, windows: Windows, moments: Moments, cuts_batches: bool) -> None:
+    def _compare_ranks(
+        self, prepared: Prepared, windows: Windows, moments: Moments, cuts_batches: bool, weighs: bool
+    ) -> None:
         rows = Rows(windows)
         replicas = Replicas(prepared, self.strategy, rows, self._refuses_drift)
         moments.reduced.append(replicas.note)
         # In pieces, an update may be tried several times: ranks are together right after they have reduced gradients.
         (moments.reduced if cuts_batches else moments.before_update).append(replicas.check)
-        if self.strategy.data_shard.count > 1:
+        if self.strategy.data_shard.count > 1 and weighs:
             moments.before_forward.append(rows.see)
             moments.unweighed.append(rows.unweighed)
 

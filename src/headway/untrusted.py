@@ -76,12 +76,12 @@ def parse_json(text: str | bytes) -> Any:
     """What the JSON says.
 
     Raises:
-        ValueError: it is none, or is nested so deep that Python's stack would end.
+        JSONDecodeError: it is none, or is nested so deep that Python's stack would end.
     """
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise json.JSONDecodeError("it is nested too deep", "", 0) from None
 
 
 def whole_number(text: str) -> int | None:

@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 from headway import Accelerator, DistributedDataParallelKwargs, LocalSGD
 from headway.compat.accelerate.accelerator import AccelerateAccelerator
 from headway.errors import StateError
+from tests.distributed.layouts import GPT, seeded, squares, text
 from tests.distributed.ranks import run_ranks
 from tests.distributed.scenarios import are_equal_on_ranks, assert_said, data, listening, parts, play, weights
 
@@ -359,6 +360,21 @@ def a_loss_that_is_nan_on_one_rank() -> None:
     )
 
 
+def a_loss_that_is_nan_in_a_pipeline() -> None:
+    """The value of a batch that is held as a function is there only after its backward."""
+    accelerator = Accelerator(cpu=True, strategy="pp")
+    model = accelerator.prepare(seeded(0, lambda: GPT(num_blocks=2)))
+    with torch.no_grad():
+        if not model.norm.bias.is_meta:
+            model.norm.bias.fill_(float("nan"))
+    with listening() as said:
+        accelerator.forward_backward(text(), lambda piece: squares(model, piece))
+    told = [line for each in accelerator.collectives.gather_objects(said) for line in each]
+    assert len(told) == 1, told
+    assert "update 1: the loss of micro-batch 1 was nan on rank" in told[0]
+    accelerator.end_training()
+
+
 SCENARIOS: list[Callable[[], None]] = [
     a_parameter_that_one_rank_has_changed,
     weights_that_each_rank_has_drawn,
@@ -380,6 +396,7 @@ SCENARIOS: list[Callable[[], None]] = [
     equal_batches,
     batches_that_are_handed_over,
     a_loss_that_is_nan_on_one_rank,
+    a_loss_that_is_nan_in_a_pipeline,
 ]
 
 

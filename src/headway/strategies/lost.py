@@ -47,7 +47,7 @@ class LostWrites:
     def __init__(self, model: torch.nn.Module, replaced: Sequence[Named], name: str) -> None:
         self._model = model
         self._name = name
-        self._old = [(name, weakref.ref(p), _memory(p), p._version) for name, p in replaced]
+        self._old = [(name, weakref.ref(p), _state(p)) for name, p in replaced]
         self._parts = [
             (name, p, _memory(p), id(gradients.local(p)))
             for name, p in model.named_parameters()
@@ -87,7 +87,7 @@ class LostWrites:
                 "were changed in place while they were gathered (in a forward, or after one under torch.no_grad()): only copies "
                 "were. Change them after a backward or before the first forward",
             )
-        changed = [name for name, old, memory, version in self._old if _is_used(old(), memory, version)]
+        changed = [name for name, old, state in self._old if (p := old()) is not None and _state(p) != state]
         if changed:
             self._refuse(
                 changed,
@@ -105,8 +105,9 @@ def _memory(tensor: torch.Tensor) -> int:
     return found
 
 
-def _is_used(old: torch.Tensor | None, memory: int, version: int) -> bool:
-    return old is not None and (_memory(old) != memory or old._version != version or old.grad is not None)
+def _state(tensor: torch.Tensor) -> tuple[int, int, bool]:
+    """What changes when it is written to, or when a loss is computed from it."""
+    return _memory(tensor), tensor._version, tensor.grad is None
 
 
 def _named(records: Iterable[object], names: dict[int, str]) -> list[str]:

@@ -166,6 +166,9 @@ class FiniteGuard:
         seen.losses.append((micro_batch, plain))
         return loss * (plain - plain + 1)  # inf - inf and nan - nan are nan, all else 0: no value is read here
 
+    def after_backward(self, loss: torch.Tensor) -> None:
+        """It was looked at before."""
+
     def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         """Note the norms of gradients that are about to be clipped; nothing is read from the device.
 

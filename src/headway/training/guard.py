@@ -30,6 +30,9 @@ class Guard(Protocol):
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss that backward is run on."""
 
+    def after_backward(self, loss: torch.Tensor) -> None:
+        """It has run; a pipeline computes the loss's value in it."""
+
     def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         """Final gradients are about to be clipped; their total norm, where it has been computed here."""
 

@@ -25,25 +25,25 @@ class Rows:
 
     def __init__(self, windows: Windows) -> None:
         self._windows = windows
-        self._seen: list[int] = []
-        self._first: list[int] = []
+        self._seen: set[int] = set()
+        self._first: set[int] = set()
         self._num_rows = 0
         self._is_told = False
 
     def see(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A prepared model is called."""
-        if not self._is_told and self._windows.loader is None and torch.is_grad_enabled() and model.training:
-            self._seen.append(find_batch_size((args, kwargs)) or 0)
+        if self._windows.loader is None and torch.is_grad_enabled() and model.training:
+            self._seen.add(find_batch_size((args, kwargs)) or 0)
 
     def unweighed(self) -> None:
         """A loss weighs 1. Where this rank's batches change, others' may not; where all ranks' always differ, `take` shows it."""
-        seen, self._seen = self._seen, []
+        seen, self._seen = self._seen, set()
         if not seen:
             return
         self._num_rows = sum(seen)
         self._first = self._first or seen
         if seen != self._first and not self._is_told:
-            now, before = (", ".join(map(str, rows)) for rows in (seen, self._first))
+            now, before = (", ".join(map(str, sorted(rows))) for rows in (seen, self._first))
             log.warning(_WORDS, f"a batch of this rank has {now} rows, earlier ones {before}", main_process_only=False)
             self._is_told = True
 

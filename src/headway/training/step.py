@@ -51,11 +51,14 @@ class NoGuard:
         self._is_read_late = False
 
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as it is; on a CPU, reading it waits for nobody."""
+        """The loss as it is."""
+        return loss
+
+    def after_backward(self, loss: torch.Tensor) -> None:
+        """On a CPU, reading it waits for nobody."""
         if self._notice is not None and (not loss.is_cpu or not math.isfinite(loss.item())):
             self._is_read_late = True
             self._notice.note(loss)
-        return loss
 
     def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         """Nothing is computed."""
@@ -238,6 +241,8 @@ class Step(ABC):
         finally:
             for measure in moments.phases:
                 measure("step" if windows.current.is_last else "forward")
+        if factor:
+            self.guard.after_backward(loss)
 
     def close(
         self, window: Window, total: float, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False
