@@ -52,6 +52,17 @@ EXPORT int nvmlDeviceGetMemoryInfo(void* handle, unsigned long long* memory) {
   memory[2] = used;
   return SUCCESS;
 }
+EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char* bus, void** handle) {
+  long domain, found;
+  if (sscanf(bus, "%lx:%lx:", &domain, &found) != 2 || found < 1 || found > setting("SIMULATED_CUDA_DEVICES", 1)) return NOT_FOUND;
+  return *handle = (void*)found, SUCCESS;
+}
+EXPORT int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* n, void*) { return *n = 0, SUCCESS; }
+EXPORT int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, int*) { return NOT_SUPPORTED; }
+EXPORT int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return NOT_SUPPORTED; }
+EXPORT int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return NOT_SUPPORTED; }
+EXPORT int nvmlDeviceGetP2PStatus(void*, void*, int, int*) { return NOT_SUPPORTED; }
+EXPORT int nvmlSystemGetCudaDriverVersion_v2(int* version) { return *version = 13000, SUCCESS; }
 EXPORT int nvmlDeviceGetMigMode(void*, unsigned*, unsigned*) { return NOT_SUPPORTED; }
 EXPORT int nvmlDeviceGetName(void*, char* text, unsigned length) { return snprintf(text, length, "a simulated GPU"), SUCCESS; }
 EXPORT int nvmlSystemGetDriverVersion(char* text, unsigned length) { return snprintf(text, length, "580.00"), SUCCESS; }

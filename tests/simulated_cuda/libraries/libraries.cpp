@@ -1,4 +1,4 @@
-// What cuBLAS, cuDNN, cuSPARSE and cuSOLVER must answer with more than "success"; their other functions are made by build.py and do
+// What cuBLAS, cuDNN, cuSPARSE, cuSOLVER and NVRTC must answer with more than "success"; their other functions are made by build.py and do
 // nothing. Handles are opaque, so the vendor's headers are not needed.
 #include <cstdint>
 #include <cstdlib>
@@ -41,3 +41,16 @@ EXPORT const char* cudnnGetErrorString(int) { return "the simulated cuDNN has no
 EXPORT int cusparseCreate(void** handle) { return make(handle); }
 EXPORT int cusolverDnCreate(void** handle) { return make(handle); }
 EXPORT int cuptiGetVersion(uint32_t* version) { return *version = 26, 0; }
+
+// Kernels that torch writes while it runs (its "jiterator"): compiled to nothing.
+EXPORT int nvrtcVersion(int* major, int* minor) { return *major = 13, *minor = 0, 0; }
+EXPORT int nvrtcCreateProgram(void** program, const char*, const char*, int, void*, void*) { return make(program); }
+EXPORT int nvrtcDestroyProgram(void** program) { return free(*program), 0; }
+EXPORT int nvrtcGetPTXSize(void*, size_t* size) { return *size = 1, 0; }
+EXPORT int nvrtcGetPTX(void*, char* text) { return *text = 0, 0; }
+EXPORT int nvrtcGetCUBINSize(void*, size_t* size) { return *size = 1, 0; }
+EXPORT int nvrtcGetCUBIN(void*, char* text) { return *text = 0, 0; }
+EXPORT int nvrtcGetProgramLogSize(void*, size_t* size) { return *size = 1, 0; }
+EXPORT int nvrtcGetProgramLog(void*, char* text) { return *text = 0, 0; }
+EXPORT int nvrtcGetLoweredName(void*, const char*, const char** name) { return *name = "kernel", 0; }
+EXPORT const char* nvrtcGetErrorString(int) { return "an error of the simulated NVRTC"; }

@@ -25,11 +25,15 @@ double scale_of(const c10::IValue& scale, const at::Tensor& query) {
   return scale.isDouble() ? scale.toDouble() : 1 / std::sqrt((double)query.size(-1));
 }
 
-at::Tensor scores(const Heads& heads, const c10::IValue& bias, bool is_causal, double scale) {
+// Whose causal mask ends at the lower right, where there are fewer queries than keys: flash attention's.
+enum class Causal { no, upper_left, lower_right };
+
+at::Tensor scores(const Heads& heads, const c10::IValue& bias, Causal causal, double scale) {
   at::Tensor found = at::matmul(heads.query, heads.key.transpose(-2, -1)) * scale;
   if (bias.isTensor() && bias.toTensor().defined()) found = found + bias.toTensor().to(at::kFloat);
-  if (is_causal) {
-    at::Tensor is_seen = at::ones({found.size(-2), found.size(-1)}, at::kBool).tril();
+  if (causal != Causal::no) {
+    const int64_t queries = found.size(-2), keys = found.size(-1);
+    at::Tensor is_seen = at::ones({queries, keys}, at::kBool).tril(causal == Causal::lower_right ? keys - queries : 0);
     found = found.masked_fill(is_seen.logical_not(), -std::numeric_limits<float>::infinity());
   }
   return found;
@@ -39,10 +43,10 @@ struct Forward {
   at::Tensor output, log_sum;
 };
 
-Forward forward(const Stack& stack, const c10::IValue& bias, double p, bool is_causal, const c10::IValue& scale, uint64_t seed) {
+Forward forward(const Stack& stack, const c10::IValue& bias, double p, Causal causal, const c10::IValue& scale, uint64_t seed) {
   const at::Tensor query = stack[0].toTensor();
   Heads heads = single(stack, 0);
-  at::Tensor weights = scores(heads, bias, is_causal, scale_of(scale, query));
+  at::Tensor weights = scores(heads, bias, causal, scale_of(scale, query));
   at::Tensor log_sum = at::logsumexp(weights, {-1});
   weights = at::softmax(weights, -1);
   if (p > 0) weights = weights * kept(weights.sizes(), p, seed) / (1 - p);
@@ -62,14 +66,14 @@ struct Backward {
   at::Tensor query, key, value, bias;
 };
 
-Backward backward(const Stack& stack, const at::Tensor& output, at::Tensor log_sum, const c10::IValue& bias, double p, bool is_causal,
+Backward backward(const Stack& stack, const at::Tensor& output, at::Tensor log_sum, const c10::IValue& bias, double p, Causal causal,
                   const c10::IValue& scale, const at::Tensor& seed) {
   Heads heads = single(stack, 1);
   const double factor = scale_of(scale, heads.query);
   const at::Tensor gradient = stack[0].toTensor().to(at::kFloat);
   if (log_sum.dim() == 4) log_sum = log_sum.squeeze(-1);
   log_sum = log_sum.narrow(-1, 0, heads.query.size(2));
-  at::Tensor weights = at::exp(scores(heads, bias, is_causal, factor) - log_sum.unsqueeze(-1)), dropped = weights;
+  at::Tensor weights = at::exp(scores(heads, bias, causal, factor) - log_sum.unsqueeze(-1)), dropped = weights;
   at::Tensor of_weights = at::matmul(gradient, heads.value.transpose(-2, -1));
   if (p > 0) {
     at::Tensor mask = kept(weights.sizes(), p, seed.reshape({-1})[0].to(at::kLong).item<int64_t>()) / (1 - p);
@@ -87,36 +91,38 @@ Backward backward(const Stack& stack, const at::Tensor& output, at::Tensor log_s
   return found;
 }
 
+Causal causal(const c10::IValue& is_it, Causal form = Causal::upper_left) { return is_it.toBool() ? form : Causal::no; }
+
 at::Tensor number(uint64_t seed) { return at::full({}, (int64_t)seed, at::kLong); }
 
 void flash(const c10::OperatorHandle&, Stack& stack, uint64_t seed) {
-  auto found = forward(stack, {}, stack[3].toDouble(), stack[4].toBool(), stack[6], seed);
+  auto found = forward(stack, {}, stack[3].toDouble(), causal(stack[4], Causal::lower_right), stack[6], seed);
   c10::IValue num_queries = stack[0].toTensor().size(2), num_keys = stack[1].toTensor().size(2);
   stack = {found.output, found.log_sum, at::Tensor(), at::Tensor(), num_queries, num_keys, at::stack({number(seed), number(0)}), at::Tensor(), at::Tensor()};
 }
 void flash_backward(const c10::OperatorHandle&, Stack& stack, uint64_t) {
-  auto found = backward(stack, stack[4].toTensor(), stack[5].toTensor(), {}, stack[10].toDouble(), stack[11].toBool(), stack[14], stack[12].toTensor());
+  auto found = backward(stack, stack[4].toTensor(), stack[5].toTensor(), {}, stack[10].toDouble(), causal(stack[11], Causal::lower_right), stack[14], stack[12].toTensor());
   stack = {found.query, found.key, found.value};
 }
 
 void efficient(const c10::OperatorHandle&, Stack& stack, uint64_t seed) {
-  auto found = forward(stack, stack[3], stack[5].toDouble(), stack[6].toBool(), stack[7], seed);
+  auto found = forward(stack, stack[3], stack[5].toDouble(), causal(stack[6]), stack[7], seed);
   at::Tensor log_sum = stack[4].toBool() ? found.log_sum : at::Tensor();
   stack = {found.output, log_sum, number(seed), number(0)};
 }
 void efficient_backward(const c10::OperatorHandle&, Stack& stack, uint64_t) {
-  auto found = backward(stack, stack[5].toTensor(), stack[6].toTensor(), stack[4], stack[9].toDouble(), stack[11].toBool(), stack[12], stack[7].toTensor());
+  auto found = backward(stack, stack[5].toTensor(), stack[6].toTensor(), stack[4], stack[9].toDouble(), causal(stack[11]), stack[12], stack[7].toTensor());
   stack = {found.query, found.key, found.value, stack[10].toBoolList()[3] ? found.bias : at::Tensor()};
 }
 
 void cudnn(const c10::OperatorHandle&, Stack& stack, uint64_t seed) {
-  auto found = forward(stack, stack[3], stack[5].toDouble(), stack[6].toBool(), stack[8], seed);
+  auto found = forward(stack, stack[3], stack[5].toDouble(), causal(stack[6]), stack[8], seed);
   c10::IValue num_queries = stack[0].toTensor().size(2), num_keys = stack[1].toTensor().size(2);
   at::Tensor log_sum = stack[4].toBool() ? found.log_sum.unsqueeze(-1) : at::Tensor();
   stack = {found.output, log_sum, at::Tensor(), at::Tensor(), num_queries, num_keys, number(seed), number(0), at::Tensor()};
 }
 void cudnn_backward(const c10::OperatorHandle&, Stack& stack, uint64_t) {
-  auto found = backward(stack, stack[4].toTensor(), stack[5].toTensor(), stack[8], stack[13].toDouble(), stack[14].toBool(), stack[15], stack[6].toTensor());
+  auto found = backward(stack, stack[4].toTensor(), stack[5].toTensor(), stack[8], stack[13].toDouble(), causal(stack[14]), stack[15], stack[6].toTensor());
   stack = {found.query, found.key, found.value};
 }
 
