@@ -1,4 +1,6 @@
 // libnvidia-ml.so.1: how many devices there are and what lies on them, of this process alone.
+#include <dlfcn.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -6,8 +8,6 @@
 #include "kinds.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
-// The runtime's, where this process has it: the launcher asks before torch is loaded.
-extern "C" __attribute__((weak)) size_t simulated_cuda_used_bytes(int device);
 
 static long setting(const char* name, long otherwise) {
   const char* value = getenv(name);
@@ -46,7 +46,9 @@ EXPORT int nvmlDeviceGetHandleByUUID(const char* wanted, void** handle) {
   return NOT_FOUND;
 }
 EXPORT int nvmlDeviceGetMemoryInfo(void* handle, unsigned long long* memory) {
-  unsigned long long used = simulated_cuda_used_bytes ? simulated_cuda_used_bytes(number(handle)) : 0;
+  // The runtime's, where this process has it: the launcher asks before torch is loaded.
+  auto ask = (size_t(*)(int))dlsym(RTLD_DEFAULT, "simulated_cuda_used_bytes");
+  unsigned long long used = ask ? ask(number(handle)) : 0;
   memory[0] = (unsigned long long)mib() << 20;
   memory[1] = memory[0] - used;
   memory[2] = used;
@@ -58,6 +60,7 @@ EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char* bus, void** handle) {
   return *handle = (void*)found, SUCCESS;
 }
 EXPORT int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* n, void*) { return *n = 0, SUCCESS; }
+EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(void*, unsigned* n, void*) { return *n = 0, SUCCESS; }
 EXPORT int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, int*) { return NOT_SUPPORTED; }
 EXPORT int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return NOT_SUPPORTED; }
 EXPORT int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return NOT_SUPPORTED; }
