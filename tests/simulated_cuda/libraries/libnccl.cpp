@@ -167,7 +167,11 @@ void launch(std::vector<Pending> calls) {
     }
     if (!transfers.empty()) shared->guarded([&] { shared->transfer(transfers); });
   };
+  // Calls of one communicator run in the order in which they were made, on whatever streams: as NCCL's do.
+  if (!shared->last) cudaEventCreateWithFlags(&shared->last, cudaEventDisableTiming);
+  cudaStreamWaitEvent(calls[0].stream, shared->last, 0);
   simulated_cuda_submit(calls[0].stream, &work, shared->size > 1);
+  cudaEventRecord(shared->last, calls[0].stream);
 }
 
 int enqueue(Pending one) {

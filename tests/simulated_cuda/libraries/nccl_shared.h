@@ -1,5 +1,6 @@
 // The memory that the ranks of a communicator share.
 #pragma once
+#include <cuda_runtime_api.h>
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/mman.h>
@@ -48,6 +49,7 @@ struct Shared {
   std::string name;
   int size = 1, rank = 0, splits = 0;
   char* memory = nullptr;
+  cudaEvent_t last = nullptr;  // reached when its latest call is done
   std::atomic<bool> is_aborted{false}, is_broken{false};
 
   static size_t bytes(int size) { return sizeof(Head) + 4096 + size * SLOT + size * size * sizeof(Mailbox); }

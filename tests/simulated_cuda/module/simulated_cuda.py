@@ -2,11 +2,10 @@
 
 import ctypes
 import os
+import sysconfig
 from pathlib import Path
 
-import torch
-
-_LIBRARIES = Path(torch.__file__).parent.parent / "nvidia" / "cu13" / "lib"
+_LIBRARIES = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "lib"
 _RUNTIME = ctypes.CDLL(str(_LIBRARIES / "libcudart.so.13"))
 _RUNTIME.simulated_cuda_pinned_bytes.restype = ctypes.c_size_t
 _HAS_VALUES = os.environ.get("SIMULATED_CUDA_VALUES", "1") != "0"
