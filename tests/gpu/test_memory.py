@@ -128,6 +128,28 @@ def test_offloading_under_autocast_parks_each_activation_once_and_no_weights() -
     assert len(scope.own(_Copies)) == 0
 
 
+def test_offloading_holds_little_however_far_ahead_the_host_is() -> None:
+    """Of each of 24 blocks GELU's input is saved, 16 MiB; none of the weights has a gradient."""
+    model = blocks(24).cuda().requires_grad_(False)
+    inputs = torch.randn(1024, 1024, device="cuda").requires_grad_()
+    model(inputs[:1]).sum().backward()
+    torch.cuda.synchronize()
+
+    def active(which: str) -> int:
+        return torch.cuda.memory_stats()[f"active_bytes.all.{which}"]  # what is freed, and still in use by a stream, too
+
+    before = active("current")
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda._sleep(10**9)  # cycles: the device begins half a second after the host
+    with offloading():
+        out = model(inputs).square().mean()
+    assert active("current") - before < 160 * MIB
+    torch.cuda._sleep(10**9)
+    out.backward()
+    torch.cuda.synchronize()
+    assert active("peak") - before < 240 * MIB
+
+
 def test_a_real_out_of_memory_error_is_explained() -> None:
     held = torch.ones(256 * MIB // 4, device="cuda")
     with pytest.raises(torch.OutOfMemoryError) as caught:

@@ -181,6 +181,11 @@ API cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t function, void* a
 EXPORT void simulated_cuda_submit(cudaStream_t s, std::function<void()>* work, bool may_wait) {
   submit(stream_of(s), std::move(*work), may_wait);
 }
+// Not counted: what a kernel of CUDA would not have waited for.
+EXPORT void simulated_cuda_wait(cudaStream_t s) {
+  Stream* stream = stream_of(s);
+  wait_for(stream, stream->submitted);
+}
 EXPORT bool simulated_cuda_is_idle(cudaStream_t s) { return is_idle(stream_of(s)); }
 
 // -------------------------------------------------------------------- events

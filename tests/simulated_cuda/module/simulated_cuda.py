@@ -14,6 +14,10 @@ _HAS_VALUES = os.environ.get("SIMULATED_CUDA_VALUES", "1") != "0"
 def _load() -> None:
     if _HAS_VALUES:
         ctypes.CDLL(str(_LIBRARIES / "libsimulated_values.so")).simulated_values_install()
+    else:
+        import torch
+
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its library has no engines; with values its results are computed
 
 
 def _lines(ask: object) -> list[str]:

@@ -14,6 +14,7 @@
 
 extern "C" void simulated_cuda_submit(cudaStream_t stream, std::function<void()>* work, bool may_wait);
 extern "C" bool simulated_cuda_is_idle(cudaStream_t stream);
+extern "C" void simulated_cuda_wait(cudaStream_t stream);
 
 namespace values {
 namespace {
@@ -177,13 +178,8 @@ void alone(const c10::OperatorHandle& op, const Rule& rule, const Stack& given, 
   cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   if (rule.waits) c10::cuda::stream_synchronize(stream);
   Stack results;
-  std::function<void()> work = [&] { results = computed(op, rule, to_host(given, op.schema(), seed, false), seed); };
-  if (simulated_cuda_is_idle(stream)) {
-    work();
-  } else {
-    if (!rule.waits) C10_CUDA_CHECK(cudaStreamSynchronize(stream));
-    work();
-  }
+  simulated_cuda_wait(stream);
+  results = computed(op, rule, to_host(given, op.schema(), seed, false), seed);
   for (size_t i = 0; i < results.size(); i++) {
     const c10::AliasInfo* info = op.schema().returns()[i].alias_info();
     if (info && info->isWrite()) {  // an argument: of the same place among those that are written
@@ -273,7 +269,7 @@ void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stac
     depth = before;
   };
   simulated_cuda_submit(stream, &work, false);
-  if (is_later && name == "aten::copy_" && has_side_on_host(given) && !given[2].toBool()) C10_CUDA_CHECK(cudaStreamSynchronize(stream));
+  if (is_later && name == "aten::copy_" && has_side_on_host(given) && !given[2].toBool()) simulated_cuda_wait(stream);
 }
 
 // -------------------------------------------------------------------- registration
