@@ -1,4 +1,4 @@
-"""What torch's own allocator takes for a training step, beside what headway.forecast says: `SIMULATED_CUDA_VALUES=0 allocator.py`.
+"""What torch's own allocator takes for a training step, beside what headway.forecast says: `python -m benchmarks.cuda_build.allocator`.
 
 On the simulated runtime (`make cuda` sets it up), without values: nothing is computed, so models of full size take seconds. Each
 case runs in a process of its own, with the device it is for.
@@ -74,7 +74,7 @@ def main() -> None:
         what, case = sys.argv[1], json.loads(sys.argv[2])
         print(json.dumps(real(*case[:-1]) if what == "real" else forecast(*case)))
         return
-    print("| model | batch x tokens | precision | recomputed | device | allocated: torch's allocator | forecast | | reserved | forecast | |")
+    print("| model | batch x tokens | precision | recomputed | device | allocated | forecast | | reserved | forecast | |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for case in CASES:
         told = []
@@ -86,7 +86,8 @@ def main() -> None:
             told.append(json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else sys.exit(ran.stderr[-2000:]))
         cells = [f"{a:,} | {b:,} | {b / a - 1:+.2%}" for a, b in zip(*told)]
         model, batch, tokens, precision, recompute, device = case
-        print(f"| {model} | {batch} x {tokens} | {precision} | {'yes' if recompute else 'no'} | {device} | {' | '.join(cells)} |", flush=True)
+        named = [model, f"{batch} x {tokens}", precision, "yes" if recompute else "no", device]
+        print("|", " | ".join([*named, *cells]), "|", flush=True)
 
 
 if __name__ == "__main__":

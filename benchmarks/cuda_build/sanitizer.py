@@ -1,6 +1,7 @@
-"""torch's CUDA sanitizer over the features of Headway that touch a stream, and over a planted race: `sanitizer.py [feature ...]`.
+"""torch's CUDA sanitizer over the features of Headway that touch a stream, and over a planted race.
 
-Each feature runs in a process of its own, on the simulated runtime (`make cuda` sets it up); reports are counted by the sanitizer's text.
+`python -m benchmarks.cuda_build.sanitizer [feature ...]`. Each feature runs in a process of its own, on the simulated runtime
+(`make cuda` sets it up); reports are counted by the sanitizer's text.
 """
 
 import os
@@ -176,7 +177,8 @@ def main() -> None:
         environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1", "SIMULATED_CUDA_DEVICES": "2", "OMP_NUM_THREADS": "1"}
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
         reports = ran.stderr.count("CSAN detected a possible data race")
-        print(f"| {name} | {reports} | {'yes' if ran.returncode == 0 else 'no: ' + ran.stderr.strip().splitlines()[-1][:150]} |", flush=True)
+        ended = "yes" if ran.returncode == 0 else ran.stderr.strip().splitlines()[-1][:150]
+        print(f"| {name} | {reports} | {ended} |", flush=True)
 
 
 if __name__ == "__main__":

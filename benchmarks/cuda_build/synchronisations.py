@@ -1,4 +1,4 @@
-"""How often the host waits in an update, counted from the calls that the CUDA runtime gets: `synchronisations.py`.
+"""How often the host waits in an update, counted from the calls that the CUDA runtime gets: `python -m benchmarks.cuda_build.synchronisations`.
 
 On the simulated runtime (`make cuda` sets it up). One device: every loop of tests/synchronisations, beside what
 docs/synchronisations.md says. Two ranks: the set-up, an update, a save and a load of each layout.
@@ -11,9 +11,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT)]
-
 import simulated_cuda
 import torch
 import torch.nn.functional as F
@@ -24,8 +21,10 @@ from tests.synchronisations.count import NUM_FIRST
 from tests.synchronisations.loops import LOOPS
 from tests.synchronisations.test_counts import table
 
+ROOT = Path(__file__).parents[2]
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMalloc", "cudaFree")
-COPIES = ("copy: pageable host to device", "copy: pinned host to device", "copy: device to pageable host", "copy: device to pinned host")
+COPIES = [f"copy: {host} host to device" for host in ("pageable", "pinned")]
+COPIES += [f"copy: device to {host} host" for host in ("pageable", "pinned")]
 
 
 class Counter:
@@ -48,8 +47,9 @@ def one_device() -> None:
     print("| feature | the page | waits of the runtime | pageable copies | pinned copies | kernels |\n|---|---|---|---|---|---|")
     for name, loop in LOOPS.items():
         process.reset()
-        counter, updates = Counter(), []
-        loop(lambda: updates.append(counter.look()))
+        counter: Counter = Counter()
+        updates: list[list[int]] = []
+        loop(lambda updates=updates, counter=counter: updates.append(counter.look()))
         most = [max(column) for column in zip(*updates[NUM_FIRST:])]
         print(f"| {name} | {said[name]} | " + " | ".join(map(str, most)) + " |", flush=True)
 
@@ -59,7 +59,7 @@ def a_rank(strategy: str) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = torch.utils.data.TensorDataset(torch.randn(128, 64))
+    data = torch.utils.data.TensorDataset(torch.randn(640, 64))
     model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=8))
     found["set-up"] = counter.look()
     for number, (x,) in enumerate(loader):
@@ -69,7 +69,7 @@ def a_rank(strategy: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         now = counter.look()
-        if number >= NUM_FIRST:
+        if number >= 12:  # DDP times its first ten
             found["an update"] = [max(pair) for pair in zip(found.get("an update", now), now)]
     folder = [tempfile.mkdtemp()]
     torch.distributed.broadcast_object_list(folder)
@@ -89,7 +89,7 @@ def a_rank(strategy: str) -> None:
 
 def two_ranks() -> None:
     print("\n| two ranks, 16 parameters | | waits | pageable copies | pinned copies | kernels |\n|---|---|---|---|---|---|")
-    environment = {**os.environ, "SIMULATED_CUDA_DEVICES": "2", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "SIMULATED_CUDA_DEVICES": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     for strategy in ("ddp", "fsdp"):
         command = [sys.executable, "-m", "headway", "launch", "-n", "2", "-q", __file__, strategy]
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)

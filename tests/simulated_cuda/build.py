@@ -120,7 +120,8 @@ def install() -> None:
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: simulated-cuda\nVersion: 0\n")
     (about / "entry_points.txt").write_text("[torch.backends]\nsimulated_cuda = simulated_cuda:_load\n")
     nvml = TARGET / "libnvidia-ml.so.1"
-    (SITE / "simulated_cuda.pth").write_text(f"{HERE / 'module'}\nimport ctypes; ctypes.CDLL({str(nvml)!r}, mode=ctypes.RTLD_GLOBAL)\n")
+    load = f"import ctypes; ctypes.CDLL({str(nvml)!r}, mode=ctypes.RTLD_GLOBAL)"
+    (SITE / "simulated_cuda.pth").write_text(f"{HERE / 'module'}\n{load}\n")
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-simulated_cuda = pytest.importorskip("simulated_cuda", reason="torch here is not the CUDA build over the simulated runtime: make cuda")
+simulated_cuda = pytest.importorskip("simulated_cuda", reason="needs torch over the simulated runtime: make cuda")
 
 LONG = 6 * 10**8  # cycles: 0.3 s
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headway import Accelerator
 
-simulated_cuda = pytest.importorskip("simulated_cuda", reason="torch here is not the CUDA build over the simulated runtime: make cuda")
+simulated_cuda = pytest.importorskip("simulated_cuda", reason="needs torch over the simulated runtime: make cuda")
 
 BOTH = ("cpu", "cuda")
 
@@ -67,8 +67,10 @@ def test_a_loop_of_headway_with_accumulation_and_clipping() -> None:
 
 
 KERNELS = {
-    SDPBackend.EFFICIENT_ATTENTION: torch.float32, SDPBackend.FLASH_ATTENTION: torch.bfloat16, SDPBackend.CUDNN_ATTENTION: torch.bfloat16,
-}  # fmt: skip
+    SDPBackend.EFFICIENT_ATTENTION: torch.float32,
+    SDPBackend.FLASH_ATTENTION: torch.bfloat16,
+    SDPBackend.CUDNN_ATTENTION: torch.bfloat16,
+}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

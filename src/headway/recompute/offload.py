@@ -57,14 +57,14 @@ class Lane:
         with self._stream:
             host.copy_(tensor, non_blocking=True)
             ready = self._stream.record_event()
-        # The tensor's memory is given away once what computes waits for the copy: then the host, which may be far ahead, finds it free.
+        # Its memory is free once what computes waits for the copy: also for a host that is far ahead.
         self._leaving.append((ready, compute, tensor))
         self._largest = max(self._largest, tensor.nbytes)
         self._let_go(_MOST * self._largest)
         return host, ready
 
     def _let_go(self, most: int) -> None:
-        """Keep at most so many bytes of what is being copied to the host: for older ones, what computes waits; the host never does."""
+        """Keep at most so many bytes of what is on its way out; for older copies what computes waits, and the host does not."""
         held = sum(tensor.nbytes for _, _, tensor in self._leaving)
         while self._leaving and (held > most or self._leaving[0][0].query()):
             ready, compute, tensor = self._leaving.popleft()

@@ -1,4 +1,4 @@
-"""The simulated runtime seen from Python: what was asked of it, and what could not be computed. torch loads it when it is imported."""
+"""The simulated runtime seen from Python: what was asked of it, what could not be computed. torch loads it by itself."""
 
 import ctypes
 import os
