@@ -1,6 +1,6 @@
-"""What torch's own allocator takes for a training step, beside what headway.forecast says: `python -m benchmarks.cuda_build.allocator`.
+"""What torch's own allocator takes for a training step, beside what headway.forecast says.
 
-On the simulated runtime (`make cuda` sets it up), without values: nothing is computed, so models of full size take seconds. Each
+`python -m benchmarks.cuda_build.allocator`, on the simulated runtime (`make cuda` sets it up), without values: nothing is computed, so models of full size take seconds. Each
 case runs in a process of its own, with the device it is for.
 """
 
@@ -74,16 +74,24 @@ def main() -> None:
         what, case = sys.argv[1], json.loads(sys.argv[2])
         print(json.dumps(real(*case[:-1]) if what == "real" else forecast(*case)))
         return
-    print("| model | batch x tokens | precision | recomputed | device | allocated | forecast | | reserved | forecast | |")
+    print(
+        "| model | batch x tokens | precision | recomputed | device | allocated | forecast | | reserved | forecast | |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for case in CASES:
         told = []
         for what in ("real", "forecast"):
             environment = {**os.environ, "SIMULATED_CUDA": case[-1], "SIMULATED_CUDA_VALUES": "0"}
             ran = subprocess.run(
-                [sys.executable, __file__, what, json.dumps(case)], env=environment, capture_output=True, text=True, timeout=300
+                [sys.executable, __file__, what, json.dumps(case)],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=300,
             )
-            told.append(json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else sys.exit(ran.stderr[-2000:]))
+            told.append(
+                json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else sys.exit(ran.stderr[-2000:])
+            )
         cells = [f"{a:,} | {b:,} | {b / a - 1:+.2%}" for a, b in zip(*told)]
         model, batch, tokens, precision, recompute, device = case
         named = [model, f"{batch} x {tokens}", precision, "yes" if recompute else "no", device]

@@ -1,6 +1,6 @@
-"""How often the host waits in an update, counted from the calls that the CUDA runtime gets: `python -m benchmarks.cuda_build.synchronisations`.
+"""How often the host waits in an update, counted from the calls that the CUDA runtime gets.
 
-On the simulated runtime (`make cuda` sets it up). One device: every loop of tests/synchronisations, beside what
+`python -m benchmarks.cuda_build.synchronisations`, on the simulated runtime (`make cuda` sets it up). One device: every loop of tests/synchronisations, beside what
 docs/synchronisations.md says. Two ranks: the set-up, an update, a save and a load of each layout.
 """
 
@@ -22,7 +22,14 @@ from tests.synchronisations.loops import LOOPS
 from tests.synchronisations.test_counts import table
 
 ROOT = Path(__file__).parents[2]
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMalloc", "cudaFree")
+WAITS = (
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "cudaMalloc",
+    "cudaFree",
+)
 COPIES = [f"copy: {host} host to device" for host in ("pageable", "pinned")]
 COPIES += [f"copy: device to {host} host" for host in ("pageable", "pinned")]
 
@@ -44,7 +51,9 @@ class Counter:
 
 def one_device() -> None:
     said = table()
-    print("| feature | the page | waits of the runtime | pageable copies | pinned copies | kernels |\n|---|---|---|---|---|---|")
+    print(
+        "| feature | the page | waits of the runtime | pageable copies | pinned copies | kernels |\n|---|---|---|---|---|---|"
+    )
     for name, loop in LOOPS.items():
         process.reset()
         counter: Counter = Counter()
@@ -88,7 +97,9 @@ def a_rank(strategy: str) -> None:
 
 
 def two_ranks() -> None:
-    print("\n| two ranks, 16 parameters | | waits | pageable copies | pinned copies | kernels |\n|---|---|---|---|---|---|")
+    print(
+        "\n| two ranks, 16 parameters | | waits | pageable copies | pinned copies | kernels |\n|---|---|---|---|---|---|"
+    )
     environment = {**os.environ, "SIMULATED_CUDA_DEVICES": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     for strategy in ("ddp", "fsdp"):
         command = [sys.executable, "-m", "headway", "launch", "-n", "2", "-q", __file__, strategy]

@@ -136,7 +136,9 @@ def test_offloading_holds_little_however_far_ahead_the_host_is() -> None:
     torch.cuda.synchronize()
 
     def active(which: str) -> int:
-        return torch.cuda.memory_stats()[f"active_bytes.all.{which}"]  # what is freed, and still in use by a stream, too
+        return torch.cuda.memory_stats()[
+            f"active_bytes.all.{which}"
+        ]  # what is freed, and still in use by a stream, too
 
     before = active("current")
     torch.cuda.reset_peak_memory_stats()

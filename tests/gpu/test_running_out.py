@@ -24,7 +24,9 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def _limited():
     """One GiB, whatever the device has: memory runs out at once, and other processes keep theirs."""
-    torch.nn.Linear(1, 1, device="cuda")(torch.ones(1, 1, device="cuda")).backward()  # cuBLAS's workspaces, in both threads
+    torch.nn.Linear(1, 1, device="cuda")(
+        torch.ones(1, 1, device="cuda")
+    ).backward()  # cuBLAS's workspaces, in both threads
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1024 * MIB) / total)

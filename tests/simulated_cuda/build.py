@@ -31,7 +31,9 @@ def asked() -> dict[str, dict[str, str]]:
     """By library: the functions that torch's libraries need of it, and the version of each ("" for none)."""
     found: dict[str, dict[str, str]] = {}
     for path in sorted((SITE / "torch" / "lib").glob("*.so")):
-        listed = subprocess.run(["nm", "-D", "--undefined-only", path], capture_output=True, text=True, check=True).stdout
+        listed = subprocess.run(
+            ["nm", "-D", "--undefined-only", path], capture_output=True, text=True, check=True
+        ).stdout
         for name, version in re.findall(r" U (\w+)@?@?(\S*)", listed):
             if version.startswith("lib"):
                 found.setdefault(version, {})[name] = version
@@ -56,7 +58,9 @@ def defined(path: Path) -> set[str]:
 
 def compiled(source: Path, *flags: str | Path) -> Path:
     to = TARGET / "objects" / (source.stem + ".o")
-    subprocess.run(["g++", "-w", "-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-c", source, "-o", to, *flags], check=True)
+    subprocess.run(
+        ["g++", "-w", "-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-c", source, "-o", to, *flags], check=True
+    )
     return to
 
 
@@ -73,7 +77,18 @@ def linked(name: str, objects: list[Path], functions: dict[str, str], *flags: st
     subprocess.run(["gcc", "-w", "-fPIC", "-c", stubs, "-o", stubs.with_suffix(".o")], check=True)
     (TARGET / name).unlink(missing_ok=True)  # the vendor's, or the last one
     subprocess.run(
-        ["g++", "-shared", "-o", TARGET / name, f"-Wl,-soname,{name}", *objects, stubs.with_suffix(".o"), *script, *flags], check=True
+        [
+            "g++",
+            "-shared",
+            "-o",
+            TARGET / name,
+            f"-Wl,-soname,{name}",
+            *objects,
+            stubs.with_suffix(".o"),
+            *script,
+            *flags,
+        ],
+        check=True,
     )
 
 

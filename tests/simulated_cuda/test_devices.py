@@ -13,7 +13,9 @@ import torch
 
 from headway.forecasting.devices import DEVICES
 
-KINDS = re.findall(r'\{"([\w-]+)", "[^"]+", (\d+), (\d+), (\d+), \d+\}', (Path(__file__).parent / "libraries/kinds.h").read_text())
+KINDS = re.findall(
+    r'\{"([\w-]+)", "[^"]+", (\d+), (\d+), (\d+), \d+\}', (Path(__file__).parent / "libraries/kinds.h").read_text()
+)
 MIB = 1 << 20
 
 
@@ -26,7 +28,10 @@ def seen(code: str, **environment: str) -> Any:
     """What a process with these devices prints."""
     pytest.importorskip("simulated_cuda")
     ran = subprocess.run(
-        [sys.executable, "-c", "import json, torch\n" + code], capture_output=True, text=True, env={**os.environ, **environment}
+        [sys.executable, "-c", "import json, torch\n" + code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
     )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
@@ -38,7 +43,9 @@ names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
 properties = torch.cuda.get_device_properties(0)
 print(json.dumps([names, torch.cuda.get_device_capability(), properties.total_memory, properties.multi_processor_count]))
 """
-    names, capability, memory, processors = seen(code, SIMULATED_CUDA="t4", SIMULATED_CUDA_DEVICES="4", CUDA_VISIBLE_DEVICES="2,1")
+    names, capability, memory, processors = seen(
+        code, SIMULATED_CUDA="t4", SIMULATED_CUDA_DEVICES="4", CUDA_VISIBLE_DEVICES="2,1"
+    )
     assert (names, capability, memory, processors) == (["Tesla T4"] * 2, [7, 5], 15360 * MIB, 40)
 
 
@@ -58,7 +65,9 @@ torch.cuda.empty_cache()
 print(json.dumps([num, free, torch.cuda.mem_get_info()[0], text]))
 """
     told = f"expandable_segments:{expandable}"
-    num, full, empty, text = seen(code, SIMULATED_CUDA_MIB="1024", SIMULATED_CUDA_CONTEXT_MIB="300", PYTORCH_ALLOC_CONF=told)
+    num, full, empty, text = seen(
+        code, SIMULATED_CUDA_MIB="1024", SIMULATED_CUDA_CONTEXT_MIB="300", PYTORCH_ALLOC_CONF=told
+    )
     assert num == (1024 - 300) // 64
     assert full == (1024 - 300) % (20 if expandable else 64) * MIB  # a segment grows by 20 MiB
     assert empty == (1024 - 300) * MIB

@@ -11,13 +11,17 @@ from headway import Accelerator
 from tests.distributed.ranks import run_ranks
 
 pytest.importorskip("simulated_cuda", reason="needs torch over the simulated runtime: make cuda")
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a device for each rank: SIMULATED_CUDA_DEVICES=2")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="a device for each rank: SIMULATED_CUDA_DEVICES=2"
+)
 
 
 def trained(strategy: str, is_cpu: bool) -> tuple[str, list[float], float, list[torch.Tensor]]:
     accelerator = Accelerator(strategy=strategy, cpu=is_cpu)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.GELU(), torch.nn.Linear(64, 8)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     inputs = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, inputs[:, :8]), batch_size=4)

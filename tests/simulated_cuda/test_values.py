@@ -50,7 +50,9 @@ def test_a_loop_of_headway_with_accumulation_and_clipping() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         inputs = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
         data = torch.utils.data.TensorDataset(inputs, inputs[:, :8])
-        model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=8))
+        model, optimizer, loader = accelerator.prepare(
+            model, optimizer, torch.utils.data.DataLoader(data, batch_size=8)
+        )
         for x, y in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(F.mse_loss(model(x), y))

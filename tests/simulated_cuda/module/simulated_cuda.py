@@ -29,12 +29,16 @@ def _lines(ask: object) -> list[str]:
 
 def counts() -> dict[str, int]:
     """How often the runtime was asked for each thing by this process."""
-    return {name: int(number) for number, name in (line.split(" ", 1) for line in _lines(_RUNTIME.simulated_cuda_counts))}
+    return {
+        name: int(number) for number, name in (line.split(" ", 1) for line in _lines(_RUNTIME.simulated_cuda_counts))
+    }
 
 
 def not_computed() -> list[str]:
     """Operations whose values are not those of a card, with their number and the reason."""
-    return _lines(ctypes.CDLL(str(_LIBRARIES / "libsimulated_values.so")).simulated_values_missing) if _HAS_VALUES else []
+    return (
+        _lines(ctypes.CDLL(str(_LIBRARIES / "libsimulated_values.so")).simulated_values_missing) if _HAS_VALUES else []
+    )
 
 
 def pinned_bytes(peak: bool = False) -> int:
