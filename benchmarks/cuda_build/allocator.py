@@ -1,7 +1,7 @@
 """What torch's own allocator takes for a training step, beside what headway.forecast says.
 
-`python -m benchmarks.cuda_build.allocator`, on the simulated runtime (`make cuda` sets it up), without values: nothing is computed, so models of full size take seconds. Each
-case runs in a process of its own, with the device it is for.
+`python -m benchmarks.cuda_build.allocator`, on the simulated runtime (`make cuda` sets it up), without values: nothing is
+computed, so models of full size take seconds. Each case runs in a process of its own, with the device it is for.
 """
 
 import json

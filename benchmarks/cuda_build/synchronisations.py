@@ -1,7 +1,8 @@
 """How often the host waits in an update, counted from the calls that the CUDA runtime gets.
 
-`python -m benchmarks.cuda_build.synchronisations`, on the simulated runtime (`make cuda` sets it up). One device: every loop of tests/synchronisations, beside what
-docs/synchronisations.md says. Two ranks: the set-up, an update, a save and a load of each layout.
+`python -m benchmarks.cuda_build.synchronisations`, on the simulated runtime (`make cuda` sets it up). One device: every loop of
+tests/synchronisations, beside what docs/synchronisations.md says. Two ranks: the set-up, an update, a save and a load of each
+layout.
 """
 
 import json

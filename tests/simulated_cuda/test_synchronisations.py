@@ -1,5 +1,7 @@
 """Waits of an update, counted from the runtime's own calls: those of docs/synchronisations.md."""
 
+from itertools import pairwise
+
 import pytest
 
 from tests.synchronisations.count import NUM_FIRST
@@ -27,5 +29,5 @@ def test_an_update_waits_as_often_as_the_page_says(name: str) -> None:
         looks.append(sum(counts.get(wait, 0) for wait in WAITS))
 
     LOOPS[name](at_update)
-    updates = [after - before for before, after in zip(looks, looks[1:])]
+    updates = [after - before for before, after in pairwise(looks)]
     assert max(updates[NUM_FIRST:]) == table()[name], updates
