@@ -149,7 +149,7 @@ def test_offloading_holds_little_however_far_ahead_the_host_is() -> None:
     torch.cuda._sleep(10**9)
     out.backward()
     torch.cuda.synchronize()
-    assert active("peak") - before < 240 * MIB
+    assert active("peak") - before < 300 * MIB
 
 
 def test_a_real_out_of_memory_error_is_explained() -> None:
