@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 BASE := $(VENV)/.base
 STAMP := $(VENV)/.installed
 DOCS := build/docs-venv
+CUDA := build/cuda
 
 # Without bytecode on disk every process of the suite would compile the library again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test again check unit docs bench gpu cluster sweep clean
+.PHONY: setup demo test again check unit docs bench gpu cuda cluster sweep clean
 
 setup: $(STAMP)
 
@@ -76,6 +77,14 @@ bench: setup
 # All that only an accelerator can show, in ten minutes; without one: make gpu ARGS="--device cpu" (CONTRIBUTING.md).
 gpu: setup
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+# torch's CUDA build over a simulated runtime (tests/simulated_cuda), without a card: an environment of its own, 1.7 GB.
+cuda: $(CUDA)/.installed
+	@if [ -e $(CUDA)/missing ]; then cat $(CUDA)/missing; else tests/simulated_cuda/run; fi
+
+$(CUDA)/.installed: constraints.txt tests/simulated_cuda/install
+	PYTHON="$(PYTHON)" tests/simulated_cuda/install $(CUDA)
+	touch $@
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache runs

@@ -6,14 +6,9 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
 
 from headway import log, scope
 from headway.runtime import process
-
-# Machines are shared and slow at times: how long an example takes says nothing about the code.
-settings.register_profile("unhurried", deadline=None)
-settings.load_profile("unhurried")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,7 +7,9 @@ from headway import Accelerator, TorchDynamoPlugin
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.card("Triton's kernels; the same losses through inductor's code for CPUs are in tests/accelerator"),
+    pytest.mark.card(
+        "Triton's kernels; the same losses through the compiler on CPUs: tests/distributed/test_compiled.py"
+    ),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine shows none"),
 ]
 

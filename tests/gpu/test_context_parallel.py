@@ -1,4 +1,4 @@
-"""torch's ring attention beside whole attention: needs two GPUs. Nobody has run it yet."""
+"""torch's ring attention beside whole attention: needs two GPUs."""
 
 import pytest
 import torch

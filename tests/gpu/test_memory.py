@@ -59,8 +59,7 @@ def test_the_notebooks_rows() -> None:
         (micro_batch, checkpointing): train_bert_large(micro_batch, steps, checkpointing, 128)
         for micro_batch, steps in ((1, 4), (8, 8)) for checkpointing in (False, True)
     }  # fmt: skip
-    for micro_batch in (1, 8):
-        assert rows[micro_batch, True]["peak"] < rows[micro_batch, False]["peak"]
+    assert rows[1, True]["peak"] <= rows[1, False]["peak"]  # of one sequence, the peak may be the optimizer's
     # Of what eight sequences keep, checkpointing leaves little: the published figure is 60 % less in all.
     assert rows[8, True]["peak"] < 0.7 * rows[8, False]["peak"]
 
@@ -89,7 +88,7 @@ def run(accelerator: Accelerator, **kind: object) -> tuple[list[torch.Tensor], i
     model = accelerator.prepare(blocks())
     if kind:
         accelerator.checkpoint_activations(model, **kind)  # type: ignore[arg-type]
-    inputs = torch.randn(8192, 1024, generator=torch.Generator().manual_seed(1)).to("cuda")
+    inputs = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(1)).to("cuda")
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         accelerator.backward(model(inputs).square().mean())
@@ -129,12 +128,36 @@ def test_offloading_under_autocast_parks_each_activation_once_and_no_weights() -
     assert len(scope.own(_Copies)) == 0
 
 
+def test_offloading_holds_little_however_far_ahead_the_host_is() -> None:
+    """Of each of 24 blocks GELU's input is saved, 16 MiB; none of the weights has a gradient."""
+    model = blocks(24).cuda().requires_grad_(False)
+    inputs = torch.randn(1024, 1024, device="cuda").requires_grad_()
+    model(inputs[:1]).sum().backward()
+    torch.cuda.synchronize()
+
+    def active(which: str) -> int:
+        return torch.cuda.memory_stats()[
+            f"active_bytes.all.{which}"
+        ]  # what is freed, and still in use by a stream, too
+
+    before = active("current")
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda._sleep(10**9)  # cycles: the device begins half a second after the host
+    with offloading():
+        out = model(inputs).square().mean()
+    assert active("current") - before < 160 * MIB
+    torch.cuda._sleep(10**9)
+    out.backward()
+    torch.cuda.synchronize()
+    assert active("peak") - before < 300 * MIB
+
+
 def test_a_real_out_of_memory_error_is_explained() -> None:
     held = torch.ones(256 * MIB // 4, device="cuda")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(1 << 46, device="cuda")
     assert is_out_of_memory(caught.value)
     report = memory_report(caught.value)
-    assert report.asked == 1 << 46
+    assert report.asked == 1 << 48  # bytes
     assert any("`held`" in tensor.owner for tensor in report.largest)
     assert held.numel()

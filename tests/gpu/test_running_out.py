@@ -24,6 +24,9 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def _limited():
     """One GiB, whatever the device has: memory runs out at once, and other processes keep theirs."""
+    torch.nn.Linear(1, 1, device="cuda")(
+        torch.ones(1, 1, device="cuda")
+    ).backward()  # cuBLAS's workspaces, in both threads
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1024 * MIB) / total)
@@ -125,7 +128,7 @@ class Momentum(torch.optim.Optimizer):
             p -= 0.05 * self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
 
 
-@pytest.mark.card("its profiler; tests/simulated_cuda counts the copies")
+@pytest.mark.card("the profiler of a device; tests/simulated_cuda/test_out_of_memory.py counts the copies")
 def test_a_foreign_optimizers_later_steps_copy_nothing_to_the_host() -> None:
     accelerator = Accelerator(microbatching="auto")
     model = torch.nn.Linear(1024, 1024)

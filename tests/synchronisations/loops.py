@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway import Accelerator, DataLoaderConfiguration, MemoryMonitor, Preemption, track
+from headway import Accelerator, DataLoaderConfiguration, GradScalerKwargs, MemoryMonitor, Preemption, track
 
 NUM_UPDATES = 8
 ROWS = 8
@@ -132,7 +132,9 @@ def fp16_clip(at_update: AtUpdate) -> None:
 
 @loop("fp16 and the guard")
 def fp16_guard(at_update: AtUpdate) -> None:
-    train(at_update, mixed_precision="fp16", on_non_finite="skip")
+    # No overflow, which would be a wait of its own: the guard then reads the losses.
+    scaler = GradScalerKwargs(init_scale=256.0)
+    train(at_update, mixed_precision="fp16", on_non_finite="skip", kwargs_handlers=[scaler])
 
 
 @loop("a weight that is a tensor on the device")

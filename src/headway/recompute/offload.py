@@ -1,6 +1,7 @@
 """What autograd saves for backward, kept in host memory meanwhile: copied on a stream of its own, beside the compute."""
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,9 @@ from headway import scope
 
 MIN_BYTES = 1 << 20
 """Smaller tensors stay on the device: copying them costs more than they take."""
+
+_MOST = 2
+"""Of the largest activation's size: what may be on its way out, or brought back and not used yet, however far the host is ahead."""
 
 _SAME_VALUES = frozenset(
     (
@@ -39,24 +43,43 @@ class Lane:
         has_stream = has_stream and hasattr(torch.get_device_module(device), "Stream")
         self._stream = torch.Stream(device) if has_stream else None
         self.last: weakref.ref[Copy] | None = None
+        self._largest = 0
+        self._leaving: deque[tuple[torch.Event, torch.Stream, torch.Tensor]] = deque()
+        self._returned: deque[tuple[torch.Event, int]] = deque()
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
         """A copy in host memory, and what is set when it is complete; None where it already is."""
         if self._stream is None:
             return tensor.to("cpu", copy=True), None
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        compute = torch.accelerator.current_stream(self._device)
+        self._stream.wait_stream(compute)
         with self._stream:
             host.copy_(tensor, non_blocking=True)
             ready = self._stream.record_event()
-        # The allocator must not give the tensor's memory away before the copy has read it.
-        tensor.record_stream(self._stream)
+        # Its memory is free once what computes waits for the copy: also for a host that is far ahead.
+        self._leaving.append((ready, compute, tensor))
+        self._largest = max(self._largest, tensor.nbytes)
+        self._let_go(_MOST * self._largest)
         return host, ready
+
+    def _let_go(self, most: int) -> None:
+        """Keep at most so many bytes of what is on its way out; for older copies what computes waits, and the host does not."""
+        held = sum(tensor.nbytes for _, _, tensor in self._leaving)
+        while self._leaving and (held > most or self._leaving[0][0].query()):
+            ready, compute, tensor = self._leaving.popleft()
+            compute.wait_event(ready)
+            held -= tensor.nbytes
 
     def to_device(self, host: torch.Tensor, ready: torch.Event | None) -> torch.Tensor:
         """The copy on the device again; before it is used it must have `arrived`."""
         if self._stream is None:
             return host.to(self._device)
+        self._let_go(0)
+        self._returned.append((torch.accelerator.current_stream(self._device).record_event(), host.nbytes))
+        # Its memory is the copying stream's, and free when what computes has used it: the host stays that near to the device.
+        while sum(num_bytes for _, num_bytes in self._returned) > (_MOST + 1) * max(self._largest, host.nbytes):
+            self._returned.popleft()[0].synchronize()
         with self._stream:
             if ready is not None:
                 self._stream.wait_event(ready)

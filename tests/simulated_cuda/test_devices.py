@@ -1,0 +1,100 @@
+"""What a simulated device says of itself, and how much fits on it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headway.forecasting.devices import DEVICES
+
+KINDS = re.findall(
+    r'\{"([\w-]+)", "[^"]+", (\d+), (\d+), (\d+), \d+\}', (Path(__file__).parent / "libraries/kinds.h").read_text()
+)
+MIB = 1 << 20
+
+
+def test_the_kinds_are_those_of_a_forecast() -> None:
+    ours = {name: (int(mib) * MIB, (int(major), int(minor))) for name, mib, major, minor in KINDS}
+    assert ours == {name: (kind.memory, kind.capability) for name, kind in DEVICES.items() if kind.is_cuda}
+
+
+def seen(code: str, **environment: str) -> Any:
+    """What a process with these devices prints."""
+    pytest.importorskip("simulated_cuda")
+    ran = subprocess.run(
+        [sys.executable, "-c", "import json, torch\n" + code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_a_process_sees_the_devices_that_it_is_told() -> None:
+    code = """
+names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+properties = torch.cuda.get_device_properties(0)
+print(json.dumps([names, torch.cuda.get_device_capability(), properties.total_memory, properties.multi_processor_count]))
+"""
+    names, capability, memory, processors = seen(
+        code, SIMULATED_CUDA="t4", SIMULATED_CUDA_DEVICES="4", CUDA_VISIBLE_DEVICES="2,1"
+    )
+    assert (names, capability, memory, processors) == (["Tesla T4"] * 2, [7, 5], 15360 * MIB, 40)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_memory_ends_where_the_device_does(expandable: bool) -> None:
+    code = """
+held = []
+try:
+    while True:
+        held.append(torch.empty(64 << 20, dtype=torch.uint8, device="cuda"))
+except torch.OutOfMemoryError as error:
+    text = str(error)
+free = torch.cuda.mem_get_info()[0]
+num = len(held)
+del held
+torch.cuda.empty_cache()
+print(json.dumps([num, free, torch.cuda.mem_get_info()[0], text]))
+"""
+    told = f"expandable_segments:{expandable}"
+    num, full, empty, text = seen(
+        code, SIMULATED_CUDA_MIB="1024", SIMULATED_CUDA_CONTEXT_MIB="300", PYTORCH_ALLOC_CONF=told
+    )
+    assert num == (1024 - 300) // 64
+    assert full == (1024 - 300) % (20 if expandable else 64) * MIB  # a segment grows by 20 MiB
+    assert empty == (1024 - 300) * MIB
+    assert "Tried to allocate 64.00 MiB. GPU 0 has a total capacity of 1024.00 MiB" in text
+
+
+def test_a_context_is_opened_by_what_uses_the_device() -> None:
+    code = """
+has = torch._C._cuda_hasPrimaryContext
+torch.cuda.set_device(1)
+torch.ones(1, device="cuda")
+print(json.dumps([has(0), has(1)]))
+"""
+    assert seen(code, SIMULATED_CUDA_DEVICES="2") == [False, True]
+
+
+def test_the_launcher_counts_them_without_torch() -> None:
+    pytest.importorskip("simulated_cuda")
+    code = "import sys, json\nfrom headway.launch import machine\nfrom pathlib import Path\n"
+    code += "print(json.dumps([machine._nvidia(Path('/')), 'torch' in sys.modules]))"
+    environment = {**os.environ, "SIMULATED_CUDA_DEVICES": "3"}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert json.loads(ran.stdout) == [3, False]
+
+
+def test_torch_is_the_build_for_cuda() -> None:
+    pytest.importorskip("simulated_cuda")
+    assert torch.version.cuda is not None
+    assert torch.cuda.is_available()
+    assert torch.distributed.is_nccl_available()
