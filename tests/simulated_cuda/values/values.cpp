@@ -46,10 +46,12 @@ void note(const c10::OperatorHandle& op, std::string why) {
 // -------------------------------------------------------------------- aliases
 bool is_cuda(const at::Tensor& tensor) { return tensor.defined() && tensor.is_cuda(); }
 
+// A tensor of the host keeps its memory, and not its object in Python: a stream's thread must not have to wait for the interpreter.
 at::Tensor on_host(const at::Tensor& tensor) {
   at::TensorOptions options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
   if (!tensor.numel()) return at::detail::empty_strided_cpu(tensor.sizes(), tensor.strides(), options);
-  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [](void*) {}, options);
+  if (is_cuda(tensor)) return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [](void*) {}, options);
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [memory = tensor.storage()](void*) {}, options);
 }
 
 template <class F>
@@ -91,7 +93,11 @@ Stack to_host(const Stack& given, const c10::FunctionSchema& schema, uint64_t se
     IValue value = mapped(given[i], [&](const at::Tensor& tensor) {
       if (is_cuda(tensor)) return on_host(tensor);
       // CUDA has read small values of the host when the call returns.
-      return is_read_later && tensor.defined() && !tensor.is_pinned() ? tensor.clone() : tensor;
+      if (!is_later || !tensor.defined() || !tensor.is_cpu()) return tensor;
+      if (!is_read_later || tensor.is_pinned()) return on_host(tensor);
+      at::Tensor copied = tensor.clone();
+      copied.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+      return copied;
     });
     if (value.isDevice()) value = at::Device(at::kCPU);
     if (value.isGenerator() || (value.isNone() && schema.arguments()[i].name() == "generator"))
@@ -250,7 +256,7 @@ void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stac
   auto host = std::make_shared<Stack>(to_host(given, schema, seed, is_later));
   std::vector<at::Tensor> targets;
   if (!writes)
-    for (const at::Tensor& each : tensors_of(results)) targets.push_back(is_cuda(each) ? on_host(each) : each);
+    for (const at::Tensor& each : tensors_of(results)) targets.push_back(each.defined() ? on_host(each) : each);
   auto rule = known.rule;
   const int outer = depth;
   std::function<void()> work = [op, rule, host, targets, seed, outer] {
