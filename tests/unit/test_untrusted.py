@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.errors import CheckpointError
-from headway.untrusted import open_regular, printable, read_regular
+from headway.errors import CheckpointError, ConfigError
+from headway.untrusted import open_regular, parse_json, plain, printable, read_regular, shown, whole_number
 
 
 def test_text_keeps_its_letters_and_loses_its_powers():
@@ -37,3 +37,31 @@ def test_nothing_else(tmp_path):
 def test_a_file_that_is_longer_than_it_says():
     with pytest.raises(CheckpointError, match="is too long"):
         read_regular(Path("/proc/self/maps"), 10)
+
+
+def test_text_of_several_lines_keeps_them():
+    assert plain("a\tb\n\x1b[2Jc\r") == "a\tb\n\\x1b[2Jc\\r"
+    assert plain({"\a": ["\x1b", 1, None, {"b": True}]}) == {"\\x07": ["\\x1b", 1, None, {"b": True}]}
+
+
+def test_values_are_shown_cut():
+    assert shown("x\x1b") == "'x\\x1b'"
+    assert shown([1] * 1000) == "[" + "1, " * 33 + "... (3000 characters)"
+    assert shown(1 << 20_000) == "a number of 20001 bits"
+    assert shown([1 << 20_000]) == "a value too large to print"
+
+
+def test_digits_make_a_number_that_something_may_have():
+    assert [whole_number(text) for text in ("0", "007", "9" * 18)] == [0, 7, 10**18 - 1]
+    assert {whole_number(text) for text in ("", "-1", "1.0", "²", "٣", " 1", "9" * 19, "9" * 5000)} == {None}
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, "9" * 5000, "", "nothing", b"\xff"])
+def test_what_is_no_json_is_a_value_error(text):
+    with pytest.raises(ValueError):
+        parse_json(text)
+
+
+def test_the_kind_of_refusal_is_the_callers(tmp_path):
+    with pytest.raises(ConfigError, match="is a folder"):
+        read_regular(tmp_path, 1, ConfigError)

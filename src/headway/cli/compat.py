@@ -12,7 +12,7 @@ from headway.compat.accelerate.scripts import uses
 from headway.compat.accelerate.surface import SURFACE
 from headway.errors import ConfigError
 from headway.launch.stand_in import FOLDER, VERSION
-from headway.untrusted import printable
+from headway.untrusted import printable, read_regular
 
 _ABOUT = f"""Show how Headway serves the names of Accelerate {VERSION} when it stands in for it.
 
@@ -28,6 +28,8 @@ _EPILOG = examples(
     ]
 )
 _WORDS = {"served": "", "differs": "differs", "not served": "NOT SERVED", "unknown": "unknown"}
+_LARGEST = 1 << 26
+"""Bytes of a script, at most."""
 _UNKNOWN = f"not a public name of Accelerate {VERSION}"
 
 
@@ -58,11 +60,9 @@ def _fails(each: Answer) -> bool:
 def _of(script: Path) -> list[tuple[Answer, int]]:
     if script.suffix == ".ipynb":
         raise ConfigError(f"{script} is a notebook; convert it first: jupyter nbconvert --to script {script}")
+    source = read_regular(script, _LARGEST, ConfigError)  # Python's own rules find the encoding
     try:
-        source = script.read_bytes()  # Python's own rules find the encoding
         return [(answer(use.name), use.line) for use in uses(source)]
-    except OSError as error:
-        raise ConfigError(f"{script} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"{script} cannot be parsed as Python: {error}") from error
 

@@ -41,7 +41,9 @@ def facts() -> dict[str, str]:
     found["config file"] = f"{file}" + ("" if file.exists() else " (none there)")
     found["layout"] = _layout(environment)
     for name in sorted(environment):
-        if name in _VARIABLES or (name.startswith(env.PREFIX) and name != env.PAYLOAD):
+        if name in (env.SECRET, env.CONTROL):
+            found[name] = "set, and not shown"
+        elif name in _VARIABLES or (name.startswith(env.PREFIX) and name != env.PAYLOAD):
             found[name] = environment[name]
     return found
 

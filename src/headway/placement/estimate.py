@@ -128,7 +128,7 @@ def config_of(folder: str | Path) -> Any:
     transformers = require("transformers", "building a model from its config.json needs", "transformers")
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RecursionError) as error:
         raise ConfigError(f"{folder}: transformers cannot build a model from its config.json: {error}") from error
 
 

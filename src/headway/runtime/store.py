@@ -27,7 +27,7 @@ from headway.log import get_logger
 from headway.runtime.listening import listen
 from headway.runtime.sealed import SealedStore
 from headway.sealing import Seal, Strangers
-from headway.untrusted import parse_json, plain, printable
+from headway.untrusted import parse_json, plain, printable, shown
 
 log = get_logger(__name__)
 NOTICE = "notice"
@@ -75,12 +75,19 @@ class Address:
         try:
             content: dict[str, Any] = parse_json(text)
             bytes.fromhex(content["key"])
-            return cls(**content)
+            found = cls(**content)
+            is_sound = all(isinstance(each, str) for each in (found.host, found.attempt, found.hosted_by))
+            is_sound = is_sound and all(
+                type(each) is int and 0 <= each < 65536 for each in (found.port, found.hub_port)
+            )
         except (ValueError, TypeError, KeyError):
+            is_sound = False
+        if not is_sound:
             raise ConfigError(
-                f"{printable(text[:80])!r} is no address of a control plane of this version of Headway; only the launcher sets "
+                f"{shown(text)} is no address of a control plane of this version of Headway; only the launcher sets "
                 f"{env.CONTROL}: unset it"
-            ) from None
+            )
+        return found
 
 
 class Link:

@@ -122,6 +122,15 @@ def test_what_cannot_be_read(tmp_path):
     assert isinstance(invoke("--path", "--json").exception, ConfigError)
 
 
+def test_what_has_no_end_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.py")  # that nobody writes into
+    (tmp_path / "zero.py").symlink_to("/dev/zero")
+    for name, said in (("pipe.py", "is a pipe"), ("zero.py", "is a device")):
+        ran = invoke(tmp_path / name)
+        assert isinstance(ran.exception, ConfigError)
+        assert f"{name} {said}, not a regular file" in str(ran.exception)
+
+
 def test_help():
     ran = CliRunner().invoke(group, ["compat", "--help"])
     assert ran.exit_code == 0

@@ -88,6 +88,14 @@ def test_env(run, tmp_path):
     assert json.loads(run("env", "--json"))["config file"].startswith(str(tmp_path))
 
 
+def test_env_shows_no_secret(run, monkeypatch):
+    monkeypatch.setenv("HEADWAY_SECRET", "0123456789abcdef")
+    monkeypatch.setenv("HEADWAY_CONTROL", '{"key":"0123456789abcdef"}')
+    shown = run("env")
+    assert "0123456789abcdef" not in shown
+    assert shown.count("set, and not shown") == 2
+
+
 def test_the_interview_in_a_terminal(tmp_path):
     """Enter four times: what this machine leaves open, by its defaults."""
     pty = pytest.importorskip("pty")

@@ -154,6 +154,8 @@ def test_what_cannot_be_estimated_says_why(run, tmp_path, folder):
     assert "needs --num_tokens" in run(folder, "--batch_size", 2, code=2)
     (folder / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
     assert "transformers cannot build a model from its config.json" in run(folder, code=2)
+    (folder / "config.json").write_text("[" * 200_000)
+    assert "transformers cannot build a model from its config.json" in run(folder, code=2)
 
 
 def test_code_in_the_folder_is_not_run(run, folder):

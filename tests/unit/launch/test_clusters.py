@@ -110,6 +110,9 @@ class TestSlurm:
     def test_garbage_is_named(self):
         with pytest.raises(ConfigError, match="SLURM says SLURM_NODEID='one'"):
             detect({**SLURM, "SLURM_NODEID": "one"})
+        for name in ("SLURM_NODEID", "SLURM_PROCID", "SLURM_JOB_ID"):
+            with pytest.raises(ConfigError, match=rf"{name}='9+\.\.\. \(5002 characters\), which"):
+                detect({**SLURM, "SLURM_STEP_NUM_TASKS": "8", name: "9" * 5000})
 
     @pytest.mark.parametrize(
         ("nodes", "first"),

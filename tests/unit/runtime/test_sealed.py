@@ -1,5 +1,6 @@
 """A store in which others write, too."""
 
+import json
 from datetime import timedelta
 
 import pytest
@@ -85,7 +86,9 @@ def test_a_result_that_others_write_is_no_result(plane):
 
 
 def test_an_address_that_is_none():
-    for text in ("", "[" * 100_000, "{}", "[]", "3", '{"host": "h", "port": 1, "attempt": "", "key": "no hex"}'):
+    good = {"host": "h", "port": 1, "attempt": "", "key": ""}
+    wrong = ({"key": "no hex"}, {"port": "x"}, {"host": 3}, {"port": 99_999}, {"hub_port": -1}, {"more": 1})
+    for text in ("", "[" * 100_000, "{}", "[]", "3", *(json.dumps({**good, **each}) for each in wrong)):
         with pytest.raises(
             ConfigError, match=r"is no address of a control plane of this version .* HEADWAY_CONTROL: unset"
         ):
