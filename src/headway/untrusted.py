@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from headway.errors import CheckpointError, HeadwayError
+from headway.errors import CheckpointError, ConfigError, HeadwayError
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -76,12 +76,12 @@ def parse_json(text: str | bytes) -> Any:
     """What the JSON says.
 
     Raises:
-        ValueError: it is none, or is nested so deep that Python's stack would end.
+        ValueError: it is none; a ConfigError where it is nested so deep that Python's stack would end.
     """
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ConfigError("it is nested too deep") from None
 
 
 def whole_number(text: str) -> int | None:
