@@ -322,9 +322,9 @@ class MeshStrategy(SingleStrategy):
 
     def plain(self, loss: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
         """A loss of parameters alone is a DTensor, the same on all ranks, and so must its factor be."""
-        if not gradients.is_distributed(loss):
+        if not gradients.is_of_parameters(loss):
             return loss, factor
-        whole = gradients.whole_loss(loss)
+        whole: torch.Tensor = loss.full_tensor()  # type: ignore[attr-defined]
         return whole, self.data_group.reduce_numbers([factor])[0] / self.data_group.world_size
 
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:

@@ -166,7 +166,17 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients at the end of a window or before its first backward; in between, nothing."""
         if self._windows.is_fresh:
+            if self._windows.is_forsaken and not self.num_updates:
+                self._note_forsaken()
             self._step.drop(self.optimizer, set_to_none)
+
+    def _note_forsaken(self) -> None:
+        learning = set(map(id, self._step.prepared.parameters_of(self._windows.current)))
+        if any(id(p) in learning for group in self.optimizer.param_groups for p in group["params"]):
+            log.warning_once(
+                "zero_grad() came before step() at the end of a window: its gradients are dropped, and no update is made from them. "
+                "Call step() first, unless this update is to be left out"
+            )
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Make the update at the end of a window; inside one, nothing.

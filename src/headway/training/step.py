@@ -14,15 +14,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 
 from headway.collectives.tree import Tree
-from headway.errors import LossError
+from headway.errors import LossError, StateError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.strategies.base import Strategy
+from headway.training.losses import check_loss, look_for_division
 from headway.training.prepared import Prepared
 from headway.training.task import Task, Weigher
 from headway.training.windows import LossPolicy, Window, Windows
@@ -35,6 +37,16 @@ _BY_HAND = (
     "zero_grad() act whenever they are called. `with accelerator.accumulate(model):` makes it exact, for short windows and ragged "
     "batches too, and reduces gradients only once per window. Do not divide the loss yourself"
 )
+
+_CLEARED = (
+    "the gradients of this update's earlier micro-batches are gone: something cleared them inside the window, such as "
+    "model.zero_grad(). Call the prepared optimizer's zero_grad(), which waits for the window's end"
+)
+_LEFTOVER = (
+    "an update begins, but no optimizer has stepped on the last one, whose gradients are added to: step() acts after every %d "
+    "micro-batches (gradient_accumulation_steps). Call it in each accumulate() block; it waits by itself"
+)
+_MOST_WITNESSES = 32
 
 
 class Guard(Protocol):
@@ -137,11 +149,18 @@ class Step(ABC):
             check()
         for check in moments.before_begin:
             check()
+        if windows.num_windows == 1 and windows.is_forsaken and windows.current.models == tuple(models):
+            self._note_leftover()
         if windows.begin(models):
             self.precision.adjust()
         for listener in moments.begun:
             listener(windows.current.number, windows.current.num_done)
         return windows.is_last or windows.sync_each
+
+    def _note_leftover(self) -> None:
+        learning = islice(self.prepared.parameters_of(self.windows.current), _MOST_WITNESSES)
+        if any(p.grad is not None for p in learning):
+            log.warning_once(_LEFTOVER, self.windows.num_steps)
 
     def end(self, error: BaseException | None) -> bool:
         """The micro-batch's block is left; where it failed, the window starts over with the next one, without gradients.
@@ -182,6 +201,11 @@ class Step(ABC):
             local, total = self.weigh(weight)
             window.add(local, total)
             return local
+        if self.windows.holds_several:
+            raise LossError(
+                "backward() was called again in one accumulate() block after several batches were read in it, which would count as "
+                "one micro-batch. Give each a block of its own: `for batch in loader: with accelerator.accumulate(model): ...`"
+            )
         local = window.micro_weight[0]
         if weight is not None and self.weigh(weight)[0] != local:
             raise LossError(
@@ -196,6 +220,8 @@ class Step(ABC):
         """Add the loss's gradient with its weight; the window's last one makes gradients final."""
         check_loss(loss, weight, reduction)
         if self.windows.is_inside:
+            if self.windows.num_windows == 1:
+                look_for_division(loss, self.windows.num_steps)
             self._backward_inside(loss, weight, reduction, **kwargs)
         else:
             self._backward_outside(loss, weight, reduction, **kwargs)
@@ -366,8 +392,13 @@ class WholeStep(Step):
         elif window.nominal is None:
             window.nominal = self._agree_nominal(window)
         nominal = window.nominal or 1.0  # without one, all weights so far are zero
+        if not is_first and all(p.grad is None for p in window.witnesses) and window.witnesses:
+            raise StateError(_CLEARED)
         if not window.is_last:
             self.run(loss, local, nominal, reduction, **kwargs)
+            if is_first:
+                learning = islice(self.prepared.parameters_of(window), _MOST_WITNESSES)
+                window.witnesses = tuple(p for p in learning if p.grad is not None)
         elif window.is_closed:  # a further loss of the last micro-batch
             self.strategy.expect_backward(window.models)
             self.run(loss, local, nominal, reduction, **kwargs)
@@ -460,29 +491,3 @@ class MicroBatch:
         for context in reversed(self._contexts):
             context.__exit__(kind, error, trace)
         return self._step.end(error)
-
-
-def check_loss(loss: Any, weight: float | None, reduction: str) -> None:
-    """Refuse what cannot be a loss.
-
-    Raises:
-        LossError: no tensor, no scalar, no graph, a weight that is negative or not finite, an unknown reduction.
-    """
-    if not isinstance(loss, torch.Tensor):
-        raise LossError(
-            f"backward() got a {type(loss).__name__}; give the loss tensor (for a model output: output.loss)"
-        )
-    if loss.numel() != 1:
-        raise LossError(
-            f"backward() got a loss of shape {tuple(loss.shape)}; reduce it first: loss.mean(), or loss.sum() with "
-            "weight= and reduction='sum'"
-        )
-    if not loss.requires_grad:
-        raise LossError(
-            "backward() got a loss without a graph: it does not depend on any parameter that requires grad. Was it made under "
-            "torch.no_grad(), detached, or are all parameters frozen?"
-        )
-    if reduction not in ("mean", "sum"):
-        raise LossError(f"reduction={reduction!r}; allowed: 'mean' (of `weight` items) and 'sum' (over `weight` items)")
-    if weight is not None and not 0 <= weight < float("inf"):
-        raise LossError(f"weight={weight!r}; give the number of items the loss was taken over, 0 or more")

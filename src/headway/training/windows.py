@@ -74,6 +74,7 @@ class Window:
         is_applied: an optimizer took the step, or fp16 skipped it.
         batch: the number of the batch in pieces that was counted last.
         is_by_hand: one backward outside `accumulate`, of several that the caller makes an update from.
+        witnesses: some of the parameters that its first backward gave a gradient, which must not be gone before its last.
     """
 
     models: tuple[torch.nn.Module, ...] = ()
@@ -91,12 +92,13 @@ class Window:
     is_applied: bool = False
     batch: int = 0
     is_by_hand: bool = False
+    witnesses: tuple[torch.nn.Parameter, ...] = ()
 
     def open(self, number: int) -> None:
         """Start over, with the last full window's weight as the nominal one."""
         self.number = number
         self.num_done, self.is_closed, self.is_empty, self.has_gradient = 0, False, False, False
-        self.is_applied = False
+        self.is_applied, self.witnesses = False, ()
         self.nominal, self.local_weight, self.global_weight = self.next_nominal, 0.0, 0.0
 
     def add(self, local: float, total: float | None) -> None:
@@ -275,6 +277,19 @@ class Windows:
         """Has a window begun whose update, or the decision to make none, is still to come?"""
         window = self.current
         return window.num_done > 0 and not (window.is_applied or (window.is_closed and window.is_empty))
+
+    @property
+    def holds_several(self) -> bool:
+        """Were several batches of one loader read in the block of the micro-batch in hand?"""
+        return any(self._in_hand.count(loader) > 1 for loader in self._in_hand)
+
+    @property
+    def is_forsaken(self) -> bool:
+        """Do the gradients of a whole window wait for a step?"""
+        window = self.current
+        return (
+            window.is_closed and window.num_done > 0 and not (window.is_empty or window.is_applied or window.is_by_hand)
+        )
 
     @property
     def is_cut(self) -> bool:
