@@ -9,7 +9,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from tests.wrong_use.losses import steps_on
-from tests.wrong_use.row import EQUAL, Section, error
+from tests.wrong_use.row import EQUAL, Section, error, plain_error, warning
 from tests.wrong_use.script import Script, loop, net, sgd, train, windows
 
 section = Section("The model")
@@ -19,12 +19,15 @@ row = section.row
 # -------------------------------------------------------------------- how it is called
 
 
-@row("`model.forward(x)` in place of `model(x)`", EQUAL)
+OUTSIDE = plain_error("Call the model itself, not model.forward() or a part of it")
+
+
+@row("`model.forward(x)` in place of `model(x)`", EQUAL, fsdp=OUTSIDE)
 def forward(s: Script) -> None:
     steps_on(s, lambda a, model, x, y: mse_loss(model.forward(x), y))
 
 
-@row("its submodules called one by one", EQUAL)
+@row("its submodules called one by one", EQUAL, fsdp=OUTSIDE)
 def submodules(s: Script) -> None:
     steps_on(s, lambda a, model, x, y: mse_loss(model.down(torch.tanh(model.up(x))), y))
 
@@ -82,7 +85,17 @@ def moved(s: Script) -> None:
     train(accelerator, model.to(accelerator.device), optimizer, loader)
 
 
-@row("`model.double()` after prepare", error("dtype"))
+def _in_double(s: Script) -> nn.Module:
+    model = net().double()
+    optimizer = sgd(model)
+    for inputs, targets in windows():
+        mse_loss(model(inputs.double()), targets.double()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@row("`model.double()` after prepare", error("dtype"), single=EQUAL, tp=EQUAL, by_hand=_in_double)
 def other_dtype(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     model.double()
@@ -145,7 +158,16 @@ def initialised_after(s: Script) -> None:
     train(accelerator, model, optimizer, loader)
 
 
-@row("weights drawn after prepare, on each rank from its own stream", error("rank"), single=None)
+RANDOM = warning("DTensor random operators")
+
+
+@row(
+    "weights drawn after prepare, on each rank from its own stream",
+    single=None,
+    ddp=error("rank"),
+    fsdp=RANDOM,
+    tp=RANDOM,
+)
 def drawn_after(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     torch.manual_seed(accelerator.process_index)
@@ -153,7 +175,7 @@ def drawn_after(s: Script) -> None:
     train(accelerator, model, optimizer, loader)
 
 
-@row("a parameter changed on one rank", error("rank"), single=None)
+@row("a parameter of a replica changed on one rank", single=None, ddp=error("rank"))
 def changed_on_one(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     if accelerator.process_index == 1:
@@ -290,11 +312,11 @@ def batch_norm(s: Script) -> Any:
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.up, self.down, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
         self.down.weight = self.up.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(x)))[:, :2]
+        return self.last(self.down(torch.tanh(self.up(x))))  # type: ignore[no-any-return]
 
 
 @row("weights that are tied", EQUAL, tp=None, by_hand=lambda s: _trained(net(Tied)))
@@ -310,8 +332,9 @@ class Unused(nn.Module):
         super().__init__()
         self.up, self.down, self.spare = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+    def forward(self, x: torch.Tensor, is_spared: bool = False) -> torch.Tensor:
+        last = self.spare if is_spared else self.down
+        return last(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
 
 
 @row("a layer that no loss uses", EQUAL, ddp=error("spare.weight"), by_hand=lambda s: _trained(net(Unused)))
@@ -322,7 +345,26 @@ def unused(s: Script) -> None:
     train(accelerator, *accelerator.prepare(model, sgd(model), loader))
 
 
-@row("a layer that one rank's loss leaves out", error("spare.weight"), single=None)
+def _by_turns(_: Script) -> nn.Module:
+    model = net(Unused)
+    optimizer = sgd(model)
+    for inputs, targets in windows():
+        for number, (x, y) in enumerate(zip(inputs.split(2), targets.split(2))):
+            is_spared = number % 2 == 1  # the other rank's rows
+            (mse_loss(model(x, is_spared), y) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@row(
+    "a layer that one rank's loss leaves out",
+    error("took no part"),
+    single=None,
+    fsdp=EQUAL,
+    tp=None,
+    by_hand=_by_turns,
+)
 def unused_on_one(s: Script) -> None:
     accelerator = s.start()
     loader = s.loader(accelerator)
@@ -330,11 +372,7 @@ def unused_on_one(s: Script) -> None:
     model, optimizer, loader = accelerator.prepare(model, sgd(model), loader)
     for inputs, targets in loader:
         with accelerator.accumulate(model):
-            hidden = torch.tanh(model.up(inputs))
-            loss = mse_loss(model(inputs), targets)
-            if accelerator.process_index == 1:
-                loss = loss + model.spare(hidden).square().mean()
-            accelerator.backward(loss)
+            accelerator.backward(mse_loss(model(inputs, is_spared=bool(accelerator.process_index)), targets))
             optimizer.step()
             optimizer.zero_grad()
 
@@ -384,7 +422,10 @@ def average(s: Script) -> Any:
     return shadow
 
 
-@row("the same, with a copy from before prepare", EQUAL, fsdp=error("DTensor"), tp=error("DTensor"), by_hand=_average)
+SHARDED = plain_error("take p.full_tensor() on all ranks")
+
+
+@row("the same, with a copy from before prepare", EQUAL, fsdp=SHARDED, tp=SHARDED, by_hand=_average)
 def average_of_a_plain_copy(s: Script) -> Any:
     accelerator = s.start()
     parts = s.parts(accelerator)

@@ -1,5 +1,6 @@
 """The script that the table's mistakes are made in: a tiny model, its data and its loop, prepared and by hand."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class Script:
         layout: "single", "ddp", "fsdp" or "tp".
         folder: an empty folder, the same on all ranks.
         model: the one whose weights are compared at the end.
+        rank: of this process.
         ranks: processes.
         shards: in how many parts the data is split.
     """
@@ -56,6 +58,7 @@ class Script:
         self.layout = layout
         self.folder = Path(folder)
         self.model: nn.Module = net()
+        self.rank = int(os.environ["RANK"])
         self.ranks = 1 if layout == "single" else 2
         self.shards = 2 if layout in ("ddp", "fsdp") else 1
 

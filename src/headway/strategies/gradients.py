@@ -60,6 +60,16 @@ def _part(tensor: torch.Tensor, like: Any) -> torch.Tensor:
     return tensor[box(like)]
 
 
+def explain_mixed(error: BaseException) -> str:
+    """What to say after torch's error about DTensors that plain tensors are computed with; nothing of any other."""
+    if not isinstance(error, RuntimeError) or "got mixed torch.Tensor and DTensor" not in str(error):
+        return ""
+    return (
+        "headway: the parameters of a sharded model are DTensors outside of its forward. Call the model itself, not model.forward() "
+        "or a part of it; for arithmetic of your own with parameters or gradients, take p.full_tensor() on all ranks"
+    )
+
+
 def is_of_parameters(loss: torch.Tensor) -> bool:
     """Is it made of sharded parameters alone, as a penalty on weights is? Logits that are cut are DTensors, too.
 

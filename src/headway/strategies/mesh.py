@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from headway import scope, traces
 from headway.collectives.door import Collectives
 from headway.config.float8 import Float8Options
 from headway.config.mesh import DATA_AXES, Layout, written
@@ -107,6 +108,7 @@ class MeshStrategy(SingleStrategy):
         self._num_whole, self._num_records = -1, 0
         self._has_left = False
         process.at_end(self._leave, is_engine=True)
+        scope.own(traces.Hook).add(gradients.explain_mixed)
 
     def _leave(self) -> None:
         """The process group ends, and the mesh with it."""

@@ -159,7 +159,7 @@ class Step(ABC):
 
     def _note_leftover(self) -> None:
         learning = islice(self.prepared.parameters_of(self.windows.current), _MOST_WITNESSES)
-        if any(p.grad is not None for p in learning):
+        if self.prepared.optimizers and any(p.grad is not None for p in learning):
             log.warning_once(_LEFTOVER, self.windows.num_steps)
 
     def end(self, error: BaseException | None) -> bool:
