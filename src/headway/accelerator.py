@@ -1,11 +1,11 @@
 """The Accelerator: a table of contents, where each method delegates to the part that does the work."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -31,6 +31,7 @@ from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.rules import LoadingRules, TorchRules
 from headway.data.skip import skip_first_batches
 from headway.errors import StateError, UnsupportedError
+from headway.forecasting.pretending import is_forecast
 from headway.log import get_logger, is_debugging
 from headway.memory.oom import Reserve, is_out_of_memory
 from headway.optional import Later
@@ -46,15 +47,20 @@ from headway.runtime.seed import Reader
 from headway.strategies.build import choose_strategy
 from headway.tracking.base import Tracker
 from headway.tracking.record import Record, TrackerKwargs
+from headway.training.guard import Guard, Notice, Skips
+from headway.training.local_sgd import LocalTraining
 from headway.training.metrics import gather_for_metrics
+from headway.training.moments import Moments
 from headway.training.neighbours import Neighbours
 from headway.training.optimizer import PreparedOptimizer
 from headway.training.prepare import Preparation
 from headway.training.prepared import Prepared
 from headway.training.profile import profiling
+from headway.training.replicas import Replicas
+from headway.training.rows import Rows
 from headway.training.run import Run
 from headway.training.scheduler import PreparedScheduler, TickRule, choose_rule
-from headway.training.step import Guard, MicroBatch, Moments, NoGuard, Step, WholeStep
+from headway.training.step import MicroBatch, NoGuard, Step, WholeStep
 from headway.training.unprepared import build_lookout
 from headway.training.whole import WholeWeights
 from headway.training.windows import Clock, LossPolicy, WeightedMean, Windows
@@ -114,7 +120,7 @@ class Accelerator(RankAware):
         microbatching: "auto": where memory runs out, the batch is run again in smaller pieces, on all ranks and with the
             same result; loops then use `forward_backward` or `microbatches`. None: batches stay whole.
         on_non_finite: "skip", "stop" or "raise" before an update from a loss or gradient that is nan or infinite; or a
-            `NonFinitePolicy`. None: nobody looks.
+            `NonFinitePolicy`. None: the first such loss is told, and training goes on.
         log_with: trackers that the run's log is fed to: "tensorboard", "wandb", "mlflow", "all" (that are installed), an
             instance of `headway.Tracker`, or a list of these.
         preemption: a signal or deadline makes all ranks save and end with exit code 75 (`Preemption`). True: as that class
@@ -128,6 +134,9 @@ class Accelerator(RankAware):
         DeviceUnavailable: an accelerator was asked for that this process cannot use.
         UnsupportedError: a layout that is not there yet.
     """
+
+    _refuses_drift: ClassVar[bool] = True
+    """Are ranks whose models or optimizers are not alike an error? For a class that may only say so."""
 
     def __init__(
         self,
@@ -191,6 +200,7 @@ class Accelerator(RankAware):
         neighbours = runtime.scope.own(Neighbours)
         divides = loss_policy or WeightedMean()
         self._training_step = self._build_step(plugin, divides, on_non_finite, cuts_batches, neighbours)
+        self.local_training = LocalTraining(self._training_step.windows)
         loading = loading_settings(dataloader_config, split_batches)
         adjusts = adjust_scheduler_to_accumulation or plugin.adjust_scheduler
         more_updates = 1 if loading.split_batches else self.strategy.data_shard.count
@@ -252,13 +262,30 @@ class Accelerator(RankAware):
             plugin.sync_each_batch,
             partial(neighbours.loader_beside, prepared),
         )
-        guard: Guard = NoGuard()
+        skips = Skips(windows, self.clock)
+        guard: Guard = NoGuard(None if is_forecast() else Notice(windows, self.clock, runtime), skips)
         if on_non_finite is not None:
-            guard = finite.build_guard(on_non_finite, windows, prepared, self.clock, self.precision, self.strategy)
+            guard = finite.build_guard(
+                on_non_finite, windows, prepared, self.clock, self.precision, self.strategy, skips
+            )
         is_watched = pulse.is_watched() or runtime.world_size > 1
         moments = Moments(begun=[note_progress] if is_watched else [], phases=scope.own(events.Listeners).to_phases)
+        if runtime.world_size > 1:
+            self._compare_ranks(prepared, windows, moments, cuts_batches, isinstance(policy, WeightedMean))
         parts = windows, prepared, self.strategy, self.precision, policy, guard, moments
         return replay.PieceStep(*parts, self.clock, runtime) if cuts_batches else WholeStep(*parts)
+
+    def _compare_ranks(
+        self, prepared: Prepared, windows: Windows, moments: Moments, cuts_batches: bool, weighs: bool
+    ) -> None:
+        rows = Rows(windows)
+        replicas = Replicas(prepared, self.strategy, rows, self._refuses_drift)
+        moments.reduced.append(replicas.note)
+        # In pieces, an update may be tried several times: ranks are together right after they have reduced gradients.
+        (moments.reduced if cuts_batches else moments.before_update).append(replicas.check)
+        if self.strategy.data_shard.count > 1 and weighs:
+            moments.before_forward.append(rows.see)
+            moments.unweighed.append(rows.unweighed)
 
     def _loading_rules(self) -> LoadingRules:
         """What loaders go by; for a class that loads in another way."""
@@ -292,8 +319,9 @@ class Accelerator(RankAware):
             self.strategy,
             self.precision,
             self._preparation,
-            self._training_step.windows,
+            self._training_step,
             self.clock,
+            self.local_training,
         )
         self._run_state = run_state
         self._checkpoints = Checkpoints(run_state, project, self._training_step.moments, self._last_save_hook)
@@ -779,6 +807,7 @@ class Accelerator(RankAware):
         load_kwargs: Mapping[str, Any] | None = None,
         *,
         strict: bool = False,
+        changed: str | Collection[str] | None = (),
         **load_model_func_kwargs: Any,
     ) -> Restored:
         """Take a checkpoint up, after prepare: all of it or nothing; every rank calls it.
@@ -787,6 +816,9 @@ class Accelerator(RankAware):
             input_dir: its folder; None, with automatic naming: the newest one that verifies.
             load_kwargs: accepted for the name's sake: nothing is unpickled.
             strict: refuse a checkpoint of another world size, batch size, precision or version.
+            changed: what is another one on purpose, which is refused otherwise: "data", whose number of samples is not that of the
+                checkpoint (the epoch begins at its first batch), a "schedule", whose learning rate jumps or which counts otherwise,
+                or both. None: warn of either, and keep the place in the data.
             load_model_func_kwargs: accepted for the name's sake: `map_location` ("cpu" or "on_device"), as the state goes
                 to where each object is; and what engines that are not in use take.
 
@@ -798,17 +830,22 @@ class Accelerator(RankAware):
             ConfigError: no folder was given, and there is no automatic naming; or an unknown argument.
         """
         check_load_arguments({**(load_kwargs or {}), **load_model_func_kwargs})
-        return self._checkpoints.load(input_dir, strict)
+        return self._checkpoints.load(input_dir, strict, changed)
 
     def resume(
-        self, checkpoint: str | Path = "latest", *, strict: bool = False, run: str | None = None
+        self,
+        checkpoint: str | Path = "latest",
+        *,
+        strict: bool = False,
+        run: str | None = None,
+        changed: str | Collection[str] | None = (),
     ) -> Restored | None:
         """Go on from a checkpoint where there is one; call it after prepare, and loop over `epochs(n)`.
 
         Args:
             checkpoint: "latest": the newest one in the project's folder that verifies; one that does not is named and
                 passed over. Or a folder.
-            strict: as for load_state.
+            strict, changed: as for load_state.
             run: with "latest", look among the checkpoints of this run only: "run" in their manifests. None: among all.
 
         Returns:
@@ -817,7 +854,7 @@ class Accelerator(RankAware):
         Raises:
             CheckpointError: on every rank: damaged (a folder that was given), or it does not fit.
         """
-        return self._checkpoints.resume(checkpoint, strict, run)
+        return self._checkpoints.resume(checkpoint, strict, run, changed)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """The numbers of the epochs that are left of `num_epochs`: after a resume from the restored one.
@@ -864,7 +901,7 @@ class Accelerator(RankAware):
         return self._checkpoints.check_preemption()
 
     def stop_watching(self) -> None:
-        """Leave signals and deadlines alone from now on, where the training is over; every rank calls it."""
+        """Leave signals and deadlines alone, and the folder to other runs, where the training is over; every rank calls it."""
         self._checkpoints.stop_watching()
 
     def start_watching(self) -> None:

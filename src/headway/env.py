@@ -13,6 +13,9 @@ PREFIX = "HEADWAY_"
 CONTROL = "HEADWAY_CONTROL"
 """Name of the variable that tells a worker where the launcher hosts the control plane."""
 
+SECRET = "HEADWAY_SECRET"
+"""Name of the variable that may hold the secret by which a run's machines and ranks know one another."""
+
 PAYLOAD = "HEADWAY_RUN"
 """Name of the variable that carries the launcher's JSON payload to a worker."""
 

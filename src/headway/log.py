@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from headway import env, scope
 from headway.errors import ConfigError
+from headway.untrusted import shown, whole_number
 
 LEVEL = "HEADWAY_LOG_LEVEL"
 """The environment variable that sets the level of all of Headway's loggers."""
@@ -117,13 +118,23 @@ def is_debugging() -> bool:
     return level is not None and level <= logging.DEBUG
 
 
+def silence_elastic() -> None:
+    """No warnings of torch's launcher about agents, rendezvous and closing signals: what a user needs is in the report."""
+    if is_debugging():
+        return
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        # Each has a level of its own there.
+        if name.startswith("torch.distributed.elastic") and isinstance(logger, logging.Logger):
+            logger.setLevel(logging.CRITICAL if name.endswith("multiprocessing.api") else logging.ERROR)
+
+
 def _level(asked: str | int, origin: str) -> int:
-    number = asked if isinstance(asked, int) else int(asked) if asked.isdecimal() else None
+    number = asked if isinstance(asked, int) else whole_number(asked)
     if number is None:
         number = logging.getLevelName(str(asked).upper())  # text for a level that does not exist
     if isinstance(number, bool) or not isinstance(number, int):
         raise ConfigError(
-            f"the log level {asked!r} ({origin}) must be debug, info, warning, error or critical, or a number such as 10"
+            f"the log level {shown(asked)} ({origin}) must be debug, info, warning, error or critical, or a number such as 10"
         )
     return number
 

@@ -65,10 +65,12 @@ class Run:
         words = f"headway launch -n {len(hosts)} --cpu --num_machines {len(hosts)} --machine_patience {PATIENCE}"
         asked = hosts[0].start(" ".join([words, *flags, "train.py"]), folder)
         assert asked.wait(SLACK) == 2
-        self.commands = [line for line in self.said(hosts[0]).splitlines() if line.startswith("headway launch")]
+        lines = self.said(hosts[0]).splitlines()
+        self.commands = [line for line in lines if line.startswith("headway launch")]
+        (secret,) = [line for line in lines if line.startswith("export HEADWAY_SECRET=")]
         assert len(self.commands) == len(hosts)
         self.processes = [
-            host.start(f"exec {command}", folder, NUM_UPDATES=str(num_updates))
+            host.start(f"{secret}; exec {command}", folder, NUM_UPDATES=str(num_updates))
             for host, command in zip(hosts, self.commands)
         ]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -75,7 +76,7 @@ def play(scenarios: Sequence[Callable[[], None]]) -> dict[str, str]:
     for scenario in scenarios:
         try:
             scenario()
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             found[scenario.__name__] = traceback.format_exc()
         gc.collect()  # a scenario's Accelerators go with it
     return found

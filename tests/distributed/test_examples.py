@@ -56,6 +56,7 @@ def test_the_table_names_every_example():
         EXAMPLES / "text.py",
         EXAMPLES / "vision.py",
         EXAMPLES / "fsdp.py",
+        EXAMPLES / "gan.py",
         EXAMPLES / "trainer.py",
         EXAMPLES / "forecast.py",
         BASE,
@@ -149,6 +150,13 @@ def test_the_sharded_gpt_learns_to_count_alike_on_one_process_and_on_two():
     for num_ranks in (1, 2):
         for found in run_ranks(accuracies, num_ranks, str(EXAMPLES / "fsdp.py")):
             assert found["fsdp"] < 0.5
+
+
+def test_the_gan_learns_what_digits_look_like_alike_on_both_processes():
+    """Untrained, its average image is 0.3 away; one that nobody trains stays there."""
+    first, second = run_ranks(accuracies, 2, str(EXAMPLES / "gan.py"))
+    assert first == second
+    assert first["gan"] < 0.08
 
 
 def loss_of_cut_sequences() -> float:

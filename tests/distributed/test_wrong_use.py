@@ -182,7 +182,7 @@ class OwnStream(IterableDataset):
 
 
 def a_training_loader_that_is_not_prepared() -> None:
-    for how in ("accumulate", "by hand", "ours"):
+    for how in ("accumulate", "ours"):
         accelerator = Accelerator(cpu=True)
         model, optimizer, loader = parts()
         model, optimizer = accelerator.prepare(model, optimizer)

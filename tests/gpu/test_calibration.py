@@ -19,6 +19,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(1024, 4096), nn.Tanh(), nn.Linear(4096, 1024))
 
 
+@pytest.mark.card("rates are its clock's; what a forecast says beside the allocator is in tests/simulated_cuda")
 def test_what_a_process_takes_beside_tensors(tmp_path, monkeypatch):
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
     record, again = calibration.measure(), calibration.measure()

@@ -7,6 +7,7 @@ from headway import Accelerator, TorchDynamoPlugin
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.card("Triton's kernels; the same losses through inductor's code for CPUs are in tests/accelerator"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine shows none"),
 ]
 

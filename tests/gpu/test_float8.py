@@ -43,7 +43,10 @@ def _losses(precision: str, backend: str = "no", **options: object) -> list[floa
     return losses
 
 
-@pytest.mark.parametrize("backend", ["no", "inductor"])
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.card("Triton's kernels; the same recipes run here without it"))
+
+
+@pytest.mark.parametrize("backend", ["no", INDUCTOR])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_a_recipe_trains_close_to_bf16(recipe, backend):
     """37 tokens are no multiple of 16: the padding is what makes backward possible."""

@@ -52,6 +52,7 @@ def train_bert_large(micro_batch: int, steps: int, checkpointing: bool, num_rows
     return {**metrics, "peak": monitor.peak / MIB}
 
 
+@pytest.mark.sizes
 def test_the_notebooks_rows() -> None:
     # Published on an RTX 3090 over 512 rows: 48.18 s, 8,590 MB and 63.28 s, 7,078 MB; 34.26 s, 20,314 MB and 46.53 s, 8,030 MB.
     rows = {

@@ -29,7 +29,7 @@ def _model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
 
 
-def _train(precision: str, num_epochs: int = 5) -> list[float]:
+def _train(precision: str, num_epochs: int = 20) -> list[float]:
     accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=2)
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

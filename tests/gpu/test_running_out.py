@@ -125,6 +125,7 @@ class Momentum(torch.optim.Optimizer):
             p -= 0.05 * self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
 
 
+@pytest.mark.card("its profiler; tests/simulated_cuda counts the copies")
 def test_a_foreign_optimizers_later_steps_copy_nothing_to_the_host() -> None:
     accelerator = Accelerator(microbatching="auto")
     model = torch.nn.Linear(1024, 1024)

@@ -17,7 +17,7 @@ OWNERS = {
     "snapshot": "replay/snapshot.py", "loader": "data/loader.py", "optimizer": "training/optimizer.py",
     "scheduler": "training/scheduler.py", "strategy": "strategies/", "precision": "precision/", "clock": "training/windows.py",
     "training_step": "training/step.py", "accumulation": "training/windows.py", "model": "training/model.py",
-    "events": "data/loader.py", "moments": "training/step.py",
+    "events": "data/loader.py", "moments": "training/moments.py",
 }  # fmt: skip
 """{how an object is called where it is used: the file that may set its attributes}."""
 SETTABLE = {("loader", "seed"), ("loader", "even_batches"), ("accelerator", "gradient_accumulation_steps")}

@@ -22,6 +22,7 @@ from headway.runtime.readback import Readback
 from headway.throughput.meter import Throughput
 from headway.trainer.callbacks import TrainerControl
 from headway.trainer.loop import Training
+from headway.training import guard
 from headway.training.task import Task
 from headway.training.windows import Clock
 from tests.synchronisations.count import be_an_accelerator
@@ -243,6 +244,27 @@ def weigher(fake: FakeDevice) -> list[float]:
     return losses
 
 
+def notice(fake: FakeDevice) -> list[Any]:
+    """A loss that is not finite is told with its update, an update late or when the process ends, and nobody waits."""
+    found: list[Any] = []
+    guard.log.warning = lambda text, *args, **more: found.append((text % args).partition(".")[0])  # type: ignore[method-assign]
+    for bad in (2, 4):
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        model = torch.nn.Linear(1, 1).to(DEVICE)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        rows = [torch.full((2, 1), float("nan") if micro == 2 * bad else 1.0).to(DEVICE) for micro in range(1, 9)]
+        fake.start_over()
+        for row in rows:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(row).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            found += [accelerator.num_updates] if accelerator.sync_gradients else []
+        found.append(f"{fake.num_waits} waits")
+        accelerator._training_step.guard._notice._read_all()  # type: ignore[attr-defined]
+    return found
+
+
 def main() -> None:
     """Play all of them."""
     be_an_accelerator()
@@ -258,6 +280,7 @@ def main() -> None:
             weigher,
             padding,
             figures,
+            notice,
             two_ranks,
         )
         print(json.dumps({scene.__name__: scene(fake) for scene in scenes}))

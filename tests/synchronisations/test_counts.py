@@ -101,6 +101,11 @@ def test_nobody_waits_for_what_is_only_told(scenes: dict[str, Any]) -> None:
     ]
 
 
+def test_a_loss_that_is_not_finite_is_told_late(scenes: dict[str, Any]) -> None:
+    told = "update {}: the loss of micro-batch 2 was nan on rank 0, or a gradient of update {} was not finite"
+    assert scenes["notice"] == [1, 2, told.format(2, 1), 3, 4, "0 waits", 1, 2, 3, 4, "0 waits", told.format(4, 3)]
+
+
 def test_ranks_tell_each_other_over_the_host(scenes: dict[str, Any]) -> None:
     assert scenes["two_ranks"] == [0, [False, False, True, False, False], 1.0]
 

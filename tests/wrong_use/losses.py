@@ -29,17 +29,7 @@ def divided(s: Script) -> None:
     steps_on(s, lambda a, model, x, y: mse_loss(model(x), y) / a.gradient_accumulation_steps)
 
 
-def _multiplied(s: Script) -> nn.Module:
-    @loop
-    def run(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        (mse_loss(model(inputs), targets) * s.ranks).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return run(s)
-
-
-@row("the loss multiplied by the number of processes: it counts as often, as by any number", EQUAL, by_hand=_multiplied)
+@row("the loss multiplied by the number of processes by hand", warning("multiplied by 2"), single=EQUAL)
 def multiplied(s: Script) -> None:
     steps_on(s, lambda a, model, x, y: mse_loss(model(x), y) * a.num_processes)
 

@@ -1,6 +1,5 @@
 """What one rank does and the others do not."""
 
-
 import torch
 from torch.nn.functional import mse_loss
 

@@ -19,21 +19,5 @@ def cells(name: str, *layouts: str) -> list[str]:
     return [f"{name}-{layout}" for layout in layouts or ROWS[name].cells]
 
 
-PENDING = {
-    *cells("forward", "ddp"),
-    *cells("submodules", "ddp"),
-    *cells("optimizer_left_out_without_windows", "fsdp", "tp"),
-    *cells("drawn_after", "ddp"),
-    *cells("changed_on_one", "ddp"),
-    *cells("data_replaced", "fsdp", "tp"),
-    *cells("hook_before", "fsdp", "tp"),
-    *cells("hook_after", "fsdp"),
-    *cells("norm_by_hand", "fsdp", "tp"),
-    *cells("load_alone", "ddp"),
-    *cells("loss_backward"),
-    *cells("loss_backward_without_windows"),
-    *cells("not_a_number"),
-    *cells("retain_graph", "ddp"),
-    *cells("l1_apart", "ddp"),
-}
+PENDING: set[str] = set()
 """Cells that are mended on another branch."""

@@ -59,7 +59,7 @@ def zero_grad_between(s: Script) -> None:
             optimizer.step()
 
 
-@row("`model.zero_grad()` in place of the optimizer's", error("earlier micro-batches are gone"), fsdp=EQUAL)
+@row("`model.zero_grad()` in place of the optimizer's", error("cleared between two of its micro-batches"), fsdp=EQUAL)
 def model_zero_grad(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for inputs, targets in loader:
@@ -136,10 +136,7 @@ def step_by_count(s: Script) -> None:
                 optimizer.zero_grad()
 
 
-@row(
-    "a step every third batch by one's own count, though windows have two",
-    warning("no optimizer has stepped on the last one"),
-)
+@row("a step every third batch by one's own count, though windows have two", warning("ended without step()"))
 def step_by_another_count(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for index, (inputs, targets) in enumerate(loader):
@@ -150,7 +147,7 @@ def step_by_another_count(s: Script) -> None:
                 optimizer.zero_grad()
 
 
-@row("no step, but `zero_grad()`", warning("zero_grad() came before step()"))
+@row("no step", warning("zero_grad() came before step()"))
 def no_step(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for inputs, targets in loader:

@@ -189,9 +189,13 @@ def remove(folder: Path) -> None:
         if doomed.exists() or doomed.is_symlink():
             _remove_tree(doomed)
         os.rename(folder, doomed)
-        # Else a power cut could bring the name back for a folder whose files are gone.
-        sync_folder(folder.parent)
-    _remove_tree(doomed)
+    try:
+        if doomed is not folder:  # else a power cut could bring the name back for a folder whose files are gone
+            sync_folder(folder.parent)
+        _remove_tree(doomed)
+    except KeyboardInterrupt:  # a second one leaves it to the next save
+        shutil.rmtree(doomed, ignore_errors=True)
+        raise
 
 
 def _remove_tree(folder: Path) -> None:

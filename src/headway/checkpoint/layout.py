@@ -11,6 +11,7 @@ from headway.checkpoint.mosaic import Files, Mosaic, taken_like
 from headway.checkpoint.placing import Placing
 from headway.checkpoint.ranges import Used
 from headway.checkpoint.reading import read_files, read_owned, verify_ranges
+from headway.checkpoint.rows import ROWS
 from headway.checkpoint.values import dtype_named
 
 MODEL = "model/"
@@ -31,7 +32,7 @@ def verify(folder: Path, manifest: Manifest | None = None) -> Manifest:
 def read_state(
     folder: Path, manifest: Manifest, is_verified: bool, placing: Placing | None = None
 ) -> tuple[dict[str, Any], set[str]]:
-    """All tensors of a checkpoint, and the names of those in memory of their own.
+    """All tensors of a checkpoint but rows of other ranks, and the names of those in memory of their own.
 
     Weights, which are copied into a model, are views of their files, or, where they lie in several or are spread, left there until
     they are copied; the rest is read, and may become an object's.
@@ -56,12 +57,12 @@ def read_state(
     owned = [
         name
         for name, entry in manifest.tensors.items()
-        if len(entry.chunks) == 1 and not name.startswith(MODEL) and name not in like
+        if len(entry.chunks) == 1 and not name.startswith((MODEL, ROWS)) and name not in like
     ]
     read: dict[str, Any] = dict(read_owned(folder, manifest, owned, is_verified and not like, bool(like)))
     files = Files(folder, manifest)
     for name, entry in manifest.tensors.items():
-        if name not in read:
+        if name not in read and (name in like or not name.startswith(ROWS)):
             mosaic, is_weight = Mosaic(entry, files), name.startswith(MODEL)
             if name in like:
                 is_alike = mosaic.shape == like[name][0].shape
@@ -70,7 +71,9 @@ def read_state(
                 read[name] = files.view(entry.chunks[0], mosaic.dtype)
             else:
                 read[name] = mosaic if is_weight and placing is not None else mosaic.whole()
-    return {name: read[name] for name in manifest.tensors}, {name for name in read if not name.startswith(MODEL)}
+    return {name: read[name] for name in manifest.tensors if name in read}, {
+        name for name in read if not name.startswith(MODEL)
+    }
 
 
 def open_tensors(folder: Path, manifest: Manifest, prefix: str = "") -> Iterator[tuple[str, torch.Tensor | Mosaic]]:

@@ -45,13 +45,13 @@ def model_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: Collect
         )
     problems += [f"{name} is in the checkpoint, the model has none" for name in saved.keys() - mine.keys()]
     for name in mine.keys() & saved.keys():
-        problem = _misfit(mine[name], saved[name])
+        problem = misfit(mine[name], saved[name])
         if problem is not None:
             problems.append(f"{name} {problem}")
     return sorted(problems + _extra_misfits(model, own, found, index))
 
 
-def _misfit(own: Any, saved: Any) -> str | None:
+def misfit(own: Any, saved: Any) -> str | None:
     """Why the saved values cannot be put into a model's own tensor; of a spread one, into what lies here."""
     here = held(own)
     if is_unmade(here):
@@ -136,10 +136,11 @@ def load_weights(own: Mapping[str, Any], found: Collected, index: int) -> None:
     with torch.no_grad():
         for name, tensor in _own_tensors(own, prefix).items():
             for part, values in pairs(tensor, saved[name]):
-                _put_in(part, values)
+                put_in(part, values)
 
 
-def _put_in(own: torch.Tensor, saved: torch.Tensor) -> None:
+def put_in(own: torch.Tensor, saved: torch.Tensor) -> None:
+    """Put saved values into a model's own tensor, whose elements may share memory; `misfit` has found nothing."""
     narrow, value = _without_repeats(own, saved)
     assert value is not None  # else it is a misfit
     if narrow.dtype == value.dtype:

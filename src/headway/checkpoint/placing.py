@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import Any
 
 from headway.checkpoint.optimizers import parameter_keys
+from headway.checkpoint.rows import ROWS, place_of
 from headway.checkpoint.state import Parts, parameter_names
 from headway.checkpoint.values import encode, logical
 from headway.weights.pieces import is_spread
@@ -15,9 +16,12 @@ class Placing:
 
     Args:
         parts: the objects that a checkpoint is loaded into.
+        rank: this one.
+        world_size: ranks of the run.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, rank: int = 0, world_size: int = 1) -> None:
+        self._rank, self._world_size = rank, world_size
         self._weights: dict[str, Any] = {
             logical(f"model/{index}/{name}"): value
             for index, model in parts.chosen()
@@ -55,7 +59,9 @@ class Placing:
             shapes: of the saved tensors.
         """
         if not self._weights and not self._parameters:
-            return {}
+            # What each rank had of its own, where there are as many of them.
+            rows = {name: shape for name, shape in shapes.items() if name.startswith(ROWS)}
+            return {n: [place_of(shape, self._rank)] for n, shape in rows.items() if shape[:1] == (self._world_size,)}
         found: dict[str, list[Any]] = {}
         for name in (*shapes, *aliases):
             if name in self._weights:

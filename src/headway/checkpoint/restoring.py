@@ -143,7 +143,7 @@ def _restore_objects(parts: Parts, found: Collected, undo: Undo) -> None:
     ]
     extras = [saved_extras(found, index, tensors) for index, _ in parts.chosen()]
     for obj, state, told in others:
-        undo.add(told, partial(_put_back, obj, preserved(obj.state_dict())))
+        undo.add(told, partial(put_back, obj, preserved(obj.state_dict())))
         obj.load_state_dict(state)
     for index, (optimizer, state) in enumerate(zip(parts.optimizers, states)):
         undo.add(f"optimizer {index}", undo_optimizer(optimizer))
@@ -152,7 +152,8 @@ def _restore_objects(parts: Parts, found: Collected, undo: Undo) -> None:
         load_extras(dict(parts.export(model)), values, model, index, undo)
 
 
-def _put_back(obj: Any, before: Callable[[], Any]) -> None:
+def put_back(obj: Any, before: Callable[[], Any]) -> None:
+    """Let an object have its former state again, as `preserved` gave it."""
     try:
         obj.load_state_dict(before())
     except Exception:

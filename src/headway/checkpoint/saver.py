@@ -13,18 +13,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headway import scope
 from headway.checkpoint import folders
 from headway.checkpoint.layout import read_state, verify
+from headway.checkpoint.lock import Locks
 from headway.checkpoint.manifest import Manifest, read_manifest
 from headway.checkpoint.placing import Placing
 from headway.checkpoint.reading import verify_share
 from headway.checkpoint.replica import hand_on
+from headway.checkpoint.rows import ROWS
 from headway.checkpoint.snapshot import Snapshot
 from headway.checkpoint.state import Collected, in_pieces
 from headway.checkpoint.writer import Background, Job, Policy, Share, abandon, announce, begin, write
 from headway.collectives.door import Collectives
 from headway.errors import CheckpointError
 from headway.log import get_logger
+from headway.runtime import process
 from headway.runtime.callers import SAVE
 from headway.runtime.process import ProcessRuntime
 from headway.weights.pieces import is_spread
@@ -53,6 +57,48 @@ class Saver:
         self._alone_job: Job | None = None
 
     # ---------------------------------------------------------------- save
+
+    def hold(self, parent: Path, run: str | None, is_alone: bool = False) -> str:
+        """Let no other run save into a folder; every rank calls it, or one alone.
+
+        Args:
+            parent: the folder that holds the checkpoints.
+            run: the run's id; None: it has none yet.
+            is_alone: the others do not.
+
+        Returns:
+            The run's id, the same on all ranks.
+
+        Raises:
+            CheckpointError: on every rank: another run has it.
+        """
+        locks, runtime = scope.own(Locks), self._runtime
+        process.at_end(locks.release)
+        start = secrets.token_hex(8)
+        own = run or start, locks.start_of(parent) or start
+        if is_alone:
+            locks.hold(parent, *own)
+            return own[0]
+        name = self._collectives.broadcast_object(own)
+        leaders = [runtime.rank == 0]
+        if self._collectives.world_size > runtime.local_world_size:
+            leaders.append(runtime.local_rank == 0)  # on a folder that machines share, they find rank 0's lock
+        for is_next in leaders:
+            failure: str | None = None
+            try:
+                if is_next:
+                    locks.hold(parent, *name)
+            except CheckpointError as error:
+                failure = str(error)
+            failures = {text for text in self._collectives.gather_objects(failure) if text is not None}
+            if failures:
+                raise CheckpointError("; ".join(sorted(failures)))
+        return str(name[0])
+
+    def let_go(self, parent: Path) -> None:
+        """Let others save into the folder, where nothing is being written."""
+        if not self.is_busy:
+            scope.own(Locks).release(parent)
 
     def meet(self, number: int) -> int:
         """Begin a save of all ranks: the largest of their numbers, as some may have saved without the others."""
@@ -86,8 +132,18 @@ class Saver:
         if not is_alone:
             nonce = self._collectives.broadcast_object(nonce)
         share = Share() if is_alone else self._find_share(final, nonce)
+        if share.is_own_disk:
+            _leave_rows_out(collected)
         _check_spread(collected, share, is_alone)
         job = Job(final, nonce, share, collected, about, policy, self._source)
+        try:
+            self._save(job, fill, seal)
+        except BaseException:  # such as Ctrl-C while other ranks are waited for
+            abandon(job)
+            raise
+
+    def _save(self, job: Job, fill: Callable[[Path], None] | None, seal: Callable[[], None] | None) -> None:
+        is_alone, collected = job.policy.is_alone, job.content
         self._together(lambda: begin(job), job, is_alone)
         if fill is not None:
             self._together(partial(fill, job.staging), job, is_alone)
@@ -101,7 +157,7 @@ class Saver:
         self._together(complete, job, is_alone)
         job = replace(job, content=made[0])
         self._together(lambda: announce(job), job, is_alone)
-        if policy.is_blocking:
+        if job.policy.is_blocking:
             self._together(lambda: write(job), job, is_alone)
             if not is_alone:
                 self._after(job)
@@ -163,9 +219,6 @@ class Saver:
             act()
         except Exception as error:  # such as a hook's: the other ranks must hear of it, and the folder must go
             failure, cause = f"{type(error).__name__}: {error}", error
-        except BaseException:
-            abandon(job)
-            raise
         told = {self._runtime.rank: failure} if is_alone else dict(enumerate(self._collectives.gather_objects(failure)))
         failed = [f"rank {rank}: {text}" for rank, text in told.items() if text is not None]
         if failed:
@@ -321,6 +374,18 @@ class Saver:
             raise CheckpointError(f"{path} is not the same checkpoint on every rank (manifest hashes differ)")
         assert result is not None
         return result
+
+
+def _leave_rows_out(collected: Collected) -> None:
+    """Disks of their own must hold the same, and a machine knows no rows of other machines' ranks."""
+    rows = [name for name in collected.tensors if name.startswith(ROWS)]
+    for name in rows:
+        del collected.tensors[name]
+    if rows:
+        log.warning_once(
+            "local SGD on machines that do not share a folder: checkpoints hold the means over all ranks, not what each has of its "
+            "own. Give a project_dir on storage that all machines share, and a resumed run goes on exactly"
+        )
 
 
 def _check_spread(collected: Collected, share: Share, is_alone: bool) -> None:

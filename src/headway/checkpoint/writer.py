@@ -10,11 +10,12 @@ collective while the loop trains, and leaves nothing that a later save does not 
 
 import json
 import os
+import secrets
 import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -350,9 +351,12 @@ def _prove(manifest: Manifest) -> None:
 
 
 def abandon(job: Job) -> None:
-    """Remove the staging folder of a save that failed; what another rank still puts there is swept by the next save."""
+    """Remove the staging folder of a save that failed."""
     if job.share.leads and "\0" not in str(job.staging):
-        shutil.rmtree(job.staging, ignore_errors=True)
+        aside = folders.staging_folder(job.final, secrets.token_hex(8))
+        with suppress(OSError, UnicodeEncodeError):  # the other one: of a name that was never a folder's
+            os.rename(job.staging, aside)  # no rank that still writes finds it again
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 class Background:
@@ -360,6 +364,7 @@ class Background:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._is_over = threading.Event()
         self._error: BaseException | None = None
         self._wait = Wait()
 
@@ -377,7 +382,10 @@ class Background:
             except BaseException as error:  # handed to the loop, which raises it
                 self._error = error
                 abandon(job)
+            finally:
+                self._is_over.set()
 
+        self._is_over.clear()
         self._thread = threading.Thread(target=run, name="headway-save", daemon=False)
         self._thread.start()
 
@@ -385,6 +393,8 @@ class Background:
         """Wait for the save under way, and keep its error."""
         if self._thread is not None:
             with self._wait.joined():
+                # Ctrl-C in Thread.join() makes Python take the thread for one that has ended, and not wait for it at the exit.
+                self._is_over.wait()
                 self._thread.join()
             self._thread = None
 

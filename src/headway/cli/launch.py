@@ -88,7 +88,8 @@ def start(
     if cluster is None and resolved.get("num_machines", 1) > 1 and not resolved.config.is_set("machine_rank"):
         address = network.name_for_others(here.hostname)
         commands = plan.commands_per_machine(resolved, program, address, network.free_port())
-        _name_the_commands(commands, resolved.get("num_machines", 1))
+        has_secret = resolved.config.is_set("secret") or bool(environment.get(env.SECRET))
+        _name_the_commands(commands, resolved.get("num_machines", 1), has_secret)
     planned = plan.make(resolved, program, here, environment, cluster, notes)
     if warning and planned.banner:
         click.echo(warning, err=True)
@@ -118,8 +119,14 @@ def _own_file(named: str | None, is_accelerate: bool, environment: dict[str, str
         yield line[1]
 
 
-def _name_the_commands(commands: list[str], num_machines: int) -> NoReturn:
+def _name_the_commands(commands: list[str], num_machines: int, has_secret: bool) -> NoReturn:
+    """Print the commands, and a secret for all machines unless there is one."""
+    import secrets
+
     click.echo("headway: no cluster starts the other machines, so start each of them by its own command:", err=True)
+    if not has_secret:
+        click.echo("# on every machine, first: by this they know one another (docs/security.md)")
+        click.echo(f"export {env.SECRET}={secrets.token_hex(16)}")
     for rank, text in enumerate(commands):
         click.echo(f"# machine {rank}{' (this one)' if rank == 0 else ''}\n{text}")
     if num_machines > len(commands):

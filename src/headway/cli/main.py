@@ -8,7 +8,7 @@ import click
 
 from headway import env
 from headway.errors import ConfigError, HeadwayError
-from headway.untrusted import printable
+from headway.untrusted import plain
 
 # Name, module, and the line of `headway --help`, so that the help imports none of them.
 _COMMANDS = {
@@ -101,7 +101,7 @@ def main(args: Sequence[str] | None = None) -> None:
             import_module("headway.log").asked_level()
         group.main(args=None if args is None else list(args), prog_name="headway")
     except HeadwayError as error:
-        text = "\n".join(map(printable, str(error).split("\n")))  # it may hold names from files that may be anybody's
+        text = plain(str(error))  # it may hold names from files that may be anybody's
         click.echo(f"headway: error: {text}", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 

@@ -361,7 +361,7 @@ class Collectives:
             raise CollectiveError(f"{len(numbers)} numbers in one handshake; it holds {NUM_SLOTS}")
         entry = self.ledger.record(operation, signature)
         self._trail.note(self.place, "numbers", operation, signature, len(numbers))
-        slots = [float(_OPERATIONS.index(operation)), _digest(signature), float(len(numbers)), *numbers]
+        slots = [float(_OPERATIONS.index(operation)), digest(signature), float(len(numbers)), *numbers]
         slots += [0.0] * (_HEADER + NUM_SLOTS - len(slots))
         rows = torch.empty(self.world_size, _HEADER + NUM_SLOTS, dtype=torch.float64)
         row = torch.tensor([slots], dtype=torch.float64)
@@ -468,8 +468,8 @@ def _has_dim(tensor: torch.Tensor, dim: int) -> bool:
     return -tensor.ndim <= dim < tensor.ndim
 
 
-def _digest(text: str) -> float:
-    # 52 bits: exact in a float64 slot.
+def digest(text: str) -> float:
+    """A hash of 52 bits, which is exact among an exchange's numbers."""
     return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 12)
 
 

@@ -4,8 +4,6 @@
 """
 
 import base64
-import binascii
-import json
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -14,6 +12,7 @@ from typing import Any
 
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
+from headway.untrusted import parse_json, shown
 
 AUTO = "auto"
 STAGES = (1, 2, 3)
@@ -127,15 +126,15 @@ def _read(given: Any) -> dict[str, Any]:
 
 def _parsed(text: str, source: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return parse_json(text)
+    except ValueError as error:
         if source != "hf_ds_config" or text.lstrip().startswith("{"):
             raise ConfigError(f"{source} is not JSON: {error}") from None
     try:
-        return json.loads(base64.b64decode(text, altchars=b"-_", validate=True))
-    except (binascii.Error, ValueError):
+        return parse_json(base64.b64decode(text, altchars=b"-_", validate=True))
+    except ValueError:
         raise ConfigError(
-            f"hf_ds_config={text!r}: there is no such file, and it is neither JSON nor base64 of JSON"
+            f"hf_ds_config={shown(text)}: there is no such file, and it is neither JSON nor base64 of JSON"
         ) from None
 
 

@@ -1,5 +1,6 @@
 """The config file: where it is, what it may hold, reading it as a layer of settings, and writing it."""
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from headway.config.load import Value
 from headway.config.retired import advice
 from headway.config.values import did_you_mean, from_file
 from headway.errors import ConfigError
+from headway.untrusted import read_regular, shown
 
 FILE_NAME = "default_config.yaml"
 KEYS = tuple(setting.name for setting in SETTINGS.values() if setting.is_for_files)
@@ -22,6 +24,10 @@ _LARGEST = 2**20
 
 _DEEPEST = 18
 """Levels of nesting, with those of the stream and the document."""
+
+
+_LONGEST = 1000
+"""Characters of a value without quotes; numbers of more digits are none that Python prints."""
 
 
 def default_file(environment: Mapping[str, str]) -> Path:
@@ -46,7 +52,7 @@ def file_layer(named: str | None, environment: Mapping[str, str]) -> dict[str, V
         ConfigError: a named file does not exist, or the file cannot be read, or holds an unknown key or a wrong value.
     """
     path = Path(named) if named is not None else default_file(environment)
-    if named is None and not path.exists():
+    if named is None and not os.path.exists(path):  # which a name that is too long does not either
         return {}
     return parse(read(path), str(path))
 
@@ -58,12 +64,9 @@ def read(path: Path) -> bytes:
         ConfigError: it cannot be read.
     """
     try:
-        with path.open("rb") as file:
-            return file.read(_LARGEST + 1)  # a device may have no end; more than that is refused
-    except OSError as error:
-        raise ConfigError(
-            f"the config file {path} cannot be read: {error.strerror or error}; correct the path"
-        ) from error
+        return read_regular(path, _LARGEST, ConfigError)
+    except ConfigError as error:
+        raise ConfigError(f"the config file {error}; correct the path") from error
 
 
 def load_mapping(content: bytes, name: str) -> dict[str, Any]:
@@ -75,10 +78,6 @@ def load_mapping(content: bytes, name: str) -> dict[str, Any]:
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    if len(content) > _LARGEST:
-        raise ConfigError(
-            f"the config file {name} has {len(content):,} bytes, and settings take a few hundred; is it another file?"
-        )
     try:
         _check_shape(yaml.parse(content, Loader=loader), name)
         data = yaml.load(content, Loader=loader)
@@ -98,10 +97,10 @@ def load_mapping(content: bytes, name: str) -> dict[str, Any]:
 
 
 def _check_shape(events: Iterable[Any], name: str) -> None:
-    """Refuse what would exhaust the stack or memory once it is put together: deep nesting, and aliases of aliases.
+    """Refuse what would exhaust the stack, memory or time once it is put together: deep nesting, aliases of aliases, huge numbers.
 
     Raises:
-        ConfigError: the content has either.
+        ConfigError: the content has one of them.
     """
     depth = 0
     for event in events:
@@ -110,6 +109,10 @@ def _check_shape(events: Iterable[Any], name: str) -> None:
         if depth > _DEEPEST:
             raise ConfigError(
                 f"the config file {name} is nested more than {_DEEPEST - 2} levels deep; write one setting per line"
+            )
+        if kind == "ScalarEvent" and not event.style and len(event.value) > _LONGEST:
+            raise ConfigError(
+                f"the config file {name} holds a number or word that no setting takes: {shown(event.value)}"
             )
         if kind == "AliasEvent":
             raise ConfigError(

@@ -11,6 +11,7 @@ from headway import env
 from headway.config import mesh
 from headway.config.launch import OF_DEEPSPEED, ROTATIONS, WRAPPING
 from headway.errors import ConfigError
+from headway.untrusted import shown, whole_number
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """FSDP version 1's layouts, in the order of torch's enumeration, from 1."""
@@ -402,15 +403,16 @@ def _truth(value: Any) -> bool | None:
 def _word(value: Any, allowed: tuple[str, ...], key: str, first: int = 0) -> str:
     """One of the words: itself in any case, torch's enumeration member, or a number where they are counted from `first`."""
     word = str(getattr(value, "name", value)).strip().upper()
-    if word.isdigit() and first and first <= int(word) < first + len(allowed):
-        return allowed[int(word) - first]
+    number = whole_number(word)
+    if number is not None and first and first <= number < first + len(allowed):
+        return allowed[number - first]
     if word not in allowed:
-        raise ConfigError(f"{key}={str(value)!r}; allowed: {', '.join(allowed)}")
+        raise ConfigError(f"{key}={shown(str(value))}; allowed: {', '.join(allowed)}")
     return word
 
 
 def _number(value: Any, key: str, least: int) -> int:
-    text = str(value).strip()
-    if isinstance(value, bool) or not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise ConfigError(f"{key}={value!r}; give a whole number, {least} or more")
-    return int(text)
+    number = whole_number(str(value).strip())
+    if number is None or number < least:
+        raise ConfigError(f"{key}={shown(value)}; give a whole number, {least} or more")
+    return number

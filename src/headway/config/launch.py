@@ -76,6 +76,7 @@ class LaunchConfig:
     rdzv_backend: Maybe[str] = UNSET
     rdzv_conf: Maybe[str] = UNSET
     rdzv_id: Maybe[str] = UNSET
+    secret: Maybe[str] = UNSET
 
     max_restarts: Maybe[int] = UNSET
     patience: Maybe[float] = UNSET
@@ -406,6 +407,13 @@ _TABLE = (
         "More rendezvous options, key=value,key=value: timeout=60 gives machines 60 s to come.",
     ),
     Setting("rdzv_id", "text", _MACHINES, "Name of the run, where several share one rendezvous."),
+    Setting(
+        "secret",
+        "text",
+        _MACHINES,
+        "File with 16 bytes or more, alike on all machines, by which they know one another. HEADWAY_SECRET may hold them instead.",
+        is_for_files=False,
+    ),
     Setting(
         "max_restarts",
         "integer",

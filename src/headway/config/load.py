@@ -10,8 +10,9 @@ from typing import Any
 
 from headway import env
 from headway.config.launch import SETTINGS, UNSET, LaunchConfig, Unset
-from headway.config.values import did_you_mean, from_text
+from headway.config.values import did_you_mean, from_file, from_text
 from headway.errors import ConfigError
+from headway.untrusted import parse_json
 
 __all__ = [
     "UNSET",
@@ -36,6 +37,7 @@ _OTHER_VARIABLES = (
     "HEADWAY_CONFIG_FILE",
     "HEADWAY_CONTROL",
     "HEADWAY_PULSE",
+    "HEADWAY_SECRET",
 )
 
 
@@ -155,16 +157,31 @@ def _read_payload() -> dict[str, Any] | None:
     text = env.get(env.PAYLOAD)
     if not text:
         return None
+    content: dict[str, Any] | None
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError:
         content = None
-    if not isinstance(content, dict) or content.get("version") != VERSION:
+    if not _is_payload(content):
         raise ConfigError(
             f"the environment variable {env.PAYLOAD} holds no payload of this version of Headway: {text[:80]!r}. "
             "Only the launcher sets it: unset it, or start the script with `headway launch` of this installation"
         )
     return content
+
+
+def _is_payload(content: Any) -> bool:
+    if not isinstance(content, dict) or content.get("version") != VERSION or type(content.get("force")) is not bool:
+        return False
+    numbers = [content.get("num_processes"), content.get("min_processes", 1), content.get("ranks_per_machine", 1)]
+    settings = content.get("settings")
+    return (
+        all(type(number) is int and number > 0 for number in numbers)
+        and isinstance(content.get("device", ""), str)
+        and isinstance(settings, dict)
+        and all(isinstance(each, dict) and isinstance(each.get("origin"), str) for each in settings.values())
+        and all("value" in each for each in settings.values())
+    )
 
 
 def asked_num_processes() -> range | None:
@@ -176,8 +193,8 @@ def asked_num_processes() -> range | None:
     content = _read_payload()
     if content is None:
         return None
-    most = int(content["num_processes"])
-    return range(int(content.get("min_processes", most)), most + 1)
+    most = content["num_processes"]
+    return range(content.get("min_processes", most), most + 1)
 
 
 def promised_device() -> str | None:
@@ -221,7 +238,7 @@ def run_setting(
     launched = None if content is None else content["settings"].get(name)
     origin = code_origin or f"{name}={code_value!r} in the code"
     if launched is not None:
-        told = Value(launched["value"], launched["origin"])
+        told = Value(from_file(SETTINGS[name], launched["value"], launched["origin"]), launched["origin"])
         if not is_said:
             return told.value, told.origin
         if told.origin.startswith(COMMAND_LINE) and told.value != code_value:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import prod
 
 from headway.errors import ConfigError, UnsupportedError
+from headway.untrusted import shown, whole_number
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
 """From the outermost to the innermost: neighbours in rank are neighbours along the last axis."""
@@ -26,6 +27,9 @@ BESIDE_PP = ("pp", "replicate")
 """Axes that a run with pipeline stages may have."""
 ENGINES = ("deepspeed", "zero1", "zero2", "zero3")
 """Words that stand alone: DeepSpeed's own engine, and its stages."""
+_LONGEST = 200
+"""Characters of a layout's text."""
+
 _TERMS = {"ddp": "replicate", "fsdp": "shard", "cp": "cp", "tp": "tp", "pp": "pp"}
 _WORDS = {
     "pp": "pipeline stages",
@@ -235,11 +239,13 @@ def parse(text: str) -> Asked:
     is_by_machine = False
     if normal(text) in ENGINES:
         return Asked(text, {"shard": None}, is_deepspeed=True)
+    if len(text) > _LONGEST:
+        raise ConfigError(f"strategy {shown(text)} is too long for a layout, which reads like fsdp+tp=2")
     for term in normal(text).split("+"):
         name, has_size, number = term.partition("=")
-        if has_size and not (number.isascii() and number.isdigit() and int(number) > 0):
+        size = whole_number(number)
+        if has_size and not size:
             raise ConfigError(f"strategy {text!r}: {term!r} needs a number of ranks after '=', 1 or more")
-        size = int(number) if has_size else None
         if name == "hsdp":
             found: dict[str, int | None] = {"replicate": None, "shard": size}
             is_by_machine = size is None

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from headway import env
 from headway.config.launch import Setting
 from headway.errors import CallError, ConfigError
+from headway.untrusted import shown
 
 Class = TypeVar("Class", bound=type)
 
@@ -17,9 +18,6 @@ _KINDS = {
     "switch": "true or false",
     "truth": "true or false",
 }
-
-_LONGEST = 100
-"""Characters of a value that an error shows."""
 
 
 def did_you_mean(word: str, known: list[str], *, prefix: str = "") -> str:
@@ -88,6 +86,8 @@ def from_file(setting: Setting, value: Any, origin: str) -> Any:
     Raises:
         ConfigError: it has another type or is out of range.
     """
+    if isinstance(value, int) and value.bit_length() > 1000:  # more than Python prints or makes a float of
+        raise _error(setting, value, origin)
     if setting.kind == "choice":
         if value is False and "no" in setting.choices:
             return "no"
@@ -102,7 +102,6 @@ def from_file(setting: Setting, value: Any, origin: str) -> Any:
         fits = isinstance(value, bool)
     else:
         fits = isinstance(value, (int, float) if setting.kind == "number" else int) and not isinstance(value, bool)
-        fits = fits and not (setting.kind == "number" and isinstance(value, int) and value.bit_length() > 1000)
     if not fits:
         raise _error(setting, value, origin)
     return _checked(setting, float(value) if setting.kind == "number" else value, origin)
@@ -134,13 +133,4 @@ def _error(setting: Setting, value: Any, origin: str) -> ConfigError:
                 isinstance(value, (int, float)) and value > setting.maximum
             )
             allowed += f", {setting.minimum} to {setting.maximum}" if is_bounded else f", {setting.minimum} or more"
-    return ConfigError(f"{setting.name}={_shown(value)} ({origin}) must be {allowed}")
-
-
-def _shown(value: Any) -> str:
-    """The value as it came in, cut where it is long."""
-    try:
-        text = repr(value)
-    except ValueError:  # an int of more digits than Python prints
-        return f"a number of {value.bit_length()} bits"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
+    return ConfigError(f"{setting.name}={shown(value)} ({origin}) must be {allowed}")

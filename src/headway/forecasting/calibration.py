@@ -17,6 +17,7 @@ from typing import Any
 from headway import atomic
 from headway.config.files import default_file
 from headway.errors import ConfigError, DeviceUnavailable
+from headway.untrusted import parse_json
 
 FILE_NAME = "devices.json"
 
@@ -77,7 +78,7 @@ def read(path: Path) -> dict[str, Record]:
         ConfigError: the file holds something else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
         return {name: Record(**{**each, "capability": tuple(each["capability"])}) for name, each in found.items()}
     except FileNotFoundError:
         return {}

@@ -5,8 +5,6 @@ launcher's files only this one, rank_files.py and rendezvous.py import torch.
 """
 
 import contextlib
-import logging
-import math
 import os
 import shutil
 import signal
@@ -30,9 +28,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.numa.binding import AffinityMode, NumaOptions
 
-from headway.config.launch import DEFAULT_PATIENCE
-from headway.config.load import run_setting
-from headway.errors import PREEMPTED, LaunchError
+from headway.errors import PREEMPTED, ConfigError, ControlPlaneError, LaunchError
 from headway.launch.control_group import MemoryWatch
 from headway.launch.decide import Seen, Step, decide
 from headway.launch.endings import Ended, HangReport, Lost, Report
@@ -43,9 +39,19 @@ from headway.launch.plan import AgentOrder
 from headway.launch.processes import DEADLY, code_of, end_sessions, ignore, kill_when_stuck
 from headway.launch.rank_files import RankFiles
 from headway.launch.records import PreemptedRun, find_preempted
-from headway.launch.rendezvous import LOOPBACK, handler_for, host_of, use_interface, watch_for
-from headway.log import is_debugging
+from headway.launch.rendezvous import (
+    MEETING,
+    handler_for,
+    host_of,
+    patience,
+    time_to_meet,
+    use_interface,
+    watch_for,
+)
+from headway.log import silence_elastic
 from headway.runtime import pulse
+from headway.runtime.sealed import SealedStore
+from headway.sealing import Seal, Strangers, users_secret
 from headway.watch.machine import GRACE as HANG_GRACE
 from headway.watch.machine import HangWatch, Worker
 
@@ -69,7 +75,7 @@ TAKES_TIMEOUT = "shutdown_timeout" in signature(LocalElasticAgent).parameters
 class Agent(LocalElasticAgent):
     """torch's agent, which also says what ended an attempt."""
 
-    def __init__(self, order: AgentOrder, spec: WorkerSpec, files: RankFiles) -> None:
+    def __init__(self, order: AgentOrder, spec: WorkerSpec, files: RankFiles, seal: Seal) -> None:
         time_to_end: dict[str, Any] = {"shutdown_timeout": GRACE} if TAKES_TIMEOUT else {}
         super().__init__(
             spec,
@@ -88,9 +94,9 @@ class Agent(LocalElasticAgent):
         if order.num_machines > 1:
             address = own_address(host_of(order)) or ""
             self._peers = Peers(order.machine_rank, address, order.machine_patience, self._lost_a_machine, order.unit)
-        host = host_of(order) if order.num_machines > 1 else LOOPBACK
-        self._exchange = Exchange(order.machine_rank, order.num_machines, host, order.unit)
-        self._watch = HangWatch(_patience(), _say, self._peers)
+        self._seal = seal
+        self._exchange = Exchange(order.machine_rank, order.num_machines, host_of(order), seal, order.unit)
+        self._watch = HangWatch(patience(), _say, self._peers)
         self._is_watching = False
         self._given_up: set[int] = set()
         self.exit_code: int | None = None
@@ -98,7 +104,7 @@ class Agent(LocalElasticAgent):
         self.report: Report | Lost | HangReport | Ended | PreemptedRun | None = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        watch = watch_for(self._order, _time_to_meet(self._order), _say)
+        watch = watch_for(self._order, _say, self._seal)
         try:
             super()._rendezvous(worker_group)
         except RendezvousTimeoutError as error:
@@ -108,16 +114,19 @@ class Agent(LocalElasticAgent):
                 watch.end()
         self._has_ended_attempt = False
         self._attempt += 1
-        if self._peers is not None:
-            ranks = [worker.global_rank for worker in worker_group.workers]
-            trouble = self._peers.meet(cast(Any, self._store), host_of(self._order), ranks)
-            if trouble is not None:
-                _say(f"headway: lost machines will be noticed late: {trouble}; let this port through")
         # Only a static meeting is at one store every time; elsewhere attempts need not be counted alike.
         attempt = self._order.max_restarts - self._remaining_restarts if self._order.backend == "static" else 0
         world_size = worker_group.workers[0].world_size
         num_here = worker_group.group_world_size or 1
-        self._files.control = self._exchange.begin(cast(Any, self._store), world_size, attempt, num_here)
+        hub_port = self._peers.open_hub(host_of(self._order)) if self._peers is not None else 0
+        store = SealedStore(cast(Any, self._store), MEETING, self._seal)
+        address = self._exchange.begin(store, world_size, attempt, num_here, hub_port)
+        self._files.control = address.encode()
+        if self._peers is not None:
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            trouble = self._peers.meet(address.host, address.hub_port, self._exchange.seal, ranks)
+            if trouble is not None:
+                _say(f"headway: lost machines will be noticed late: {trouble}; let this port through")
         if num_here < self._order.num_machines:
             _say(f"headway: {num_here} of {self._order.num_machines} machines take part: {world_size} processes")
 
@@ -166,6 +175,9 @@ class Agent(LocalElasticAgent):
         if step is not Step.GO_ON:
             codes = self._end_the_rest(WITHOUT_PEER if is_alone else GRACE)
         result: RunResult = super()._monitor_workers(worker_group)
+        if step is Step.GO_ON and result.is_failed():  # since the look
+            first = min(result.failures.values(), key=lambda failure: failure.timestamp)
+            codes = {first.local_rank: first.exitcode}
         report = self._explain(worker_group, codes) if any(codes.values()) else None
         if report is not None or is_alone:
             report = self._exchange.merge(report, self._has_lost_one)
@@ -387,8 +399,14 @@ class Agent(LocalElasticAgent):
         if self._order.log_dir is not None and not isinstance(report, PreemptedRun):
             report.write(Path(self._order.log_dir) / "failure.json")
 
-    def finish(self) -> int:
+    def finish(self, has_failed: bool) -> int:
         """Say what ended the last attempt, here and to the other machines; return the exit code of the run."""
+        if total := self._seal.strangers.total():
+            _say(f"headway: {total}")
+        if self.report is None and has_failed:
+            self.report = Ended(
+                "the run was ended, and no machine has said why", self._worker_group.workers[0].world_size
+            )
         if self.report is None:
             self.exit_code = 0
             self.leave()
@@ -408,17 +426,6 @@ class Agent(LocalElasticAgent):
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _patience() -> float:
-    """Seconds that a rank may be missing from a collective."""
-    seconds, _ = run_setting("patience", None, DEFAULT_PATIENCE)
-    return float(seconds)
-
-
-def _time_to_meet(order: AgentOrder) -> float:
-    """Seconds that machines get to come in: as --rdzv_conf says, else the patience; infinite where that is 0."""
-    return float(order.conf.get("timeout", 0)) or _patience() or math.inf
 
 
 def _spec(order: AgentOrder, handler: RendezvousHandler) -> WorkerSpec:
@@ -442,32 +449,22 @@ def _spec(order: AgentOrder, handler: RendezvousHandler) -> WorkerSpec:
     )
 
 
-def _silence_the_engine() -> None:
-    """No warnings about agents, rendezvous and closing signals: what a user needs is in the report."""
-    if is_debugging():
-        return
-    for name, logger in list(logging.root.manager.loggerDict.items()):
-        # Each has a level of its own there.
-        if name.startswith("torch.distributed.elastic") and isinstance(logger, logging.Logger):
-            logger.setLevel(logging.CRITICAL if name.endswith("multiprocessing.api") else logging.ERROR)
-
-
 def run(order: AgentOrder) -> int:
     """Carry out the order; return the exit code."""
-    _silence_the_engine()
+    silence_elastic()
     scratch = tempfile.mkdtemp(prefix="headway-")
     agent: Agent | None = None
     if order.log_dir is not None:
         Path(order.log_dir, "failure.json").unlink(missing_ok=True)  # of an earlier run
     try:
         if order.endpoint:
-            wait_for_name(host_of(order), _time_to_meet(order), _say)
+            wait_for_name(host_of(order), time_to_meet(order), _say)
         use_interface(order)
-        handler = handler_for(order, _time_to_meet(order), _say)
-        agent = Agent(order, _spec(order, handler), RankFiles(order, Path(scratch)))
+        seal = Seal(users_secret(order.secret_file), Strangers(lambda text: _say(f"headway: {text}")))
+        handler = handler_for(order, _say, seal)
+        agent = Agent(order, _spec(order, handler), RankFiles(order, Path(scratch)), seal)
         kill_when_stuck(agent, order.grace, GRACE + 5, _say)
-        agent.run()
-        code = agent.finish()
+        code = agent.finish(agent.run().is_failed())
         handler.shutdown()
         return code
     except SignalException as stopped:
@@ -477,7 +474,7 @@ def run(order: AgentOrder) -> int:
             agent.leave(f"stopped by {name}", 128 + int(stopped.sigval))
         _say(f"headway: stopped by {name}; all {order.num_local} processes of this machine have ended")
         return 128 + int(stopped.sigval)
-    except LaunchError as error:
+    except (LaunchError, ControlPlaneError, ConfigError) as error:
         _say(f"headway: {error}")
         return 1
     except (RendezvousError, ConnectionError, TimeoutError, RuntimeError) as error:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from headway.config.load import Resolved, Value
 from headway.errors import ConfigError
+from headway.untrusted import shown, whole_number
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,12 @@ class _Reader:
         text = self.text(name)
         if not text:
             return None
-        if not text.isascii() or not text.isdecimal():
+        number = whole_number(text)
+        if number is None:
             raise ConfigError(
-                f"{self._cluster} says {name}={text!r}, which should be a whole number; correct or unset it"
+                f"{self._cluster} says {name}={shown(text)}, which should be a whole number; correct or unset it"
             )
-        return int(text)
+        return number
 
     def decide(self, setting: str, value: object, *variables: str) -> None:
         if value is not None:
@@ -139,8 +141,7 @@ def _slurm(environment: Mapping[str, str]) -> Cluster | None:
 
 def _gpus_per_task(text: str) -> int:
     """'2' and 'h100:2' are two; 0 where nothing is said."""
-    number = text.rpartition(":")[2]
-    return int(number) if number.isascii() and number.isdecimal() else 0
+    return whole_number(text.rpartition(":")[2]) or 0
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Cluster | None:
@@ -166,7 +167,7 @@ def _open_mpi(environment: Mapping[str, str]) -> Cluster | None:
     if num_tasks > here and address is not None:
         read.decide("main_process_ip", address[1], "OMPI_MCA_orte_hnp_uri")
     if num_tasks > 1:
-        job = re.match(r"\d+", uri)
+        job = re.match(r"\d{1,18}", uri)
         read.decide_port(int(job[0]) if job else None, "OMPI_MCA_orte_hnp_uri")
     return Cluster("Open MPI", read.layer, task)
 
@@ -187,9 +188,9 @@ def _kubernetes(environment: Mapping[str, str]) -> Cluster | None:
         if num_machines > 1:
             read.decide("main_process_ip", read.text(address), address)
             read.decide("main_process_port", read.number(port), port)
-        per_machine = read.text("PET_NPROC_PER_NODE")
-        if size == "PET_NNODES" and per_machine.isdecimal():
-            read.decide("num_processes", num_machines * int(per_machine), "PET_NNODES", "PET_NPROC_PER_NODE")
+        per_machine = whole_number(read.text("PET_NPROC_PER_NODE"))
+        if size == "PET_NNODES" and per_machine is not None:
+            read.decide("num_processes", num_machines * per_machine, "PET_NNODES", "PET_NPROC_PER_NODE")
         return Cluster("Kubernetes", read.layer)
     index = read.number("JOB_COMPLETION_INDEX")
     if index is None:

@@ -5,18 +5,21 @@ agent must end its workers all the same.
 """
 
 import json
+import secrets
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from headway.launch.endings import Report
 from headway.launch.records import Death, Record
+from headway.runtime.sealed import SealedStore
 from headway.runtime.store import NOTICE, Address, Link, named, present, roll, serve
+from headway.sealing import Seal
+from headway.untrusted import plain
 
 _KEY = "headway/control"
 _FAILED = "failed"
@@ -32,22 +35,13 @@ TELL = 2.0
 """Seconds that machine 0 gets to say goodbye, and so to tell: mpirun ends all tasks when the first has ended."""
 
 
-class Meeting(Protocol):
-    """What is used of the store at which the agents have met."""
-
-    def set(self, key: str, value: str) -> object:
-        """Publish."""
-
-    def get(self, key: str) -> bytes:
-        """Wait for a key's value."""
-
-
 class Exchange:
     """One agent's way to the control plane, attempt by attempt.
 
     Args:
         machine, num_machines: this machine among the others.
         host: the address of machine 0, as the others reach it.
+        seal: the user's, which becomes the run's.
         unit: "task" where each process has a launcher, and all of them one screen; only one of them then tells of a failure.
 
     Attributes:
@@ -55,10 +49,12 @@ class Exchange:
         has_failed_elsewhere: has another machine told of a failure?
     """
 
-    def __init__(self, machine: int, num_machines: int, host: str, unit: str = "machine") -> None:
+    def __init__(self, machine: int, num_machines: int, host: str, seal: Seal, unit: str = "machine") -> None:
         self._machine = machine
         self._num_machines = num_machines
         self._host = host
+        self._seal = seal
+        self._salt = secrets.token_hex(16)
         self._has_one_screen = unit == "task"
         self._server: Any = None
         self._link: Link | None = None
@@ -71,29 +67,54 @@ class Exchange:
         self.notice = ""
         self.has_failed_elsewhere = False
 
-    def begin(self, meeting: Meeting, world_size: int, attempt: int = 0, num_here: int | None = None) -> str:
-        """Agree on a prefix of the attempt's own, and begin to listen.
+    @property
+    def seal(self) -> Seal:
+        """Of the run, once an attempt has begun."""
+        assert self._link is not None
+        return self._link.seal
+
+    def begin(
+        self,
+        meeting: SealedStore,
+        world_size: int,
+        attempt: int = 0,
+        num_here: int | None = None,
+        hub_port: int = 0,
+    ) -> Address:
+        """Agree on the run's secret and a prefix of the attempt's own, and begin to listen.
+
+        The secret is made from the user's and a salt that machine 0 draws. Without a user's the salt is all there is to know, so it
+        is taken from the meeting when all have it.
 
         Args:
-            meeting: where the agents have met.
+            meeting: where the agents have met, sealed with the user's secret.
             world_size: processes over all machines.
             attempt: its number, where all attempts meet at one store and are counted alike by all agents.
             num_here: how many of the machines take part in it; None: all.
+            hub_port: where machine 0 listens for signs of life.
 
         Returns:
-            Where this attempt's workers find the control plane, as `Address.decode` reads it.
+            Where this attempt's workers find the control plane.
+
+        Raises:
+            ControlPlaneError: what stands at the meeting was not written by machine 0 of this run.
         """
         self.end()  # else the former attempt's thread may still tell of that one's failures
+        self._num_here = self._num_machines if num_here is None else num_here
+        key = f"{_KEY}/{attempt}"
         if self._machine == 0:
             self._server = self._server or serve(self._host)
-            address = Address(self._host, self._server.port, uuid.uuid4().hex[:12]).encode()
+            prefix = secrets.token_hex(6)
+            address = Address(self._host, self._server.port, prefix, key=self._salt, hub_port=hub_port)
             if self._num_machines > 1:
-                meeting.set(f"{_KEY}/{attempt}", address)
+                meeting.set(key, address.encode().encode())
         else:
-            address = meeting.get(f"{_KEY}/{attempt}").decode()
-        self._link = Link(Address.decode(address), timedelta(seconds=30))
+            address = Address.decode(meeting.get(key).decode())
+            if meeting.add(f"{key}/read", 1) == self._num_here - 1:
+                meeting.delete_key(key)
+        address = replace(address, key=self._seal.derive(address.key))
+        self._link = Link(address, timedelta(seconds=30), strangers=self._seal.strangers)
         self._world_size, self._left, self._own, self._others = world_size, (), "", {}
-        self._num_here = self._num_machines if num_here is None else num_here
         self.notice, self.has_failed_elsewhere = "", False
         self._thread = threading.Thread(target=self._listen, args=(self._link,), name="control", daemon=True)
         self._thread.start()
@@ -117,36 +138,37 @@ class Exchange:
             store = link.store
             while link is self._link:
                 time.sleep(LOOK)
-                if self._own and not store.check([f"deaths/{self._machine}"]):
-                    store.set(f"deaths/{self._machine}", self._own)
-                    store.set(_FAILED, "")
+                if self._own and store.find(f"deaths/{self._machine}") is None:
+                    store.set(f"deaths/{self._machine}", self._own.encode())
+                    store.set(_FAILED, b"")
                 if self._left and not self.notice:
                     self._check_contract(store)
-                if not self.notice and store.check([NOTICE]):
-                    self.notice = store.get(NOTICE).decode()
-                if self._num_machines > 1 and store.check([_FAILED]):
+                if not self.notice:
+                    self.notice = plain((store.find(NOTICE) or b"").decode())
+                if self._num_machines > 1 and store.find(_FAILED) is not None:
                     self._hear_failures(store)
         except (RuntimeError, OSError, ValueError) as error:
             # Where the machine that hosts it is gone, the peers tell of it.
             if link is self._link and self._num_machines == 1:
                 print(f"headway: the control plane is lost: {error}", file=sys.stderr, flush=True)
 
-    def _check_contract(self, store: Any) -> None:
+    def _check_contract(self, store: SealedStore) -> None:
         """A rank that ends before it has come keeps the others waiting for ever."""
         here = present(store, self._world_size)
         missing = [rank for rank in self._left if rank not in here]
         if missing and here:
             they = "it" if len(missing) == 1 else "they"
-            store.set(
-                NOTICE,
-                f"{named(missing)} ended with exit code 0 before {they} joined the run: "
-                + roll(self._world_size, [rank for rank in range(self._world_size) if rank not in here], "so far"),
-            )
+            absent = [rank for rank in range(self._world_size) if rank not in here]
+            notice = f"{named(missing)} ended with exit code 0 before {they} joined the run: "
+            store.set(NOTICE, (notice + roll(self._world_size, absent, "so far")).encode())
 
-    def _hear_failures(self, store: Any) -> None:
+    def _hear_failures(self, store: SealedStore) -> None:
         for machine in range(self._num_machines):
-            if machine != self._machine and machine not in self._others and store.check([f"deaths/{machine}"]):
-                self._others[machine] = json.loads(store.get(f"deaths/{machine}").decode())
+            if machine == self._machine or machine in self._others:
+                continue
+            told = store.find(f"deaths/{machine}")
+            if told is not None:
+                self._others[machine] = plain(json.loads(told))
         self.has_failed_elsewhere = bool(self._others)
 
     # ---------------------------------------------------------------- failures

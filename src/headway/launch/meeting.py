@@ -5,9 +5,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from headway.errors import LaunchError
+from headway.runtime.sealed import SealedStore
 
 T = TypeVar("T")
 
@@ -19,16 +20,6 @@ AGAIN = (30.0, 120.0, 300.0)
 
 _LOOK = 0.2
 _KEY = "headway/here"
-
-
-class Store(Protocol):
-    """What is used of the store at which the machines meet."""
-
-    def set(self, key: str, value: str) -> object:
-        """Publish."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Are all of these there?"""
 
 
 class Waiting:
@@ -133,14 +124,14 @@ def in_time(make: Callable[[], T], waiting: Waiting, what: str, on_late: str) ->
     return result[0]
 
 
-def arrive(store: Store, machine: int) -> None:
+def arrive(store: SealedStore, machine: int) -> None:
     """Say at the meeting that this machine has come."""
-    store.set(f"{_KEY}/{machine}", socket.gethostname())
+    store.set(f"{_KEY}/{machine}", socket.gethostname().encode())
 
 
-def missing(store: Store, num_machines: int) -> list[int]:
-    """The machines that have not come yet."""
-    return [machine for machine in range(num_machines) if not store.check([f"{_KEY}/{machine}"])]
+def missing(store: SealedStore, machines: Sequence[int]) -> list[int]:
+    """Which of these machines have not come yet."""
+    return [machine for machine in machines if store.find(f"{_KEY}/{machine}") is None]
 
 
 def named(machines: Sequence[int], unit: str = "machine") -> str:
@@ -148,14 +139,15 @@ def named(machines: Sequence[int], unit: str = "machine") -> str:
     return f"{unit}{'s' if len(machines) > 1 else ''} {', '.join(map(str, machines))}"
 
 
-def wait_for_all(store: Store, machine: int, num_machines: int, waiting: Waiting, where: str, unit: str) -> None:
+def wait_for_all(store: SealedStore, machine: int, num_machines: int, waiting: Waiting, where: str, unit: str) -> None:
     """Come to the meeting, and wait until all machines have.
 
     Raises:
         LaunchError: some have not before the deadline; they are named.
     """
     arrive(store, machine)
-    while absent := missing(store, num_machines):
+    absent: Sequence[int] = range(num_machines)
+    while absent := missing(store, absent):
         waiting.tell(f"{unit} {machine} of {num_machines} waits at {where} for {named(absent, unit)}")
         if waiting.is_over:
             raise LaunchError(late(absent, num_machines, waiting, where, unit))
@@ -176,7 +168,13 @@ class Watch:
     """Says on a thread who is missing, while an engine's own rendezvous waits."""
 
     def __init__(
-        self, connect: Callable[[], Any], machine: int, num_machines: int, waiting: Waiting, where: str, unit: str
+        self,
+        connect: Callable[[], SealedStore],
+        machine: int,
+        num_machines: int,
+        waiting: Waiting,
+        where: str,
+        unit: str,
     ) -> None:
         self._connect = connect
         self._me, self._num_machines = machine, num_machines
@@ -190,8 +188,9 @@ class Watch:
         try:
             store = self._connect()
             arrive(store, self._me)
+            self._absent = list(range(self._num_machines))
             while not self._is_over.wait(_LOOK):
-                self._absent = missing(store, self._num_machines)
+                self._absent = missing(store, self._absent)
                 who = f" for {named(self._absent, self._unit)}" if self._absent else ""
                 self._waiting.tell(f"{self._unit} {self._me} of {self._num_machines} waits at {self._where}{who}")
         except (RuntimeError, OSError):

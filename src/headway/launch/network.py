@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headway.runtime.listening import is_loopback
+
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses that no machine has (RFC 5737, RFC 3849): the way there is the default route. No packet is sent."""
 
@@ -35,11 +37,6 @@ class Interface:
     def is_loopback(self) -> bool:
         """Does it lead to this machine only?"""
         return any(is_loopback(address) for address in self.addresses)
-
-
-def is_loopback(address: str) -> bool:
-    """Is it an address by which a machine reaches itself only?"""
-    return address == "::1" or address.startswith(("127.", "::ffff:127."))
 
 
 def interfaces() -> list[Interface]:

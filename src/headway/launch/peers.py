@@ -1,37 +1,43 @@
 """Do the other machines still live? The launchers' agents hear of one another every second, beside store and workers.
 
-The agent of machine 0 listens on a free port, which the others learn through the store that they have met at. Each keeps one
-connection to it and sends one byte a beat; machine 0 answers, and passes on whom it has lost. So a cut link, a stopped
-machine and a dead one are noticed within `patience`, where an engine's own timeouts take minutes, and both sides of a cut end
-by themselves. It speaks plain TCP, as a call to a store whose machine is cut off may never return.
+The agent of machine 0 listens on a free port, which the others learn when they meet. Each keeps one connection to it and sends
+one line a beat; machine 0 answers, and passes on whom it has lost. So a cut link, a stopped machine and a dead one are noticed
+within `patience`, where an engine's own timeouts take minutes, and both sides of a cut end by themselves. It speaks TCP of its
+own, as a call to a store whose machine is cut off may never return.
+
+Each side of a connection begins with a word drawn for it. Every line after that proves the run, the two words, the side that says
+it and its number: it cannot be made up, changed, repeated or sent back. A connection that begins otherwise is closed.
 """
 
 import contextlib
 import json
+import math
+import re
+import secrets
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
+
+from headway.runtime.listening import listen
+from headway.sealing import Seal
+from headway.untrusted import plain
 
 BEAT = 1.0
 """Seconds between signs of life."""
 
-_HUB = "headway/peers"
 _MEETING = 10.0
-"""Seconds to reach machine 0's port in; where a firewall is in the way, the run goes on without this watch."""
+"""Seconds to reach machine 0's port in, and to prove oneself there; behind a firewall the run goes on without this watch."""
 
+_MOST_UNPROVEN = 256
+"""Connections at a time that have not proved to be of this run; the oldest makes room."""
 
-class Store(Protocol):
-    """What is used of the store at which the agents have met."""
-
-    def set(self, key: str, value: str) -> object:
-        """Publish."""
-
-    def get(self, key: str) -> bytes:
-        """Wait for a key's value."""
+_WORD = re.compile(rb"[0-9a-f]{32}")
+_LONGEST_UNPROVEN, _LONGEST = 1 << 12, 1 << 24
+"""Bytes of a line."""
 
 
 @dataclass
@@ -70,20 +76,46 @@ class Peer:
 
 
 class _Line:
-    """One connection: bytes in, whole lines out, and never a wait."""
+    """One connection: bytes in, whole proven lines out, and never a wait.
 
-    def __init__(self, connection: socket.socket, peer: Peer) -> None:
+    Args:
+        connection: to the other side.
+        peer: who that is, as far as it is known.
+        seal: of the run.
+        is_hub: is this side machine 0's?
+
+    Attributes:
+        is_proven: has a line proved the other side to be of this run?
+        begun: when, on this process's monotonic clock.
+        unsent: what the other side has not taken yet.
+    """
+
+    def __init__(self, connection: socket.socket, peer: Peer, seal: Seal, is_hub: bool) -> None:
         connection.setblocking(False)
         self.connection = connection
         self.peer = peer
+        self.is_proven = False
+        self.begun = time.monotonic()
+        self._seal = seal
+        self._is_hub = is_hub
+        self._word, self._words = secrets.token_hex(16), ""
+        self._num_said = self._num_heard = 0
         self._rest = b""
         self.unsent = b""
+        self._push(self._word.encode() + b"\n")
 
     def fileno(self) -> int:
         return self.connection.fileno()
 
     def send(self, **content: object) -> None:
-        data = self.unsent + (json.dumps(content).encode() + b"\n" if content else b"\n")
+        """A line; left out on machine 0 where the other side has not proved to be of this run."""
+        if self.is_proven or not self._is_hub:
+            data = json.dumps(content).encode() if content else b""
+            self._push(self._seal.close(self._place(self._is_hub, self._num_said), data) + b"\n")
+            self._num_said += 1
+
+    def _push(self, data: bytes) -> None:
+        data = self.unsent + data
         try:
             self.unsent = data[self.connection.send(data) :]
         except BlockingIOError:  # the other side does not read
@@ -91,19 +123,71 @@ class _Line:
         except OSError:  # broken: reading will tell
             self.unsent = b""
 
-    def read(self) -> tuple[list[dict[str, object]], bool]:
-        """The messages that have come, and whether the other side is gone."""
+    def _place(self, is_hub: bool, number: int) -> str:
+        return f"line {self._words} {'from' if is_hub else 'to'} the hub {number}"
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """The messages that have come, and whether the other side is gone or none of this run."""
         try:
             data = self.connection.recv(65536)
         except BlockingIOError:
             return [], False
         except OSError:
             return [], True
-        if not data:
-            return [], True
-        self.peer.heard = time.monotonic()
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines if line], False
+        messages = []
+        for line in lines:
+            if not self._words:
+                if not self._begin(line):
+                    return [], True
+            elif (content := self._open(line)) is not None:
+                messages.append(plain(json.loads(content or b"{}")))
+            elif not self.is_proven:
+                return [], True
+        is_too_long = len(self._rest) > (_LONGEST if self.is_proven else _LONGEST_UNPROVEN)
+        if is_too_long:
+            self._seal.strangers.note(f"a line of more than {len(self._rest) - 1} bytes from {self._whence()}")
+        return messages, is_too_long or not data
+
+    def _begin(self, line: bytes) -> bool:
+        """Take the other side's word; False where it is none."""
+        if _WORD.fullmatch(line) is None:
+            self.note_stranger()
+            return False
+        other = line.decode()
+        self._words = f"{self._word} {other}" if self._is_hub else f"{other} {self._word}"
+        return True
+
+    def _open(self, line: bytes) -> bytes | None:
+        content = self._seal.open(self._place(not self._is_hub, self._num_heard), line)
+        if content is None:
+            self._seal.strangers.note(f"a line from {self._whence()}")
+            return None
+        self._num_heard += 1
+        self.is_proven = True
+        self.peer.heard = time.monotonic()
+        return content
+
+    def note_stranger(self) -> None:
+        """Count a connection that has not proved to be of this run."""
+        self._seal.strangers.note(f"a connection from {self._whence()}")
+
+    def _whence(self) -> str:
+        try:
+            return str(self.connection.getpeername()[0])
+        except OSError:
+            return "a connection that is gone"
+
+    def meet(self, seconds: float) -> bool:
+        """Wait for the other side's word, and say whether it came."""
+        self.connection.settimeout(seconds)
+        try:
+            line = self.connection.makefile("rb", buffering=0).readline(33)
+        except OSError:
+            return False
+        finally:
+            self.connection.setblocking(False)
+        return self._begin(line.rstrip(b"\n"))
 
 
 class Peers:
@@ -119,7 +203,7 @@ class Peers:
     Attributes:
         lost: a sentence that names the machine that was lost; None while all live.
         has_lost_hub: was it machine 0, at which machines meet?
-        exit_code: what the run ends with then: the failed rank's, where a rank ended the run elsewhere.
+        exit_code: what the run ends with then: the failed rank's, where a rank ended the run elsewhere; never 0.
     """
 
     def __init__(
@@ -131,6 +215,7 @@ class Peers:
         self._lines: dict[int, _Line] = {}
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
+        self._seal: Seal | None = None
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
@@ -138,12 +223,20 @@ class Peers:
         self.has_lost_hub = False
         self.exit_code = 1
 
-    def meet(self, store: Store, host: str, ranks: Sequence[int]) -> str | None:
+    def open_hub(self, host: str) -> int:
+        """On machine 0: listen for the others, at an address that they know; returns the port. Elsewhere 0."""
+        if self._me.machine == 0 and self._listener is None:
+            self._listener = listen(host)
+            self._listener.setblocking(False)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        return int(self._listener.getsockname()[1]) if self._listener is not None else 0
+
+    def meet(self, host: str, port: int, seal: Seal, ranks: Sequence[int]) -> str | None:
         """Join the others after they have met, and again at each new attempt.
 
         Args:
-            store: where they have met.
-            host: the address of machine 0.
+            host, port: where machine 0 listens.
+            seal: of the run.
             ranks: those on this machine.
 
         Returns:
@@ -151,18 +244,17 @@ class Peers:
         """
         self._me.ranks = tuple(ranks)
         self.lost = None
-        if self._me.machine == 0:
-            if self._listener is None:
-                self._listen()
-            assert self._listener is not None
-            store.set(_HUB, str(self._listener.getsockname()[1]))
-        elif 0 not in self._lines:
-            port = int(store.get(_HUB))
+        self._seal = seal
+        if self._me.machine and 0 not in self._lines:
             try:
                 connection = socket.create_connection((host, port), timeout=_MEETING)
             except OSError as error:
                 return f"machine 0 cannot be reached at {host}:{port} ({error.strerror or error})"
-            self._add(_Line(connection, Peer(0, self._me.unit, address=host, heard=time.monotonic())))
+            line = _Line(connection, Peer(0, self._me.unit, address=host, heard=time.monotonic()), seal, False)
+            if not line.meet(_MEETING):
+                connection.close()
+                return f"machine 0 does not answer at {host}:{port}"
+            self._add(line)
         with self._lock:
             for line in self._lines.values():
                 self._introduce(line)
@@ -205,13 +297,6 @@ class Peers:
         mute = [peer for peer in present if now - peer.heard > seconds]
         return _silence(mute[0], now) if mute else None
 
-    def _listen(self) -> None:
-        has_both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if has_both else socket.AF_INET
-        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=has_both, backlog=4096)
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ)
-
     def _add(self, line: _Line) -> None:
         with self._lock:
             self._lines[line.peer.machine if self._me.machine else -line.fileno()] = line
@@ -237,19 +322,32 @@ class Peers:
             if now - due < BEAT:
                 self._judge(now)
             due = now + BEAT
+            self._close_unproven(now - _MEETING)
             with self._lock:
                 for line in self._lines.values():
                     line.send()
 
     def _accept(self) -> None:
         assert self._listener is not None
+        assert self._seal is not None
         with contextlib.suppress(OSError):
-            line = _Line(self._listener.accept()[0], Peer(-1, self._me.unit, heard=time.monotonic()))
-            self._add(line)
-            self._introduce(line)
+            connection = self._listener.accept()[0]
+            self._close_unproven(-math.inf, _MOST_UNPROVEN - 1)
+            self._add(_Line(connection, Peer(-1, self._me.unit, heard=time.monotonic()), self._seal, True))
+
+    def _close_unproven(self, since: float, most: int = _MOST_UNPROVEN) -> None:
+        """Close connections that began before `since` and have proved nothing, and the oldest where there are more than `most`."""
+        lines = [line for line in self._lines.values() if not line.is_proven and line.peer.machine < 0]
+        for number, line in enumerate(lines):
+            if line.begun < since or number < len(lines) - most:
+                line.note_stranger()
+                self._drop(line)
 
     def _hear(self, line: _Line) -> None:
+        was_proven = line.is_proven
         messages, is_gone = line.read()
+        if line.is_proven and not was_proven and self._me.machine == 0:
+            self._introduce(line)
         for message in messages:
             self._understand(line, message)
         if is_gone:
@@ -261,7 +359,7 @@ class Peers:
                     line.peer.machine,
                 )
 
-    def _understand(self, line: _Line, message: dict[str, object]) -> None:
+    def _understand(self, line: _Line, message: dict[str, Any]) -> None:
         hello = message.get("hello")
         if isinstance(hello, dict):
             peer = line.peer
@@ -273,11 +371,11 @@ class Peers:
             line.peer.is_leaving = True
             if message.get("why"):
                 text = f"{line.peer.name()} has ended the run: {message['why']}"
-                self._lose(text, line.peer.machine, int(str(message["exit_code"])))
+                self._lose(text, line.peer.machine, message["exit_code"])
         elif isinstance(message.get("given_up"), str):
             self._lose(f"the other machines went on without this one: {message['given_up']}", line.peer.machine)
         elif isinstance(message.get("lost"), str):
-            self._lose(str(message["lost"]), -1, int(str(message["exit_code"])))
+            self._lose(message["lost"], -1, message["exit_code"])
 
     def _judge(self, now: float) -> None:
         for line in list(self._lines.values()):
@@ -295,7 +393,8 @@ class Peers:
         line.connection.close()
 
     def _lose(self, text: str, machine: int, exit_code: int = 1) -> None:
-        """Tell this agent, and as the hub all others."""
+        """Tell this agent, and as the hub all others. A lost run never ends with 0."""
+        exit_code = exit_code or 1
         if self._me.machine == 0:
             with self._lock:
                 for line in self._lines.values():

@@ -14,6 +14,7 @@ from headway.errors import ConfigError
 from headway.launch import spread, stand_in
 from headway.launch.clusters import Cluster, Task, check_agreement
 from headway.launch.machine import VISIBLE, Machine
+from headway.untrusted import whole_number
 
 # Set by launchers for the processes they start; nobody else should set them.
 _WORKER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -53,6 +54,7 @@ class AgentOrder:
         variables: what each worker's environment gets on top of what torch sets.
         min_machines: with how many of them the run goes on.
         grace: seconds that ranks get to save in, after a signal to the launcher.
+        secret_file: holds the run's secret; None: HEADWAY_SECRET does, or nobody gives one.
     """
 
     program: Program
@@ -74,6 +76,7 @@ class AgentOrder:
     variables: Mapping[str, str] = field(default_factory=dict)
     min_machines: int = 1
     grace: float = DEFAULT_GRACE
+    secret_file: str | None = None
 
     def encode(self) -> str:
         """The JSON text."""
@@ -287,9 +290,9 @@ def _threads(resolved: Resolved, machine: Machine, num_local: int, environment: 
     chosen = resolved.get("num_cpu_threads_per_process")
     if chosen is not None:
         return _Threads(chosen, True)
-    said = environment.get("OMP_NUM_THREADS", "")
-    if said.isdecimal():
-        return _Threads(int(said), False)
+    said = whole_number(environment.get("OMP_NUM_THREADS", ""))
+    if said is not None:
+        return _Threads(said, False)
     if num_local == 1:
         return _Threads(None, False)
     return _Threads(max(1, machine.num_cores // num_local), True)
@@ -328,6 +331,7 @@ def _order(resolved: Resolved, program: Program, num_machines: int, num_local: i
         resolved.get("machine_patience", 30.0),
         min_machines=_min_machines(resolved, num_machines, backend),
         grace=resolved.get("grace", DEFAULT_GRACE),
+        secret_file=resolved.get("secret"),
     )
 
 

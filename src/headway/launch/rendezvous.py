@@ -1,23 +1,34 @@
 """How machines meet: one alone at a store of its own, several at machine 0, by their given ranks or as they come."""
 
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from headway import env
+from headway.config.launch import DEFAULT_PATIENCE
+from headway.config.load import run_setting
 from headway.errors import LaunchError
 from headway.launch import meeting
 from headway.launch.network import free_port, interface_of, own_address
 from headway.launch.plan import AgentOrder
+from headway.runtime.sealed import SealedStore
+from headway.runtime.store import serve
+from headway.sealing import Seal
 
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
+
+MEETING = "meeting"
+"""What errors call the store at which the machines meet."""
 
 LAST_CALL = 3
 """Seconds that a full meeting stays open; none can come any more."""
@@ -85,14 +96,14 @@ class OwnStore(_OneMeeting):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Open the store of the next attempt; nobody else is waited for."""
-        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10))
+        self._store = serve(LOOPBACK, timeout=timedelta(minutes=10))
         info = RendezvousStoreInfo(LOOPBACK, self._store.port)
         return RendezvousInfo(PrefixStore("agent", self._store), 0, 1, info)
 
 
 def host_of(order: AgentOrder) -> str:
-    """Where the machines meet."""
-    return str(parse_rendezvous_endpoint(order.endpoint, default_port=-1)[0])
+    """Where the machines meet; loopback for one."""
+    return LOOPBACK if not order.endpoint else str(parse_rendezvous_endpoint(order.endpoint, default_port=-1)[0])
 
 
 def use_interface(order: AgentOrder) -> None:
@@ -109,11 +120,11 @@ def use_interface(order: AgentOrder) -> None:
 class GivenRanks(_OneMeeting):
     """Machines that know their numbers meet at a store of machine 0's; who is missing is said."""
 
-    def __init__(self, order: AgentOrder, seconds: float, say: Callable[[str], None]) -> None:
+    def __init__(self, order: AgentOrder, say: Callable[[str], None], seal: Seal) -> None:
         super().__init__("static", order.run_id)
         self._order = order
-        self._seconds = seconds
         self._say = say
+        self._seal = seal
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all machines.
@@ -123,24 +134,14 @@ class GivenRanks(_OneMeeting):
         """
         order = self._order
         host, port = parse_rendezvous_endpoint(order.endpoint, default_port=-1)
-        waiting = waiting_of(order, self._seconds, self._say)
+        waiting = waiting_of(order, self._say)
         if self._store is None:
-            self._store = _at_the_meeting(
-                order,
-                waiting,
-                lambda: TCPStore(
-                    host,
-                    port,
-                    None,
-                    order.machine_rank == 0,
-                    timedelta(seconds=max(_CALL, _finite(self._seconds))),
-                    wait_for_workers=False,
-                    multi_tenant=True,
-                ),
-            )
+            seconds = max(_CALL, _finite(time_to_meet(order)))
+            self._store = _at_the_meeting(order, waiting, lambda: _store_of(order, order.machine_rank == 0, seconds))
         store = PrefixStore(order.run_id, self._store)
+        sealed = SealedStore(store, MEETING, self._seal)
         try:
-            meeting.wait_for_all(store, order.machine_rank, order.num_machines, waiting, order.endpoint, order.unit)
+            meeting.wait_for_all(sealed, order.machine_rank, order.num_machines, waiting, order.endpoint, order.unit)
         except LaunchError:
             raise
         except RuntimeError as error:  # of the store, which is machine 0's
@@ -150,10 +151,45 @@ class GivenRanks(_OneMeeting):
         return RendezvousInfo(store, order.machine_rank, order.num_machines, RendezvousStoreInfo(host, port))
 
 
-def waiting_of(order: AgentOrder, seconds: float, say: Callable[[str], None]) -> meeting.Waiting:
+def _store_of(order: AgentOrder, is_host: bool, seconds: float) -> TCPStore:
+    """The store at which the machines meet: opened here, or somebody else's."""
+    host, port = parse_rendezvous_endpoint(order.endpoint, default_port=-1)
+    if is_host:
+        return serve(host, port, timedelta(seconds=seconds))
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+
+
+class _SealedBackend(C10dRendezvousBackend):
+    """torch's way for machines to meet as they come, whose state is a pickle: opened only where this run has sealed it."""
+
+    def __init__(self, store: TCPStore, run_id: str, seal: Seal) -> None:
+        super().__init__(store, run_id)
+        self._seal = seal
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        """The state and a token for `set_state`; None before the first."""
+        found = super().get_state()
+        return None if found is None else (self._opened(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """Write the state unless it has changed since `token`; returns what there is then, and whether it is this."""
+        found = super().set_state(self._seal.close(MEETING, state), token)
+        return None if found is None else (self._opened(found[0]), *found[1:])
+
+    def _opened(self, sealed: bytes) -> bytes:
+        state = self._seal.open(MEETING, sealed)
+        if state is None:
+            raise LaunchError(
+                "the state of the meeting was not written by this run: another program reaches its port, or HEADWAY_SECRET "
+                "(--secret) is not the same on all machines (docs/security.md)"
+            )
+        return state
+
+
+def waiting_of(order: AgentOrder, say: Callable[[str], None]) -> meeting.Waiting:
     """A wait for the order's other machines. Of a cluster's tasks, which share a screen, two speak: one on each side."""
     setting = "--rdzv_conf timeout" if "timeout" in order.conf else "--patience"
-    return meeting.Waiting(say, seconds, setting, is_quiet=order.unit == "task" and order.machine_rank > 1)
+    return meeting.Waiting(say, time_to_meet(order), setting, is_quiet=order.unit == "task" and order.machine_rank > 1)
 
 
 def _at_the_meeting(order: AgentOrder, waiting: meeting.Waiting, make: Callable[[], T]) -> T:
@@ -175,7 +211,7 @@ def _at_the_meeting(order: AgentOrder, waiting: meeting.Waiting, make: Callable[
             f"{strange}, or it hangs: check that it was started with this address and port, or choose another port on all machines, "
             f"such as --main_process_port {free_port()}",
         )
-    except (RendezvousError, RuntimeError) as error:
+    except (RendezvousError, RuntimeError, OSError) as error:
         if order.machine_rank == 0 and meeting.is_taken(error):
             raise LaunchError(meeting.taken(port, free_port())) from error
         raise
@@ -185,19 +221,30 @@ def _finite(seconds: float) -> float:
     return min(seconds, _FOR_EVER)
 
 
-def handler_for(order: AgentOrder, seconds: float, say: Callable[[str], None]) -> RendezvousHandler:
+def patience() -> float:
+    """Seconds that a rank may be missing from a collective; 0: for ever."""
+    seconds, _ = run_setting("patience", None, DEFAULT_PATIENCE)
+    return float(seconds)
+
+
+def time_to_meet(order: AgentOrder) -> float:
+    """Seconds that machines get to come in: as --rdzv_conf says, else the patience; infinite where that is 0."""
+    return float(order.conf.get("timeout", 0)) or patience() or math.inf
+
+
+def handler_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> RendezvousHandler:
     """The way to meet that the order names.
 
     Args:
         order: what the agent is to do.
-        seconds: that machines get to come in; infinite: for ever.
         say: prints a line.
+        seal: with the user's secret.
     """
     if order.backend == "local":
         return OwnStore()
     if order.backend == "static":
-        return GivenRanks(order, seconds, say)
-    conf: dict[str, Any] = {"join_timeout": int(_finite(seconds)), **order.conf, "rank": order.machine_rank}
+        return GivenRanks(order, say, seal)
+    conf: dict[str, Any] = {"join_timeout": int(_finite(time_to_meet(order))), **order.conf, "rank": order.machine_rank}
     # Left to itself torch compares host names, which says the wrong thing on many clusters.
     conf = {"is_host": str(order.machine_rank == 0).lower(), "last_call_timeout": LAST_CALL, **conf}
     if order.min_machines < order.num_machines:
@@ -211,20 +258,23 @@ def handler_for(order: AgentOrder, seconds: float, say: Callable[[str], None]) -
         local_addr=own_address(host_of(order)),
         **conf,
     )
-    waiting = waiting_of(order, seconds, say)
-    return _at_the_meeting(order, waiting, lambda: registry.get_rendezvous_handler(parameters))
+    waiting = waiting_of(order, say)
+
+    def begin() -> RendezvousHandler:
+        is_host, seconds_a_call = parameters.get_as_bool("is_host"), parameters.get_as_int("read_timeout", 60)
+        store = _store_of(order, bool(is_host), float(seconds_a_call or 60))
+        return create_handler(store, _SealedBackend(store, order.run_id, seal), parameters)
+
+    return _at_the_meeting(order, waiting, begin)
 
 
-def watch_for(order: AgentOrder, seconds: float, say: Callable[[str], None]) -> meeting.Watch | None:
+def watch_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> meeting.Watch | None:
     """Who is missing, said while torch's own rendezvous waits; None where the way to meet says so itself."""
     if order.backend != "c10d":
         return None
-    host, port = parse_rendezvous_endpoint(order.endpoint, default_port=-1)
-    waiting = waiting_of(order, seconds, say)
+    waiting = waiting_of(order, say)
 
-    def connect() -> Any:
-        return PrefixStore(
-            f"{order.run_id}/headway", TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
-        )
+    def connect() -> SealedStore:
+        return SealedStore(PrefixStore(f"{order.run_id}/headway", _store_of(order, False, 30)), MEETING, seal)
 
     return meeting.Watch(connect, order.machine_rank, order.num_machines, waiting, order.endpoint, order.unit)

@@ -17,10 +17,14 @@ from torch import nn
 
 from headway.atomic import replacing, write_text
 from headway.errors import CheckpointError, ConfigError
+from headway.untrusted import parse_json, printable, read_regular, shown
 from headway.weights.files import Checkpoint, Stored, open_checkpoint
 from headway.weights.names import assign, places_of, tied_groups
+from headway.weights.shards import MAX_HEADER
 
 INDEX = "index.json"
+_MOST = 2**60
+"""Values of a tensor, which torch could count the bytes of."""
 Value = TypeVar("Value")
 
 
@@ -72,7 +76,8 @@ def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, obj
     if size != num_bytes:
         state = "missing" if size is None else f"{size} bytes"
         raise CheckpointError(
-            f"{path} is {state}, but its entry says {list(shape)} {dtype}, {num_bytes} bytes; offload the model again"
+            f"{printable(path)} is {state}, but its entry says {shown(list(shape))} {dtype}, {num_bytes} bytes; offload the model "
+            "again"
         )
     with path.open("rb") as file:
         view = mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_COPY)
@@ -82,9 +87,11 @@ def load_offloaded_weight(weight_file: str | Path, weight_info: Mapping[str, obj
 def _entry(name: str, info: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...]]:
     dtype = getattr(torch, str(info.get("dtype")), None)
     shape = info.get("shape")
-    is_shape = isinstance(shape, list | tuple) and all(type(n) is int and n >= 0 for n in shape)
-    if not isinstance(dtype, torch.dtype) or not is_shape:
-        raise CheckpointError(f"{name}: the offload index says {dict(info)}; it needs a dtype of torch and a shape")
+    is_shape = isinstance(shape, list | tuple) and all(type(n) is int and 0 <= n < _MOST for n in shape)
+    if not isinstance(dtype, torch.dtype) or not is_shape or math.prod(max(n, 1) for n in shape or ()) >= _MOST:
+        raise CheckpointError(
+            f"{printable(name)}: the offload index says {shown(dict(info))}; it needs a dtype of torch and a shape"
+        )
     assert shape is not None
     return dtype, tuple(shape)
 
@@ -103,8 +110,8 @@ def read_offload_index(offload_folder: str | Path) -> dict[str, dict[str, Any]]:
     """
     path = Path(offload_folder) / INDEX
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        index = parse_json(read_regular(path, MAX_HEADER))
+    except (ValueError, CheckpointError) as error:
         raise CheckpointError(f"{path} cannot be read as an offload index ({error})") from error
     if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
         raise CheckpointError(f"{path} is not an offload index: it gives no entry for each name")
@@ -216,6 +223,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def _stored(self, key: str, info: Mapping[str, object]) -> Stored:
         file, name = str(info["safetensors_file"]), str(info.get("weight_name", key))
+        if not Path(file).is_file():
+            raise CheckpointError(f"{printable(file)}, which the offload index names for {printable(key)}, is no file")
         if file not in self._files:
             self._files[file] = open_checkpoint(file)
         stored = self._files[file].tensors.get(name)

@@ -53,6 +53,10 @@ class PieceSize:
             return self.good
         return 0 if num_rows <= 1 else (num_rows + 1) // 2
 
+    def go_on(self, **fields: int | None) -> None:
+        """Be that of the run which is resumed, by its fields."""
+        vars(self).update(fields)
+
     def shrink(self, limit: int, num_rows: int) -> None:
         """Pieces of `num_rows` rows failed; all ranks go on with `limit`."""
         if self.good is not None:

@@ -11,19 +11,28 @@ from headway.collectives.tree import Tree, find_batch_size, tensors
 from headway.errors import StateError
 from headway.precision.base import Precision
 from headway.replay.headroom import Headroom
+from headway.replay.piece_size import PieceSize
 from headway.replay.rounds import Rounds
 from headway.replay.snapshot import Snapshot
 from headway.replay.transaction import Transaction
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
+from headway.training.guard import Guard
+from headway.training.moments import Moments
 from headway.training.prepared import Prepared
-from headway.training.step import Guard, Moments, Step
+from headway.training.step import Step
 from headway.training.task import Task, Weigher
 from headway.training.windows import WHOLE, Clock, LossPolicy, Piece, Window, Windows
 
 _NO_PIECE = (
     "under microbatching='auto' every accumulate and backward belongs to a batch that can be cut: loop with `for piece in "
     "accelerator.microbatches(batch): with accelerator.accumulate(model): ...`, or use accelerator.forward_backward(batch, fn)"
+)
+
+_IN_TURN = (
+    "two accumulate() blocks with different models are in one loop over accelerator.microbatches(batch): in pieces, the second model "
+    "would learn from weights that the first one has not updated yet. Loop over microbatches(batch) once for each "
+    "(docs/several_models.md)"
 )
 
 
@@ -71,10 +80,13 @@ class PieceStep(Step):
         """A piece begins.
 
         Raises:
-            StateError: outside a batch that is cut.
+            StateError: outside a batch that is cut, or other models than before learn in the same batch.
         """
         if not self.windows.is_cut:
             raise StateError(_NO_PIECE)
+        window = self.windows.current
+        if window.batch == self.windows.piece.batch and window.models != tuple(models):
+            raise StateError(_IN_TURN)
         return super().begin(models) or self._is_joint
 
     def end(self, error: BaseException | None) -> bool:
@@ -159,6 +171,11 @@ class PieceStep(Step):
     def tick(self, call: Callable[[], None]) -> None:
         """Once a batch, when it is committed."""
         self.transaction.tick(call, self.windows.piece.is_last)
+
+    @property
+    def pieces(self) -> PieceSize:
+        """The size that decides what each forward draws."""
+        return self.transaction.size
 
     def release(self) -> None:
         """Forget the batch in hand and all windows."""

@@ -4,7 +4,7 @@ import gc
 import math
 import os
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -238,10 +238,12 @@ def _events(run: Run, place: _Placing) -> list[Event]:
         for each in run.events
     ]
     # The launcher's restarts are events of the log; others, a scheduler's say, are told by nothing but the next start.
-    known = [each.time for each in run.events if each.name == "restart"]
+    known = sorted(each.time for each in run.events if each.name == "restart" and math.isfinite(each.time))
     ends = [*(start.time for start in run.starts[2:]), math.inf]
     for start, end in zip(run.starts[1:], ends, strict=False):
-        if not start.is_after_end and not any(start.time - 1 <= moment < end - 1 for moment in known):
+        place_of = bisect_left(known, start.time - 1)
+        is_known = place_of < len(known) and known[place_of] < end - 1
+        if not start.is_after_end and not is_known:
             details = {"attempt": start.attempt}
             found.append(
                 Event("restart", place.step(None, start.time), place.seconds(start.time), details, has_step=False)

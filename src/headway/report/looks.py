@@ -82,6 +82,7 @@ _KINDS = {
     "preempted": Kind("preempted", "M-3.6-3.6H3.6V3.6H-3.6Z", "warn"),
     "restart": Kind("restart", "M-4.3-3.2H4.3L0 4.3Z", "warn"),
     "started_over": Kind("started over", "M-4.3 3.2H4.3L0-4.3Z", "warn"),
+    "skipped_update": Kind("skipped by fp16", "M-4.3 0L0-4.3L4.3 0", "warn", has_line=False),
     "straggler": Kind("straggler", "M-4.3-3.2H4.3L0 4.3Z", "warn", has_line=False),
     "resumed": Kind("resumed", "M-4.3 3.2H4.3L0-4.3Z", "good"),
     "checkpoint": Kind("checkpoint", "M-1-4H1V4H-1Z", has_line=False),

@@ -114,7 +114,7 @@ def panels(runs: Sequence[RunData]) -> list[Panel]:
     left = [name for name in names if name not in taken and name not in _MEMORY and not name.startswith("memory/")]
     evaluations = [name for name in left if name.startswith("eval_")]
     found += [Panel("Evaluation", _titled(name[len("eval_") :]), lines=drawn.lines({name: ""})) for name in evaluations]
-    others = [name for name in left if name not in evaluations]
+    others = [name for name in left if not name.startswith("eval_")]
     found += [Panel("More", name, _unit(name), lines=drawn.lines({name: ""}), is_smoothed=True) for name in others]
     found = [panel for panel in found if any(line.series.count > 1 for line in panel.lines)]
     for section in {panel.section for panel in found}:
@@ -149,7 +149,8 @@ def _memory(drawn: "_Drawing", names: Sequence[str]) -> Iterator[Panel]:
         **{f"memory/{phase}": phase for phase in ordered},
         "memory_peak": _MEMORY["memory_peak"],
     }
-    present = {name: label for name, label in known.items() if name in names}
+    there = set(names)
+    present = {name: label for name, label in known.items() if name in there}
     if len(drawn.runs) == 1:
         if present:
             title = "Memory by phase" if ordered else "Memory"

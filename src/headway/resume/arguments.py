@@ -10,6 +10,8 @@ from headway.runtime.device import is_kind
 
 log = get_logger(__name__)
 
+CHANGED = ("data", "schedule")
+"""What a run that is resumed may have others of, where it says so."""
 _PLACES = (None, "cpu", "on_device")
 _SAVE = ("client_state", "exclude_frozen_parameters", "max_shard_size", "save_function", "tag", "save_latest")
 _LOAD = (
@@ -59,9 +61,22 @@ def check_load_arguments(given: Mapping[str, Any]) -> None:
             "load_state",
             name,
             _LOAD,
-            ("input_dir", "load_kwargs", "map_location", "strict"),
+            ("input_dir", "load_kwargs", "map_location", "strict", "changed"),
             "it is for an engine that is not in use; the whole state is loaded",
         )
+
+
+def check_changed(given: str | Collection[str] | None) -> Collection[str] | None:
+    """What is another one on purpose than when the checkpoint was saved, as a collection.
+
+    Raises:
+        ConfigError: something that is nothing of the kind.
+    """
+    meant = (given,) if isinstance(given, str) else given
+    for name in meant or ():
+        if name not in CHANGED:
+            raise ConfigError(f"changed={given!r}; allowed: {', '.join(map(repr, CHANGED))}, or several of them")
+    return meant
 
 
 def _is_device(place: str) -> bool:

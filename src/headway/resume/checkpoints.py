@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,13 @@ from headway.config.run import ProjectConfiguration
 from headway.errors import CheckpointError, ConfigError, StateError
 from headway.log import get_logger
 from headway.optional import Later
+from headway.resume.arguments import check_changed
 from headway.resume.evaluation import Beginning
 from headway.resume.place import Place
 from headway.resume.restored import Restored
 from headway.resume.run import RunState
 from headway.runtime.callers import Callers, calling_ranks
-from headway.training.step import Moments
+from headway.training.moments import Moments
 
 if TYPE_CHECKING:
     from headway.resume import preemption
@@ -76,10 +77,24 @@ class Checkpoints:
         self._owes_epochs = False
         self._last: tuple[Path, tuple[object, ...]] | None = None
         self._has_told_alone = False
+        self._held: Path | None = None
         if project.automatic_checkpoint_naming:
             run_state.expect_saves()
+            moments.before_learning.append(self._hold_at_first)
         if self.place.earlier is not None:
             self._check_steps()
+
+    def _hold_at_first(self) -> None:
+        """Something is about to learn: has another run the checkpoints' folder?"""
+        if self._held is None:
+            self._hold()
+
+    def _hold(self, is_alone: bool = False) -> None:
+        """Let no other run save where this one does; who only reads holds nothing."""
+        place, run = self.place, self._run
+        if place.is_automatic and place.project.project_dir is not None:
+            self._held = place.parent()
+            run.run_id = run.saver.hold(self._held, run.run_id, is_alone)
 
     def _check_steps(self) -> None:
         """From now on there may be something to check where something is about to learn."""
@@ -107,11 +122,12 @@ class Checkpoints:
         if not self._has_told_alone:
             self._has_told_alone = True
             log.warning(
-                "save_state at %s is called on rank %d only, %s: the checkpoint holds everything but the random streams of the other "
-                "ranks, which get new ones after a resume. To keep theirs too, call it on every rank",
+                "save_state at %s is called on rank %d only, %s: the checkpoint holds everything but the random streams%s of the "
+                "other ranks, which get new ones after a resume. To keep theirs too, call it on every rank",
                 callers.call_site,
                 callers.ranks[0],
                 callers.reason,
+                " and the optimizer states (of local SGD)" if self._run.has_parted else "",
                 main_process_only=False,
             )
 
@@ -127,6 +143,7 @@ class Checkpoints:
         if metric is not None:  # nan is never the best, and JSON has none
             metric = float(metric) if math.isfinite(metric) else None
         run.saver.wait(is_alone)
+        self._hold(is_alone)
         if not is_blocking:
             self._check_steps()
         if not is_alone:  # some ranks may have saved without the others
@@ -203,10 +220,13 @@ class Checkpoints:
         self._check_steps()
 
     def stop_watching(self) -> None:
-        """Leave signals and deadlines alone from now on."""
+        """Leave signals and deadlines alone from now on, and the folder to others until something is trained or saved again."""
         if self.guard is not None:
             self.guard.stop()
             self._run.ask_before_batches(None)
+        if self._held is not None:
+            self._run.saver.let_go(self._held)
+            self._held = None
 
     def start_watching(self) -> None:
         """Listen again, in place of whoever has done so since."""
@@ -278,12 +298,15 @@ class Checkpoints:
             hook(models, str(folder))
         return models
 
-    def load(self, input_dir: str | Path | None, is_strict: bool) -> Restored:
+    def load(
+        self, input_dir: str | Path | None, is_strict: bool, changed: str | Collection[str] | None = ()
+    ) -> Restored:
         """Take a checkpoint up, after prepare: all of it or nothing; every rank calls it.
 
         Raises:
             StateError: the conditions around the call keep other ranks away.
         """
+        meant = check_changed(changed)
         callers = calling_ranks(self._run.runtime)
         if len(callers.ranks) < self._run.runtime.world_size:
             raise StateError(
@@ -292,19 +315,21 @@ class Checkpoints:
             )
         self._run.saver.wait()
         folder = self.place.to_load(input_dir)
-        restored = self._run.load(folder, is_strict, self._load_hooks)
+        restored = self._run.load(folder, is_strict, self._load_hooks, meant)
         self.place.go_on_from(folder, restored.about.get("iteration"))
         log.info(str(restored))
         return restored
 
-    def resume(self, checkpoint: str | Path, is_strict: bool, run: str | None) -> Restored | None:
+    def resume(
+        self, checkpoint: str | Path, is_strict: bool, run: str | None, changed: str | Collection[str] | None = ()
+    ) -> Restored | None:
         """Go on from a checkpoint where there is one."""
         is_newest = str(checkpoint) == "latest"
         folder = self.place.newest(run) if is_newest else Path(checkpoint).expanduser().absolute()
         if folder is None:
             log.info("no checkpoint in %s yet: training begins at the start", self.place.parent())
             return None
-        restored = self.load(folder, is_strict)
+        restored = self.load(folder, is_strict, changed)
         self._owes_epochs = True
         self._check_steps()
         return restored

@@ -18,11 +18,15 @@ class Mark:
     Attributes:
         streams: the random streams.
         loaders: each loader's state.
+        local_steps: of each model in local SGD.
+        pieces: how batches are cut.
         changed: what forward changes in the models.
     """
 
     streams: dict[str, Any] | None
     loaders: list[dict[str, Any]]
+    local_steps: list[int | None]
+    pieces: dict[str, int | None]
     changed: "Changed | None" = None
 
 

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from headway.checkpoint.placing import Placing
-from headway.checkpoint.restoring import cast_lines, misfits, restore
+from headway.checkpoint.restoring import restore
 from headway.checkpoint.saver import Saver
 from headway.checkpoint.state import Collected, Parts, Stateful, collect
 from headway.checkpoint.undo import Undo
@@ -22,18 +22,23 @@ from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.resume.batch import GlobalBatch, Plan
-from headway.resume.checks import unfit
+from headway.resume.comparison import Comparison
 from headway.resume.evaluation import Beginning, Evaluations
+from headway.resume.local import LocalState
 from headway.resume.marks import Changed, Mark, has_changing_state
 from headway.resume.passes import Passes
-from headway.resume.restored import Restored, layout_lines, layout_of
+from headway.resume.positions import Positions
+from headway.resume.restored import Restored, layout_of
 from headway.resume.saved import SavedRun, read_run
+from headway.resume.schedules import Schedules
 from headway.runtime.events import notify
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import derive_streams, read_streams, write_streams
 from headway.strategies.base import Strategy
+from headway.training.local_sgd import LocalTraining
 from headway.training.prepare import Preparation
-from headway.training.windows import Clock, Windows
+from headway.training.step import Step
+from headway.training.windows import Clock
 from headway.version import __version__
 
 log = get_logger(__name__)
@@ -48,7 +53,7 @@ class RunState:
         run_id: of the run, in each of its manifests; that of the run that is resumed. None before the first save or load.
 
     Args:
-        runtime, collectives, strategy, precision, preparation, accumulation, clock: the Accelerator's.
+        runtime, collectives, strategy, precision, preparation, step, clock, local_training: the Accelerator's.
     """
 
     def __init__(
@@ -58,9 +63,11 @@ class RunState:
         strategy: Strategy,
         precision: Precision,
         preparation: Preparation,
-        accumulation: Windows,
+        step: Step,
         clock: Clock,
+        local_training: LocalTraining,
     ) -> None:
+        self._step, accumulation = step, step.windows
         self.saver = Saver(runtime, collectives, clock)
         self.custom: list[Stateful] = []
         self.epoch = 0
@@ -75,6 +82,12 @@ class RunState:
         self._began: dict[int, int] | None = None
         self._told_over: int | None = None
         self._batch = GlobalBatch(preparation.loaders, accumulation)
+        self._positions = Positions(preparation.loaders, collectives)
+        self._schedules = Schedules(preparation)
+        self._local = LocalState(local_training, preparation, collectives)
+        self._comparison = Comparison(
+            runtime, collectives, strategy, precision, self._batch, self._positions, self._schedules
+        )
         self._runtime = runtime
         self._collectives = collectives
         self._strategy = strategy
@@ -114,6 +127,11 @@ class RunState:
     def clock(self) -> Clock:
         """Counts the updates that happened."""
         return self._clock
+
+    @property
+    def has_parted(self) -> bool:
+        """Do the states of optimizers differ between the ranks?"""
+        return self._local.has_parted
 
     @property
     def is_unfinished(self) -> bool:
@@ -175,7 +193,11 @@ class RunState:
             if self._is_saving:
                 changed = Changed() if self._mark is None or self._mark.changed is None else self._mark.changed
                 changed.note(self._bare_models())
-            self._mark = Mark(streams, [each.run_state(is_brief=True) for each in loaders], changed)
+            states = [each.run_state(is_brief=True) for each in loaders]
+            self._mark = Mark(streams, states, self._local.steps(), self._pieces(), changed)
+
+    def _pieces(self) -> dict[str, int | None]:
+        return {} if self._step.pieces is None else asdict(self._step.pieces)
 
     def _read_streams(self) -> dict[str, Any]:
         return {**read_streams(self._runtime.hardware), "loaders": self._preparation.loader_stream.state()}
@@ -223,6 +245,11 @@ class RunState:
         collected, states = self._collect_own(before, is_unfinished, is_alone)
         self._add("loaders", states, collected, is_alone)
         run, about, over = self._run_state(), self._about(is_unfinished), self._passes.over()
+        mark = self._mark if is_unfinished else None
+        run["pieces"] = self._pieces() if mark is None else mark.pieces
+        run["local_steps"] = steps = self._local.steps() if mark is None else mark.local_steps
+        if not is_alone:
+            self._local.add(collected, steps)
         if before is not None and not is_unfinished:
             run["epoch"] = about["epoch"] = before.epoch
             over = before.over
@@ -245,7 +272,7 @@ class RunState:
             mark = self._mark if is_unfinished else None
             if mark is not None and mark.changed is not None:
                 mark.changed.put_into(collected)
-            states = self._loader_states(mark) if before is None or is_unfinished else before.states
+            states = self._positions.states(mark) if before is None or is_unfinished else before.states
         except Exception as error:
             failure = error
         told = [] if is_alone else self._agree(None if failure is None else f"{type(failure).__name__}: {failure}")
@@ -278,16 +305,6 @@ class RunState:
         told = {self._runtime.rank: own} if is_alone else dict(enumerate(self._collectives.gather_objects(own)))
         collected.state[name] = [encode(value, f"{name}/{rank}", collected.tensors) for rank, value in told.items()]
 
-    def _loader_states(self, mark: Mark | None) -> list[dict[str, Any]]:
-        states = [each.run_state() for each in self._preparation.loaders]
-        if mark is None:
-            return states
-        # A loader that has not moved keeps its whole state; another goes back to where the window began.
-        return [
-            state if (state["epoch"], state["consumed"]) == (began["epoch"], began["consumed"]) else began
-            for state, began in zip(states, mark.loaders)
-        ]
-
     def _run_state(self) -> dict[str, Any]:
         preparation = self._preparation
         return {
@@ -299,6 +316,8 @@ class RunState:
             "scaler": self._precision.state_dict(),
             "precision": self._precision.name,
             "seeds": [each.seed for each in preparation.loaders],
+            "lengths": self._positions.lengths(),
+            "units": self._schedules.units(),
             "seed": torch.initial_seed() & ((1 << 63) - 1),
             "data_shards": self._strategy.data_shard.count,
             "epoch": self.next_epoch(),
@@ -356,32 +375,38 @@ class RunState:
     # ---------------------------------------------------------------- back
 
     def load(
-        self, path: Path, is_strict: bool, hooks: Sequence[Callable[[list[torch.nn.Module], str], None]] = ()
+        self,
+        path: Path,
+        is_strict: bool,
+        hooks: Sequence[Callable[[list[torch.nn.Module], str], None]] = (),
+        changed: Collection[str] | None = (),
     ) -> Restored:
         """Take a checkpoint up, all of it or nothing; every rank calls it.
 
         Args:
             path: its folder.
             is_strict: refuse what differs in anything.
+            changed: as for `Comparison.check`; with "data" the epoch is begun anew.
             hooks: called with the models and the folder; a model that one takes out of the list is not loaded.
 
         Raises:
             CheckpointError: on every rank: missing, damaged, or it does not fit; or `is_strict`, and something differs.
         """
         parts = self._parts()
-        manifest, found = self.saver.read(path, Placing(parts))
+        manifest, found = self.saver.read(path, Placing(parts, self._runtime.rank, self._runtime.world_size))
+        self._local.take(found)
         saved = read_run(manifest.about, found, self._runtime, self._precision, self._strategy.data_shard.count)
         restored = Restored(path, manifest.about)
         if hooks:  # they may load models themselves, so all that does not hang on them is checked before
             parts.left_out = set(range(len(parts.models)))
-            self._check(restored, parts, found, saved, is_strict)
+            self._comparison.check(restored, parts, found, saved, is_strict, changed)
             wanted = list(parts.models)
             for hook in hooks:
                 hook(wanted, str(path))
             parts.left_out = {i for i, model in enumerate(parts.models) if not any(model is each for each in wanted)}
-        self._check(restored, parts, found, saved, is_strict)
-        plan = self._plan(saved)
-        restore(parts, found, lambda undo: self._restore_position(saved, plan, undo), self._agree)
+        self._comparison.check(restored, parts, found, saved, is_strict, changed)
+        plan, is_new = self._comparison.plan(saved), "data" in (changed or ())
+        restore(parts, found, lambda undo: self._restore_position(saved, plan, is_new, undo), self._agree)
         # Told before the random streams are set: who listens may draw from them.
         notify(
             "resumed",
@@ -392,23 +417,9 @@ class RunState:
             differences=restored.differences,
             notes=manifest.about.get("notes"),
         )
-        self._take_up(saved, plan)
+        self._take_up(saved, plan, is_new)
+        self._local.take_up(parts, saved.local_steps)
         return restored
-
-    def _check(self, restored: Restored, parts: Parts, found: Collected, saved: SavedRun, is_strict: bool) -> None:
-        problems = misfits(parts, found) or unfit(parts, found)
-        # Of what is sharded each rank sees its part.
-        problems = list(dict.fromkeys(line for each in self._collectives.gather_objects(problems) for line in each))
-        if problems:
-            raise CheckpointError(
-                f"{restored.folder} does not fit what is prepared; nothing was changed:\n  " + "\n  ".join(problems)
-            )
-        lines = layout_lines(restored.about, self._strategy)
-        restored.differences = lines + self._compare(saved) + cast_lines(parts, found)
-        if is_strict and restored.differences:
-            raise CheckpointError(
-                f"{restored.folder} differs from this run; nothing was changed:\n  " + "\n  ".join(restored.differences)
-            )
 
     def _agree(self, failure: str | None) -> list[str]:
         """What failed on any rank: all of them take the state up, or none."""
@@ -416,48 +427,14 @@ class RunState:
         several = len(told) > 1
         return [f"rank {rank}: {text}" if several else text for rank, text in enumerate(told) if text is not None]
 
-    def _compare(self, saved: SavedRun) -> list[str]:
-        """What is not as it was; nothing is changed."""
-        lines = []
-        before, now = saved.world_size, self._runtime.world_size
-        if before != now:
-            lines.append(f"world {before} -> {now}; random streams are derived from (seed, update, rank)")
-        elif len(saved.ranks) < now:
-            lines.append(
-                f"saved on rank {', '.join(map(str, saved.ranks))} alone, without the others' random streams: these are derived "
-                "from (seed, update, rank)"
-            )
-        parts = self._strategy.data_shard.count
-        if before == now and saved.num_shards != parts:
-            lines.append(
-                f"data in {saved.num_shards} -> {parts} parts; random streams are derived from (seed, update, part)"
-            )
-        lines += self._plan(saved).lines
-        if saved.precision != self._precision.name:
-            lines.append(f"mixed_precision {saved.precision} -> {self._precision.name}")
-        for name, was in saved.versions.items():
-            if was != (now_is := {"headway": __version__, "torch": torch.__version__}.get(name)):
-                lines.append(f"{name} {was} -> {now_is}")
-        if len(saved.loaders) != len(self._preparation.loaders):
-            lines.append(f"{len(saved.loaders)} loaders were saved, {len(self._preparation.loaders)} are prepared")
-        return lines
-
-    def _plan(self, saved: SavedRun) -> Plan:
-        """How the global batch is kept."""
-        return self._batch.plan(saved.batch, saved.accumulation, saved.num_shards == self._strategy.data_shard.count)
-
-    def _restore_position(self, saved: SavedRun, plan: Plan, undo: Undo) -> None:
+    def _restore_position(self, saved: SavedRun, plan: Plan, is_new: bool, undo: Undo) -> None:
         """What may still fail, as the state is read by others: the scaler, the loaders' positions, the streams."""
-        preparation = self._preparation
         if saved.precision == self._precision.name:
             undo.add("the scaler", partial(self._precision.load_state_dict, self._precision.state_dict()))
             self._precision.load_state_dict(saved.scaler)
         undo.add("the global batch", self._batch.way_back())
         self._batch.carry_out(plan)
-        for index, (loader, state, seed) in enumerate(zip(preparation.loaders, saved.loaders, saved.seeds)):
-            undo.add(f"loader {index}", partial(_put_back, loader, loader.seed, loader.state_dict()))
-            loader.seed = seed
-            loader.load_state_dict(state)
+        self._positions.put_back(saved, is_new, undo)
         streams = self._read_streams()
         undo.add("the random streams", partial(self._write_streams, streams, streams.get("loaders")))
         self._take_streams(saved)
@@ -474,15 +451,18 @@ class RunState:
         write_streams(own, self._runtime.hardware)
         self._preparation.loader_stream.load_state(loader_stream)
 
-    def _take_up(self, saved: SavedRun, plan: Plan) -> None:
+    def _take_up(self, saved: SavedRun, plan: Plan, is_new: bool) -> None:
         """The counters and the streams, which were read before."""
         preparation = self._preparation
         self.run_id = saved.run_id
         self._clock.resume(saved.num_updates)
         for optimizer, count in zip(preparation.optimizers, saved.optimizer_updates):
             optimizer.resume(count)
+        self._schedules.recount(saved)
         for scheduler in preparation.schedulers:
             scheduler.catch_up()
+        if saved.is_own and saved.pieces and self._step.pieces:  # else the ranks' batches may be others
+            self._step.pieces.go_on(**saved.pieces)
         self._accumulation.resume(preparation.models, saved.nominal, saved.num_updates)
         if plan.is_kept:
             preparation.keep_ticks(*saved.ticks)
@@ -490,11 +470,6 @@ class RunState:
         self._accumulation.trained_on.extend(known[number] for number in saved.trained_on if number < len(known))
         self.epoch, self._mark, self._told_over = saved.epoch, None, None
         self._began = {each.seed: each.next_epoch for each in preparation.loaders} if saved.counts_epochs else None
-        self._passes.load(saved.passes_over)
+        self._passes.load([] if is_new else saved.passes_over)
         self.evaluations.forget()
         self._take_streams(saved)
-
-
-def _put_back(loader: PreparedLoader, seed: int, state: dict[str, Any]) -> None:
-    loader.seed = seed
-    loader.load_state_dict(state)

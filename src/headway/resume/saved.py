@@ -21,6 +21,8 @@ _MOST_RANKS, _MOST_STEPS = 2**24, 2**24
 _MOST_TICKS, _MOST_PASSES = 2**20, 2**20
 """So many ticks an update, and empty passes, are made one after the other."""
 _WORD = 2**64
+_LIMITS, _COUNTS = ("limit", "failed", "good"), {"patience": 1, "num_clean": 0}
+"""The fields of headway.replay.piece_size.PieceSize, which only some runs load; and the least of those that are never None."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class SavedRun:
         seeds: of the loaders.
         trained_on: numbers of the loaders that updates were made from.
         passes_over: for each loader, its passes of the epoch that are over; None where nothing was trained on it.
+        lengths: for each loader, the samples of its data; None: unknown, and so are those that are missing.
+        local_steps: for each model, the steps of the local SGD that it was in; None: in none.
+        pieces: how automatic micro-batching cuts; empty: it was off.
+        units: for each schedule, what it counts; missing where it was saved before that was noted.
         loaders: their positions.
         is_own: were the streams, and what loaders keep of their shards, saved by this rank?
         streams: the random streams.
@@ -66,6 +72,10 @@ class SavedRun:
     seeds: list[int]
     trained_on: list[int]
     passes_over: list[int | None]
+    lengths: list[int | None]
+    local_steps: list[int | None]
+    pieces: dict[str, int | None]
+    units: list[str]
     loaders: list[dict[str, Any]]
     is_own: bool
     streams: dict[str, Any]
@@ -127,7 +137,11 @@ def read_run(
         scaler=_read_scaler(run, precision),
         seeds=seeds,
         trained_on=[number.whole() for each in run.given("trained_on") for number in each.items()],
-        passes_over=_read_passes(run, len(seeds)),
+        passes_over=_read_counts(run, "passes_over", len(seeds), _MOST_PASSES),
+        local_steps=_read_counts(run, "local_steps", num_models, MOST),
+        lengths=_read_counts(run, "lengths", len(seeds), MOST),
+        pieces=_read_pieces(run),
+        units=[unit.text() for each in run.given("units") for unit in each.items()],
         loaders=loaders,
         is_own=is_own,
         streams=streams,
@@ -205,7 +219,17 @@ def _read_scaler(run: Told, precision: Precision) -> dict[str, Any]:
     return read
 
 
-def _read_passes(run: Told, num_loaders: int) -> list[int | None]:
-    for each in run.given("passes_over"):
-        return [None if count.is_none else count.whole(0, _MOST_PASSES) for count in each.items(num_loaders)]
+def _read_counts(run: Told, name: str, num: int, most: int) -> list[int | None]:
+    for each in run.given(name):
+        return [None if count.is_none else count.whole(0, most) for count in each.items(num)]
     return []
+
+
+def _read_pieces(run: Told) -> dict[str, int | None]:
+    for each in run.given("pieces"):
+        told = each.table()
+        if told and told.keys() != {*_LIMITS, *_COUNTS}:
+            each.refuse("the size of pieces")
+        limits = {name: None if told[name].is_none else told[name].whole(1) for name in _LIMITS if told}
+        return limits | {name: told[name].whole(least) for name, least in _COUNTS.items() if told}
+    return {}

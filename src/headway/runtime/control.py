@@ -15,13 +15,17 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Literal, NoReturn
 
-from torch.distributed import DistError, HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
 
 from headway.callsite import call_site
 from headway.errors import CollectiveError, ConfigError, ControlPlaneError
+from headway.log import get_logger
 from headway.runtime import process, pulse
+from headway.runtime.sealed import SealedStore
 from headway.runtime.store import NOTICE, Link, end_process, first_line, named, wait_and_get, wait_for, whereabouts
+from headway.sealing import Seal, Strangers
 
+log = get_logger(__name__)
 Op = Literal["any", "min", "max", "sum"]
 _FOLDS: dict[str, Callable[[Iterable[float]], float]] = {
     "any": lambda column: float(any(column)),
@@ -60,9 +64,9 @@ class Control:
         self._limit = patience + _MARGIN if link is not None and link.is_launched else patience
         self._num_votes = 0
         # One connection for all votes, whatever thread they come from: on it, what was sent first is done first.
-        self._channel: Store | None = None
+        self._channel: SealedStore | None = None
         self._broken = ""
-        self._own: Store = HashStore()
+        self._own = SealedStore(HashStore(), "own", Seal(b"", Strangers(log.warning)))
 
     # ---------------------------------------------------------------- votes
 
@@ -106,15 +110,15 @@ class Control:
             self._broken = str(error)
             raise
 
-    def _vote(self, store: Store, values: Sequence[float], op: Op, timeout: timedelta) -> list[float]:
+    def _vote(self, store: SealedStore, values: Sequence[float], op: Op, timeout: timedelta) -> list[float]:
         number = self._num_votes
         head = _HEAD.pack(number, _CODES[op], len(values))
-        store.set(f"vote/{self.rank}", head + struct.pack(f"<{len(values)}d", *values))  # type: ignore[arg-type]
+        store.set(f"vote/{self.rank}", head + struct.pack(f"<{len(values)}d", *values))
         tally = store.add("arrived", _ARRIVED + (_WEIGHTY if any(values) else 0))
         if tally % _WEIGHTY == self.world_size:
             result = self._fold(store, head, values, op) if tally >= _WEIGHTY else head
-            store.set("arrived", "0")
-            store.set(f"result/{number}", result)  # type: ignore[arg-type]
+            store.reset("arrived")
+            store.set(f"result/{number}", result)
         else:
             if tally % _WEIGHTY == 1:  # who comes first has time; all have read the result before the last one
                 store.delete_key(f"result/{number - 2}")
@@ -123,9 +127,9 @@ class Control:
             result = store.get(f"result/{number}")
         return self._read(result, head, values)
 
-    def _fold(self, store: Store, head: bytes, values: Sequence[float], op: Op) -> bytes:
+    def _fold(self, store: SealedStore, head: bytes, values: Sequence[float], op: Op) -> bytes:
         """The result of a vote in which all have arrived, as the last one makes it known."""
-        votes: list[bytes] = store.multi_get([f"vote/{rank}" for rank in range(self.world_size)])
+        votes = store.multi_get([f"vote/{rank}" for rank in range(self.world_size)])
         if any(vote[: _HEAD.size] != head for vote in votes):
             said = "; ".join(f"rank {rank}: {_said(vote)}" for rank, vote in enumerate(votes))
             return _HEAD.pack(_MISMATCH, 0, 0) + said.encode()
@@ -142,13 +146,18 @@ class Control:
             )
             raise CollectiveError(f"ranks voted about different things: {said}. Let all ranks vote alike, in one order")
         if len(result) == _HEAD.size:
+            if any(values):  # the count of arrivals is torch's, and carries no proof
+                raise ControlPlaneError(
+                    f"vote {self._num_votes} of rank {self.rank} was not counted: another program has changed the control plane's "
+                    "counter (docs/security.md)"
+                )
             return [0.0] * len(values)
         return list(struct.unpack_from(f"<{len(values)}d", result, _HEAD.size))
 
-    def _absence(self, store: Store, number: int, timeout: timedelta) -> str:
+    def _absence(self, store: SealedStore, number: int, timeout: timedelta) -> str:
         """Who has voted and who has not."""
         keys = [f"vote/{rank}" for rank in range(self.world_size)]
-        numbers = [_HEAD.unpack_from(store.get(key))[0] if store.check([key]) else 0 for key in keys]
+        numbers = [_HEAD.unpack_from(vote)[0] if (vote := store.find(key)) else 0 for key in keys]
         missing = [rank for rank, seen in enumerate(numbers) if seen < number]
         came = [rank for rank, seen in enumerate(numbers) if seen >= number]
         hosts = [f"rank {rank}: {here}" for rank in missing[:8] if (here := whereabouts(store, rank))]
@@ -170,7 +179,7 @@ class Control:
 
     def set(self, key: str, value: bytes) -> None:
         """Hand `value` over under `key`, which no other attempt of the run sees."""
-        self._store.set(f"user/{key}", value)  # type: ignore[arg-type]
+        self._store.set(f"user/{key}", value)
 
     def get(self, key: str, timeout: timedelta) -> bytes:
         """The value under `key`, as soon as some rank has set it.
@@ -182,11 +191,11 @@ class Control:
 
     def has(self, key: str) -> bool:
         """Has some rank set `key`?"""
-        return bool(self._store.check([f"user/{key}"]))
+        return self._store.find(f"user/{key}") is not None
 
     def set_once(self, key: str, value: bytes) -> bytes:
         """Set `key` unless some rank has; returns what it holds, the same on all ranks."""
-        return self._store.compare_set(f"user/{key}", "", value)  # type: ignore[arg-type, no-any-return, unused-ignore]
+        return self._store.set_once(f"user/{key}", value)
 
     def count(self, key: str) -> int:
         """Add 1 to the number under `key`; returns the sum of all ranks' calls so far."""
@@ -197,7 +206,7 @@ class Control:
         self._store.delete_key(f"user/{key}")
 
     @property
-    def _store(self) -> Store:
+    def _store(self) -> SealedStore:
         return self._own if self._link is None else self._link.store
 
     # ---------------------------------------------------------------- ends
@@ -216,7 +225,7 @@ class Control:
         is_launched = self._link is not None and self._link.is_launched
         try:
             if self._link is not None:
-                self._store.set(NOTICE, text)
+                self._store.set(NOTICE, text.encode())
         except DistError as error:
             is_launched = False
             text += f"\n(the control plane could not be told: {first_line(error)})"

@@ -10,10 +10,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError
 
 from headway.errors import ConfigError
 from headway.runtime import recorder
+from headway.runtime.sealed import SealedStore
 from headway.runtime.store import wait_for
 
 CPU_ENGINE = "gloo"
@@ -22,7 +23,7 @@ CPU_ENGINE = "gloo"
 MARGIN = timedelta(seconds=30)
 """How much longer than the patience an engine waits in a collective."""
 
-_YES, _NO = "yes", "no"
+_YES, _NO = b"yes", b"no"
 
 
 def engines(backend: str, kind: str) -> str:
@@ -116,12 +117,12 @@ def close_cpu_engine() -> None:
         dist.group.WORLD._get_backend(torch.device("cpu")).abort()  # type: ignore[union-attr]
 
 
-def have_all_come(store: Store, rank: int, world_size: int, patience: timedelta) -> bool:
+def have_all_come(store: SealedStore, rank: int, world_size: int, patience: timedelta) -> bool:
     """Say that this rank is at its end, and wait for the others to be there too; the answer is the same on all ranks."""
     try:
-        store.set(f"end/{rank}", "")
+        store.set(f"end/{rank}", b"")
         come = wait_for(store, [f"end/{each}" for each in range(world_size)], patience)
         # Who knows first decides: one that gives up as the last one comes must not leave the others to end the group.
-        return bool(store.compare_set("end/together", "", _YES if come else _NO) == _YES.encode())
+        return store.set_once("end/together", _YES if come else _NO) == _YES
     except DistError:  # its host is gone
         return False

@@ -19,8 +19,10 @@ from headway.log import get_logger
 from headway.runtime import group, pulse
 from headway.runtime.device import CPU, Hardware, by_name, detect
 from headway.runtime.ending import AfterException, has_failed, is_uncaught, leave, note_failure
+from headway.runtime.sealed import SealedStore
 from headway.runtime.store import Address, Link, check_in, host_beside, meet
 from headway.scope import Scope
+from headway.sealing import Seal, Strangers, users_secret
 from headway.traces import Hook
 
 log = get_logger(__name__)
@@ -92,6 +94,7 @@ class _Process:
         self.endings: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.engines: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._num_groups = self._num_starts = 0
+        self._strangers = Strangers(log.warning)
 
     def begin(self, runtime: ProcessRuntime) -> None:
         """This is the runtime from now on."""
@@ -114,7 +117,8 @@ class _Process:
                 check_in(launched.store, rank, world_size, patience)
             self.store, rank, world_size = meet(init_method, rank, world_size, patience)
             if launched is None:
-                check_in(PrefixStore("headway/roll", self.store), rank, world_size, patience)
+                roll = SealedStore(PrefixStore("headway/roll", self.store), "roll call", self.seal)
+                check_in(roll, rank, world_size, patience)
             # A thread of the engine that drops a tensor while Python shuts down would abort the process.
             atexit.register(_end_at_exit)
         store = PrefixStore(f"headway/{self._num_groups}", self.store)
@@ -123,24 +127,32 @@ class _Process:
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
         )
 
+    @property
+    def seal(self) -> Seal:
+        """Of the launcher's run, else the user's, for what ranks tell each other before there is a control plane."""
+        return (
+            self.link.seal if self.link is not None and self.link.is_launched else Seal(users_secret(), self._strangers)
+        )
+
     def launched_link(self, timeout: timedelta) -> Link | None:
         """The way to the control plane that the launcher hosts; None without a launcher."""
         text = env.get(env.CONTROL)
         if self.link is None and text:
-            self.link = Link(Address.decode(text), timeout)
+            self.link = Link(Address.decode(text), timeout, strangers=self._strangers)
         return self.link
 
     def host_control(self, runtime: ProcessRuntime) -> None:
         """Without a launcher rank 0 opens the control plane and tells where; nobody waits here."""
         if self.launched_link(runtime.patience) is None and runtime.rank == 0:
             is_alone = runtime.local_world_size == runtime.world_size
-            self.link = host_beside(self.group_store(), runtime.rank, is_alone, runtime.patience)
+            self.link = host_beside(self.group_store(), self.seal, runtime.rank, is_alone, runtime.patience)
             atexit.register(_end_at_exit)  # says goodbye
 
-    def group_store(self) -> Store:
+    def group_store(self) -> SealedStore:
         """The store at which the group has met."""
         store: Store = self.store if self.store is not None else dist.distributed_c10d._get_default_store()
-        return PrefixStore(f"headway/beside/{self._num_starts}", store)
+        name = f"headway/beside/{self._num_starts}"
+        return SealedStore(PrefixStore(name, store), name, self.seal)
 
     def end(self, *, is_exit: bool = False) -> None:
         """Release what hangs on the runtime, then the runtime itself.
@@ -372,7 +384,7 @@ def control_link() -> Link | None:
     """
     runtime, here = current(), scope.own(_Process)
     if runtime.world_size > 1 and here.link is None:
-        here.link = host_beside(here.group_store(), runtime.rank, False, runtime.patience)
+        here.link = host_beside(here.group_store(), here.seal, runtime.rank, False, runtime.patience)
     return here.link
 
 

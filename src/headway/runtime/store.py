@@ -4,15 +4,17 @@ torch's TCPStore is built directly, never through a rendezvous: that honours TOR
 endpoint (pytorch #191989). One connection carries one call at a time, so each thread gets its own.
 """
 
+import contextlib
 import json
 import os
+import secrets
 import select
 import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -20,8 +22,12 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed.rendezvous import rendezvous
 
 from headway import env
-from headway.errors import ControlPlaneError, LaunchError
+from headway.errors import ConfigError, ControlPlaneError, LaunchError
 from headway.log import get_logger
+from headway.runtime.listening import listen
+from headway.runtime.sealed import SealedStore
+from headway.sealing import Seal, Strangers
+from headway.untrusted import parse_json, plain, printable
 
 log = get_logger(__name__)
 NOTICE = "notice"
@@ -44,12 +50,16 @@ class Address:
         host, port: its server.
         attempt: the prefix that all ranks of one attempt share and no other attempt has.
         hosted_by: AGENT or RANK_0.
+        key: the secret of the run, in hexadecimal; while ranks or machines still meet, the salt that makes it from the user's.
+        hub_port: where machine 0 listens for the others' signs of life; 0 on one machine.
     """
 
     host: str
     port: int
     attempt: str
     hosted_by: str = AGENT
+    key: str = field(default="", repr=False)
+    hub_port: int = 0
 
     def encode(self) -> str:
         """The JSON text."""
@@ -57,9 +67,20 @@ class Address:
 
     @classmethod
     def decode(cls, text: str) -> "Address":
-        """Read `encode`'s text."""
-        content: dict[str, Any] = json.loads(text)
-        return cls(**content)
+        """Read `encode`'s text.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        try:
+            content: dict[str, Any] = parse_json(text)
+            bytes.fromhex(content["key"])
+            return cls(**content)
+        except (ValueError, TypeError, KeyError):
+            raise ConfigError(
+                f"{printable(text[:80])!r} is no address of a control plane of this version of Headway; only the launcher sets "
+                f"{env.CONTROL}: unset it"
+            ) from None
 
 
 class Link:
@@ -71,13 +92,22 @@ class Link:
         address: where the store is.
         timeout: how long connecting may take.
         server: the store itself, in the process that hosts it.
+        strangers: is told of values that others have written.
 
     Attributes:
+        seal: of the run.
         has_said_goodbye: has rank 0 said that it ends in order?
     """
 
-    def __init__(self, address: Address, timeout: timedelta, server: TCPStore | None = None) -> None:
+    def __init__(
+        self,
+        address: Address,
+        timeout: timedelta,
+        server: TCPStore | None = None,
+        strangers: Strangers | None = None,
+    ) -> None:
         self.address = address
+        self.seal = Seal(bytes.fromhex(address.key), strangers or Strangers(log.warning))
         self.has_said_goodbye = False
         self._timeout = timeout
         self._server = server
@@ -94,15 +124,18 @@ class Link:
         return self.address.hosted_by != RANK_0
 
     @property
-    def store(self) -> PrefixStore:
+    def store(self) -> SealedStore:
         """This thread's connection, under the attempt's prefix.
 
         Raises:
             LaunchError: nothing answers there.
         """
-        found: PrefixStore | None = getattr(self._connections, "store", None)
+        found: SealedStore | None = getattr(self._connections, "store", None)
         if found is None:
-            found = self._connections.store = PrefixStore(self.address.attempt, self._connect())
+            name = self.address.attempt
+            found = self._connections.store = SealedStore(
+                PrefixStore(name, self._connect()), f"control {name}", self.seal
+            )
         return found
 
     def _connect(self) -> TCPStore:
@@ -123,12 +156,12 @@ class Link:
         try:
             self._presence = socket.create_connection((self.address.host, self.address.port))
             while not self._is_over.is_set() and not select.select([self._presence], [], [], _LISTEN)[0]:
-                self.has_said_goodbye = self.has_said_goodbye or bool(self.store.check([_GOODBYE]))
-                if self.store.check([NOTICE]):
-                    text = self.store.get(NOTICE).decode()
+                self.has_said_goodbye = self.has_said_goodbye or self.store.find(_GOODBYE) is not None
+                notice = self.store.find(NOTICE)
+                if notice is not None:
                     # The store goes with its host, so that one must be the last to end.
                     time.sleep(_FAREWELL if self._server is not None else 0.0)
-                    end_process(text)
+                    end_process(plain(notice.decode()))
         except (DistError, LaunchError, OSError) as error:
             log.debug("the control plane is lost: %s", first_line(error))
         if not self._is_over.is_set() and not self.has_said_goodbye:
@@ -145,7 +178,7 @@ class Link:
             if self._server is None:
                 self.store.add(_GONE, 1)
             else:
-                self.store.set(_GOODBYE, "")
+                self.store.set(_GOODBYE, b"")
                 deadline = time.monotonic() + _FAREWELL
                 while self.store.add(_GONE, 0) < world_size - 1 and time.monotonic() < deadline:
                     time.sleep(0.02)
@@ -161,27 +194,49 @@ def end_process(text: str) -> NoReturn:
     os._exit(1)
 
 
-def serve(host: str) -> TCPStore:
-    """Open a store on a free port of this machine; `host` is an address of it that clients will use."""
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+def serve(host: str, port: int = 0, timeout: timedelta = timedelta(seconds=60)) -> TCPStore:
+    """Open a store at an address of this machine; torch's own listens on all interfaces.
+
+    Args:
+        host: an address that clients will use, as for `listen`.
+        port: 0 for any free one.
+        timeout: how long a call to it may take.
+
+    Raises:
+        OSError: the port is taken or not allowed.
+    """
+    listener = listen(host, port)
+    number = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        number,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
 
 
-def host_beside(store: Store, rank: int, is_alone_on_machine: bool, timeout: timedelta) -> Link:
+def host_beside(store: SealedStore, seal: Seal, rank: int, is_alone_on_machine: bool, timeout: timedelta) -> Link:
     """Without a launcher: rank 0 hosts the control plane, and the group's own store tells the others where.
 
     Args:
         store: the store at which the group has met.
+        seal: the user's.
         rank: this process's.
         is_alone_on_machine: are all ranks on this machine?
         timeout: how long the others wait for rank 0.
     """
-    if rank != 0:
-        return Link(Address.decode(wait_and_get(store, _ADDRESS, timeout).decode()), timeout)
-    host = "127.0.0.1" if is_alone_on_machine else env.get("MASTER_ADDR") or socket.gethostname()
-    server = serve(host)
-    address = Address(host, server.port, f"{os.getpid()}.{time.time_ns():x}", RANK_0)
-    store.set(_ADDRESS, address.encode())
-    return Link(address, timeout, server)
+    server = None
+    if rank == 0:
+        host = "127.0.0.1" if is_alone_on_machine else env.get("MASTER_ADDR") or socket.gethostname()
+        server = serve(host)
+        address = Address(host, server.port, f"{os.getpid()}.{time.time_ns():x}", RANK_0, secrets.token_hex(16))
+        store.set(_ADDRESS, address.encode().encode())
+    else:
+        address = Address.decode(wait_and_get(store, _ADDRESS, timeout).decode())
+    return Link(replace(address, key=seal.derive(address.key)), timeout, server, seal.strangers)
 
 
 def meet(init_method: str | None, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, int]:
@@ -193,6 +248,10 @@ def meet(init_method: str | None, rank: int, world_size: int, timeout: timedelta
     if init_method not in (None, "env://") or not address or not port or env.get("TORCHELASTIC_USE_AGENT_STORE"):
         store, rank, world_size = next(rendezvous(init_method or "env://", rank, world_size, timeout=timeout))
         return store, rank, world_size
+    if rank == 0:
+        # A port in use may be that of a store that this process has opened already, which torch then hands out again.
+        with contextlib.suppress(OSError):
+            return serve(address, port, timeout), rank, world_size
     return (
         TCPStore(address, port, is_master=rank == 0, wait_for_workers=False, multi_tenant=True, timeout=timeout),
         rank,
@@ -200,7 +259,7 @@ def meet(init_method: str | None, rank: int, world_size: int, timeout: timedelta
     )
 
 
-def wait_for(store: Store, keys: Sequence[str], timeout: timedelta) -> bool:
+def wait_for(store: SealedStore, keys: Sequence[str], timeout: timedelta) -> bool:
     """Look for the keys until all are there, more and more rarely; returns whether they are.
 
     Waiting in C++ would hear nothing of signals meanwhile, and log two lines at every timeout.
@@ -215,7 +274,7 @@ def wait_for(store: Store, keys: Sequence[str], timeout: timedelta) -> bool:
     return True
 
 
-def wait_and_get(store: Store, key: str, timeout: timedelta, name: str = "") -> bytes:
+def wait_and_get(store: SealedStore, key: str, timeout: timedelta, name: str = "") -> bytes:
     """The key's value, as soon as there is one.
 
     Args:
@@ -240,7 +299,7 @@ def first_line(error: BaseException) -> str:
 # ---------------------------------------------------------------- roll call
 
 
-def check_in(store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+def check_in(store: SealedStore, rank: int, world_size: int, timeout: timedelta) -> None:
     """Say that this rank is here, and wait until all are.
 
     Raises:
@@ -248,12 +307,12 @@ def check_in(store: Store, rank: int, world_size: int, timeout: timedelta) -> No
     """
     me = f"pid {os.getpid()} on {socket.gethostname()}"
     if store.add(f"here/{rank}/count", 1) > 1:
-        other = store.get(f"here/{rank}").decode() if store.check([f"here/{rank}"]) else "another process"
+        other = whereabouts(store, rank) or "another process"
         raise LaunchError(
             f"more processes than the {world_size} that were asked for: rank {rank} is here twice ({other}, and {me}). "
             "Start each rank once, and do not hand RANK on to processes that are not ranks"
         )
-    store.set(f"here/{rank}", me)
+    store.set(f"here/{rank}", me.encode())
     keys = [f"here/{other}" for other in range(world_size)]
     if wait_for(store, keys, timeout):
         return
@@ -262,12 +321,12 @@ def check_in(store: Store, rank: int, world_size: int, timeout: timedelta) -> No
         raise LaunchError(roll(world_size, missing, f"within the patience of {timeout.total_seconds():g} s"))
 
 
-def whereabouts(store: Store, rank: int) -> str:
+def whereabouts(store: SealedStore, rank: int) -> str:
     """Process and host of a rank that has checked in; empty for others."""
-    return store.get(f"here/{rank}").decode() if store.check([f"here/{rank}"]) else ""
+    return printable((store.find(f"here/{rank}") or b"").decode())
 
 
-def present(store: Store, world_size: int) -> list[int]:
+def present(store: SealedStore, world_size: int) -> list[int]:
     """The ranks that have checked in."""
     return [rank for rank in range(world_size) if store.check([f"here/{rank}"])]
 

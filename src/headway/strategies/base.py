@@ -185,6 +185,12 @@ class Strategy(Protocol):
     def drop_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Forget the gradients of a window that failed, those that an engine still keeps among them."""
 
+    def set_aside(self, parameters: Iterable[torch.Tensor]) -> Any:
+        """Take their gradients out, those that an engine keeps among them; returns what `put_back` needs."""
+
+    def put_back(self, kept: Any) -> None:
+        """Let these parameters have the gradients that were set aside, instead of those that came since."""
+
     def break_off(self) -> None:
         """A forward or backward ended in an error here: free what it has left behind, and be ready to stand in for it."""
 
@@ -203,6 +209,12 @@ class Strategy(Protocol):
 
     def restore(self, snapshot: Any) -> None:
         """Go back to a snapshot, which stays good; what the batch has left gathered or in flight is let go."""
+
+    def peers(self) -> Collectives | None:
+        """Those whose optimizers must be like this rank's; None while ranks learn apart, each from its own gradients."""
+
+    def replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The parameters, by name, that each of them holds whole, and alike."""
 
     def local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """What this rank holds of each gradient that there is, as plain tensors that may be changed in place."""

@@ -1,8 +1,11 @@
 """Data parallelism by torch's DistributedDataParallel: a whole model on each process, gradients averaged.
 
-DDP instances are held here, outside the user's module tree. Two things differ from bare DDP: buffers are copied from
+DDP instances are held here, outside the user's module tree. Three things differ from bare DDP: buffers are copied from
 rank 0 right after a reducing backward instead of before the next forward, so that no forward holds a collective
-and a model may be called on one rank alone; and the average over ranks is undone by the loss's factor.
+and a model may be called on one rank alone; the average over ranks is undone by the loss's factor; and gradients are
+reduced however the loss was computed. DDP reduces, while backward runs, what its own forward has led to. Where the loss
+came from `model.forward(x)`, from a submodule, or is another one over a forward that has been reduced, gradients are
+averaged when backward has returned.
 """
 
 import inspect
@@ -26,6 +29,7 @@ from headway.precision.base import Precision
 from headway.runtime import process
 from headway.runtime.group import CPU_ENGINE, engine_of
 from headway.strategies.base import Engine, Transform
+from headway.strategies.replica import Buckets
 from headway.strategies.single import SingleStrategy
 
 default_hooks = Later("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
@@ -35,6 +39,10 @@ powerSGD_hook = Later("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook
 _HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 _NO_FORWARD_SYNC: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False}
 _NUM_NAMES = 5
+_SPARSE = (
+    "{0} has sparse gradients, and its loss was not computed by calling {0} itself once: only DDP's own reduction knows sparse "
+    "gradients. Compute one loss from model(inputs), or build the layer with sparse=False"
+)
 _BUFFER_BUCKET_BYTES = 250 * 1024 * 1024  # DDP's own bound for a broadcast of buffers
 
 
@@ -51,6 +59,12 @@ class DDPStrategy(SingleStrategy):
         self._learned: set[int] = set()
         self._reduced: dict[int, str] = {}
         self._local: set[int] = set()
+        self._armed: set[int] = set()
+        """Whose reducer waits for gradients of its own forward."""
+        self._kept_local: set[int] = set()
+        """Whose last forward was in no_sync, and has not been run backward."""
+        self._to_average: set[int] = set()
+        """Whose gradients a backward has changed on this rank alone."""
 
     def setup(self, model: torch.nn.Module, transforms: Iterable[Transform] = ()) -> Engine | None:
         """Wrap in DDP, which gives all ranks rank 0's values."""
@@ -78,8 +92,13 @@ class DDPStrategy(SingleStrategy):
             process.at_end(self.release, is_engine=True)
 
         def run(*args: object, **kwargs: object) -> Any:
+            engine = self._engines[id(model)]
+            travels = engine.require_backward_grad_sync
+            (self._armed if travels else self._kept_local).add(id(model))
+            if travels:
+                self._kept_local.discard(id(model))
             try:
-                return self._engines[id(model)](*args, **kwargs)
+                return engine(*args, **kwargs)
             except RuntimeError as error:
                 named = _named(error, model, trained)
                 if named is None:
@@ -92,6 +111,7 @@ class DDPStrategy(SingleStrategy):
         """DDP's no_sync where gradients stay local."""
         engine = self._engines.get(id(model))
         if sync or engine is None:
+            self._kept_local.discard(id(model))
             return nullcontext()
         if self._options.static_graph and id(model) not in self._learned:
             # DDP learns a static graph from the first backward, which must not be a local one.
@@ -118,15 +138,37 @@ class DDPStrategy(SingleStrategy):
         finally:
             self._local.discard(id(model))
 
+    def peers(self) -> Collectives | None:
+        """All ranks, except in local SGD and in `no_sync`."""
+        is_apart = self._local or any(not engine.require_backward_grad_sync for engine in self._engines.values())
+        return None if is_apart else self.everyone
+
+    def replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """All that DDP made alike."""
+        for engine in self._engines.values():
+            ignored = engine.parameters_to_ignore
+            yield from ((name, p) for name, p in engine.module.named_parameters() if name not in ignored)
+
     def expect_backward(self, models: Iterable[torch.nn.Module]) -> None:
-        """Arm the reducers again: DDP ignores a second backward over one forward, and ranks would drift apart."""
-        for model in models:
-            engine = self._engines.get(id(model))
-            if engine is not None and id(model) not in self._local:
-                engine.reducer.prepare_for_backward([])
+        """Its gradients travel, also where the forward was in no_sync."""
+        self._kept_local.difference_update(map(id, models))
+
+    def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
+        """Run backward; note whose gradients have not travelled in it."""
+        super().backward(loss, factor, precision, **kwargs)
+        for key, engine in self._engines.items():
+            if key in self._armed:
+                if _unfinished(engine) is None:
+                    self._armed.discard(key)
+            elif engine.require_backward_grad_sync and key not in self._kept_local:
+                self._to_average.add(key)
+        self._kept_local.clear()
 
     def reduce_gradients(self, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False) -> None:
-        """Give all ranks rank 0's buffers (e.g. running statistics)."""
+        """Average gradients that backward left on this rank, and give all ranks rank 0's buffers (e.g. running statistics)."""
+        for key in [key for key in self._engines if key in self._to_average]:
+            self._average(self._engines[key])
+        self._to_average.clear()
         if not self._options.broadcast_buffers:
             return
         for key, engine in self._engines.items():
@@ -137,12 +179,41 @@ class DDPStrategy(SingleStrategy):
                 # The engine's own coalesced broadcast: one message for all buffers.
                 _broadcast_coalesced(engine.process_group, buffers, _BUFFER_BUCKET_BYTES, 0)
 
+    @torch.no_grad()
+    def _average(self, engine: DistributedDataParallel) -> None:
+        """What has travelled already is the same on all ranks, and an average leaves it as it is."""
+        parameters = [p for p in engine.module.parameters() if id(p) in self._reduced and p.requires_grad]
+        if all(p.grad is None for p in parameters):
+            return  # it took no part in the loss
+        present = torch.tensor([float(p.grad is not None) for p in parameters])
+        if self.everyone.reduce_numbers([float(present.min())], "min")[0] == 0:  # not all of them on every rank
+            self.everyone.sum_in_place([present])
+        used = [p for p, count in zip(parameters, present.tolist()) if count]
+        for p in used:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        grads = [p.grad for p in used if p.grad is not None]
+        if any(grad.layout is not torch.strided for grad in grads):
+            raise UnsupportedError(_SPARSE.format(type(engine.module).__name__))
+        torch._foreach_div_(grads, self.everyone.world_size)
+        buckets = Buckets(grads)
+        self.everyone.sum_in_place(buckets.pack(grads))
+        buckets.unpack(grads)
+
     def step(self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> bool:
         """Step, but never on gradients that only this process has.
 
         Raises:
             StateError: parameters were unfrozen after prepare(), or frozen where DDP waits for their gradients.
+            UnsupportedError: some took no part in the loss, and DDP waits for their gradients.
         """
+        for key in self._armed:
+            error, module = _unfinished(self._engines[key]), self._engines[key].module
+            named = error and _named(
+                error, module, {n: p for n, p in module.named_parameters() if id(p) in self._reduced}
+            )
+            if named:
+                raise named
         reduced, unknown, frozen = self._reduced, [], []
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -167,12 +238,22 @@ class DDPStrategy(SingleStrategy):
         super().release()
         if model is None:
             self._engines.clear()
-            self._learned.clear()
-            self._reduced.clear()
+            for kept in (self._learned, self._reduced, self._armed, self._kept_local, self._to_average):
+                kept.clear()
         elif self._engines.pop(id(model), None) is not None:
-            self._learned.discard(id(model))
+            for noted in (self._learned, self._armed, self._kept_local, self._to_average):
+                noted.discard(id(model))
             kept = {id(parameter) for engine in self._engines.values() for parameter in engine.module.parameters()}
             self._reduced = {key: name for key, name in self._reduced.items() if key in kept}
+
+
+def _unfinished(engine: DistributedDataParallel) -> RuntimeError | None:
+    """torch's error about gradients that the reducer still waits for; None: it waits for none. It has no other way to ask."""
+    try:
+        engine.reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def _register_hook(engine: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:

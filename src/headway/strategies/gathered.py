@@ -4,7 +4,7 @@ Between two backwards that do not reduce, a gradient lies whole in FSDP's own re
 the whole parameters, not those that the module tree shows at rest. Both are reached from here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -79,6 +79,30 @@ def reshard(model: torch.nn.Module) -> None:
     """Let the module tree show shards again: nothing is gathered any more."""
     for module in shards(model):
         module.reshard()  # type: ignore[operator]
+
+
+Waiting = tuple[Any, torch.Tensor | None, torch.Tensor | None]
+"""A record, and the gradient that waits there to be reduced: in the number format of the reduction, or as autograd left it."""
+
+
+def take_gradients(model: torch.nn.Module, parameters: Iterable[torch.Tensor]) -> list[Waiting]:
+    """Take out the gradients of these parts that have not been reduced, those of this model."""
+    wanted, taken = set(map(id, parameters)), []
+    for record in records(model):
+        if id(record.sharded_param) in wanted:
+            whole = whole_parameter(record)
+            taken.append((record, record.unsharded_accumulated_grad, None if whole is None else whole.grad))
+    give_gradients((record, None, None) for record, _, _ in taken)
+    return taken
+
+
+def give_gradients(taken: Iterable[Waiting]) -> None:
+    """Put gradients that have not been reduced in the place of those that are there."""
+    for record, accumulated, grad in taken:
+        record.unsharded_accumulated_grad = accumulated
+        whole = whole_parameter(record)
+        if whole is not None:
+            whole.grad = grad
 
 
 def forget_gradients(model: torch.nn.Module) -> None:

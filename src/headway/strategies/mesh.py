@@ -5,7 +5,6 @@ forward and its backward, and sums gradients into parts again; HSDP adds the axi
 go by `current`, norms need an exchange (`gradients.py`), and a model runs on all ranks of its mesh or on none.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -32,12 +31,15 @@ from headway.strategies.base import Capabilities, Engine, Transform
 from headway.strategies.context_parallel import ContextParallel
 from headway.strategies.float8 import check_float8, compute_scales, scale_before_forward, wrap_weights
 from headway.strategies.formats import check_formats, choose_formats, norms_within
+from headway.strategies.lost import LostWrites, check_hooks
 from headway.strategies.optimizers import check_optimizer
+from headway.strategies.replaced import Replaced
+from headway.strategies.scalars import WholeScalars
 from headway.strategies.second_order import SecondOrder
 from headway.strategies.sharded import Sharded
 from headway.strategies.single import SingleStrategy
 from headway.strategies.tensor_parallel import TensorParallel
-from headway.strategies.units import Units, find_units
+from headway.strategies.units import Units, check_whole, find_units
 from headway.strategies.usage import Usage
 from headway.units import format_bytes
 
@@ -98,15 +100,15 @@ class MeshStrategy(SingleStrategy):
         # Along cp each rank has the gradient of its part of the same loss: a term, as of another shard of the data.
         self.gradient_divisor = layout.num_data_shards * layout.cp
         self._models: list[torch.nn.Module] = []
+        self._replaced = Replaced(self._models)
         self._doors = doors.Doors(collectives)
         self._usage: dict[int, Usage] = {}
         self._seconds: dict[int, SecondOrder] = {}
         self._dtypes: dict[int, torch.dtype] = {}
-        self._is_checked = False
-        self._replaced: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
-        self._whole: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
-        self._num_whole, self._num_records = -1, 0
+        self._num_steps = 0
+        self._lost: dict[int, LostWrites] = {}
         self._has_left = False
+        collectives.runtime.scope.own(WholeScalars).enter(collectives.runtime)
         process.at_end(self._leave, is_engine=True)
         scope.own(traces.Hook).add(gradients.explain_mixed)
 
@@ -153,7 +155,7 @@ class MeshStrategy(SingleStrategy):
                 self._contexts.pop()
             raise
         self._models.append(model)
-        self._num_whole = -1
+        self._replaced.look_again()
         self._doors.open(model)
         self._usage[id(model)] = Usage(model, self.everyone, self._options.find_unused_parameters)
         self._seconds[id(model)] = SecondOrder(model)
@@ -168,13 +170,14 @@ class MeshStrategy(SingleStrategy):
         if known.is_sharded(model, how):
             self._cut_again(known.cut_of(model), model)
         else:
-            before = list(model.named_parameters(remove_duplicate=False))
+            check_hooks(model)
+            name, before = type(model).__name__, list(model.named_parameters(remove_duplicate=False))
             self._set_up(model, transforms)
             known.note(model, how, next((cut for one, cut in self._cuts if one is model), None))
             after = dict(model.named_parameters(remove_duplicate=False))
-            for name, parameter in before:
-                if after[name] is not parameter:
-                    self._replaced[id(parameter)] = weakref.ref(parameter), after[name]
+            replaced = [(key, parameter) for key, parameter in before if after[key] is not parameter]
+            self._replaced.note((parameter, after[key]) for key, parameter in replaced)
+            self._lost[id(model)] = LostWrites(model, replaced, name)
 
     def _cut_sequences(self, model: torch.nn.Module) -> ContextParallel:
         is_exact = self._number_format == "no" and self._options.param_dtype in (None, "float32")
@@ -191,6 +194,7 @@ class MeshStrategy(SingleStrategy):
         is_sharded = self.layout.replicate * self.layout.num_shards > 1
         if is_sharded:
             find_units(model, self._options)  # what is refused is refused before anything is changed
+        check_whole(model)
         lacks_values = values.is_without_memory(model)
         lacking = [row[0] for row in self.everyone.gather_numbers([float(lacks_values)])]
         if len(set(lacking)) > 1:
@@ -273,30 +277,8 @@ class MeshStrategy(SingleStrategy):
         check_optimizer(optimizer)
 
     def current(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The part that took its place; for a gathered parameter, which the tree shows while it is whole, its part."""
-        known = self._replaced.get(id(parameter))
-        if known is not None and known[0]() is parameter:
-            return known[1]
-        if gradients.is_distributed(parameter):
-            return parameter
-        found = self._whole.get(id(parameter))
-        if found is None and self._num_whole < self._num_records:
-            self._note_whole()  # each is there from its first gather on
-            found = self._whole.get(id(parameter))
-        if found is None or found[0]() is not parameter:
-            return parameter
-        part: torch.Tensor = found[1].sharded_param
-        return part
-
-    def _note_whole(self) -> None:
-        """Which record each gathered parameter belongs to: clippings and steps look it up."""
-        self._whole.clear()
-        records = [record for model in self._models for record in gathered.records(model)]
-        for record in records:
-            whole = gathered.whole_parameter(record)
-            if whole is not None:
-                self._whole[id(whole)] = weakref.ref(whole), record
-        self._num_whole, self._num_records = len(self._whole), len(records)
+        """The part that took its place."""
+        return self._replaced.current(parameter)
 
     def cut(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's part of it, as the parameter is cut."""
@@ -364,6 +346,21 @@ class MeshStrategy(SingleStrategy):
             gathered.forget_gradients(model)
             self._usage[id(model)].forget()
 
+    def set_aside(self, parameters: Iterable[torch.Tensor]) -> Any:
+        """Also those that wait, whole, for the window's end; and what their models have used in it."""
+        chosen = list(parameters)
+        whole = [(model, gathered.take_gradients(model, chosen)) for model in self._models]
+        usage = [(each := self._usage[id(model)], each.snapshot()) for model, taken in whole if taken]
+        return super().set_aside(chosen), [pair for _, taken in whole for pair in taken], usage
+
+    def put_back(self, kept: Any) -> None:
+        """Where FSDP keeps them."""
+        parts, whole, usage = kept
+        super().put_back(parts)
+        gathered.give_gradients(whole)
+        for each, state in usage:
+            each.restore(state)
+
     # ---------------------------------------------------------------- a batch that is run again
 
     def break_off(self) -> None:
@@ -425,9 +422,12 @@ class MeshStrategy(SingleStrategy):
 
     def step(self, optimizer: torch.optim.Optimizer, precision: Precision, closure: Callable[[], Any] | None) -> bool:
         """Step on the parts; before the first one, everything has the number format that was promised."""
-        if not self._is_checked:
+        if not self._num_steps:
             check_formats(self._models, self._dtypes)
-            self._is_checked = True
+        self._num_steps += 1
+        if self._num_steps & (self._num_steps - 1) == 0:  # 1, 2, 4, 8 ...
+            for lost in self._lost.values():
+                lost.check()
         did_step = super().step(optimizer, precision, closure)
         if did_step and self._number_format == "fp8":
             compute_scales(self._models)
@@ -456,13 +456,12 @@ class MeshStrategy(SingleStrategy):
             self._doors.close(each)
             self._usage.pop(id(each)).release()
             self._seconds.pop(id(each)).release()
-        self._models = [] if model is None else [known for known in self._models if known is not model]
+            self._lost.pop(id(each), None)
+        self._models[:] = [] if model is None else [known for known in self._models if known is not model]
+        self._replaced.forget()
         held = {id(p) for each in self._models for p in each.parameters()}
-        self._replaced = {key: pair for key, pair in self._replaced.items() if id(pair[1]) in held}
         self._dtypes = {key: dtype for key, dtype in self._dtypes.items() if key in held}
-        self._is_checked = False
-        self._whole.clear()
-        self._num_whole = -1
+        self._num_steps = 0
 
     # ---------------------------------------------------------------- state
 

@@ -81,10 +81,8 @@ class PipelineStrategy(SingleStrategy):
         self.layout = layout
         self._options = options
         self._group = collectives.split(layout.groups("pp"))
-        if layout.replicate > 1:
-            self.data_group = collectives.split(layout.data_groups)
-        else:
-            self.data_group = Collectives(collectives.runtime, is_alone=True)
+        self.data_group = collectives.split(layout.data_groups)
+        self._peers = self.data_group  # other ranks' optimizers hold the parameters of other stages
         self.data_shard = Shard(layout.coordinates(collectives.rank)["replicate"], layout.replicate)
         self.gradient_divisor = layout.replicate
         self._replaced: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}

@@ -80,6 +80,10 @@ class ReplicaStrategy(SingleStrategy):
         """Add the gradient of this rank's part of the average."""
         super().backward(loss, factor / self.data_shard.count, precision, **kwargs)
 
+    def replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """All parameters."""
+        return (pair for model in self._models for pair in model.named_parameters())
+
     def ready(self, parameters: Sequence[torch.nn.Parameter]) -> int:
         """Allocate all that `reduce_gradients` will need; returns how many parameters had no gradient."""
         self._flags = [parameter.grad is not None for parameter in parameters]

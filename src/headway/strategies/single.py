@@ -25,7 +25,7 @@ class SingleStrategy:
     capabilities = Capabilities()
 
     def __init__(self, collectives: Collectives) -> None:
-        self.data_group = self.everyone = collectives
+        self.data_group = self.everyone = self._peers = collectives
         self.data_shard = Shard(collectives.rank, collectives.world_size)
         self.gradient_divisor = 1
         self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
@@ -143,6 +143,18 @@ class SingleStrategy:
         for parameter in parameters:
             parameter.grad = None
 
+    def set_aside(self, parameters: Iterable[torch.Tensor]) -> Any:
+        """They are where torch keeps them."""
+        kept = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter, _ in kept:
+            parameter.grad = None
+        return kept
+
+    def put_back(self, kept: Any) -> None:
+        """Where torch keeps them."""
+        for parameter, grad in kept:
+            parameter.grad = grad
+
     def break_off(self) -> None:
         """It has left nothing behind."""
 
@@ -165,6 +177,14 @@ class SingleStrategy:
 
     def restore(self, snapshot: Any) -> None:
         """Nothing is kept."""
+
+    def peers(self) -> Collectives | None:
+        """All ranks, always."""
+        return self._peers
+
+    def replicas(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """None: nobody else has any."""
+        return ()
 
     def local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """All of them."""

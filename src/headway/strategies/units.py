@@ -15,6 +15,7 @@ from headway.config.sharding import ShardingOptions
 from headway.errors import ConfigError, PrepareError
 from headway.optional import Later
 from headway.strategies.blocks import find_blocks, is_wanted
+from headway.strategies.gradients import is_distributed
 
 fsdp = Later("torch.distributed.fsdp")
 _NUM_NAMES = 3
@@ -198,3 +199,18 @@ def _check_parameters(
 
 def _told(names: list[str]) -> str:
     return ", ".join(names[:_NUM_NAMES]) + (f" and {len(names) - _NUM_NAMES} more" if len(names) > _NUM_NAMES else "")
+
+
+def check_whole(model: torch.nn.Module) -> None:
+    """Refuse parameters that are spread over ranks already.
+
+    Raises:
+        PrepareError: some are; one is named.
+    """
+    parts = [name for name, parameter in model.named_parameters() if is_distributed(parameter)]
+    if parts:
+        raise PrepareError(
+            f"{len(parts)} parameters of {type(model).__name__}, such as {parts[0]!r}, are spread over the ranks already: it shares "
+            "them with a model that was prepared before, or the script has sharded them itself. Models that share parameters "
+            "need strategy='ddp', or one module that holds both; leave the script's own sharding out"
+        )

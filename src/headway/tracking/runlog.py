@@ -379,12 +379,15 @@ def _locate(path: Path) -> Path:
 
 
 class _Reader:
-    """Takes lines in order; keeps with each point the attempt it came from."""
+    """Takes lines in order; keeps with each point the era it came from, which a start or a step that is gone back to begins."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.points: dict[str, list[tuple[int, Point]]] = {}
+        self.media: list[tuple[int, Medium]] = []
         self.attempt = 0
+        # By era: the attempt, and the step that was gone back to at its beginning.
+        self.eras: list[tuple[int, float]] = [(0, math.inf)]
 
     def take(self, entry: Mapping[str, Any]) -> None:
         moment, kind = float(entry["time"]), entry["kind"]
@@ -396,15 +399,16 @@ class _Reader:
             for name, value in dict(entry["values"]).items():
                 known = _WORDS.get(value, value) if isinstance(value, str) else value
                 if isinstance(known, int | float | str):
-                    self.points.setdefault(name, []).append((self.attempt, (step, moment, known)))
+                    self.points.setdefault(name, []).append((len(self.eras) - 1, (step, moment, known)))
         elif kind == "event":
             event = Event(str(entry["event"]), entry.get("step"), moment, dict(entry.get("details") or {}))
             self.run.events.append(event)
             if event.name in SUPERSEDING and event.step is not None:
-                self._supersede(event.step)
+                self.eras.append((self.attempt, event.step))
         elif kind in ("image", "artifact"):
             where = self.run.path.parent / str(entry["file"])
-            self.run.media.append(Medium(kind, str(entry["name"]), entry.get("step"), moment, where))
+            medium = Medium(kind, str(entry["name"]), entry.get("step"), moment, where)
+            self.media.append((len(self.eras) - 1, medium))
         elif kind == "reopened":
             self.run.summary = None
         elif kind == "end":
@@ -417,6 +421,7 @@ class _Reader:
                 f"{self.run.path} is of format {version!r}, and this version of Headway reads up to {FORMAT}; upgrade it"
             )
         self.attempt += 1
+        self.eras.append((self.attempt, math.inf))
         is_after_end, self.run.summary = self.run.summary is not None, None
         self.run.starts.append(
             Start(
@@ -431,17 +436,22 @@ class _Reader:
             )
         )
 
-    def _supersede(self, step: int) -> None:
-        for points in self.points.values():
-            points[:] = [each for each in points if each[1][0] is None or each[1][0] <= step]
-        self.run.media[:] = [each for each in self.run.media if each.step is None or each.step <= step]
-
     def finish(self) -> None:
+        """Drop what a later era has superseded."""
+        lowest, limits = math.inf, []
+        for _, step in reversed(self.eras):
+            limits.append(lowest)
+            lowest = min(lowest, step)
+        limits.reverse()
+        is_cut = lowest < math.inf
+        self.run.media = [each for era, each in self.media if each.step is None or each.step <= limits[era]]
         for name, points in self.points.items():
+            if is_cut:
+                points = [each for each in points if each[1][0] is None or each[1][0] <= limits[each[0]]]
             newest: dict[int, int] = {}
-            for attempt, (step, _, _) in points:
-                if step is not None:
-                    newest[step] = max(attempt, newest.get(step, 0))
-            kept = [point for attempt, point in points if point[0] is None or attempt == newest[point[0]]]
+            for era, (number, _, _) in points:
+                if number is not None:
+                    newest[number] = max(self.eras[era][0], newest.get(number, 0))
+            kept = [point for era, point in points if point[0] is None or self.eras[era][0] == newest[point[0]]]
             if kept:
                 self.run.values[name] = kept

@@ -57,7 +57,6 @@ ANSWERS = {
     "fp16_full_eval": "evaluation runs in the run's own precision: use fp16=True",
     "save_only_model": "leave it out: a checkpoint is what a run goes on from; weights alone: trainer.save_model(folder)",
     "save_safetensors": "leave it out: weights are always safetensors",
-    "ignore_data_skip": "leave it out: resuming reads no sample twice and skips none",
     "full_determinism": "call torch.use_deterministic_algorithms(True)",
     "push_to_hub": _NO_HUB,
     "hub_model_id": _NO_HUB,

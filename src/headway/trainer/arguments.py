@@ -102,6 +102,7 @@ class TrainingArguments(Surroundings):
         use_cpu: compute on the CPU.
         do_train, do_eval, do_predict: for scripts that ask for them; the Trainer does not.
         resume_from_checkpoint: as `Trainer.train` takes it.
+        ignore_data_skip: the data are not those of the checkpoint: a resumed run begins its epoch at the first batch.
         skip_memory_metrics: False: results carry the peak of each phase.
         accelerator_config: further arguments of `headway.Accelerator`, by name.
 
@@ -172,6 +173,7 @@ class TrainingArguments(Surroundings):
     do_eval: bool = False
     do_predict: bool = False
     resume_from_checkpoint: str | Path | None = None  # True and False, too; HfArgumentParser knows no such union
+    ignore_data_skip: bool = False
     skip_memory_metrics: bool = True
     accelerator_config: dict[str, Any] | None = None
 

@@ -18,6 +18,7 @@ from headway.checkpoint.folders import committed, run_of
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.trainer.records import FOLDER
+from headway.untrusted import parse_json
 
 log = get_logger(__name__)
 
@@ -62,7 +63,7 @@ def begin(output_dir: str | Path) -> int:
 def read_mark(output_dir: str | Path) -> Mark | None:
     """The folder's mark; None where there is none, or it cannot be read."""
     try:
-        return Mark(**json.loads((Path(output_dir) / FILE).read_text()))
+        return Mark(**parse_json((Path(output_dir) / FILE).read_text()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
@@ -103,15 +104,19 @@ class Continuation:
     Args:
         output_dir: the run's folder.
         asked: `resume_from_checkpoint` of the call, or of the arguments.
+        changed: as for `Accelerator.resume`.
 
     Attributes:
         training: which training of this process in that folder it is.
     """
 
-    def __init__(self, output_dir: str | Path, asked: str | Path | bool | None) -> None:
+    def __init__(
+        self, output_dir: str | Path, asked: str | Path | bool | None, changed: str | tuple[str, ...] = ()
+    ) -> None:
         self.training = begin(output_dir)
         self._folder = output_dir
         self._asked = asked
+        self._changed = changed
 
     def resume(self, accelerator: Accelerator) -> None:
         """Go on from where the arguments say, or from where the same command was preempted; every rank calls it.
@@ -126,7 +131,7 @@ class Continuation:
             return
         self.end_well(accelerator)
         if asked:
-            accelerator.resume("latest" if asked is True else asked)
+            accelerator.resume("latest" if asked is True else asked, changed=self._changed)
         elif accelerator.save_iteration:
             log.info(
                 "%s holds checkpoints of earlier runs, which stay; this one's are numbered from %d on. "
@@ -143,7 +148,7 @@ class Continuation:
             mark.update,
         )
         try:
-            accelerator.resume("latest", run=mark.run)
+            accelerator.resume("latest", run=mark.run, changed=self._changed)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error}\nThe same command was preempted and has to resume; resume_from_checkpoint=False starts from the beginning"

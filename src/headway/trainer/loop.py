@@ -18,6 +18,7 @@ from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerState
 from headway.trainer.collate import Batch
+from headway.trainer.data import length_of
 from headway.trainer.log import TrainingLog
 from headway.trainer.loss import LossBook, take_count
 from headway.trainer.records import checkpoint_path, load_weights, note_best
@@ -50,7 +51,6 @@ class Prepared:
     Attributes:
         accelerator: that has prepared it.
         model, optimizer, scheduler, loader: the training's.
-        num_batches: of an epoch on each rank; None: a stream.
     """
 
     accelerator: Accelerator
@@ -58,7 +58,11 @@ class Prepared:
     optimizer: PreparedOptimizer
     scheduler: PreparedScheduler
     loader: PreparedLoader
-    num_batches: int | None
+
+    @property
+    def num_batches(self) -> int | None:
+        """Of an epoch on each rank; None: a stream."""
+        return length_of(self.loader)
 
     @property
     def is_by_metric(self) -> bool:
@@ -66,13 +70,14 @@ class Prepared:
         return isinstance(self.scheduler.scheduler, ReduceLROnPlateau)
 
 
-def count_updates(state: TrainerState, args: TrainingArguments, num_batches: int | None) -> None:
+def count_updates(state: TrainerState, args: TrainingArguments, num_batches: int | None, num_steps: int) -> None:
     """Note how many epochs and updates there will be.
 
     Args:
         state: takes the numbers.
         args: how long to train.
         num_batches: of an epoch on each rank; None: a stream.
+        num_steps: batches of an update.
 
     Raises:
         ConfigError: a stream without max_steps.
@@ -83,7 +88,7 @@ def count_updates(state: TrainerState, args: TrainingArguments, num_batches: int
             raise ConfigError(f"the training data {what}, so epochs cannot be counted; set max_steps, or give data")
         state.max_steps, state.num_train_epochs = args.max_steps, 1
     else:
-        per_epoch = -(-num_batches // args.gradient_accumulation_steps)
+        per_epoch = -(-num_batches // num_steps)
         if args.max_steps > 0:
             state.max_steps, state.num_train_epochs = args.max_steps, -(-args.max_steps // per_epoch)
         else:
@@ -258,6 +263,8 @@ class Training:
         loss = self._losses.take()
         logs: Metrics = {} if loss is None else {"loss": loss}
         logs |= {name: float(value) for name, value in self._of_update.items()}
+        if num_skipped := self._accelerator.clock.num_skipped:
+            logs["skipped_updates"] = num_skipped
         self._last_logged = self._events.state.global_step
         self._steps.log(logs)
 

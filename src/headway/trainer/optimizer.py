@@ -5,7 +5,6 @@ import copy
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -248,6 +247,31 @@ SCHEDULES: dict[str, Callable[..., float] | None] = {
 }
 """By name: the factor on the learning rate as a function of updates; None: it follows a metric instead."""
 
+
+class Factor:
+    """One of these functions with its settings, which are the state that a schedule keeps of it.
+
+    Args:
+        function: of the updates made.
+        settings: its keywords.
+    """
+
+    __slots__ = ("__dict__", "_function")
+
+    def __init__(self, function: Callable[..., float], **settings: Any) -> None:
+        self._function = function
+        vars(self).update(settings)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The settings."""
+        return vars(self)
+
+    def __call__(self, update: int) -> float:
+        """The factor after so many updates."""
+        return self._function(update, **vars(self))
+
+
 _WITHOUT_END = ("constant", "constant_with_warmup", "inverse_sqrt")
 
 
@@ -266,11 +290,19 @@ def create_schedule(optimizer: torch.optim.Optimizer, args: TrainingArguments, n
             settings["end_share"] = settings.pop("lr_end", 1e-7) / (args.learning_rate or 1.0)
         if name == "cosine_with_min_lr" and "min_lr" in settings:
             settings["min_lr_rate"] = settings.pop("min_lr") / (args.learning_rate or 1.0)
-        lengths: dict[str, Any] = {
-            "num_warmup_steps": 0 if name == "constant" else args.num_warmup_updates(num_updates)
-        }
-        if name not in _WITHOUT_END:
-            lengths["num_training_steps"] = num_updates
-        return LambdaLR(optimizer, partial(factor, **lengths, **settings))
+        return LambdaLR(optimizer, Factor(factor, **_lengths(args, num_updates), **settings))
     except TypeError as error:
         raise ConfigError(f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} does not fit {name}: {error}") from error
+
+
+def stretch_schedule(schedule: Any, args: TrainingArguments, num_updates: int) -> None:
+    """Let a schedule that `create_schedule` made be one of so many updates."""
+    for each in getattr(schedule, "lr_lambdas", ()):
+        if isinstance(each, Factor):
+            each.keywords.update(_lengths(args, num_updates))
+
+
+def _lengths(args: TrainingArguments, num_updates: int) -> dict[str, int]:
+    name = args.lr_scheduler_type
+    warmup = 0 if name == "constant" else args.num_warmup_updates(num_updates)
+    return {"num_warmup_steps": warmup} | ({} if name in _WITHOUT_END else {"num_training_steps": num_updates})

@@ -12,6 +12,7 @@ import torch
 from headway.checkpoint.folders import committed
 from headway.checkpoint.foreign import number_of
 from headway.checkpoint.layout import open_tensors, verify
+from headway.checkpoint.model import put_in
 from headway.checkpoint.mosaic import pairs
 from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
@@ -36,6 +37,7 @@ _OF_THE_PLACE = frozenset(
         "do_eval",
         "do_predict",
         "resume_from_checkpoint",
+        "ignore_data_skip",
         "skip_memory_metrics",
         "save_total_limit",
         "eval_accumulation_steps",
@@ -157,4 +159,4 @@ def load_weights(folder: str | Path, model: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, tensor in open_tensors(Path(folder), manifest, _MODEL):
             for part, values in pairs(own[name.removeprefix(_MODEL)].detach(), tensor):
-                part.copy_(values)
+                put_in(part, values)

@@ -30,7 +30,7 @@ from headway.trainer.log import Log, TrainingLog
 from headway.trainer.loop import Prepared, Training, count_updates
 from headway.trainer.loss import LossBook, LossFunction, call, loss_among, without_loss
 from headway.trainer.metrics import Measure
-from headway.trainer.optimizer import at_rest, create_optimizer, create_schedule, decaying_names
+from headway.trainer.optimizer import at_rest, create_optimizer, create_schedule, decaying_names, stretch_schedule
 from headway.trainer.other_names import OtherNames
 from headway.trainer.records import Record, settings_of
 from headway.trainer.rehearsal import Rehearsal
@@ -204,7 +204,7 @@ class Trainer(OtherNames):
             raise ConfigError(f"train(trial=...): {NOT_SERVED['hyperparameter_search']}")
         asked = args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         check_folder(self.accelerator, asked, folder)
-        continuation = Continuation(folder, asked)
+        continuation = Continuation(folder, asked, "data" if args.ignore_data_skip else ())
         self._begin()
         try:
             with MemoryMonitor(by_phase=not args.skip_memory_metrics) as monitor:
@@ -215,7 +215,7 @@ class Trainer(OtherNames):
                 self.accelerator.start_watching()
                 prepared = self._prepare(losses)
                 self.check_evaluation()
-                self._resume(continuation)
+                self._resume(continuation, prepared)
                 training = Training(args, prepared, self._events, run_log, losses, self, ignore_keys_for_eval)
                 output = training.run()
                 if self.accelerator.preempted:  # with Preemption(exits=False)
@@ -251,8 +251,7 @@ class Trainer(OtherNames):
         settings = settings_of(args, model)
         builder.recompute_activations(args, accelerator, model)
         self.train_dataloader = loader = accelerator.prepare_data_loader(self.get_train_dataloader())
-        num_batches = length_of(loader)
-        count_updates(self.state, args, num_batches)
+        count_updates(self.state, args, length_of(loader), args.gradient_accumulation_steps)
         move(model, accelerator.device)
         self.optimizer, self.lr_scheduler = self._given_optimizers
         self.create_optimizer_and_scheduler(self.state.max_steps)
@@ -263,10 +262,13 @@ class Trainer(OtherNames):
             self._own_eval_loaders()
         accelerator.register_for_checkpointing(Record(self._events, losses, settings))
         set_seed(args.seed, device_specific=True)  # dropout differs from rank to rank
-        return Prepared(accelerator, model, self.optimizer, self.lr_scheduler, loader, num_batches)
+        return Prepared(accelerator, model, self.optimizer, self.lr_scheduler, loader)
 
-    def _resume(self, continuation: Continuation) -> None:
+    def _resume(self, continuation: Continuation, prepared: Prepared) -> None:
         continuation.resume(self.accelerator)
+        # On another number of processes updates consist of other batches, to keep the global batch.
+        count_updates(self.state, self.args, prepared.num_batches, self.accelerator.gradient_accumulation_steps)
+        stretch_schedule(prepared.scheduler, self.args, self.state.max_steps)
         self.state.global_step = self.accelerator.num_updates
         self.control.should_training_stop = self.state.global_step >= self.state.max_steps
         self._log.begin()

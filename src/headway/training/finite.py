@@ -25,6 +25,7 @@ from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime.events import notify
 from headway.strategies.base import Strategy
+from headway.training.guard import Skips
 from headway.training.prepared import Prepared
 from headway.training.windows import Clock, Windows
 
@@ -105,6 +106,7 @@ class FiniteGuard:
         strategy: knows which part of the gradients is here, and who takes part in a verdict.
         has_scaler: fp16's scaler (torch's or an engine's) looks at gradients itself; what is left to the guard is whether a loss
             was the reason.
+        skips: counts what the scaler skips.
 
     Attributes:
         num_skipped: updates that were left out.
@@ -121,6 +123,7 @@ class FiniteGuard:
         clock: Clock,
         strategy: Strategy,
         has_scaler: bool,
+        skips: Skips,
     ) -> None:
         self.policy = policy
         self.num_skipped = self.num_in_row = 0
@@ -133,6 +136,7 @@ class FiniteGuard:
         self._group: Collectives = strategy.everyone
         self._is_whole = strategy.capabilities.whole_gradients
         self._has_scaler = has_scaler
+        self._skips = skips
         self._seen = _Seen()
         self._window = -1
         self._verdict: tuple[tuple[int, int], bool] | None = None
@@ -161,6 +165,9 @@ class FiniteGuard:
             return loss * math.nan
         seen.losses.append((micro_batch, plain))
         return loss * (plain - plain + 1)  # inf - inf and nan - nan are nan, all else 0: no value is read here
+
+    def after_backward(self, loss: torch.Tensor) -> None:
+        """It was looked at before."""
 
     def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         """Note the norms of gradients that are about to be clipped; nothing is read from the device.
@@ -265,6 +272,7 @@ class FiniteGuard:
         if did_step:
             self.num_in_row = 0
         elif self._has_scaler and self._counted != self._windows.current.number:
+            self._skips.note()
             ranks = self._bad_losses()
             if ranks:
                 self._refuse(ranks, [])
@@ -357,6 +365,7 @@ def build_guard(
     clock: Clock,
     precision: Precision,
     strategy: Strategy,
+    skips: Skips,
 ) -> "FiniteGuard":
     """The guard that is asked for.
 
@@ -366,7 +375,7 @@ def build_guard(
     policy = chosen if isinstance(chosen, NonFinitePolicy) else NonFinitePolicy(chosen)
     scaler = precision.scaler
     has_scaler = scaler is not None and (scaler.is_enabled() or strategy.capabilities.scales_losses)
-    return FiniteGuard(policy, windows, prepared, clock, strategy, has_scaler)
+    return FiniteGuard(policy, windows, prepared, clock, strategy, has_scaler, skips)
 
 
 # ---------------------------------------------------------------- finiteness

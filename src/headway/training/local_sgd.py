@@ -6,18 +6,67 @@ samples, as everywhere in Headway, so that the average is that of the whole batc
 averaged after every step, plain SGD gives exactly what DDP gives. Optimizer state stays local.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from headway.collectives.door import Collectives
 from headway.errors import ConfigError, PrepareError, StateError
 from headway.strategies.base import Strategy
+from headway.training.windows import Windows
 
 _GROUP_BYTES = 256 << 20
 """How much is averaged at once: as much memory is needed beside the model."""
+
+
+class LocalTraining:
+    """What the ranks of a run have made of their own.
+
+    Args:
+        windows: counts what is trained.
+
+    Attributes:
+        blocks: the blocks that models are in.
+        parted: models that were in one: their optimizers' states differ between the ranks from then on.
+    """
+
+    def __init__(self, windows: Windows) -> None:
+        self.blocks: dict[torch.nn.Module, LocalSGD] = {}
+        self.parted: WeakSet[torch.nn.Module] = WeakSet()
+        self._windows = windows
+        self._interrupted: WeakKeyDictionary[torch.nn.Module, tuple[int, int, Callable[[], None]]] = WeakKeyDictionary()
+
+    @property
+    def num_windows(self) -> int:
+        """Windows begun so far, on all ranks alike."""
+        return self._windows.num_windows
+
+    def interrupt(self, model: torch.nn.Module, num_steps: int, put_back: Callable[[], None]) -> None:
+        """The run that is resumed was in a block of the model: the next one goes on from there, if nothing is trained before.
+
+        Args:
+            model: prepared; it has the mean of all ranks now.
+            num_steps: of the block.
+            put_back: gives the model this rank's own values.
+        """
+        self._interrupted[model] = self.num_windows, num_steps, put_back
+
+    def enter(self, block: "LocalSGD") -> int:
+        """A block begins; returns the steps that it has behind it."""
+        self.blocks[block.model] = block
+        self.parted.add(block.model)
+        num_windows, num_steps, put_back = self._interrupted.pop(block.model, (-1, 0, lambda: None))
+        if num_windows != self.num_windows:
+            return 0
+        put_back()
+        return num_steps
+
+    def leave(self, block: "LocalSGD") -> None:
+        """It is over."""
+        del self.blocks[block.model]
 
 
 class Run(Protocol):
@@ -25,6 +74,7 @@ class Run(Protocol):
 
     collectives: Collectives
     strategy: Strategy
+    local_training: LocalTraining
 
 
 class LocalSGD:
@@ -41,7 +91,7 @@ class LocalSGD:
                     local_sgd.step()
 
     On leaving the block parameters are averaged once more where that is needed, and all ranks take rank 0's buffers. A block
-    that is left by an exception averages nothing: the other ranks may never come.
+    that is left by an exception averages nothing: the other ranks may never come. A run that is saved in a block goes on in it.
 
     Args:
         accelerator: the Accelerator that prepared the model.
@@ -65,12 +115,15 @@ class LocalSGD:
         self.model = model
         self._door = accelerator.collectives
         self._strategy = accelerator.strategy
+        self._training = accelerator.local_training
         self._block: ExitStack | None = None
+        self._begun = 0
 
     def __enter__(self) -> "LocalSGD":
         if self.enabled:
             self._block = ExitStack()
             self._block.enter_context(self._strategy.keep_local(self.model))
+            self.num_steps, self._begun = self._training.enter(self), self._training.num_windows
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -78,8 +131,10 @@ class LocalSGD:
             return
         block, self._block = self._block, None
         block.close()
+        self._training.leave(self)
         if kind is None:
-            if self.num_steps % self.local_sgd_steps or not self.num_steps:
+            is_idle = not self.num_steps and self._training.num_windows == self._begun
+            if not is_idle and (self.num_steps % self.local_sgd_steps or not self.num_steps):
                 self._average()
             self._strategy.reduce_gradients()  # buffers follow rank 0, as after any update
 
@@ -97,19 +152,25 @@ class LocalSGD:
 
     @torch.no_grad()
     def _average(self) -> None:
-        for group in _groups(list(self.model.parameters())):
-            for parameter, mean in zip(group, self._door.reduce([each.detach() for each in group], "mean")):
-                parameter.copy_(mean)
+        parameters = list(self.model.parameters())
+        for parameter, mean in zip(parameters, means(parameters, self._door)):
+            parameter.copy_(mean)
 
 
-def _groups(parameters: list[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    group: list[torch.nn.Parameter] = []
+def means(values: Iterable[torch.Tensor], door: Collectives) -> Iterator[torch.Tensor]:
+    """The mean over the ranks of each tensor, in the order given."""
+    for group in _groups(values):
+        yield from door.reduce([each.detach() for each in group], "mean")
+
+
+def _groups(values: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    group: list[torch.Tensor] = []
     size = 0
-    for parameter in parameters:
-        if group and size + parameter.nbytes > _GROUP_BYTES:
+    for value in values:
+        if group and size + value.nbytes > _GROUP_BYTES:
             yield group
             group, size = [], 0
-        group.append(parameter)
-        size += parameter.nbytes
+        group.append(value)
+        size += value.nbytes
     if group:
         yield group

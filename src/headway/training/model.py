@@ -9,7 +9,7 @@ On several processes scripts expect what DistributedDataParallel has: `model.mod
 """
 
 import copyreg
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,9 +18,9 @@ import torch
 from headway.callsite import is_users, stack
 from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
+from headway.runtime.lone import LoneCalls
 from headway.strategies.base import Engine
 from headway.strategies.gradients import cut_like
-from headway.training.lone import LoneCalls
 
 log = get_logger(__name__)
 
@@ -33,6 +33,8 @@ _PARTS = (
 
 KeepLocal = Callable[[torch.nn.Module], AbstractContextManager[Any]]
 """From a model to a block whose backwards keep their gradients on this process."""
+Look = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]
+"""Told that a model is called, and with what."""
 
 
 class _Call:
@@ -44,6 +46,7 @@ class _Call:
         "engine",
         "is_inside",
         "keep_local",
+        "lone",
         "looks",
         "num_opened",
         "serves_all",
@@ -57,7 +60,8 @@ class _Call:
         autocast: Callable[[], AbstractContextManager[Any]] | None,
         keep_local: KeepLocal | None,
         shards: str | None,
-        looks: LoneCalls | None,
+        looks: Sequence[Look],
+        lone: LoneCalls | None,
     ) -> None:
         self.bare_class = bare_class
         self.engine = engine
@@ -65,6 +69,7 @@ class _Call:
         self.keep_local = keep_local
         self.shards = shards
         self.looks = looks
+        self.lone = lone
         self.serves_all = bool(getattr(engine, "serves_evaluation", False))
         self.is_inside = False
         self.num_opened = 0
@@ -79,8 +84,8 @@ class PreparedModel:
         bare = super().__call__  # type: ignore[misc]
         if call.is_inside:
             return bare(*args, **kwargs)
-        if call.looks is not None:
-            call.looks(self)  # type: ignore[arg-type]
+        for look in call.looks:
+            look(self, args, kwargs)  # type: ignore[arg-type]
         is_served = call.engine is not None and (call.serves_all or torch.is_grad_enabled())
         run: Any = call.engine if is_served else bare
         call.is_inside = True
@@ -158,9 +163,9 @@ class PreparedPart(PreparedModel):
         return super().load_state_dict(fits, *args, **kwargs)  # type: ignore[misc]
 
     def _look(self, call: str, action: str) -> None:
-        looks: LoneCalls | None = self.__dict__[_KEY].looks
-        if looks is not None:
-            looks.check(call, action)
+        lone: LoneCalls | None = self.__dict__[_KEY].lone
+        if lone is not None:
+            lone.check(call, action)
 
 
 def reduce_to_bare(model: Any, reduced: Any, bare: type, keys: tuple[str, ...]) -> tuple[Any, ...]:
@@ -212,7 +217,8 @@ def attach(
     autocast: Callable[[], AbstractContextManager[Any]] | None,
     keep_local: KeepLocal | None = None,
     shards: str | None = None,
-    looks: LoneCalls | None = None,
+    looks: Sequence[Look] = (),
+    lone: LoneCalls | None = None,
 ) -> None:
     """Make calls of `model` run through `engine` and `autocast`; with nothing to add, the object is left as it is.
 
@@ -222,12 +228,13 @@ def attach(
         autocast: makes the context of a forward.
         keep_local: for `no_sync()`; None: the model gets neither that nor `module`, as on one process.
         shards: the strategy that left a part of the model on this process, so that it cannot be copied; None: it can.
-        looks: told before each forward that is not within another one, and before state dicts of parts.
+        looks: told of each forward that is not within another one, before it.
+        lone: told before state dicts of parts, which need all ranks.
 
     Raises:
         PrepareError: its class cannot be extended (it defines __slots__ or forbids subclasses).
     """
-    if all(each is None for each in (engine, autocast, keep_local, shards, looks)):
+    if not looks and all(each is None for each in (engine, autocast, keep_local, shards)):
         return
     bare = type(model)
     added: dict[str, Any] = {"__module__": bare.__module__, "__doc__": bare.__doc__}
@@ -241,7 +248,7 @@ def attach(
         raise PrepareError(
             f"the class {bare.__qualname__} cannot be prepared, because it cannot be extended: {error}"
         ) from error
-    model.__dict__[_KEY] = _Call(bare, engine, autocast, keep_local, shards, looks)
+    model.__dict__[_KEY] = _Call(bare, engine, autocast, keep_local, shards, looks, lone)
 
 
 def refuse_copies(model: Any) -> None:

@@ -11,14 +11,32 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from headway.errors import PrepareError, StateError
 from headway.log import get_logger
 from headway.runtime import process
-from headway.training.lone import LoneCalls
+from headway.runtime.lone import LoneCalls
 from headway.training.neighbours import Neighbours
 from headway.training.repoint import fit_state, repoint
 from headway.training.step import Step
-from headway.training.windows import Clock
+from headway.training.windows import Clock, Window
 
 log = get_logger(__name__)
 
+_OTHER_BACKWARD = (
+    "step() found gradients that accelerator.backward() has not made. Was loss.backward() called? Write "
+    "accelerator.backward(loss): it weighs the loss, scales it under fp16 and knows when the window ends. Do not prepare an "
+    "optimizer whose gradients you make yourself"
+)
+_NO_STEP = (
+    "zero_grad() came before step(): the gradient of a whole window was dropped without an update. Call step() first; if the update "
+    "is meant to be left out, this is no mistake"
+)
+_LEFT = (
+    "a window of %d micro-batches ended without step() and zero_grad(), so its gradient is part of the next update too. Call both in "
+    "each micro-batch: they act at the end of a window, and wait until then"
+)
+_CLOSURE = (
+    "step(closure) came inside accumulate() before any backward: the window waits for a backward that only this step would "
+    "make. Open the block in the closure, `def closure(): with accelerator.accumulate(model): ...`, and call step(closure) "
+    "outside of it"
+)
 _BY_CHECKPOINT = "its engine keeps that: use accelerator.save_state() and accelerator.load_state()"
 
 
@@ -66,6 +84,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._neighbours = neighbours
         self._looks = looks
         self._checked = -1
+        self._last_window = -1
         neighbours.note_prepared(optimizer, step)
 
     @property
@@ -166,51 +185,104 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients at the end of a window or before its first backward; in between, nothing."""
-        if self._windows.is_fresh:
-            if self._windows.is_forsaken and not self.num_updates:
-                self._note_forsaken()
+        windows = self._windows
+        window = self._window() if self._step.are_several else windows.current
+        if windows.is_due if not self._step.weighs_losses else window is None or windows.may_clear(window):
+            if window is not None and window.is_waiting and window.is_closed and self._weighed_gradients():
+                log.warning_once(_NO_STEP)
+                window.is_applied = True
             self._step.drop(self.optimizer, set_to_none)
-
-    def _note_forsaken(self) -> None:
-        learning = set(map(id, self._step.prepared.parameters_of(self._windows.current)))
-        if any(id(p) in learning for group in self.optimizer.param_groups for p in group["params"]):
-            log.warning_once(
-                "zero_grad() came before step() at the end of a window: its gradients are dropped, and no update is made from them. "
-                "Call step() first, unless this update is to be left out"
-            )
+        elif window is not None and window.micro_weight is not None:
+            window.was_asked = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Make the update at the end of a window; inside one, nothing.
 
         Raises:
             PrepareError: parameters that belong to no prepared model, where processes would drift apart.
+            StateError: gradients that did not come from `accelerator.backward`, or from the models of this optimizer.
         """
-        windows, step = self._windows, self._step
-        if not windows.is_final:
-            if windows.is_due:
-                log.warning_once(
-                    "step() came at the end of a window whose last micro-batch ran no accelerator.backward(): its gradients are "
-                    "not final, so no update was made; the window goes on. Is loss.backward() called instead?"
-                )
+        step = self._step
+        window = self._window() if step.are_several else self._windows.current
+        if window is None or (window is not self._windows.current and window.number == self._last_window):
+            raise StateError(self._left_out())
+        if window.was_left and self._step.weighs_losses:
+            log.warning_once(_LEFT, self._windows.num_steps)
+        if not self._is_final(window, closure):
             return
         if self._checked != step.prepared.num_resets:
             self._check_parameters()
-        window, phases = windows.current, step.moments.phases
+        phases = step.moments.phases
         for listener in phases:
             listener("step")
         did_step = not window.is_empty and step.update(self.optimizer, self._strategy, closure)
         for listener in phases:
             listener("forward")
         # Where the batch was run again within the update, there may be another window, and other counts.
-        window, counts = windows.current, self._counts
+        window, counts = (self._window() if step.are_several else self._windows.current) or window, self._counts
         counts.was_skipped = not did_step
         window.is_applied = True
+        self._last_window = window.number
         if did_step:
             counts.num_updates += 1
             counts.window_length = window.num_done or 1
             self._clock.count(window.number)
         if not window.is_empty:
             step.guard.after_step(did_step)
+
+    def _window(self) -> Window | None:
+        """The one that its models have learned in last."""
+        return self._step.turns.window_of(self.optimizer)
+
+    def _is_final(self, window: Window, closure: Callable[[], Any] | None) -> bool:
+        """May it step? Looks for gradients that cannot be those of the window.
+
+        Raises:
+            StateError: there are some.
+        """
+        windows = self._windows
+        if windows.may_step(window):
+            # The first step of a run comes after a backward, or has one in its closure.
+            is_first = not windows.num_windows and bool(self._step.prepared.models)
+            if is_first and closure is None and self._has_foreign_gradients():
+                raise StateError(_OTHER_BACKWARD)
+            return True
+        if windows.is_inside and window.micro_weight is None:
+            if closure is not None:
+                raise StateError(_CLOSURE)
+            if not window.has_gradient and self._has_foreign_gradients():
+                raise StateError(_OTHER_BACKWARD)
+        elif window.micro_weight is not None:
+            window.was_asked = True
+        is_due = windows.is_due and window is windows.current
+        if is_due and not self._step.weighs_losses:
+            window.close(1.0)
+            return True
+        if is_due:
+            log.warning_once(
+                "step() came at the end of a window whose last micro-batch ran no accelerator.backward(): its gradients are "
+                "not final, so no update was made; the window goes on"
+            )
+        return False
+
+    def _has_foreign_gradients(self) -> bool:
+        """Are there gradients although accelerator.backward has made none?"""
+        return any(bool(grad.count_nonzero()) for grad in self._weighed_gradients())
+
+    def _weighed_gradients(self) -> list[torch.Tensor]:
+        """What this rank holds of the gradients; none where a backward of the script's own is as good as any."""
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        return self._strategy.local_gradients(parameters) if self._step.weighs_losses else []
+
+    def _left_out(self) -> str:
+        models = self._step.turns.models_of(p for group in self.optimizer.param_groups for p in group["params"])
+        own = ", ".join(type(model).__name__ for model in self._step.prepared.models if id(model) in models)
+        given = ", ".join(type(model).__name__ for model in self._windows.current.models)
+        return (
+            f"{type(self.optimizer).__name__} of {own} steps, but no accumulate() block has named {own} since its last step, and "
+            f"a backward in accumulate({given}) leaves nothing in other models. For a loss that trains both, name both: "
+            f"accumulate({given}, {own}) (docs/several_models.md)"
+        )
 
     def _check_parameters(self) -> None:
         prepared = self._step.prepared

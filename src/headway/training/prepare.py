@@ -20,12 +20,12 @@ from headway.data.rules import LoadingRules, TorchRules
 from headway.errors import PrepareError
 from headway.log import get_logger
 from headway.offload.spread import spread_over
+from headway.runtime.lone import LoneCalls
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
 from headway.training import model as prepared_model
 from headway.training.alike import check_alike
 from headway.training.global_batch import derive_steps
-from headway.training.lone import LoneCalls
 from headway.training.neighbours import Neighbours
 from headway.training.optimizer import PreparedOptimizer, check_owned
 from headway.training.prepared import Optimizing, Scheduling
@@ -107,7 +107,9 @@ class Preparation:
         self._rng_types = rng_types
         self._global_batch_size = global_batch_size
         self._is_sharing = False
-        self._lone_calls = LoneCalls(runtime, self._strategy.name)
+        self._lone = None if self._strategy.capabilities.lone_forward else LoneCalls(runtime, self._strategy.name)
+        lone: Sequence[prepared_model.Look] = () if self._lone is None else (self._lone,)
+        self._looks = (*lone, *step.moments.before_forward)
         attempt.register(self)
 
     @property
@@ -210,7 +212,8 @@ class Preparation:
             self._strategy.forward_context(self._step.precision),
             partial(self._strategy.accumulate, sync=False) if self._is_replicated(model, is_evaluation) else None,
             None if self._strategy.capabilities.copies or is_evaluation else self._strategy.name,
-            None if self._strategy.capabilities.lone_forward or is_evaluation else self._lone_calls,
+            () if is_evaluation else self._looks,
+            None if is_evaluation else self._lone,
         )
         self._prepared.add_model(model)
         if is_evaluation:
@@ -265,8 +268,7 @@ class Preparation:
                 return known
         self._strategy.accept(optimizer)
         repoint(optimizer, self._strategy)
-        looks = None if self._strategy.capabilities.lone_forward else self._lone_calls
-        made = PreparedOptimizer(optimizer, self._step, self._clock, self._neighbours, looks)
+        made = PreparedOptimizer(optimizer, self._step, self._clock, self._neighbours, self._lone)
         self.optimizers.append(made)
         return made
 
@@ -348,39 +350,11 @@ class Preparation:
 
     def _explain(self, scheduler: PreparedScheduler) -> None:
         name, rule = type(scheduler.scheduler).__name__, self._rule
-        length = schedule_length(scheduler.scheduler)
-        end = (
-            ""
-            if length is None
-            else f"; it ends after {length} ticks, {-(-length // self._ticks(rule))} updates from now"
-        )
+        length, end = schedule_length(scheduler.scheduler), ""
+        if length is not None:
+            updates = -(-length // max(1, rule.ticks(self._windows.num_steps)))
+            end = f"; it ends after {length} ticks, {updates} updates from now"
         log.info_once(f"{name} is {rule.reason}{end}")
-        loader = next((loader for loader in self.loaders if _has_len(loader)), None)
-        if length is None or loader is None or length == 0:
-            return
-        updates = -(-len(loader) // self._windows.num_steps)
-        if not updates or _is_whole(length, updates * self._ticks(rule), self._ticks(rule)):
-            return
-        for other, remedy in self._other_rules():
-            if _is_whole(length, updates * self._ticks(other), self._ticks(other)):
-                log.warning_once(
-                    f"{name} ends after {length} ticks. By the rule in force ({rule.reason}) an epoch of {updates} updates has "
-                    f"{updates * self._ticks(rule)}, which does not divide it; it would fit a schedule {other.reason}. If that is "
-                    f"how it was counted, pass {remedy}"
-                )
-                return
-
-    def _ticks(self, rule: TickRule) -> int:
-        return max(1, rule.ticks(self._windows.num_steps))
-
-    def _other_rules(self) -> list[tuple[TickRule, str]]:
-        count = 1 if self.loading.split_batches else self._strategy.data_shard.count
-        rules: list[tuple[TickRule, str]] = [
-            (PerProcessTicks(count), "adjust_scheduler_to_accumulation=False and no scheduler_ticks"),
-            (MicroBatchTicks(count), "adjust_scheduler_to_accumulation=True"),
-            (UpdateTicks(), "scheduler_ticks='updates'"),
-        ]
-        return [(rule, remedy) for rule, remedy in rules if rule.name != self._rule.name]
 
     @property
     def tick_base(self) -> tuple[int, int]:
@@ -480,16 +454,3 @@ def _report_unknown(objects: Sequence[Any], is_strict: bool) -> None:
     if is_strict:
         raise PrepareError(text)
     log.warning_once("%s. It comes back as it is; prepare(..., strict=True) makes this an error", text)
-
-
-def _has_len(loader: PreparedLoader) -> bool:
-    try:
-        return len(loader) > 0
-    except TypeError:
-        return False
-
-
-def _is_whole(length: int, per_epoch: int, slack: int) -> bool:
-    """Is `length` a whole number of epochs, up to one rounding of the last window per epoch?"""
-    epochs = max(1, round(length / per_epoch))
-    return abs(length - epochs * per_epoch) < slack * epochs or length == epochs * per_epoch

@@ -1,6 +1,6 @@
 """What an Accelerator has prepared, in which order: the registry that the parts of a step look things up in."""
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -45,12 +45,21 @@ class Scheduling(Protocol):
 
     Attributes:
         scheduler: the user's.
+        optimizers: those that it follows.
+        rule: how it ticks for an update; it has a `name`.
+        follows_optimizer: False: every call of step() is a tick.
     """
 
     scheduler: Any
+    optimizers: Sequence[Optimizing]
+    rule: Any
+    follows_optimizer: bool
 
     def go_by(self, rule: Any) -> None:
         """Tick by another rule from now on."""
+
+    def seek(self, tick: int) -> None:
+        """Go on from that tick."""
 
     def catch_up(self) -> None:
         """Updates so far count as ticked for."""

@@ -189,6 +189,10 @@ class PreparedScheduler(LRScheduler):
         self.scheduler.load_state_dict(state)
         self.catch_up()
 
+    def seek(self, tick: int) -> None:
+        """Let the wrapped schedule, a LambdaLR, go on from that tick."""
+        self.scheduler.last_epoch = tick
+
     def catch_up(self) -> None:
         """Updates so far count as ticked for: the schedule's own state says where it stands."""
         self._seen = self._count()

@@ -10,70 +10,55 @@
 ran out. What a step works with comes in through its constructor; a feature that is off is an empty list or a null object.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
-from headway.collectives.tree import Tree
+from headway.collectives.tree import Tree, find_batch_size
 from headway.errors import LossError, StateError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.strategies.base import Strategy
-from headway.training.losses import check_loss, look_for_division
+from headway.training.first_window import BY_HAND, FirstWindow
+from headway.training.guard import Guard, Notice, Skips
+from headway.training.losses import refuse_loss, refuse_weight
+from headway.training.moments import Moments
 from headway.training.prepared import Prepared
 from headway.training.task import Task, Weigher
-from headway.training.windows import LossPolicy, Window, Windows
+from headway.training.turns import TWO_TURNS, Turns
+from headway.training.windows import WHOLE, LossPolicy, Piece, WeightedMean, Window, Windows
 
 log = get_logger(__name__)
 
 _AS_IT_COMES = nullcontext()
-_BY_HAND = (
-    "backward came outside accumulate(), with gradient_accumulation_steps=%d: each loss is divided by %d, and step() and "
-    "zero_grad() act whenever they are called. `with accelerator.accumulate(model):` makes it exact, for short windows and ragged "
-    "batches too, and reduces gradients only once per window. Do not divide the loss yourself"
-)
-
-_CLEARED = (
-    "the gradients of this update's earlier micro-batches are gone: something cleared them inside the window, such as "
-    "model.zero_grad(). Call the prepared optimizer's zero_grad(), which waits for the window's end"
-)
-_LEFTOVER = (
-    "an update begins, but no optimizer has stepped on the last one, whose gradients are added to: step() acts after every %d "
-    "micro-batches (gradient_accumulation_steps). Call it in each accumulate() block; it waits by itself"
-)
-_MOST_WITNESSES = 32
-
-
-class Guard(Protocol):
-    """Watches the numbers of a step."""
-
-    def watch(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss that backward is run on."""
-
-    def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-        """Final gradients are about to be clipped; their total norm, where it has been computed here."""
-
-    def after_clip(self, parameters: Sequence[torch.Tensor]) -> None:
-        """They have been."""
-
-    def permits(self) -> bool:
-        """May the closed window's update be made? The same answer on every rank."""
-
-    def after_step(self, did_step: bool) -> None:
-        """An optimizer has made its step, or not."""
 
 
 class NoGuard:
-    """Nobody looks."""
+    """Prevents nothing.
+
+    Args:
+        notice: is told of losses that are not finite, or may be; None where tensors have no values.
+        skips: counts steps that were not made.
+    """
+
+    def __init__(self, notice: Notice | None, skips: Skips) -> None:
+        self._notice = notice
+        self._skips = skips
+        self._is_read_late = False
 
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as it is."""
         return loss
+
+    def after_backward(self, loss: torch.Tensor) -> None:
+        """On a CPU, reading it waits for nobody."""
+        if self._notice is not None and (not loss.is_cpu or not math.isfinite(loss.item())):
+            self._is_read_late = True
+            self._notice.note(loss)
 
     def before_clip(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         """Nothing is computed."""
@@ -84,29 +69,14 @@ class NoGuard:
 
     def permits(self) -> bool:
         """Always."""
+        if self._notice is not None and self._is_read_late:
+            self._notice.look()
         return True
 
     def after_step(self, did_step: bool) -> None:
-        """Nothing is counted."""
-
-
-@dataclass
-class Moments:
-    """Who hears of a step's moments: lists of functions, empty while nothing is measured or watched.
-
-    Attributes:
-        before_learning: a micro-batch is about to begin, or a backward comes outside of any.
-        before_begin: a micro-batch is about to begin.
-        begun: it has, as (number of its window, its number in it).
-        before_backward: a loss is about to run backward.
-        phases: the name of the phase that begins: "forward", "backward", "step".
-    """
-
-    before_learning: list[Callable[[], None]] = field(default_factory=list)
-    before_begin: list[Callable[[], None]] = field(default_factory=list)
-    begun: list[Callable[[int, int], None]] = field(default_factory=list)
-    before_backward: list[Callable[[], None]] = field(default_factory=list)
-    phases: list[Callable[[str], None]] = field(default_factory=list)
+        """Count it where it was not made."""
+        if not did_step:
+            self._skips.note()
 
 
 class Step(ABC):
@@ -120,6 +90,10 @@ class Step(ABC):
         policy: how losses are divided.
         guard: watches losses and gradients.
         moments: who hears of them.
+
+    Attributes:
+        turns: of models that learn in turn.
+        weighs_losses: what a loss is multiplied by depends on its window, so every backward must come through here.
     """
 
     def __init__(
@@ -138,6 +112,9 @@ class Step(ABC):
         self.precision = precision
         self.guard = guard
         self.moments = moments
+        self.turns = Turns(windows, prepared, strategy)
+        self._first_window = FirstWindow(windows, prepared, strategy)
+        self.weighs_losses = isinstance(policy, WeightedMean)
         self._policy = policy
 
     # ---------------------------------------------------------------- micro-batches
@@ -145,22 +122,15 @@ class Step(ABC):
     def begin(self, models: Sequence[torch.nn.Module]) -> bool:
         """A micro-batch begins; returns whether gradients travel in it."""
         windows, moments = self.windows, self.moments
-        for check in moments.before_learning:
+        for check in (*moments.before_learning, *moments.before_begin):
             check()
-        for check in moments.before_begin:
-            check()
-        if windows.num_windows == 1 and windows.is_forsaken and windows.current.models == tuple(models):
-            self._note_leftover()
         if windows.begin(models):
             self.precision.adjust()
+        if windows.are_several:
+            self.turns.take(windows.current)
         for listener in moments.begun:
             listener(windows.current.number, windows.current.num_done)
         return windows.is_last or windows.sync_each
-
-    def _note_leftover(self) -> None:
-        learning = islice(self.prepared.parameters_of(self.windows.current), _MOST_WITNESSES)
-        if self.prepared.optimizers and any(p.grad is not None for p in learning):
-            log.warning_once(_LEFTOVER, self.windows.num_steps)
 
     def end(self, error: BaseException | None) -> bool:
         """The micro-batch's block is left; where it failed, the window starts over with the next one, without gradients.
@@ -185,13 +155,17 @@ class Step(ABC):
         if weight is not None:
             is_filler = counts is not None and counts[shard.index] == 0
             return (0.0 if is_filler else weight), (None if shard.count > 1 else weight)
+        piece = self.windows.piece
         if counts is None:
+            if piece is not WHOLE:  # a batch that was handed over has as many rows as it has
+                return float(piece.num_rows), (None if shard.count > 1 else float(piece.num_rows))
+            for listener in self.moments.unweighed:
+                listener()
             log.info_once(
                 "backward outside a prepared loader: each loss weighs 1; pass weight= where micro-batches differ"
             )
             counts = (1,) * shard.count
         # A mean over a piece weighs its part of the whole batch.
-        piece = self.windows.piece
         rows, total = piece.num_rows, piece.total_rows
         return counts[shard.index] * rows / total, sum(counts) * rows / total
 
@@ -201,11 +175,6 @@ class Step(ABC):
             local, total = self.weigh(weight)
             window.add(local, total)
             return local
-        if self.windows.holds_several:
-            raise LossError(
-                "backward() was called again in one accumulate() block after several batches were read in it, which would count as "
-                "one micro-batch. Give each a block of its own: `for batch in loader: with accelerator.accumulate(model): ...`"
-            )
         local = window.micro_weight[0]
         if weight is not None and self.weigh(weight)[0] != local:
             raise LossError(
@@ -218,11 +187,20 @@ class Step(ABC):
 
     def backward(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
         """Add the loss's gradient with its weight; the window's last one makes gradients final."""
-        check_loss(loss, weight, reduction)
+        if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+            refuse_loss(loss)
+        if reduction not in ("mean", "sum") or (weight is not None and not 0 <= weight < float("inf")):
+            refuse_weight(weight, reduction)
+        window = self.windows.current
         if self.windows.is_inside:
-            if self.windows.num_windows == 1:
-                look_for_division(loss, self.windows.num_steps)
+            if window.was_asked and not (window.is_last and window.num_done == 1):
+                raise StateError(TWO_TURNS)
+            is_first = self.windows.is_first(window)
+            if is_first:
+                self._first_window.before_backward(loss, self.weighs_losses and weight is None)
             self._backward_inside(loss, weight, reduction, **kwargs)
+            if is_first:
+                self._first_window.after_backward()
         else:
             self._backward_outside(loss, weight, reduction, **kwargs)
 
@@ -256,12 +234,15 @@ class Step(ABC):
             listener()
         for measure in moments.phases:
             measure("backward")
+        block = self.turns.spare_others(block) if self.are_several else block
         try:
             with block:
                 strategy.backward(loss, factor, self.precision, **kwargs)
         finally:
             for measure in moments.phases:
                 measure("step" if windows.current.is_last else "forward")
+        if factor:
+            self.guard.after_backward(loss)
 
     def close(
         self, window: Window, total: float, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False
@@ -277,13 +258,20 @@ class Step(ABC):
             if window.num_done >= self.windows.num_steps:
                 window.next_nominal = total
         self.strategy.reduce_gradients(parameters, has_gaps)
+        for listener in self.moments.reduced:
+            listener()
 
     # ---------------------------------------------------------------- final gradients
+
+    @property
+    def are_several(self) -> bool:
+        """Could there be models that learn in turn?"""
+        return len(self.prepared.optimizers) > 1
 
     def clip(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip at the end of a window; inside one only the norm so far is returned."""
         chosen = self._present(parameters)
-        if self.windows.is_final:
+        if self._is_final(chosen):
             return self.act(lambda: self._clip(chosen, max_norm, norm_type))  # type: ignore[no-any-return]
         return self.precision.unscaled_norm(self.strategy.total_norm(chosen, norm_type))
 
@@ -297,8 +285,8 @@ class Step(ABC):
 
     def clip_value(self, parameters: Any, clip_value: float) -> None:
         """Clamp final gradients element by element; inside a window they are left alone."""
-        if self.windows.is_final:
-            chosen = self._present(parameters)
+        chosen = self._present(parameters)
+        if self._is_final(chosen):
             self.act(lambda: self._clip_value(chosen, clip_value))
 
     def _clip_value(self, chosen: list[Any], clip_value: float) -> None:
@@ -308,6 +296,11 @@ class Step(ABC):
             return
         for grad in self.strategy.local_gradients(chosen):
             grad.clamp_(-clip_value, clip_value)
+
+    def _is_final(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Are the gradients those of a whole window, of the models that these parameters belong to?"""
+        window = self.turns.window_with(parameters) if self.windows.are_several else self.windows.current
+        return window is not None and self.windows.may_step(window)
 
     def _present(self, parameters: Any) -> list[Any]:
         """The parameters as they are now, of one or of many as they were before prepare()."""
@@ -331,16 +324,7 @@ class Step(ABC):
 
     @abstractmethod
     def update(self, optimizer: torch.optim.Optimizer, strategy: Strategy, closure: Callable[[], Any] | None) -> bool:
-        """Let the optimizer step at a closed window.
-
-        Args:
-            optimizer: torch's own.
-            strategy: by which its parameters were set up.
-            closure: as torch's optimizers take it.
-
-        Returns:
-            Did the update happen?
-        """
+        """Let torch's own optimizer step at a closed window, by the strategy that set its parameters up; did the update happen?"""
 
     def drop(self, optimizer: torch.optim.Optimizer, set_to_none: bool) -> None:
         """The optimizer's gradients are not wanted any more."""
@@ -375,9 +359,15 @@ class Step(ABC):
             weighed = self.windows.current.micro_weight
             task.add(loss.detach(), 1.0 if weighed is None else weighed[0])
 
+    @property
+    def pieces(self) -> Any:
+        """The size of pieces that batches are cut into; None: they stay whole."""
+        return None
+
     def release(self) -> None:
         """Forget the batch in hand and all windows."""
         self.windows.reset()
+        self.turns.forget()
 
 
 class WholeStep(Step):
@@ -392,13 +382,8 @@ class WholeStep(Step):
         elif window.nominal is None:
             window.nominal = self._agree_nominal(window)
         nominal = window.nominal or 1.0  # without one, all weights so far are zero
-        if not is_first and all(p.grad is None for p in window.witnesses) and window.witnesses:
-            raise StateError(_CLEARED)
         if not window.is_last:
             self.run(loss, local, nominal, reduction, **kwargs)
-            if is_first:
-                learning = islice(self.prepared.parameters_of(window), _MOST_WITNESSES)
-                window.witnesses = tuple(p for p in learning if p.grad is not None)
         elif window.is_closed:  # a further loss of the last micro-batch
             self.strategy.expect_backward(window.models)
             self.run(loss, local, nominal, reduction, **kwargs)
@@ -427,9 +412,12 @@ class WholeStep(Step):
         """
         windows, moments, num_steps = self.windows, self.moments, self.windows.num_steps
         if num_steps > 1:
-            log.warning_once(_BY_HAND, num_steps, num_steps)
+            log.warning_once(BY_HAND, num_steps, num_steps)
         for check in moments.before_learning:
             check()
+        if windows.current.num_done and windows.current.micro_weight is None:
+            # The loss of a block that has been left, where its forward may have been told to keep gradients local.
+            self.strategy.expect_backward(windows.current.models)
         window = windows.begin_alone()
         for listener in moments.begun:
             listener(window.number, window.num_done)
@@ -443,6 +431,8 @@ class WholeStep(Step):
         window.close(total)
         self.run(loss, local, total * num_steps or 1.0, reduction, **kwargs)
         self.strategy.reduce_gradients()
+        for note in moments.reduced:
+            note()
 
     def act(self, action: Callable[[], Any]) -> Any:
         """Do it."""
@@ -450,6 +440,8 @@ class WholeStep(Step):
 
     def update(self, optimizer: torch.optim.Optimizer, strategy: Strategy, closure: Callable[[], Any] | None) -> bool:
         """Where the guard permits it."""
+        for check in self.moments.before_update:
+            check()
         return self.guard.permits() and strategy.step(optimizer, self.precision, closure)
 
     def tick(self, call: Callable[[], None]) -> None:
@@ -458,14 +450,26 @@ class WholeStep(Step):
 
     def microbatches(self, batch: Tree) -> Iterator[Tree]:
         """The batch."""
-        yield batch
+        with self._handed_out(batch):
+            yield batch
+
+    @contextmanager
+    def _handed_out(self, batch: Tree) -> Iterator[None]:
+        """A block in which the batch's own rows are what a loss weighs, where no loader counts them."""
+        rows = find_batch_size(batch) if self.windows.loader is None else None
+        self.windows.hand_out(WHOLE if rows is None else Piece(0, rows, rows, True))
+        try:
+            yield
+        finally:
+            self.windows.hand_out(WHOLE)
 
     def forward_backward(
         self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str
     ) -> torch.Tensor:
         """All of it at once."""
         task = Task(batch, fn, weight, reduction)
-        self.run_task(task, batch)
+        with self._handed_out(batch):
+            self.run_task(task, batch)
         return task.loss(self.strategy.data_group)
 
 
@@ -482,8 +486,9 @@ class MicroBatch:
     def __enter__(self) -> None:
         step, contexts = self._step, self._contexts
         sync = step.begin(self._models)
-        for model in self._models:
-            context = step.strategy.accumulate(model, sync)
+        others = step.turns.others(self._models).models if step.are_several else ()
+        for model in (*self._models, *others):
+            context = step.strategy.accumulate(model, sync and model not in others)
             context.__enter__()
             contexts.append(context)
 

@@ -8,7 +8,8 @@ use is said once, as a warning; `logging.getLogger("headway.training.unprepared"
 
     what steps                                          where             what follows
     any optimizer, inside a window of its parameters    everywhere        StateError
-    an optimizer that is not prepared, its model is     fp16              StateError
+    an optimizer that is not prepared, its model is     sharded since     StateError: it holds what was replaced
+                                                        fp16              StateError
                                                         several ranks     a warning: no checkpoint holds its state
     an optimizer of parameters in no prepared model     several ranks     a warning: weights drift apart
     any, on batches of a DataLoader that is not         several ranks     a warning: every rank reads everything
@@ -67,10 +68,17 @@ class Lookout:
         """The first step of an optimizer.
 
         Raises:
-            StateError: on gradients that are scaled.
+            StateError: on parameters that were replaced, or on gradients that are scaled.
         """
         name, parameters = type(optimizer).__name__, [p for group in optimizer.param_groups for p in group["params"]]
         preparer, steps = self._neighbours.preparer_of(optimizer), self._neighbours.newest_first()
+        stale = [p for p in parameters if any(step.strategy.current(p) is not p for step in steps)]
+        if preparer is None and stale:
+            raise StateError(
+                f"{name} is not prepared, and {len(stale)} of its {len(parameters)} parameters were replaced when prepare() sharded "
+                "their model: its step changes nothing. Pass it to accelerator.prepare() together with the model, and call step() on "
+                "what prepare() returned"
+            )
         owners = [step for step in steps if not ids_in(step, parameters).isdisjoint(step.prepared.ids())]
         for owner in owners:
             if owner is not preparer and _sees_scaled(optimizer, owner):

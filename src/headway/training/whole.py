@@ -8,9 +8,9 @@ import torch
 
 from headway.errors import ConfigError
 from headway.runtime.callers import calling_ranks
+from headway.runtime.lone import LoneCalls
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
-from headway.training.lone import LoneCalls
 from headway.weights.export import save_pickled, save_weights
 from headway.weights.gathered import save_gathered, whole_state
 from headway.weights.pieces import is_spread

@@ -20,13 +20,23 @@ How losses are divided is a policy at the end of this file, and `step.py` carrie
 takes back is said here, by `snapshot` and `restore`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
 
 from headway.data.loader import LoaderEvents, PreparedLoader
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_READ_AHEAD = (
+    "%d batches were read before the first of them came to accumulate(): for all of them, the number of samples and the end of "
+    "the epoch are those of the last one read. Read each batch when it is its turn; or give backward(loss, weight=...) and "
+    "GradientAccumulationPlugin(num_steps=..., sync_with_dataloader=False)"
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +44,7 @@ class Piece:
     """A part of a batch, under automatic micro-batching.
 
     Attributes:
-        batch: the batch's number, from 1; 0 for one that is never cut.
+        batch: the batch's number, from 1; 0 for one that is never cut, whether its rows are known or not.
         num_rows: its rows.
         total_rows: the batch's rows.
         is_last: no other piece of the batch follows.
@@ -74,7 +84,10 @@ class Window:
         is_applied: an optimizer took the step, or fp16 skipped it.
         batch: the number of the batch in pieces that was counted last.
         is_by_hand: one backward outside `accumulate`, of several that the caller makes an update from.
-        witnesses: some of the parameters that its first backward gave a gradient, which must not be gone before its last.
+        was_left: the one before it ended, and nobody stepped on its gradient or dropped it.
+        was_asked: step() or zero_grad() has been called between a backward and the end of the micro-batch, and had to wait.
+        set_aside: (ids of parameters, what a strategy has taken of their gradients), while another window that trains them
+            too has its turn.
     """
 
     models: tuple[torch.nn.Module, ...] = ()
@@ -92,14 +105,23 @@ class Window:
     is_applied: bool = False
     batch: int = 0
     is_by_hand: bool = False
-    witnesses: tuple[torch.nn.Parameter, ...] = ()
+    was_left: bool = False
+    was_asked: bool = False
+    set_aside: tuple[tuple[frozenset[int], Any], ...] = ()
 
     def open(self, number: int) -> None:
         """Start over, with the last full window's weight as the nominal one."""
         self.number = number
+        self.was_left = self.is_waiting
         self.num_done, self.is_closed, self.is_empty, self.has_gradient = 0, False, False, False
-        self.is_applied, self.witnesses = False, ()
+        self.is_applied = False
+        self.set_aside = ()
         self.nominal, self.local_weight, self.global_weight = self.next_nominal, 0.0, 0.0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Has it a gradient that no optimizer has stepped on, and nobody has dropped?"""
+        return self.has_gradient and not (self.is_applied or self.is_empty)
 
     def add(self, local: float, total: float | None) -> None:
         """The micro-batch weighs so much, here and on all ranks together."""
@@ -177,6 +199,7 @@ class Windows:
         self.is_inside = False
         self._is_held = False
         self._elsewhere = elsewhere
+        self._num_ahead = 0
         self._by_models: dict[tuple[int, ...], Window] = {}
 
     # ---------------------------------------------------------------- moves
@@ -187,6 +210,8 @@ class Windows:
         window = self._by_models.get(key)
         if window is None:
             window = self._by_models[key] = Window(tuple(models))
+        elif window is not self.current:
+            self._by_models[key] = self._by_models.pop(key)  # the latest is the last
         # A window whose last micro-batch never ran backward (the loop skipped it) goes on until one does.
         is_first = window.is_closed
         if is_first:
@@ -197,13 +222,21 @@ class Windows:
         if not piece.batch or window.batch != piece.batch:
             window.num_done += 1
             window.batch = piece.batch
-        window.micro_weight = None
-        self._in_hand.clear()
+        window.micro_weight, window.was_asked = None, False
         loader = self.note_loader()
+        self._note_reading(window, self._in_hand.count(loader) if loader is not None else 1)
+        self._in_hand.clear()
         is_end = self.sync_with_loader and loader is not None and loader.is_last
         self.is_last = window.is_last = (is_end or window.num_done >= self.num_steps) and piece.is_last
         self.current, self.is_inside, self._is_held = window, True, False
         return is_first
+
+    def _note_reading(self, window: Window, num_read: int) -> None:
+        """Warn where the micro-batches of a window are read before the first of them begins."""
+        if num_read:
+            self._num_ahead = num_read - 1
+        elif self._num_ahead and window is self.current and window.num_done > 1:
+            log.warning_once(_READ_AHEAD, self._num_ahead + 1)
 
     def begin_alone(self) -> Window:
         """A backward comes outside any micro-batch: a window of its own."""
@@ -251,19 +284,42 @@ class Windows:
         return self.active[-1] if self.active else self._elsewhere()
 
     @property
+    def are_several(self) -> bool:
+        """Do different sets of models have windows of their own?"""
+        return len(self._by_models) > 1
+
+    def is_first(self, window: Window) -> bool:
+        """Is it the first one of its models?"""
+        return window.number <= len(self._by_models)
+
+    @property
+    def num_read(self) -> int:
+        """Most batches that one loader has given since the micro-batch began."""
+        return max(Counter(map(id, self._in_hand)).values(), default=0)
+
+    def latest(self, models: Container[int]) -> Window | None:
+        """The window that one of these models, by their ids, learned in last; the current one, where that has no models."""
+        if not self.current.models:
+            return self.current
+        found = (w for w in reversed(self._by_models.values()) if any(id(model) in models for model in w.models))
+        return next(found, None)
+
+    @property
     def is_final(self) -> bool:
         """Are the gradients those of a whole window, so that clip and step may act?"""
-        return self.current.is_closed and not self._is_held
+        return self.may_step(self.current)
+
+    def may_step(self, window: Window) -> bool:
+        """Are its gradients those of the whole window?"""
+        return window.is_closed and not self._is_held
 
     @property
     def is_due(self) -> bool:
         """Does the micro-batch in hand end its window, so that step() will act?"""
         return self.is_last and not self._is_held
 
-    @property
-    def is_fresh(self) -> bool:
-        """Does no gradient of a window in progress lie in the tensors, so that zero_grad may act?"""
-        window = self.current
+    def may_clear(self, window: Window) -> bool:
+        """Does no gradient of it, in progress, lie in the tensors, so that zero_grad may act?"""
         return (window.is_closed or not window.has_gradient) and not self._is_held
 
     @property
@@ -279,22 +335,9 @@ class Windows:
         return window.num_done > 0 and not (window.is_applied or (window.is_closed and window.is_empty))
 
     @property
-    def holds_several(self) -> bool:
-        """Were several batches of one loader read in the block of the micro-batch in hand?"""
-        return any(self._in_hand.count(loader) > 1 for loader in self._in_hand)
-
-    @property
-    def is_forsaken(self) -> bool:
-        """Do the gradients of a whole window wait for a step?"""
-        window = self.current
-        return (
-            window.is_closed and window.num_done > 0 and not (window.is_empty or window.is_applied or window.is_by_hand)
-        )
-
-    @property
     def is_cut(self) -> bool:
         """Is a piece of a batch in hand, rather than a whole one?"""
-        return self.piece is not WHOLE
+        return self.piece.batch > 0
 
     @property
     def are_closed(self) -> bool:
@@ -303,6 +346,13 @@ class Windows:
 
     def _are_closed(self, but: Window | None) -> bool:
         return all(window.is_closed or window is but for window in self._by_models.values())
+
+    def waiting_beside(self, window: Window) -> list[Window]:
+        """The others with a gradient that no optimizer has stepped on yet."""
+        if not self.are_several:
+            return []
+        others = (other for other in self._by_models.values() if other is not window)
+        return [other for other in others if other.is_waiting]
 
     # ---------------------------------------------------------------- another place
 
@@ -361,10 +411,13 @@ class Clock:
 
     Attributes:
         num_updates: windows whose optimizer stepped; several optimizers that step in one window count as one update.
+        num_skipped: windows in which fp16's scaler let none step.
     """
 
     num_updates: int = 0
+    num_skipped: int = 0
     _last_window: int = -1
+    _last_skipped: int = -1
 
     def count(self, window: int) -> None:
         """An optimizer stepped in the window of that number."""
@@ -372,9 +425,16 @@ class Clock:
             self._last_window = window
             self.num_updates += 1
 
+    def skip(self, window: int) -> bool:
+        """An optimizer was not let step in the window of that number; is it the first of the window?"""
+        is_first = window != self._last_skipped
+        self._last_skipped = window
+        self.num_skipped += is_first
+        return is_first
+
     def resume(self, num_updates: int) -> None:
         """Go on from so many updates; windows are numbered afresh."""
-        self.num_updates, self._last_window = num_updates, -1
+        self.num_updates, self._last_window, self._last_skipped = num_updates, -1, -1
 
     def snapshot(self) -> dict[str, Any]:
         """What `restore` needs to take a batch back: everything."""

@@ -1,5 +1,6 @@
 """The command line of `headway launch`: spellings, what goes to the script, what is refused and how."""
 
+import re
 import subprocess
 
 import pytest
@@ -182,7 +183,8 @@ def test_the_commands_of_very_many_machines_are_not_all_written_out(run, capsys)
         main.main(["launch", "--cpu", "--num_machines", "2147483647", "--dry-run", "train.py"])
     assert ended.value.code == 2
     shown = capsys.readouterr().out.splitlines()
-    assert shown[1].endswith("--machine_rank 0 train.py")
+    assert re.fullmatch(r"export HEADWAY_SECRET=[0-9a-f]{32}", shown[1])
+    assert shown[3].endswith("--machine_rank 0 train.py")
     assert shown[-1] == "# and so on to machine 2147483646, each with its own --machine_rank"
     assert len(shown) < 200
 

@@ -93,10 +93,33 @@ def test_without_a_launcher_nothing_was_asked():
         assert asked_num_processes() is None
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"version": 99}', "null", '"x"'])
+GOOD = {"version": 1, "settings": {}, "num_processes": 1, "force": False}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{", "[]", '{"version": 99}', "null", '"x"', '{"version": 1}', "[" * 100_000, '{"version": ' + "9" * 5000 + "}",
+        *(json.dumps({**GOOD, **wrong}) for wrong in (
+            {"settings": 3}, {"settings": {"cpu": 3}}, {"settings": {"cpu": {"value": True}}}, {"force": 1},
+            {"settings": {"cpu": {"origin": "o"}}}, {"settings": {"cpu": {"value": True, "origin": 3}}},
+            {"num_processes": "x"}, {"num_processes": []}, {"num_processes": 0}, {"num_processes": float("inf")},
+            {"min_processes": "1"}, {"ranks_per_machine": "x"}, {"device": 3},
+        )),
+    ],
+)  # fmt: skip
 def test_a_foreign_payload_is_refused(text):
     with env.patched({env.PAYLOAD: text}), pytest.raises(ConfigError, match="HEADWAY_RUN"):
         asked_num_processes()
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("patience", "x"), ("gradient_accumulation_steps", 0), ("strategy", 3.5), ("mixed_precision", ["bf16"]), ("cpu", 1),
+])  # fmt: skip
+def test_a_foreign_value_is_refused_with_its_name(name, value):
+    content = {**GOOD, "settings": {name: {"value": value, "origin": "command line"}}}
+    with env.patched({env.PAYLOAD: json.dumps(content)}), pytest.raises(ConfigError, match=f"{name}=.* must be"):
+        run_setting(name, None, None)
 
 
 TOLD = {"mixed_precision": Value("bf16", "command line: --mixed_precision")}

@@ -36,6 +36,8 @@ def test_what_is_written_on_so_many_ranks(text, num_ranks, wanted):
         ("hsdp+tp", 4, "omits more than one size"),
         ("fsdp=0", 2, "needs a number of ranks"),
         ("fsdp=²", 2, "needs a number of ranks"),
+        ("tp=" + "9" * 5000, 2, r"\.\.\. \(5005 characters\) is too long for a layout"),
+        ("tp=" + "9" * 190, 2, "needs a number of ranks after '=', 1 or more"),
         ("fsdp=2+hsdp=2", 4, "twice"),
         ("", 1, "unknown"),
     ],

@@ -3,20 +3,13 @@
 import threading
 
 import pytest
+from torch.distributed import HashStore
 
 from headway.launch.endings import Report
 from headway.launch.exchange import Exchange
 from headway.launch.records import Death, Record
-
-
-class Meeting(dict[str, bytes]):
-    """The store at which agents meet."""
-
-    def set(self, key: str, value: str) -> None:
-        self[key] = value.encode()
-
-    def get(self, key: str) -> bytes:  # type: ignore[override]
-        return self[key]
+from headway.runtime.sealed import SealedStore
+from headway.sealing import Seal, Strangers
 
 
 def failed(rank: int) -> Report:
@@ -26,8 +19,9 @@ def failed(rank: int) -> Report:
 
 def texts(unit: str, machines: tuple[int, ...], *, is_over: bool = False) -> dict[int, str]:
     """What each of these machines, of three, tells after rank 1 has failed."""
-    meeting, found = Meeting(), {}
-    exchanges = [Exchange(machine, 3, "127.0.0.1", unit) for machine in range(3)]
+    seal, found = Seal(b"", Strangers(print)), {}
+    meeting = SealedStore(HashStore(), "meeting", seal)
+    exchanges = [Exchange(machine, 3, "127.0.0.1", seal, unit) for machine in range(3)]
     for exchange in exchanges:
         exchange.begin(meeting, 3)
 

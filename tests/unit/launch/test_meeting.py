@@ -6,20 +6,18 @@ import socket
 import threading
 
 import pytest
+from torch.distributed import HashStore
 
 from headway.errors import LaunchError
 from headway.launch import meeting
 from headway.launch.meeting import Waiting, Watch, in_time, is_taken, knock, taken, wait_for_all
+from headway.runtime.sealed import SealedStore
+from headway.sealing import Seal, Strangers
 
 
-class Meeting(dict):
+def a_store() -> SealedStore:
     """A store within this process."""
-
-    def set(self, key, value):
-        self[key] = value
-
-    def check(self, keys):
-        return all(key in self for key in keys)
+    return SealedStore(HashStore(), "meeting", Seal(b"", Strangers(print)))
 
 
 @pytest.fixture
@@ -53,7 +51,7 @@ def test_for_ever(said):
 
 
 def test_who_has_not_come_is_named(said):
-    store = Meeting()
+    store = a_store()
     meeting.arrive(store, 2)
     with pytest.raises(
         LaunchError, match=r"the 4 machines did not meet at h:1: machines 1, 3 did not come within 0.1 s \(--patience"
@@ -66,7 +64,7 @@ def test_who_has_not_come_is_named(said):
 
 
 def test_those_who_come_in_time_say_nothing():
-    store, lines = Meeting(), []
+    store, lines = a_store(), []
     meeting.arrive(store, 1)
     wait_for_all(store, 0, 2, Waiting(lines.append, 30, "--patience"), "h:1", "machine")
     assert lines == []
@@ -97,7 +95,7 @@ def test_a_call_that_does_not_come_back_is_given_up(said):
 
 
 def test_a_watch_beside_an_engines_own_wait(said):
-    store, told = Meeting(), threading.Event()
+    store, told = a_store(), threading.Event()
     watch = Watch(
         lambda: store, 1, 3, Waiting(lambda line: (said.append(line), told.set()), 9, "--patience"), "h:1", "task"
     )

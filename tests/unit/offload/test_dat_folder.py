@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 
 import pytest
 import torch
@@ -148,6 +149,33 @@ def test_an_index_that_is_none_and_names_that_leave_the_folder(tmp_path):
         OffloadedWeightsLoader()
     with pytest.raises(ConfigError, match="no save_folder was given"):
         OffloadedWeightsLoader(index=index)["../w"]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"w": ' * 100_000, '{"w": {"shape": [' + "9" * 5000 + "]}}"])
+def test_an_index_that_would_end_the_stack_is_one_error(tmp_path, text):
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="cannot be read as an offload index"):
+        OffloadedWeightsLoader(save_folder=tmp_path)
+
+
+def test_an_index_that_is_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "index.json")
+    with pytest.raises(CheckpointError, match="is a pipe, not a regular file"):
+        OffloadedWeightsLoader(save_folder=tmp_path)
+
+
+@pytest.mark.parametrize("shape", [[10**4000, 10**4000], [0, 10**100], [1] * 100_000 + [2**60], [2**40, 2**40]])
+def test_a_shape_that_nothing_has_is_one_short_error(tmp_path, shape):
+    (tmp_path / "w.dat").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="needs a dtype of torch and a shape") as told:
+        load_offloaded_weight(tmp_path / "w.dat", {"dtype": "float32", "shape": shape})
+    assert len(str(told.value)) < 500
+
+
+def test_an_index_names_no_model_of_the_hub(tmp_path):
+    index = {"a": {"safetensors_file": "owner/name", "weight_name": "x"}}
+    with pytest.raises(CheckpointError, match="owner/name, which the offload index names for a, is no file"):
+        OffloadedWeightsLoader(save_folder=tmp_path, index=index)["a"]
 
 
 def test_memory_comes_before_files_and_safetensors_are_read_in_place(tmp_path):

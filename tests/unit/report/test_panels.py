@@ -1,4 +1,9 @@
+from pathlib import Path
+
+import pytest
+
 from headway.report import load
+from headway.report.data import RunData
 from headway.report.panels import ALL_BUCKETS, domain, panels
 from tests.unit.report.logs import Log, lively
 
@@ -46,6 +51,14 @@ def test_many_series_share_the_page(tmp_path):
         log.values(step, **{f"layer_{index}": float(step) for index in range(100)})
     found = panels(load([log.write()]))
     assert sum(len(line.series.means) for panel in found for line in panel.lines) <= ALL_BUCKETS
+
+
+@pytest.mark.timeout(60)  # a bound for work that grows with the square: minutes
+def test_very_many_names_take_seconds():
+    names = [f"{kind}{index}" for kind in ("eval_", "memory/", "more_") for index in range(60_000)]
+    points = [(1.0, 1.0, 1.0), (2.0, 2.0, 2.0)]
+    found = panels([RunData("run", Path("run"), series=dict.fromkeys(names, points))])
+    assert sum(len(panel.lines) for panel in found) == len(names)
 
 
 def test_one_spike_does_not_press_the_rest_flat(tmp_path):

@@ -7,10 +7,13 @@ from datetime import timedelta
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
 from headway.errors import ConfigError, ControlPlaneError
 from headway.runtime import control, process, pulse
+from headway.runtime.sealed import SealedStore
 from headway.runtime.store import Address, check_in, named, present, roll, wait_for
+from headway.sealing import Seal, Strangers
 
 NUMBERS = st.lists(st.floats(allow_nan=False), max_size=8)
 
@@ -65,7 +68,7 @@ def test_progress_is_read_back(update, micro_step):
 
 @given(st.text(max_size=30), st.integers(1, 65535), st.text(max_size=30))
 def test_an_address_comes_through(host, port, attempt):
-    address = Address(host, port, attempt)
+    address = Address(host, port, attempt, key="00ff")
     assert Address.decode(address.encode()) == address
 
 
@@ -77,9 +80,7 @@ def test_the_roll_names_numbers_and_ranks():
 
 
 def test_a_rank_that_comes_twice_is_told():
-    from torch.distributed import HashStore
-
-    store = HashStore()
+    store = SealedStore(HashStore(), "roll call", Seal(b"", Strangers(print)))
     with pytest.raises(RuntimeError, match="2 processes were asked for and 1 has come"):
         check_in(store, 0, 2, timedelta(seconds=0.05))
     assert present(store, 2) == [0]

@@ -12,6 +12,8 @@ from headway.config.strategies import DistributedDataParallelKwargs
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime import group, process
 from headway.runtime.ending import Ending, is_uncaught
+from headway.runtime.sealed import SealedStore
+from headway.sealing import Seal, Strangers
 from headway.strategies.ddp import check_hook
 
 CUDA = torch.device("cuda", 1)
@@ -107,12 +109,16 @@ def test_nothing_is_made_beside_a_group_that_carries_cpu_tensors(begin):
     assert group.beside(timedelta(seconds=5)) is None
 
 
+def sealed(store):
+    return SealedStore(store, "group", Seal(b"", Strangers(print)))
+
+
 def test_ranks_end_a_group_together_or_not_at_all():
-    store = dist.HashStore()
+    store = sealed(dist.HashStore())
     with ThreadPoolExecutor() as pool:
         asked = [pool.submit(group.have_all_come, store, rank, 2, timedelta(seconds=30)) for rank in range(2)]
         assert [each.result() for each in asked] == [True, True]
-    store = dist.HashStore()
+    store = sealed(dist.HashStore())
     assert not group.have_all_come(store, 0, 2, timedelta(seconds=0.1))
     assert not group.have_all_come(store, 1, 2, timedelta(seconds=30))  # rank 0 is gone
 
@@ -128,13 +134,13 @@ class Late(dist.HashStore):
         is_there = super().check(keys)
         if not is_there and not self.has_come:
             self.has_come = True
-            self.told = group.have_all_come(self, 1, 2, timedelta(seconds=30))
+            self.told = group.have_all_come(sealed(self), 1, 2, timedelta(seconds=30))
         return is_there
 
 
 def test_ranks_agree_also_where_one_gives_up_as_the_last_one_comes():
     store = Late()
-    assert (group.have_all_come(store, 0, 2, timedelta(seconds=-1)), store.told) == (True, True)
+    assert (group.have_all_come(sealed(store), 0, 2, timedelta(seconds=-1)), store.told) == (True, True)
 
 
 def test_what_counts_as_a_failure(monkeypatch):

@@ -166,6 +166,17 @@ def test_a_resume_supersedes_what_came_after_its_step(log):
     assert run.config == {"lr": 0.2}
 
 
+@pytest.mark.timeout(60)  # a bound for work that grows with the square: minutes
+def test_very_many_resumes_take_seconds(tmp_path):
+    lines = [{"kind": "run", "format": 1, "time": 0.0}]
+    for step in range(60_000):
+        lines.append({"kind": "values", "time": 1.0, "step": step + 1, "values": {"loss": 1.0}})
+        lines.append({"kind": "values", "time": 1.0, "step": step + 2, "values": {"loss": 2.0}})
+        lines.append({"kind": "event", "time": 1.0, "event": "resumed", "step": step + 1})
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    assert read_run(tmp_path).values == {"loss": [(step + 1, 1.0, 1.0) for step in range(60_000)]}
+
+
 def test_a_run_that_began_at_the_start_again_supersedes_all(log):
     log.values(3, {"loss": 1.0})
     opened = again(log)

@@ -226,6 +226,17 @@ def test_fp16_and_bf16_reach_the_accelerator(tmp_path):
     assert losses(trainer)[-1] < losses(trainer)[0] * 1.2
 
 
+def test_updates_that_fp16_skips_stand_in_the_log(tmp_path):
+    def steep(*args):
+        return cross_entropy(*args) * 1e4
+
+    options = arguments(tmp_path, fp16=True, logging_steps=1, max_steps=4)
+    trainer = Trainer(Net(), options, train_dataset=Points(40), loss_function=steep)
+    trainer.train()
+    logged = [entry["skipped_updates"] for entry in trainer.state.log_history if "skipped_updates" in entry]
+    assert logged[-1] == trainer.accelerator.clock.num_skipped > 0
+
+
 # ---------------------------------------------------------------- one model after another
 
 

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 
 import pytest
 import torch
@@ -452,3 +453,30 @@ def test_a_global_batch_size_that_does_not_fit_is_refused() -> None:
 def test_reduce_mean_divides_by_the_weight() -> None:
     accelerator = Accelerator(cpu=True)
     assert float(accelerator.reduce_mean(torch.tensor(6.0), 4)) == 1.5
+
+
+@pytest.mark.parametrize("num_read", [1, 2])
+def test_batches_that_are_read_ahead_are_noticed_in_the_first_window(
+    num_read: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The epoch would end, and close a window, with the first of them."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = net()
+    model, loader = accelerator.prepare(model, DataLoader(TensorDataset(*data(16)), batch_size=2))
+    batches = iter(loader)
+    for x, y in islice(batches, 2) if num_read == 1 else list(islice(batches, 2)):
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(x), y))
+    assert ("2 batches were read before the first of them came to accumulate()" in caplog.text) == (num_read == 2)
+
+
+def test_a_batch_that_is_skipped_is_not_taken_for_reading_ahead(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = net()
+    model, loader = accelerator.prepare(model, DataLoader(TensorDataset(*data(16)), batch_size=2))
+    for number, (x, y) in enumerate(loader):
+        if number % 3 == 1:
+            continue
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(x), y))
+    assert "were read before" not in caplog.text

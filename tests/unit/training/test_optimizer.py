@@ -1,5 +1,6 @@
 """The prepared optimizer: an optimizer by type and behaviour, that acts at the end of windows."""
 
+import contextlib
 import copy
 import pickle
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from headway import Accelerator
-from headway.errors import PrepareError
+from headway.errors import PrepareError, StateError
 from headway.training.optimizer import PreparedOptimizer
 
 
@@ -112,13 +113,52 @@ def test_parameters_of_another_model_are_refused() -> None:
         Accelerator(cpu=True).prepare(model, torch.optim.SGD(stranger.parameters(), lr=0.1))
 
 
-def test_a_step_without_accelerator_backward_says_why_nothing_happened(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_a_backward_that_headway_has_not_run_is_an_error_at_the_first_step(is_inside: bool) -> None:
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     before = model.weight.detach().clone()
-    with accelerator.accumulate(model):
+    with accelerator.accumulate(model) if is_inside else contextlib.nullcontext():
         model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
+        with pytest.raises(StateError, match=r"Was loss.backward\(\) called\? Write accelerator.backward\(loss\)"):
+            optimizer.step()
     assert torch.equal(model.weight, before)
+
+
+def test_a_loss_that_the_loop_skips_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    for number in range(3):
+        with accelerator.accumulate(model):
+            loss = model(torch.ones(1, 2)).sum()
+            if number != 1:
+                accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    assert accelerator.num_updates == 2
     assert "ran no accelerator.backward()" in caplog.text
+
+
+def test_a_closure_inside_accumulate_is_refused_and_around_it_served() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters(), max_iter=3))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(torch.ones(4, 2)) - 1).square().mean()
+        accelerator.backward(loss)
+        return loss
+
+    with pytest.raises(StateError, match=r"Open the block in the closure"), accelerator.accumulate(model):
+        optimizer.step(closure)
+
+    def opens_the_block() -> torch.Tensor:
+        with accelerator.accumulate(model):
+            return closure()
+
+    before = opens_the_block().item()
+    optimizer.step(opens_the_block)
+    assert opens_the_block().item() < before

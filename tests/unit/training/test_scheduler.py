@@ -131,24 +131,6 @@ def test_the_rule_and_the_end_are_logged_once(caplog: pytest.LogCaptureFixture) 
                      "it ends after 20 ticks, 20 updates from now"]  # fmt: skip
 
 
-@pytest.mark.parametrize(("length", "is_said"), [(80, False), (30, True)])
-def test_a_length_that_fits_another_rule_is_said_before_training(
-    length: int, is_said: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An epoch of 40 micro-batches has 10 updates: 80 ticks are 2 epochs of the former, 30 are 3 of the latter."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, adjust_scheduler_to_accumulation=True)
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    loader = DataLoader(TensorDataset(torch.ones(40, 1)), batch_size=1)
-    with caplog.at_level(logging.WARNING):
-        accelerator.prepare(model, optimizer, loader, CosineAnnealingLR(optimizer, T_max=length))
-    said = (
-        "CosineAnnealingLR ends after 30 ticks" in caplog.text
-        and "adjust_scheduler_to_accumulation=False" in caplog.text
-    )
-    assert said == is_said
-
-
 def test_a_one_cycle_is_not_stepped_past_its_end() -> None:
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1)

@@ -87,9 +87,9 @@ def test_a_held_update_waits_until_the_next_micro_batch_begins() -> None:
     state, model = windows(1), torch.nn.Linear(1, 1)
     state.begin([model])
     state.current.close(1.0)
-    assert (state.is_due, state.is_final, state.is_fresh) == (True, True, True)
+    assert (state.is_due, state.is_final, state.may_clear(state.current)) == (True, True, True)
     state.set_due(False)
-    assert (state.is_due, state.is_final, state.is_fresh) == (False, False, False)
+    assert (state.is_due, state.is_final, state.may_clear(state.current)) == (False, False, False)
     state.set_due(True)
     assert state.is_final
     state.set_due(False)

@@ -4,7 +4,8 @@ Scripts and libraries that were written against Accelerate count on how it divid
 kept here. `headway.Accelerator` itself weighs losses and leaves outputs as they are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ class AccelerateAccelerator(Accelerator):
         split_batches: ignored, as Accelerate ignores it; `dataloader_config` has it.
         others: as for `headway.Accelerator`.
     """
+
+    _refuses_drift = False  # Accelerate has no word on it, and its scripts go on
 
     def __init__(
         self,
@@ -143,6 +146,10 @@ class AccelerateAccelerator(Accelerator):
         self._upcast(prepared)
         return prepared
 
+    def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
+        """As Headway's, with one counter and one set of gradients, whatever models are named."""
+        return super().accumulate()
+
     def gather(self, tensor: Tree) -> Tree:
         """As Headway's; on one process the input is returned."""
         return tensor if self.num_processes == 1 else super().gather(tensor)
@@ -190,6 +197,7 @@ class AccelerateAccelerator(Accelerator):
         load_kwargs: Mapping[str, Any] | None = None,
         *,
         strict: bool = False,
+        changed: str | Collection[str] | None = None,
         **load_model_func_kwargs: Any,
     ) -> Restored:
         """As Headway's; also loads folders that Accelerate wrote.
@@ -206,7 +214,7 @@ class AccelerateAccelerator(Accelerator):
         if folder is None and place.is_automatic:
             folder = newest_in(place.parent())
         if folder is None or not is_accelerates(folder):
-            own = super().load_state(input_dir, load_kwargs, strict=strict, **load_model_func_kwargs)
+            own = super().load_state(input_dir, load_kwargs, strict=strict, changed=changed, **load_model_func_kwargs)
             if not self.use_stateful_dataloader:
                 for loader in self._preparation.loaders:
                     loader.read_from_start()

@@ -8,6 +8,7 @@ by the same rename. Accelerate's pickled files are only ever read with `weights_
 import random
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 from headway.checkpoint.foreign import MANIFEST, number_of, program_of
+from headway.checkpoint.model import misfit, put_in
+from headway.checkpoint.optimizers import undo_optimizer
+from headway.checkpoint.restoring import put_back
+from headway.checkpoint.tensors import is_unmade
+from headway.checkpoint.undo import Undo, preserved
 from headway.compat.accelerate.models import load
 from headway.errors import CheckpointError
 from headway.log import get_logger
@@ -136,25 +142,43 @@ class Reader:
             models: those that no hook has loaded.
             strict: every name must be there, and no other.
         """
+        undo, failure, cause, weights = Undo(), None, None, []
+        try:
+            weights = [self._weights(index, model) for index, model in enumerate(models)]
+            self._restore_objects(undo, [line for pair in zip(models, weights) for line in _misfits(*pair, strict)])
+        except Exception as error:
+            text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            failure, cause = text, error
+        failures = {text for text in self._accelerator.collectives.gather_objects(failure) if text is not None}
+        if failures:
+            left = undo.run()
+            told = f"this could not be put back, so end the run: {'; '.join(left)}" if left else "nothing was changed"
+            raise CheckpointError(f"{'; '.join(sorted(failures))}; {told}") from cause
+        for model, state in zip(models, weights):
+            _put(model, state)
+        self._set_random_streams()
+        return Restored(self._folder, {"num_updates": self._accelerator.num_updates, "epoch": 0})
+
+    def _restore_objects(self, undo: Undo, problems: list[str]) -> None:
+        """All but the weights, with its way back; `problems`: of the weights, which come last."""
+        if problems:
+            raise CheckpointError(
+                f"the weights in {self._folder} do not fit; build the model that was saved:\n  "
+                + "\n  ".join(problems[:5])
+            )
         accelerator = self._accelerator
         optimizers, schedulers = accelerator._optimizers, accelerator._schedulers
-        customs = self._custom_states()
-        weights = [self._weights(index, model) for index, model in enumerate(models)]
         states = [self._pickled(numbered("optimizer.bin", index)) for index in range(len(optimizers))]
         ticks = [self._pickled(numbered("scheduler.bin", index)) for index in range(len(schedulers))]
-        scale = None if accelerator.scaler is None else self._pickled("scaler.pt")
-        for model, state in zip(models, weights):
-            _put(model, state, strict, self._folder)
-        for optimizer, state in zip(optimizers, states):
+        others = [*zip(schedulers, ticks), *zip(accelerator._custom_objects, self._custom_states())]
+        if accelerator.scaler is not None:
+            others.append((accelerator.scaler, self._pickled("scaler.pt")))
+        for index, (optimizer, state) in enumerate(zip(optimizers, states)):
+            undo.add(f"optimizer {index}", undo_optimizer(optimizer.optimizer))
             optimizer.load_state_dict(state)
-        for scheduler, state in zip(schedulers, ticks):
-            scheduler.load_state_dict(state)
-        if scale is not None:
-            accelerator.scaler.load_state_dict(scale)
-        for each, state in zip(accelerator._custom_objects, customs):
+        for each, state in others:
+            undo.add(type(each).__name__, partial(put_back, each, preserved(each.state_dict())))
             each.load_state_dict(state)
-        self._set_random_streams()
-        return Restored(self._folder, {"num_updates": accelerator.num_updates, "epoch": 0})
 
     def _weights(self, index: int, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
         path = self._folder / numbered("model.safetensors", index)
@@ -212,14 +236,24 @@ def _unprefixed(state: Mapping[str, torch.Tensor], model: torch.nn.Module) -> Ma
     return {name.removeprefix("module."): value for name, value in state.items()}
 
 
-def _put(model: torch.nn.Module, state: Mapping[str, torch.Tensor], strict: bool, folder: Path) -> None:
+def _misfits(model: torch.nn.Module, state: Mapping[str, torch.Tensor], strict: bool) -> list[str]:
+    """Why weights do not fit a model, a line each: torch would find out when it has changed half of it."""
     own = model.state_dict()
     present = {own[name].data_ptr() for name in state if name in own}
     missing = [name for name, value in own.items() if name not in state and value.data_ptr() not in present]
     unknown = [name for name in state if name not in own]
+    lines = []
     if strict and (missing or unknown):
-        raise CheckpointError(
-            f"the weights in {folder} do not fit {type(model).__name__}: missing {missing[:3]}, unknown {unknown[:3]}; "
-            "build the model that was saved"
-        )
-    model.load_state_dict(dict(state), strict=False)
+        lines.append(f"{type(model).__name__}: missing {missing[:3]}, unknown {unknown[:3]}")
+    pairs = {name: (own[name], state[name]) for name in state if name in own and not is_unmade(own[name])}
+    return lines + [f"{name} {problem}" for name, pair in pairs.items() if (problem := misfit(*pair)) is not None]
+
+
+def _put(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    own = model.state_dict()
+    # What expand() made is not written by torch.
+    expanded = {name for name in state if name in own and 0 in own[name].stride()}
+    model.load_state_dict({name: value for name, value in state.items() if name not in expanded}, strict=False)
+    with torch.no_grad():
+        for name in expanded:
+            put_in(own[name].detach(), state[name])

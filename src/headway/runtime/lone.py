@@ -1,5 +1,7 @@
 """Calls on a sharded model that are exchanges of all ranks: one that only some ranks make is refused before it waits for ever."""
 
+from typing import Any
+
 import torch
 
 from headway.callsite import way
@@ -24,7 +26,7 @@ class LoneCalls:
         self._strategy = strategy
         self._seen: set[tuple[tuple[int, int], ...]] = set()
 
-    def __call__(self, model: torch.nn.Module) -> None:
+    def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward begins.
 
         Raises:

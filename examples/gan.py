@@ -1,0 +1,64 @@
+"""A GAN with a gradient penalty on scikit-learn's digits: two models that learn in turn, each with an accumulate block of its own.
+
+headway launch --cpu -n 2 examples/gan.py
+"""
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from headway import Accelerator, set_seed
+
+NOISE, NUM_EPOCHS = 16, 8
+
+
+def penalty(critic: nn.Module, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
+    """How far the critic's slope between real and generated images is from 1."""
+    between = torch.lerp(real, fake, torch.rand(len(real), 1, device=real.device)).requires_grad_()
+    (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+    return (slope.norm(dim=1) - 1).square().mean()
+
+
+def main() -> float:
+    """Train; returns how far the average generated image is from the average digit, per pixel (0 to 1)."""
+    set_seed(0)
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    pixels, _ = load_digits(return_X_y=True)
+    images = torch.tensor(pixels / 16, dtype=torch.float32)
+    loader = DataLoader(TensorDataset(images), batch_size=16, shuffle=True, drop_last=True)
+
+    generator = nn.Sequential(nn.Linear(NOISE, 128), nn.ReLU(), nn.Linear(128, 64), nn.Sigmoid())
+    critic = nn.Sequential(nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
+    generator_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
+    critic_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.9))
+    generator, critic, generator_optimizer, critic_optimizer, loader = accelerator.prepare(
+        generator, critic, generator_optimizer, critic_optimizer, loader
+    )
+
+    for epoch in range(NUM_EPOCHS):
+        for (real,) in loader:
+            noise = torch.randn(len(real), NOISE, device=accelerator.device)
+            with accelerator.accumulate(critic):
+                fake = generator(noise).detach()
+                accelerator.backward(critic(fake).mean() - critic(real).mean() + 10 * penalty(critic, real, fake))
+                critic_optimizer.step()
+                critic_optimizer.zero_grad()
+            # The critic is part of this loss, but learns nothing from it.
+            with accelerator.accumulate(generator):
+                accelerator.backward(-critic(generator(noise)).mean())
+                generator_optimizer.step()
+                generator_optimizer.zero_grad()
+        with torch.no_grad():
+            drawn = generator(torch.randn(1000, NOISE, device=accelerator.device)).mean(0)
+        distance = (accelerator.reduce(drawn, "mean").cpu() - images.mean(0)).abs().mean().item()
+        accelerator.print(
+            f"epoch {epoch}: the average generated image is {distance:.3f} per pixel from the average digit"
+        )
+
+    accelerator.end_training()
+    return distance
+
+
+if __name__ == "__main__":
+    main()

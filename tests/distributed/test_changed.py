@@ -1,0 +1,192 @@
+"""A run that goes on with other data or other rates than it was saved with is refused, unless that is meant."""
+
+import logging
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+
+from headway import Accelerator, ProjectConfiguration, set_seed
+from headway.errors import CheckpointError
+from tests.distributed.ranks import run_ranks
+
+STEPS = 40
+"""The updates after which the rate is 0."""
+
+
+def falling(count):
+    """The rate's function in a script that counts as so many processes would."""
+    return lambda tick: max(0.0, 1 - tick / (STEPS * count))
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+        logging.getLogger("headway").addHandler(self)
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def train(folder, *, rows=36, chosen=None, count=None, stop_after=None, updates=7, changed=(), **options):
+    """(samples read, rate of each update, what was warned of), or the error of the resume and whether the weights stayed."""
+    set_seed(7)
+    told = Lines()
+    accelerator = Accelerator(
+        cpu=True, project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True), **options
+    )
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    count = accelerator.num_processes if count is None else count
+    schedule = CosineAnnealingLR(optimizer, count) if count < 0 else LambdaLR(optimizer, falling(count))
+    data = TensorDataset(torch.arange(float(rows))[:, None])
+    sampler = None if chosen is None else SubsetRandomSampler(range(chosen))
+    loader = DataLoader(data, batch_size=6 // accelerator.num_processes, shuffle=sampler is None, sampler=sampler)
+    others = DataLoader(TensorDataset(torch.zeros(rows, 1)), batch_size=2)
+    model, optimizer, loader, schedule, _ = accelerator.prepare(model, optimizer, loader, schedule, others)
+    weight = model.weight.detach().clone()
+    try:
+        accelerator.resume("latest", **({"changed": changed} if changed != () else {}))
+    except CheckpointError as error:
+        return str(error), torch.equal(weight, model.weight)
+    seen, rates = [], []
+    for _ in accelerator.epochs(3):
+        for (x,) in loader:
+            rates.append(optimizer.param_groups[0]["lr"])
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean())
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            seen += accelerator.gather_for_metrics(x).flatten().int().tolist()
+            if accelerator.num_updates == stop_after:
+                accelerator.save_state()
+                return seen, rates, told.lines
+            if accelerator.num_updates == updates:
+                return seen, rates, told.lines
+    return seen, rates, told.lines
+
+
+def trained(folder, settings):
+    return train(folder, **settings)
+
+
+@pytest.mark.parametrize("stop_after", [2, 6])
+@pytest.mark.parametrize(("before", "after"), [({}, {"rows": 48}), ({}, {"rows": 9}), ({"chosen": 30}, {"chosen": 24})])
+def test_data_of_another_length_are_refused_with_both_lengths(before, after, stop_after, tmp_path):
+    run_ranks(trained, 2, str(tmp_path), {**before, "stop_after": stop_after})
+    lengths = [(each.get("chosen") or each.get("rows", 36)) for each in (before, after)]
+    for error, has_stayed in run_ranks(trained, 2, str(tmp_path), after):
+        assert f"had {lengths[0]} samples when the checkpoint was saved, and has {lengths[1]}" in error
+        assert "changed='data'" in error
+        assert has_stayed
+
+
+def test_data_that_are_others_on_purpose_begin_their_epoch_anew(tmp_path):
+    run_ranks(trained, 2, str(tmp_path), {"stop_after": 8, "updates": 9})
+    for seen, rates, told in run_ranks(trained, 2, str(tmp_path), {"rows": 48, "changed": "data", "updates": 16}):
+        assert sorted(seen) == list(range(48))  # of the second epoch, of which two updates were made
+        assert rates[0] == 1 - 8 / STEPS
+        assert told == []
+
+
+def test_lengths_are_told_where_nothing_depends_on_them(tmp_path):
+    """Under Accelerate's name a script says itself where it goes on; that its data are others is a warning there."""
+    run_ranks(trained, 1, str(tmp_path), {"stop_after": 2})
+    ((seen, _, told),) = run_ranks(trained, 1, str(tmp_path), {"rows": 48, "changed": None, "updates": 3})
+    assert len(seen) == 6
+    assert told == [
+        "loader 1 (TensorDataset): 36 -> 48 samples",
+        "loader 0 (TensorDataset) had 36 samples when the checkpoint was saved, and has 48",
+    ]
+
+
+def test_a_rate_that_jumps_with_the_number_of_processes_is_refused(tmp_path):
+    (_, rates, told), _ = run_ranks(trained, 2, str(tmp_path), {"stop_after": 4})
+    assert rates == pytest.approx([1 - update / STEPS for update in range(4)])
+    assert told == []  # of a correct script there is nothing to say
+    ((error, has_stayed),) = run_ranks(trained, 1, str(tmp_path), {})
+    assert "its learning rate at tick 8 was 0.9, and is 0.8" in error
+    assert "let it count by 2" in error
+    assert "scheduler_ticks='updates'" in error
+    assert has_stayed
+    for remedy in ({"count": 2}, {"count": 1, "scheduler_ticks": "updates"}):
+        ((_, rates, told),) = run_ranks(trained, 1, str(tmp_path), remedy)
+        assert rates == pytest.approx([1 - update / STEPS for update in range(4, 7)]), remedy
+        assert told == []
+    ((_, rates, _),) = run_ranks(trained, 1, str(tmp_path), {"changed": ["schedule"]})
+    assert rates[1:] == pytest.approx([0.75, 0.7])
+
+
+def test_a_function_that_is_another_one_on_as_many_processes_is_meant_and_told(tmp_path):
+    run_ranks(trained, 2, str(tmp_path), {"stop_after": 4})
+    for rank, (_, rates, told) in enumerate(run_ranks(trained, 2, str(tmp_path), {"count": 4})):
+        assert rates[1:] == pytest.approx([1 - 10 / 160, 1 - 12 / 160])
+        line = "schedule 0 (LambdaLR): its learning rate at tick 8 was 0.9, and is 0.95"
+        assert told == ([] if rank else [f"[rank 0] {line}"])
+
+
+def test_a_schedule_that_counts_otherwise_is_refused(tmp_path):
+    run_ranks(trained, 2, str(tmp_path), {"count": -1, "stop_after": 2})
+    for error, has_stayed in run_ranks(trained, 2, str(tmp_path), {"count": -1, "scheduler_ticks": "updates"}):
+        assert (
+            "schedule 0 (CosineAnnealingLR) ticked by the rule 'per process' when it was saved, and ticks by 'updates'"
+            in error
+        )
+        assert has_stayed
+
+
+def with_trainer(folder, rows, stop_after, **settings):
+    """(update, rate, updates in all) of each update, and the rows of each batch."""
+    from headway import Trainer, TrainerCallback, TrainingArguments
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = torch.nn.Linear(6, 1)
+
+        def forward(self, x, labels):
+            seen.append(len(x))
+            return {"loss": (self.body(x).squeeze(1) - labels).square().mean()}
+
+    class Teller(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == stop_after:
+                control.should_save = control.should_training_stop = True
+
+        def on_log(self, args, state, control, logs, **kwargs):
+            if "loss" in logs:
+                told.append((state.global_step, round(logs["learning_rate"], 6), state.max_steps))
+
+    told, seen = [], []
+    data = [{"x": torch.ones(6) * number, "labels": torch.tensor(1.0)} for number in range(rows)]
+    arguments = TrainingArguments(
+        folder, per_device_train_batch_size=4, num_train_epochs=2, logging_steps=1, learning_rate=1.0,
+        use_cpu=True, disable_tqdm=True, resume_from_checkpoint=not stop_after, **settings,
+    )  # fmt: skip
+    try:
+        Trainer(Net(), arguments, train_dataset=data, callbacks=[Teller()]).train()
+    except CheckpointError as error:
+        return str(error), seen
+    return told, seen
+
+
+def test_a_trainer_on_other_processes_has_the_same_rates(tmp_path):
+    run_ranks(with_trainer, 2, str(tmp_path), 40, 4)
+    ((told, _),) = run_ranks(with_trainer, 1, str(tmp_path), 40, None)
+    assert told == [(update, round(1 - (update - 1) / 10, 6), 10) for update in range(5, 11)]
+
+
+def test_a_trainer_takes_other_data_where_it_is_told_so(tmp_path):
+    run_ranks(with_trainer_twice, 1, str(tmp_path))
+
+
+def with_trainer_twice(folder):
+    with_trainer(folder, 40, 4)
+    error, _ = with_trainer(folder, 24, None)
+    assert "had 40 samples when the checkpoint was saved, and has 24" in error
+    told, seen = with_trainer(folder, 24, None, ignore_data_skip=True)
+    assert seen == [4] * 8  # an epoch of its six batches, and what is left of the updates
+    assert [update for update, _, _ in told] == list(range(5, 13))

@@ -1,0 +1,65 @@
+"""A folder that Accelerate wrote is taken up whole or not at all."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from headway.compat.accelerate.accelerator import AccelerateAccelerator
+from headway.errors import CheckpointError
+
+
+class Net(torch.nn.Module):
+    def __init__(self, value, is_expanded=True):
+        super().__init__()
+        torch.manual_seed(value)
+        self.first, self.last = torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)
+        scale = torch.full((1, 3), float(value)).expand(4, 3)
+        self.register_buffer("scale", scale if is_expanded else scale * torch.arange(1.0, 5.0)[:, None])
+
+
+class Refusing:
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        raise ValueError("not that")
+
+
+def prepared(value, **options):
+    accelerator = AccelerateAccelerator(cpu=True)
+    model = Net(value, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + value), momentum=0.9)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def written(folder, model, optimizer):
+    """As Accelerate's save_state leaves it, as far as it is needed here."""
+    folder.mkdir()
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors")
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+
+
+def test_an_expanded_buffer_is_loaded(tmp_path):
+    _, model, optimizer = prepared(1)
+    written(tmp_path / "theirs", model, optimizer)
+    accelerator, other, other_optimizer = prepared(2)
+    accelerator.load_state(str(tmp_path / "theirs"))
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    assert other_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("what", ["an expanded buffer", "a shape", "an object"])
+def test_what_does_not_fit_changes_nothing(what, tmp_path):
+    _, model, optimizer = prepared(1, is_expanded=what != "an expanded buffer")
+    if what == "a shape":
+        model.last = torch.nn.Linear(3, 2)
+    written(tmp_path / "theirs", model, optimizer)
+    accelerator, other, other_optimizer = prepared(2)
+    if what == "an object":
+        torch.save({}, tmp_path / "theirs" / "custom_checkpoint_0.pkl")
+        accelerator.register_for_checkpointing(Refusing())
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(CheckpointError, match="nothing was changed"):
+        accelerator.load_state(str(tmp_path / "theirs"))
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in before.items())
+    assert other_optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
