@@ -3,15 +3,20 @@
 import torch
 from torch.nn.functional import mse_loss
 
-from tests.wrong_use.row import EQUAL, Section, error
+from tests.wrong_use.row import EQUAL, Section, error, plain_error
 from tests.wrong_use.script import Script, train
 
 section = Section("One rank alone")
 row = section.row
 
+HANGS = error("this run hangs")
+CRASHES = error("Is there a distributed collective mismatch in your code?")
+LEFT = plain_error("had finished the script by then")
 
-@row("`accelerator.gather` under `if accelerator.is_main_process:`", error("gather"), single=EQUAL)
+
+@row("`accelerator.gather` under `if accelerator.is_main_process:`", HANGS, single=EQUAL, fsdp=CRASHES)
 def gathers_alone(s: Script) -> None:
+    s.hurry()
     accelerator, model, optimizer, loader = s.prepared()
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -23,7 +28,7 @@ def gathers_alone(s: Script) -> None:
             accelerator.gather(loss.detach())
 
 
-@row("the same at the script's end", error("gather"), single=EQUAL)
+@row("the same at the script's end", error("not every rank came here"), single=EQUAL)
 def gathers_alone_at_the_end(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     train(accelerator, model, optimizer, loader)
@@ -31,7 +36,11 @@ def gathers_alone_at_the_end(s: Script) -> None:
         accelerator.gather(torch.zeros(1))
 
 
-@row("`accelerator.wait_for_everyone` under `if accelerator.is_main_process:`", error("barrier"), single=EQUAL)
+@row(
+    "`accelerator.wait_for_everyone` under `if accelerator.is_main_process:`",
+    error("not every rank came here"),
+    single=EQUAL,
+)
 def waits_alone(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     train(accelerator, model, optimizer, loader)
@@ -39,8 +48,9 @@ def waits_alone(s: Script) -> None:
         accelerator.wait_for_everyone()
 
 
-@row("a `break` on one rank alone", error("rank"), single=None)
+@row("a `break` on one rank alone", LEFT, single=None)
 def breaks_alone(s: Script) -> None:
+    s.hurry()
     accelerator, model, optimizer, loader = s.prepared()
     for index, (inputs, targets) in enumerate(loader):
         if accelerator.process_index == 1 and index == 4:
@@ -51,8 +61,9 @@ def breaks_alone(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("a batch that one rank alone leaves out by `continue`", error("rank"), single=None)
+@row("a batch that one rank alone leaves out by `continue`", HANGS, single=None)
 def continues_alone(s: Script) -> None:
+    s.hurry()
     accelerator, model, optimizer, loader = s.prepared()
     for index, (inputs, targets) in enumerate(loader):
         if accelerator.process_index == 1 and index == 4:
@@ -63,7 +74,7 @@ def continues_alone(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("an exception on one rank alone", error("bad row"), single=None)
+@row("an exception on one rank alone", plain_error("ValueError: bad row"), single=None)
 def fails_alone(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     for index, (inputs, targets) in enumerate(loader):
@@ -75,7 +86,7 @@ def fails_alone(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("`prepare` under `if accelerator.is_main_process:`", error("rank"), single=EQUAL)
+@row("`prepare` under `if accelerator.is_main_process:`", error("not every rank came here"), single=EQUAL)
 def prepares_alone(s: Script) -> None:
     accelerator = s.start()
     parts = s.parts(accelerator)
@@ -84,8 +95,9 @@ def prepares_alone(s: Script) -> None:
     train(accelerator, *parts)
 
 
-@row("objects prepared in another order on one rank", error("fit together"), single=None)
-def another_order(s: Script) -> None:
+@row("one object more prepared on one rank", HANGS, single=None, fsdp=CRASHES)
+def prepares_more(s: Script) -> None:
+    s.hurry()
     accelerator = s.start()
     model, optimizer, loader = s.parts(accelerator)
     other = s.loader(accelerator)
@@ -103,7 +115,7 @@ def gathers_shapes(s: Script) -> None:
     train(accelerator, *parts)
 
 
-@row("another `gradient_accumulation_steps` on one rank", error("rank"), single=None)
+@row("another `gradient_accumulation_steps` on one rank", error("ranks have different settings"), single=None)
 def steps_by_rank(s: Script) -> None:
     accelerator = s.start(steps=1 if s.rank else 2)
     train(accelerator, *accelerator.prepare(*s.parts(accelerator)))
@@ -116,7 +128,7 @@ def lr_by_rank(s: Script) -> None:
     train(accelerator, model, optimizer, loader)
 
 
-@row("another `mixed_precision` on one rank", error("rank"), single=None)
+@row("another `mixed_precision` on one rank", error("ranks have different settings"), single=None)
 def precision_by_rank(s: Script) -> None:
     accelerator = s.start(mixed_precision="bf16" if s.rank else "no")
     train(accelerator, *accelerator.prepare(*s.parts(accelerator)))

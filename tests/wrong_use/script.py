@@ -62,6 +62,10 @@ class Script:
         self.ranks = 1 if layout == "single" else 2
         self.shards = 2 if layout in ("ddp", "fsdp") else 1
 
+    def hurry(self) -> None:
+        """A run that hangs is ended after seconds, not half an hour."""
+        os.environ["HEADWAY_PATIENCE"] = "2"
+
     def start(self, steps: int = STEPS, handlers: tuple[Any, ...] = (), **options: Any) -> Accelerator:
         plan = TensorParallelOptions(plan={"up": "colwise", "down": "rowwise"})
         return Accelerator(
