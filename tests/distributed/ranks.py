@@ -86,7 +86,9 @@ def _run(
 
 def _collect(workers: list[Any], folder: Path, deadline: float) -> dict[int, tuple[bool, Any]]:
     results: dict[int, tuple[bool, Any]] = {}
-    while len(results) < len(workers) and time.monotonic() < deadline:
+    are_alive = True
+    while len(results) < len(workers) and time.monotonic() < deadline and are_alive:
+        are_alive = any(worker.is_alive() for worker in workers)  # before their results are looked for, once more
         for rank, worker in enumerate(workers):
             path = folder / f"rank{rank}"
             if rank not in results and path.exists():

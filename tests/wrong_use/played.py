@@ -1,21 +1,28 @@
 """What follows from a mistake: it is made on real ranks, and compared with what the table says."""
 
 import logging
+import os
+import sys
 import tempfile
-import traceback
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from headway import scope
+from headway.callsite import users_line
 from headway.errors import HeadwayError
-from headway.launch.records import Record
+from headway.launch.endings import Report
+from headway.launch.records import Death, Record
+from headway.traces import Hook, shorten
 from tests.distributed.ranks import RankFailed, run_ranks
-from tests.wrong_use.row import LAYOUTS
+from tests.wrong_use.row import LAYOUTS, Cell
 from tests.wrong_use.script import Script, numbers
 from tests.wrong_use.table import ROWS
 
@@ -30,12 +37,14 @@ class Followed:
     """What followed on one rank.
 
     Attributes:
-        error: the error's text, and whether it is one of Headway's.
+        error: what a launcher would have of it.
+        is_ours: it is one of Headway's.
         said: warnings, each with the number of updates before it.
         unequal: the largest difference from the hand-written loop's numbers.
     """
 
-    error: tuple[str, bool] | None = None
+    error: Record | None = None
+    is_ours: bool = False
     said: list[tuple[int, str]] = field(default_factory=list)
     unequal: float = 0.0
 
@@ -70,43 +79,56 @@ def listening() -> Iterator[list[tuple[int, str]]]:
 def play(name: str, layout: str, folder: str) -> Followed:
     """Make the mistake on this rank."""
     row, followed = ROWS[name], Followed()
+    script = Script(layout, folder)
+    os.dup2(os.open(f"{folder}/said{script.rank}", os.O_CREAT | os.O_WRONLY), sys.stderr.fileno())
     with listening() as followed.said:
-        script = Script(layout, folder)
         try:
             result = row.make(script)
-        except Exception as raised:
-            is_ours = isinstance(raised, HeadwayError)
-            followed.error = str(raised) if is_ours else traceback.format_exc(limit=-1), is_ours
-            return followed
-    got = numbers(script.model if result is None else result)
-    wanted = numbers(row.by_hand(script))
-    followed.unequal = max(float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True))
+        except Exception as error:
+            trace = f"{shorten(error)[0]}{scope.own(Hook).says(error)}"
+            followed.error = Record(
+                type(error).__name__, str(error), users_line(error.__traceback__), trace, time.time()
+            )
+            followed.is_ours = isinstance(error, HeadwayError)
+    if row.cells[layout].kind == "equal" and followed.error is None:
+        pairs = zip(numbers(script.model if result is None else result), numbers(row.by_hand(script)), strict=True)
+        followed.unequal = max(float((a - b).abs().max()) for a, b in pairs)
     return followed
 
 
 def judge(name: str, layout: str) -> str:
     """Make the mistake on all ranks of the layout; what is not as the table says, empty where all is."""
-    cell = ROWS[name].cells[layout]
+    cell, num_ranks = ROWS[name].cells[layout], LAYOUTS[layout]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            ranks = run_ranks(play, LAYOUTS[layout], name, layout, folder, timeout=TIMEOUT)
+            ranks = run_ranks(play, num_ranks, name, layout, folder, timeout=TIMEOUT)
         except RankFailed as failed:
-            return str(failed)
-    errors = [followed.error for followed in ranks]
-    if cell.kind == "error":
-        is_right = all(e and (e[1] == cell.is_ours or Record("", e[0], "", "", 0).is_lost_connection) for e in errors)
-        is_right = is_right and any(e and e[1] == cell.is_ours and cell.text in e[0] for e in errors)
-    elif cell.kind == "warning":
-        said = [line for followed in ranks for line in followed.said]
-        is_right = not any(errors) and {cell.text in text and before < 2 for before, text in said} == {True}
-        is_right = is_right and len(said) == 1
-    else:
-        is_right = all(f.error is None and f.unequal <= TOLERANCE and not f.said for f in ranks)
-    return "" if is_right else "\n".join(f"rank {rank}: {_shown(followed)}" for rank, followed in enumerate(ranks))
+            told = "".join(path.read_text() for path in Path(folder).glob("said*"))
+            # The hang watch or gloo has ended the processes.
+            has_ended = "ended the run" in told or "terminate called" in told
+            is_right = cell.kind == "error" and has_ended and cell.text in told
+            return "" if is_right else f"{failed}\n{told}"
+    return "" if is_as_told(cell, ranks) else "\n".join(f"rank {n}: {_shown(each)}" for n, each in enumerate(ranks))
+
+
+def is_as_told(cell: Cell, ranks: list[Followed]) -> bool:
+    """Is it what the cell says?"""
+    deaths = [Death(n, "here", 0, 1, each.error) for n, each in enumerate(ranks) if each.error]
+    if cell.kind == "error" and deaths:
+        finished = tuple(n for n, each in enumerate(ranks) if each.error is None)
+        report = Report(tuple(deaths), len(ranks), finished=finished)
+        return cell.text in report.text() and ranks[report.first.rank].is_ours == cell.is_ours
+    if deaths or cell.kind == "error":
+        return False
+    said = [line for each in ranks for line in each.said]
+    if cell.kind == "warning":
+        return any(cell.text in text for _, text in said) and all(before < 2 for before, _ in said)
+    return not said and all(each.unequal <= TOLERANCE for each in ranks)
 
 
 def _shown(followed: Followed) -> str:
     outcome = f"off by {followed.unequal:.1e}"
     if followed.error:
-        outcome = ("Headway's" if followed.error[1] else "another's") + f" error: {followed.error[0]}"
+        whose = "Headway's" if followed.is_ours else "another's"
+        outcome = f"{whose} error: {followed.error.trace}"
     return "\n".join([outcome, *(f"  said after {before} updates: {text}" for before, text in followed.said)])

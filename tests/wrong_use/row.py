@@ -12,7 +12,7 @@ LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2, "tp": 2}
 
 @dataclass(frozen=True)
 class Cell:
-    """What follows: "equal", or an "error" or "warning" with this part of its text; an error may be Python's or torch's own."""
+    """What follows: "equal", or an "error" or "warning" with this part of what is said; not all errors are Headway's own."""
 
     kind: str
     text: str = ""
@@ -27,7 +27,7 @@ def error(text: str) -> Cell:
 
 
 def plain_error(text: str) -> Cell:
-    """Python's or torch's own, where it says all that there is to say."""
+    """One that is not Headway's, where it, or what the launcher says of it, is all that there is to say."""
     return Cell("error", text, is_ours=False)
 
 

@@ -1,5 +1,6 @@
 """The script that the table's mistakes are made in: a tiny model, its data and its loop, prepared and by hand."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ class Script:
         layout: "single", "ddp", "fsdp" or "tp".
         folder: an empty folder, the same on all ranks.
         model: the one whose weights are compared at the end.
+        rank: of this process.
+        ranks: processes.
         shards: in how many parts the data is split.
     """
 
@@ -55,7 +58,13 @@ class Script:
         self.layout = layout
         self.folder = Path(folder)
         self.model: nn.Module = net()
+        self.rank = int(os.environ["RANK"])
+        self.ranks = 1 if layout == "single" else 2
         self.shards = 2 if layout in ("ddp", "fsdp") else 1
+
+    def hurry(self) -> None:
+        """A run that hangs is ended after seconds, not half an hour."""
+        os.environ["HEADWAY_PATIENCE"] = "2"
 
     def start(self, steps: int = STEPS, handlers: tuple[Any, ...] = (), **options: Any) -> Accelerator:
         plan = TensorParallelOptions(plan={"up": "colwise", "down": "rowwise"})
@@ -70,8 +79,11 @@ class Script:
     def parts(self, accelerator: Accelerator) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
         """A model, its optimizer and a loader whose batches make windows of `WINDOW` rows."""
         self.model = net()
+        return self.model, sgd(self.model), self.loader(accelerator)
+
+    def loader(self, accelerator: Accelerator, rows: int = ROWS, **options: Any) -> DataLoader[Any]:
         size = WINDOW // (accelerator.gradient_accumulation_steps * accelerator.strategy.data_shard.count)
-        return self.model, sgd(self.model), DataLoader(TensorDataset(*data()), batch_size=size)
+        return DataLoader(TensorDataset(*data(rows)), batch_size=size, **options)
 
     def prepared(self, **options: Any) -> tuple[Accelerator, Any, Any, Any]:
         accelerator = self.start(**options)

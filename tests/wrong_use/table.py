@@ -1,8 +1,16 @@
 """The table: all mistakes, by the kind of thing that they are made with."""
 
-from tests.wrong_use import losses, saving, the_loop
+from tests.wrong_use import loading, losses, models, one_rank, preparing, saving, the_loop
 
-SECTIONS = [the_loop.section, losses.section, saving.section]
+SECTIONS = [
+    the_loop.section,
+    losses.section,
+    preparing.section,
+    models.section,
+    loading.section,
+    one_rank.section,
+    saving.section,
+]
 ROWS = {row.name: row for section in SECTIONS for row in section.rows}
 
 

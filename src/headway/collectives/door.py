@@ -447,8 +447,8 @@ class Collectives:
 
 def _left_alone(entry: Entry, error: RuntimeError) -> str:
     return (
-        f"{entry.operation} at {entry.call_site}: another rank ended or lost its connection before it came here. If it ended without "
-        f"an error, it never makes this call: call it on every rank, outside conditions on the rank ({str(error).partition('. ')[0]})"
+        f"{entry.operation} at {entry.call_site}: not every rank came here. One ended, was lost, or never makes this call: call it "
+        f"on every rank, outside conditions on the rank ({str(error).partition('. ')[0]})"
     )
 
 

@@ -34,7 +34,9 @@ def check(model: torch.nn.Module, axis: Axis, everyone: Collectives) -> bool:
     named = [
         (name, gradients.local(parameter.grad).detach())
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None and parameter.placements[-1].is_replicate()  # type: ignore[attr-defined]
+        if parameter.grad is not None
+        and gradients.is_distributed(parameter)  # not one that was added after prepare()
+        and parameter.placements[-1].is_replicate()  # type: ignore[attr-defined]
     ]
     odd = _differing(named, axis) if named else []
     counts = [int(row[0]) for row in everyone.gather_numbers([float(len(odd))])]

@@ -60,34 +60,41 @@ def _part(tensor: torch.Tensor, like: Any) -> torch.Tensor:
     return tensor[box(like)]
 
 
-def whole_loss(loss: Any) -> torch.Tensor:
-    """A loss that is a DTensor, as what is made of parameters alone is (a penalty), as a plain tensor.
+def explain_mixed(error: BaseException) -> str:
+    """What to say after torch's error about DTensors that plain tensors are computed with; nothing of any other."""
+    if not isinstance(error, RuntimeError) or "got mixed torch.Tensor and DTensor" not in str(error):
+        return ""
+    return (
+        "headway: the parameters of a sharded model are DTensors outside of its forward. Call the model itself, not model.forward() "
+        "or a part of it; for arithmetic of your own with parameters or gradients, take p.full_tensor() on all ranks"
+    )
+
+
+def is_of_parameters(loss: torch.Tensor) -> bool:
+    """Is it made of sharded parameters alone, as a penalty on weights is? Logits that are cut are DTensors, too.
 
     Raises:
-        LossError: plain tensors are in it, to which no gradient would find its way.
+        LossError: plain tensors are added to them, to which no gradient would find its way.
     """
-    if _holds_plain(loss):
-        raise LossError(
-            "the loss adds plain tensors to parameters, which are DTensors in this layout. Give what is made of parameters alone, "
-            "such as a penalty on weights, a backward of its own in the same micro-batch: accelerator.backward(penalty)"
-        )
-    whole: torch.Tensor = loss.full_tensor()
-    return whole
-
-
-def _holds_plain(loss: torch.Tensor) -> bool:
-    """Does its graph leave DTensors?"""
-    seen, left = set[Any](), [loss.grad_fn]
+    if not is_distributed(loss):
+        return False
+    is_alone, seen, left = True, set[Any](), [loss.grad_fn]
     while left:
         node: Any = left.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if "ToTorchTensor" in node.name() or (leaf is not None and not is_distributed(leaf)):
-            return True
-        left += [following for following, _ in node.next_functions]
-    return False
+        if "FromTorchTensor" in node.name():  # from here on gradients are plain
+            is_alone = False
+        elif "ToTorchTensor" in node.name() or (leaf is not None and not is_distributed(leaf)):
+            raise LossError(
+                "the loss adds plain tensors to parameters, which are DTensors in this layout. Give what is made of parameters "
+                "alone, such as a penalty on weights, a backward of its own in the same micro-batch: accelerator.backward(penalty)"
+            )
+        else:
+            left += [following for following, _ in node.next_functions]
+    return is_alone
 
 
 def complete(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from headway import scope, traces
 from headway.collectives.door import Collectives
 from headway.config.float8 import Float8Options
 from headway.config.mesh import DATA_AXES, Layout, written
@@ -109,6 +110,7 @@ class MeshStrategy(SingleStrategy):
         self._has_left = False
         collectives.runtime.scope.own(WholeScalars).enter(collectives.runtime)
         process.at_end(self._leave, is_engine=True)
+        scope.own(traces.Hook).add(gradients.explain_mixed)
 
     def _leave(self) -> None:
         """The process group ends, and the mesh with it."""
@@ -304,9 +306,9 @@ class MeshStrategy(SingleStrategy):
 
     def plain(self, loss: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
         """A loss of parameters alone is a DTensor, the same on all ranks, and so must its factor be."""
-        if not gradients.is_distributed(loss):
+        if not gradients.is_of_parameters(loss):
             return loss, factor
-        whole = gradients.whole_loss(loss)
+        whole: torch.Tensor = loss.full_tensor()  # type: ignore[attr-defined]
         return whole, self.data_group.reduce_numbers([factor])[0] / self.data_group.world_size
 
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Have all ranks built the same model? Asked before it is wrapped: engines fail with words of their own, or mix tensors up."""
+"""Have all ranks built the same model, and the same settings? Asked before it is wrapped: engines would mix tensors up, or hang."""
 
 import hashlib
 
@@ -8,8 +8,13 @@ from headway.collectives.door import Collectives
 from headway.errors import PrepareError
 
 
-def check_alike(model: torch.nn.Module, everyone: Collectives) -> None:
+def check_alike(model: torch.nn.Module, settings: dict[str, str], everyone: Collectives) -> None:
     """One exchange of a number; what differs is looked for only where something does.
+
+    Args:
+        model: that is to be wrapped.
+        settings: of the run, by the names that the Accelerator takes them by.
+        everyone: all ranks.
 
     Raises:
         PrepareError: it is an engine; or, on every rank, names, shapes, dtypes, or what is frozen, differ.
@@ -18,17 +23,19 @@ def check_alike(model: torch.nn.Module, everyone: Collectives) -> None:
         raise PrepareError("prepare() got a DistributedDataParallel; give the bare model, Headway wraps it")
     if everyone.world_size == 1:
         return
-    own = _described(model)
+    own = settings | _described(model)
     digest = hashlib.blake2b(repr(own).encode(), digest_size=6).digest()
     if len({number for (number,) in everyone.gather_numbers([float(int.from_bytes(digest, "big"))])}) == 1:
         return
     first, *others = everyone.gather_objects(own)
     rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
     name = next(name for name in [*first, *other] if first.get(name) != other.get(name))
+    found = f"{first.get(name, 'missing')} on rank 0 and {other.get(name, 'missing')} on rank {rank}"
+    if name in settings:
+        raise PrepareError(f"ranks have different settings: {name} is {found}; give all ranks the same")
     raise PrepareError(
-        f"ranks have built different models: {name} of {type(model).__name__} is {first.get(name, 'missing')} on rank 0 and "
-        f"{other.get(name, 'missing')} on rank {rank}. Take all sizes from what is the same on every rank: not from a rank's own "
-        "part of the data, nor from a file that only one of them has read"
+        f"ranks have built different models: {name} of {type(model).__name__} is {found}. Take all sizes from what is the same on "
+        "every rank: not from a rank's own part of the data, nor from a file that only one of them has read"
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from headway.callsite import is_users, stack
-from headway.errors import PrepareError, UnsupportedError
+from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.runtime.lone import LoneCalls
 from headway.strategies.base import Engine
@@ -97,6 +97,23 @@ class PreparedModel:
                 return run(*args, **kwargs)
         finally:
             call.is_inside = False
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """What is behind to(), double(), half() and the like.
+
+        Raises:
+            StateError: parameters of a replica have another dtype now, which its engine reduces no gradients of.
+        """
+        before = [parameter.dtype for parameter in self.parameters()]  # type: ignore[attr-defined]
+        moved = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        after = [parameter.dtype for parameter in self.parameters()]  # type: ignore[attr-defined]
+        if after != before and self.__dict__[_KEY].engine is not None:
+            name = self.__dict__[_KEY].bare_class.__name__
+            raise StateError(
+                f"the dtype of {name}'s parameters was changed after prepare(), which leaves their gradients unreduced; change it "
+                "before prepare(), or use mixed_precision="
+            )
+        return moved
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deepcopy give the bare class, without an engine.

@@ -144,6 +144,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
+        self._checked = -1
         repoint(self.optimizer, self._strategy)
 
     def state_dict(self) -> dict[str, Any]:

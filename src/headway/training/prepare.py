@@ -187,7 +187,9 @@ class Preparation:
             return model
         self._share_streams()
         if not is_evaluation:  # each rank may evaluate one of its own
-            check_alike(model, self._strategy.everyone)
+            steps, precision = str(self._windows.num_steps), self._step.precision.name
+            settings = {"gradient_accumulation_steps": steps, "mixed_precision": precision}
+            check_alike(model, settings, self._strategy.everyone)
         is_moved = self._is_moved(model, place, is_evaluation)
         if any(parameter.is_meta for parameter in model.parameters()):
             if is_evaluation:

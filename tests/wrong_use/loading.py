@@ -1,0 +1,305 @@
+"""Mistakes in reading data, and in what is gathered from it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset
+
+from headway import set_seed
+from tests.wrong_use.row import EQUAL, Section, error, warning
+from tests.wrong_use.script import ROWS, Script, data, net, sgd, train, windows
+
+section = Section("Data and metrics")
+row = section.row
+
+
+# -------------------------------------------------------------------- split twice, or not at all
+
+
+@row("a `DistributedSampler` of one's own, its loader not prepared", EQUAL, tp=None)
+def own_sampler(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, _ = s.parts(accelerator)
+    whole = TensorDataset(*data())
+    sampler = DistributedSampler(whole, s.shards, accelerator.process_index, shuffle=False)
+    loader = DataLoader(whole, batch_size=4 // s.shards, sampler=sampler)
+    train(accelerator, *accelerator.prepare(model, optimizer), loader)
+
+
+@row("a `DistributedSampler` of one's own, its loader prepared", error("DistributedSampler"), single=EQUAL, tp=None)
+def own_sampler_prepared(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, _ = s.parts(accelerator)
+    whole = TensorDataset(*data())
+    sampler = DistributedSampler(whole, s.shards, accelerator.process_index, shuffle=False)
+    loader = DataLoader(whole, batch_size=4 // s.shards, sampler=sampler)
+    train(accelerator, *accelerator.prepare(model, optimizer, loader))
+
+
+@row("each rank's own part of the data in a loader that is prepared", error("rank"), single=EQUAL, tp=None)
+def split_by_hand(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, _ = s.parts(accelerator)
+    part = Subset(TensorDataset(*data()), range(accelerator.process_index, ROWS, s.shards))
+    loader = DataLoader(part, batch_size=4 // s.shards)
+    train(accelerator, *accelerator.prepare(model, optimizer, loader))
+
+
+@row("each rank's own data in a loader that is prepared", error("rank"), single=EQUAL, tp=None)
+def own_data(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, _ = s.parts(accelerator)
+    inputs, targets = data()
+    loader = DataLoader(TensorDataset(inputs + accelerator.process_index, targets), batch_size=4 // s.shards)
+    train(accelerator, *accelerator.prepare(model, optimizer, loader))
+
+
+class Stream(IterableDataset[Any]):
+    """Splits itself by rank."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank, self.count = rank, count
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from list(zip(*data()))[self.rank :: self.count]
+
+
+@row("a stream that splits itself by rank, its loader not prepared", EQUAL, tp=None)
+def own_stream(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, _ = s.parts(accelerator)
+    loader = DataLoader(Stream(accelerator.process_index, s.shards), batch_size=4 // s.shards)
+    train(accelerator, *accelerator.prepare(model, optimizer), loader)
+
+
+@row("a stream that splits itself by rank, its loader prepared", error("rank"), single=EQUAL, tp=None)
+def own_stream_prepared(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, _ = s.parts(accelerator)
+    loader = DataLoader(Stream(accelerator.process_index, s.shards), batch_size=4 // s.shards)
+    train(accelerator, *accelerator.prepare(model, optimizer, loader))
+
+
+def _all_rows(_: Script) -> torch.Tensor:
+    return data()[0].sum(1).sort().values
+
+
+@row("another seed on each rank: orders must agree all the same", EQUAL, tp=None, by_hand=_all_rows)
+def seeds_by_rank(s: Script) -> Any:
+    accelerator = s.start()
+    torch.manual_seed(accelerator.process_index)
+    loader = accelerator.prepare(s.loader(accelerator, shuffle=True))
+    seen = torch.cat([accelerator.gather_for_metrics(inputs) for inputs, _ in loader])
+    return seen.sum(1).sort().values
+
+
+@row("another seed on each rank: the models' first weights must agree all the same", EQUAL)
+def seeds_of_models(s: Script) -> None:
+    accelerator = s.start()
+    loader = s.loader(accelerator)
+    s.model = model = net(seed=accelerator.process_index)
+    train(accelerator, *accelerator.prepare(model, sgd(model), loader))
+
+
+# -------------------------------------------------------------------- lengths
+
+
+def _uneven(_: Script) -> nn.Module:
+    model = net()
+    optimizer = sgd(model)
+    for inputs, targets in zip(*(tensor.split(8) for tensor in data(27))):
+        mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@row("a data set that does not divide: the last window is short", EQUAL, by_hand=_uneven)
+def uneven(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, _ = s.parts(accelerator)
+    train(accelerator, *accelerator.prepare(model, optimizer, s.loader(accelerator, 27)))
+
+
+def _one_row(_: Script) -> nn.Module:
+    model = net()
+    optimizer = sgd(model)
+    inputs, targets = data(1)
+    mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+    return model
+
+
+@row("fewer samples than ranks", EQUAL, by_hand=_one_row)
+def one_row(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, _ = s.parts(accelerator)
+    train(accelerator, *accelerator.prepare(model, optimizer, s.loader(accelerator, 1)))
+
+
+def _nothing(_: Script) -> nn.Module:
+    return net()
+
+
+@row("a loader that gives nothing (`drop_last=True`, too few samples)", warning("nothing"), by_hand=_nothing)
+def empty(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, _ = s.parts(accelerator)
+    loader = s.loader(accelerator, 1, drop_last=True)
+    train(accelerator, *accelerator.prepare(model, optimizer, loader))
+
+
+def _first_batch_only(_: Script) -> nn.Module:
+    model = net()
+    optimizer = sgd(model)
+    inputs, targets = next(windows(4))
+    for _step in range(2):
+        mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@row("`next(iter(loader))` in each step: always the first batch, as in PyTorch", EQUAL, by_hand=_first_batch_only)
+def first_batch_only(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    for _ in range(4):
+        inputs, targets = next(iter(loader))
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row("the prepared loader read by one rank alone", error("rank"), single=EQUAL, tp=EQUAL)
+def read_by_one(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    if accelerator.is_main_process:
+        next(iter(loader))
+    train(accelerator, model, optimizer, loader)
+
+
+def _unequal(_: Script) -> nn.Module:
+    model = net()
+    optimizer = sgd(model)
+    for inputs, targets in windows():
+        mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@row(
+    "loaders of one's own whose batches differ in size between ranks",
+    warning("pass weight="),
+    single=None,
+    tp=None,
+    by_hand=_unequal,
+)
+def unequal_batches(s: Script) -> None:
+    accelerator = s.start(steps=1)
+    model, optimizer, _ = s.parts(accelerator)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for inputs, targets in windows():
+        mine = slice(0, 2) if accelerator.process_index == 0 else slice(2, None)
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs[mine]), targets[mine]))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# -------------------------------------------------------------------- evaluation and metrics
+
+
+@row("an evaluation without `torch.no_grad()`, in the middle of training", EQUAL)
+def evaluates_with_gradients(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    held_out = accelerator.prepare(s.loader(accelerator, 9))
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        for x, _ in held_out:
+            accelerator.gather_for_metrics(model(x))
+        model.train()
+
+
+def _predictions(_: Script) -> torch.Tensor:
+    return net()(data(9)[0])
+
+
+@row(
+    "`gather` in place of `gather_for_metrics`, on a padded batch",
+    EQUAL,
+    ddp=warning("gather_for_metrics"),
+    fsdp=warning("gather_for_metrics"),
+    by_hand=_predictions,
+)
+def gathers_padding(s: Script) -> Any:
+    accelerator, model, *_ = s.prepared()
+    held_out = accelerator.prepare(s.loader(accelerator, 9))
+    with torch.no_grad():
+        return torch.cat([accelerator.gather(model(x)) for x, _ in held_out])
+
+
+@row("`gather_for_metrics` on a padded batch", EQUAL, by_hand=_predictions)
+def gathers_for_metrics(s: Script) -> Any:
+    accelerator, model, *_ = s.prepared()
+    held_out = accelerator.prepare(s.loader(accelerator, 9))
+    with torch.no_grad():
+        return torch.cat([accelerator.gather_for_metrics(model(x)) for x, _ in held_out])
+
+
+@row(
+    "`gather_for_metrics` of one value for the whole batch",
+    error("one entry per sample"),
+    single=error("one entry per sample"),
+)
+def gathers_one_value(s: Script) -> Any:
+    accelerator, model, *_ = s.prepared()
+    held_out = accelerator.prepare(s.loader(accelerator, 9))
+    with torch.no_grad():
+        return [accelerator.gather_for_metrics(mse_loss(model(x), y)) for x, y in held_out]
+
+
+@row(
+    "an evaluation loader that is not prepared",
+    EQUAL,
+    ddp=warning("not prepared"),
+    fsdp=warning("not prepared"),
+    by_hand=_predictions,
+)
+def evaluates_unprepared(s: Script) -> Any:
+    accelerator, model, *_ = s.prepared()
+    with torch.no_grad():
+        return torch.cat([accelerator.gather_for_metrics(model(x)) for x, _ in s.loader(accelerator, 9)])
+
+
+@row(
+    "an evaluation under `if accelerator.is_main_process:`",
+    EQUAL,
+    fsdp=error("on rank 0 only"),
+    tp=error("on rank 0 only"),
+)
+def evaluates_on_one(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.is_main_process:
+            with torch.no_grad():
+                model(data(9)[0])
+
+
+@row("`set_seed` on each rank with its rank, before prepare", EQUAL)
+def set_seed_by_rank(s: Script) -> None:
+    accelerator = s.start()
+    set_seed(accelerator.process_index)
+    train(accelerator, *accelerator.prepare(*s.parts(accelerator)))

@@ -1,0 +1,443 @@
+"""Mistakes with the model."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+
+from tests.wrong_use.losses import steps_on
+from tests.wrong_use.row import EQUAL, Section, error, plain_error, warning
+from tests.wrong_use.script import Script, loop, net, sgd, train, windows
+
+section = Section("The model")
+row = section.row
+
+
+# -------------------------------------------------------------------- how it is called
+
+
+OUTSIDE = plain_error("Call the model itself, not model.forward() or a part of it")
+
+
+@row("`model.forward(x)` in place of `model(x)`", EQUAL, fsdp=OUTSIDE)
+def forward(s: Script) -> None:
+    steps_on(s, lambda a, model, x, y: mse_loss(model.forward(x), y))
+
+
+@row("its submodules called one by one", EQUAL, fsdp=OUTSIDE)
+def submodules(s: Script) -> None:
+    steps_on(s, lambda a, model, x, y: mse_loss(model.down(torch.tanh(model.up(x))), y))
+
+
+@row("the object from before prepare called", EQUAL)
+def the_original(s: Script) -> None:
+    accelerator = s.start()
+    original, optimizer, loader = s.parts(accelerator)
+    model, optimizer, loader = accelerator.prepare(original, optimizer, loader)
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(original(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row("`accelerator.unwrap_model(model)` called in training", EQUAL)
+def unwrapped(s: Script) -> None:
+    steps_on(s, lambda a, model, x, y: mse_loss(a.unwrap_model(model)(x), y))
+
+
+@row("`torch.compile(model)` after prepare", EQUAL)
+def compiled_after(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    compiled = torch.compile(model, backend="eager")
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(compiled(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row("`torch.compile(model)` before prepare", EQUAL)
+def compiled_before(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, loader = s.parts(accelerator)
+    if s.layout == "tp":  # a plan's names are those of the model
+        model.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    train(accelerator, *accelerator.prepare(model, optimizer, loader))
+
+
+@row("`torch.utils.checkpoint` within the loop", EQUAL)
+def checkpointed(s: Script) -> None:
+    steps_on(s, lambda a, model, x, y: mse_loss(checkpoint(model, x, use_reentrant=False), y))
+
+
+# -------------------------------------------------------------------- what is done to it after prepare
+
+
+@row("`model.to(device)` after prepare", EQUAL)
+def moved(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    train(accelerator, model.to(accelerator.device), optimizer, loader)
+
+
+def _in_double(s: Script) -> nn.Module:
+    model = net().double()
+    optimizer = sgd(model)
+    for inputs, targets in windows():
+        mse_loss(model(inputs.double()), targets.double()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@row("`model.double()` after prepare", error("dtype"), single=EQUAL, tp=EQUAL, by_hand=_in_double)
+def other_dtype(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    model.double()
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs.double()), targets.double()))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row("`model.eval()` forgotten to be undone", EQUAL)
+def left_in_eval(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    model.eval()
+    train(accelerator, model, optimizer, loader)
+
+
+def _frozen(s: Script) -> nn.Module:
+    model = net()
+    model.up.requires_grad_(False)
+    return _trained(model)
+
+
+def _trained(model: nn.Module) -> nn.Module:
+    optimizer = sgd(model)
+    for inputs, targets in windows():
+        mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@row("frozen after prepare", EQUAL, ddp=error("frozen after prepare()"), by_hand=_frozen)
+def frozen_after(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    model.up.requires_grad_(False)
+    train(accelerator, model, optimizer, loader)
+
+
+@row("unfrozen after prepare", EQUAL, ddp=error("unfrozen after prepare()"))
+def unfrozen_after(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, loader = s.parts(accelerator)
+    model.up.requires_grad_(False)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.up.requires_grad_(True)
+    train(accelerator, model, optimizer, loader)
+
+
+def _from_zero(s: Script) -> nn.Module:
+    model = net()
+    nn.init.constant_(model.up.weight, 0.1)
+    return _trained(model)
+
+
+@row("weights set by `torch.nn.init` after prepare, alike on all ranks", EQUAL, by_hand=_from_zero)
+def initialised_after(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    nn.init.constant_(model.up.weight, 0.1)
+    train(accelerator, model, optimizer, loader)
+
+
+RANDOM = warning("DTensor random operators")
+
+
+@row(
+    "weights drawn after prepare, on each rank from its own stream",
+    single=None,
+    ddp=error("rank"),
+    fsdp=RANDOM,
+    tp=RANDOM,
+)
+def drawn_after(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    torch.manual_seed(accelerator.process_index)
+    nn.init.normal_(model.up.weight)
+    train(accelerator, model, optimizer, loader)
+
+
+@row("a parameter of a replica changed on one rank", single=None, ddp=error("rank"))
+def changed_on_one(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    if accelerator.process_index == 1:
+        with torch.no_grad():
+            model.up.weight.mul_(2)
+    train(accelerator, model, optimizer, loader)
+
+
+@row("`p.data = tensor` after prepare", EQUAL, by_hand=_from_zero)
+def data_replaced(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    model.up.weight.data = torch.full_like(model.up.weight, 0.1)
+    train(accelerator, model, optimizer, loader)
+
+
+@loop
+def _clamped(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for p in model.parameters():
+        p.data.clamp_(-0.2, 0.2)
+
+
+@row("weights clamped in place after each update", EQUAL, by_hand=_clamped)
+def clamped(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                for p in model.parameters():
+                    p.data.clamp_(-0.2, 0.2)
+
+
+def _halved(s: Script) -> nn.Module:
+    model = net()
+    model.up.weight.register_hook(lambda grad: grad / 2)
+    return _trained(model)
+
+
+@row("a hook on a parameter's gradient, from before prepare", EQUAL, by_hand=_halved)
+def hook_before(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, loader = s.parts(accelerator)
+    model.up.weight.register_hook(lambda grad: grad / 2)
+    train(accelerator, *accelerator.prepare(model, optimizer, loader))
+
+
+@row("a hook on a parameter's gradient, from after prepare", EQUAL, by_hand=_halved)
+def hook_after(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    model.up.weight.register_hook(lambda grad: grad / 2)
+    train(accelerator, model, optimizer, loader)
+
+
+# -------------------------------------------------------------------- gradients read by hand
+
+
+def _norms(_: Script) -> list[torch.Tensor]:
+    model = net()
+    optimizer = sgd(model)
+    found = []
+    for inputs, targets in windows():
+        mse_loss(model(inputs), targets).backward()
+        found.append(sum(p.grad.pow(2).sum() for p in model.parameters()).sqrt())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@row("a norm summed by hand from `p.grad` at the window's end", EQUAL, by_hand=_norms)
+def norm_by_hand(s: Script) -> Any:
+    accelerator, model, optimizer, loader = s.prepared()
+    found = []
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            if accelerator.sync_gradients:
+                found.append(sum(p.grad.pow(2).sum().item() for p in model.parameters()) ** 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+# -------------------------------------------------------------------- what is in it
+
+
+class WithNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.norm(self.up(x))))  # type: ignore[no-any-return]
+
+
+def _with_norm(s: Script) -> list[torch.Tensor]:
+    """Each rank's micro-batch by its own statistics, as DistributedDataParallel has it."""
+    model = net(WithNorm)
+    optimizer = sgd(model)
+    for inputs, targets in windows():
+        for x, y in zip(inputs.split(4), targets.split(4)):
+            buffers = copy.deepcopy(dict(model.named_buffers()))
+            for shard, (a, b) in enumerate(zip(x.chunk(s.shards), y.chunk(s.shards))):
+                (mse_loss(model(a), b) / 2 / s.shards).backward()
+                if shard == 0:
+                    mine = copy.deepcopy(dict(model.named_buffers()))
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(buffers[name])
+            for name, buffer in model.named_buffers():
+                buffer.copy_(mine[name])
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+@row(
+    "BatchNorm: each rank's micro-batch by its own statistics, as in DistributedDataParallel",
+    EQUAL,
+    tp=None,
+    by_hand=_with_norm,
+)
+def batch_norm(s: Script) -> Any:
+    accelerator = s.start()
+    model = net(WithNorm)
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), s.loader(accelerator))
+    train(accelerator, model, optimizer, loader)
+    return list(model.parameters())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.down.weight = self.up.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.down(torch.tanh(self.up(x))))  # type: ignore[no-any-return]
+
+
+@row("weights that are tied", EQUAL, tp=None, by_hand=lambda s: _trained(net(Tied)))
+def tied(s: Script) -> None:
+    accelerator = s.start()
+    s.model = model = net(Tied)
+    train(accelerator, *accelerator.prepare(model, sgd(model), s.loader(accelerator)))
+    s.model = model
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.spare = nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, is_spared: bool = False) -> torch.Tensor:
+        last = self.spare if is_spared else self.down
+        return last(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+
+@row("a layer that no loss uses", EQUAL, ddp=error("spare.weight"), by_hand=lambda s: _trained(net(Unused)))
+def unused(s: Script) -> None:
+    accelerator = s.start()
+    loader = s.loader(accelerator)
+    s.model = model = net(Unused)
+    train(accelerator, *accelerator.prepare(model, sgd(model), loader))
+
+
+def _by_turns(_: Script) -> nn.Module:
+    model = net(Unused)
+    optimizer = sgd(model)
+    for inputs, targets in windows():
+        for number, (x, y) in enumerate(zip(inputs.split(2), targets.split(2))):
+            is_spared = number % 2 == 1  # the other rank's rows
+            (mse_loss(model(x, is_spared), y) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@row(
+    "a layer that one rank's loss leaves out",
+    error("took no part"),
+    single=None,
+    fsdp=EQUAL,
+    tp=None,
+    by_hand=_by_turns,
+)
+def unused_on_one(s: Script) -> None:
+    accelerator = s.start()
+    loader = s.loader(accelerator)
+    s.model = model = net(Unused)
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), loader)
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs, is_spared=bool(accelerator.process_index)), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row("models of different shapes on the ranks", error("ranks have built different models"), single=None)
+def different_shapes(s: Script) -> None:
+    accelerator = s.start()
+    _, _, loader = s.parts(accelerator)
+    model = net()
+    if accelerator.process_index:
+        model.up, model.down = nn.Linear(4, 16), nn.Linear(16, 2)
+    train(accelerator, *accelerator.prepare(model, sgd(model), loader))
+
+
+# -------------------------------------------------------------------- copies and averages
+
+
+def _average(_: Script) -> nn.Module:
+    model, shadow = net(), net()
+    optimizer = sgd(model)
+    for inputs, targets in windows():
+        mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, p in zip(shadow.parameters(), model.parameters()):
+                mean.lerp_(p, 0.1)
+    return shadow
+
+
+COPIED = error("cannot be copied or pickled")
+
+
+@row("an average of weights: a deepcopy of the prepared model", EQUAL, fsdp=COPIED, tp=COPIED, by_hand=_average)
+def average(s: Script) -> Any:
+    accelerator, model, optimizer, loader = s.prepared()
+    shadow = copy.deepcopy(model)
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                with torch.no_grad():
+                    for mean, p in zip(shadow.parameters(), model.parameters()):
+                        mean.lerp_(p, 0.1)
+    return shadow
+
+
+SHARDED = plain_error("take p.full_tensor() on all ranks")
+
+
+@row("the same, with a copy from before prepare", EQUAL, fsdp=SHARDED, tp=SHARDED, by_hand=_average)
+def average_of_a_plain_copy(s: Script) -> Any:
+    accelerator = s.start()
+    parts = s.parts(accelerator)
+    shadow = copy.deepcopy(parts[0])
+    model, optimizer, loader = accelerator.prepare(*parts)
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                with torch.no_grad():
+                    for mean, p in zip(shadow.parameters(), model.parameters()):
+                        mean.lerp_(p, 0.1)
+    return shadow

@@ -1,0 +1,134 @@
+"""What one rank does and the others do not."""
+
+import torch
+from torch.nn.functional import mse_loss
+
+from tests.wrong_use.row import EQUAL, Section, error, plain_error
+from tests.wrong_use.script import Script, train
+
+section = Section("One rank alone")
+row = section.row
+
+HANGS = error("this run hangs")
+CRASHES = error("Is there a distributed collective mismatch in your code?")
+LEFT = plain_error("had finished the script by then")
+
+
+@row("`accelerator.gather` under `if accelerator.is_main_process:`", HANGS, single=EQUAL, fsdp=CRASHES)
+def gathers_alone(s: Script) -> None:
+    s.hurry()
+    accelerator, model, optimizer, loader = s.prepared()
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            loss = mse_loss(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.is_main_process:
+            accelerator.gather(loss.detach())
+
+
+@row("the same at the script's end", error("not every rank came here"), single=EQUAL)
+def gathers_alone_at_the_end(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    train(accelerator, model, optimizer, loader)
+    if accelerator.is_main_process:
+        accelerator.gather(torch.zeros(1))
+
+
+@row(
+    "`accelerator.wait_for_everyone` under `if accelerator.is_main_process:`",
+    error("not every rank came here"),
+    single=EQUAL,
+)
+def waits_alone(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    train(accelerator, model, optimizer, loader)
+    if accelerator.is_main_process:
+        accelerator.wait_for_everyone()
+
+
+@row("a `break` on one rank alone", LEFT, single=None)
+def breaks_alone(s: Script) -> None:
+    s.hurry()
+    accelerator, model, optimizer, loader = s.prepared()
+    for index, (inputs, targets) in enumerate(loader):
+        if accelerator.process_index == 1 and index == 4:
+            break
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row("a batch that one rank alone leaves out by `continue`", HANGS, single=None)
+def continues_alone(s: Script) -> None:
+    s.hurry()
+    accelerator, model, optimizer, loader = s.prepared()
+    for index, (inputs, targets) in enumerate(loader):
+        if accelerator.process_index == 1 and index == 4:
+            continue
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row("an exception on one rank alone", plain_error("ValueError: bad row"), single=None)
+def fails_alone(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    for index, (inputs, targets) in enumerate(loader):
+        if accelerator.process_index == 1 and index == 4:
+            raise ValueError("bad row")
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row("`prepare` under `if accelerator.is_main_process:`", error("not every rank came here"), single=EQUAL)
+def prepares_alone(s: Script) -> None:
+    accelerator = s.start()
+    parts = s.parts(accelerator)
+    if accelerator.is_main_process:
+        parts = accelerator.prepare(*parts)
+    train(accelerator, *parts)
+
+
+@row("one object more prepared on one rank", HANGS, single=None, fsdp=CRASHES)
+def prepares_more(s: Script) -> None:
+    s.hurry()
+    accelerator = s.start()
+    model, optimizer, loader = s.parts(accelerator)
+    other = s.loader(accelerator)
+    if accelerator.is_main_process:
+        model, optimizer, loader, other = accelerator.prepare(model, optimizer, loader, other)
+    else:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    train(accelerator, model, optimizer, loader)
+
+
+@row("tensors of different shapes gathered", error("do not fit together"), single=EQUAL)
+def gathers_shapes(s: Script) -> None:
+    accelerator, *parts = s.prepared()
+    accelerator.gather(torch.zeros(2, 3 + accelerator.process_index))
+    train(accelerator, *parts)
+
+
+@row("another `gradient_accumulation_steps` on one rank", error("ranks have different settings"), single=None)
+def steps_by_rank(s: Script) -> None:
+    accelerator = s.start(steps=1 if s.rank else 2)
+    train(accelerator, *accelerator.prepare(*s.parts(accelerator)))
+
+
+@row("another learning rate on one rank", error("rank"), single=None, fsdp=None, tp=None)
+def lr_by_rank(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + accelerator.process_index)
+    train(accelerator, model, optimizer, loader)
+
+
+@row("another `mixed_precision` on one rank", error("ranks have different settings"), single=None)
+def precision_by_rank(s: Script) -> None:
+    accelerator = s.start(mixed_precision="bf16" if s.rank else "no")
+    train(accelerator, *accelerator.prepare(*s.parts(accelerator)))

@@ -1,0 +1,231 @@
+"""Mistakes in what is prepared, and how."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from headway import Accelerator
+from tests.wrong_use.row import EQUAL, Section, error, plain_error, warning
+from tests.wrong_use.script import Script, net, sgd, train, windows
+
+section = Section("What is prepared")
+row = section.row
+
+
+@row("prepared twice", EQUAL)
+def prepared_twice(s: Script) -> None:
+    accelerator, *prepared = s.prepared()
+    train(accelerator, *accelerator.prepare(*prepared))
+
+
+@row("prepared one by one", EQUAL)
+def one_by_one(s: Script) -> None:
+    accelerator = s.start()
+    train(accelerator, *(accelerator.prepare(part) for part in s.parts(accelerator)))
+
+
+@row("the optimizer prepared before its model", EQUAL)
+def optimizer_first(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, loader = s.parts(accelerator)
+    optimizer = accelerator.prepare(optimizer)
+    model, loader = accelerator.prepare(model, loader)
+    train(accelerator, model, optimizer, loader)
+
+
+@row("what `prepare` returns, taken up in another order", plain_error("'PreparedOptimizer' object is not callable"))
+def another_order(s: Script) -> None:
+    accelerator = s.start()
+    optimizer, model, loader = accelerator.prepare(*s.parts(accelerator))
+    train(accelerator, model, optimizer, loader)
+
+
+@row(
+    "what `prepare` returns, not taken up at all: the loader reads all on each rank",
+    EQUAL,
+    ddp=warning("not prepared"),
+    fsdp=warning("not prepared"),
+)
+def results_left(s: Script) -> None:
+    accelerator = s.start(steps=1)
+    model, optimizer, loader = s.parts(accelerator)
+    accelerator.prepare(model, optimizer, loader)
+    train(accelerator, model, optimizer, loader)
+
+
+READS_ALL = warning("DataLoader of TensorDataset that is not prepared")
+
+
+@row("the loader not prepared", EQUAL, ddp=READS_ALL, fsdp=READS_ALL)
+def loader_left_out(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, loader = s.parts(accelerator)
+    train(accelerator, *accelerator.prepare(model, optimizer), loader)
+
+
+@row("the optimizer not prepared, with accumulation", error("stepped inside an accumulation window"))
+def optimizer_left_out(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, loader = s.parts(accelerator)
+    model, loader = accelerator.prepare(model, loader)
+    train(accelerator, model, optimizer, loader)
+
+
+@row("the optimizer not prepared, one batch per update", error("SGD"), single=EQUAL, ddp=warning("SGD is not prepared"))
+def optimizer_left_out_without_windows(s: Script) -> None:
+    accelerator = s.start(steps=1)
+    model, optimizer, loader = s.parts(accelerator)
+    model, loader = accelerator.prepare(model, loader)
+    train(accelerator, model, optimizer, loader)
+
+
+@row("the model not prepared", error("belong to no prepared model"), single=EQUAL)
+def model_left_out(s: Script) -> None:
+    accelerator = s.start(steps=1)
+    model, optimizer, loader = s.parts(accelerator)
+    optimizer, loader = accelerator.prepare(optimizer, loader)
+    for inputs, targets in loader:
+        accelerator.backward(mse_loss(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+DRIFTS = warning("SGD updates parameters of a model that is not prepared")
+
+
+@row("nothing prepared", DRIFTS, single=EQUAL)
+def nothing_prepared(s: Script) -> None:
+    accelerator = s.start(steps=1)
+    model, optimizer, loader = s.parts(accelerator)
+    for inputs, targets in loader:
+        accelerator.backward(mse_loss(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@row("`accumulate` with a model that is not prepared", error("belong to no prepared model"), single=EQUAL)
+def accumulates_another(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, loader = s.parts(accelerator)
+    optimizer, loader = accelerator.prepare(optimizer, loader)
+    train(accelerator, model, optimizer, loader)
+
+
+@row("`accumulate()` without a model", EQUAL)
+def accumulates_nothing(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    for inputs, targets in loader:
+        with accelerator.accumulate():
+            accelerator.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row("`accumulate` with the optimizer", EQUAL)
+def accumulates_the_optimizer(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    for inputs, targets in loader:
+        with accelerator.accumulate(optimizer):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+STRANGERS = error("belong to no prepared model")
+
+
+@row("the optimizer of a copy of the model", STRANGERS)
+def optimizer_of_a_copy(s: Script) -> None:
+    accelerator = s.start()
+    model, _, loader = s.parts(accelerator)
+    optimizer = sgd(copy.deepcopy(model))
+    train(accelerator, *accelerator.prepare(model, optimizer, loader))
+
+
+@row("an optimizer built before a layer was replaced", STRANGERS)
+def layer_replaced(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, loader = s.parts(accelerator)
+    model.down = nn.Linear(8, 2)
+    train(accelerator, *accelerator.prepare(model, optimizer, loader))
+
+
+def _with_a_layer_more(_: Script) -> nn.Module:
+    model = net()
+    torch.manual_seed(3)
+    extra = nn.Linear(2, 2)
+    optimizer = sgd(nn.ModuleList([model, extra]))
+    for inputs, targets in windows():
+        mse_loss(extra(model(inputs)), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.up
+
+
+@row(
+    "a layer added to the model after prepare, and to the optimizer by `add_param_group`",
+    error("belong to no prepared model"),
+    single=EQUAL,
+    by_hand=_with_a_layer_more,
+)
+def layer_added(s: Script) -> Any:
+    accelerator, model, optimizer, loader = s.prepared()
+    torch.manual_seed(3)
+    model.extra = nn.Linear(2, 2)
+    optimizer.add_param_group({"params": model.extra.parameters()})
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model.extra(model(inputs)), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.up
+
+
+@row("a DistributedDataParallel given to `prepare`", error("give the bare model"), single=None)
+def wrapped_by_hand(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, loader = s.parts(accelerator)
+    model = nn.parallel.DistributedDataParallel(model)
+    train(accelerator, *accelerator.prepare(model, optimizer, loader))
+
+
+@row("a list of objects given to `prepare`", warning("which is not a model"))
+def list_prepared(s: Script) -> Any:
+    accelerator = s.start()
+    accelerator.prepare(list(s.parts(accelerator)))
+    accelerator.wait_for_everyone()
+
+
+@row("a dataset given to `prepare` in place of its loader", warning("which is not a model"))
+def dataset_prepared(s: Script) -> None:
+    accelerator = s.start()
+    model, optimizer, loader = s.parts(accelerator)
+    accelerator.prepare(model, optimizer, loader.dataset)
+
+
+@row("two Accelerators: the optimizer prepared by the other one", error("stepped inside an accumulation window"))
+def prepared_elsewhere(s: Script) -> None:
+    first, second = s.start(), s.start(steps=1)
+    model, optimizer, loader = s.parts(first)
+    optimizer = second.prepare(optimizer)
+    model, loader = first.prepare(model, loader)
+    train(first, model, optimizer, loader)
+
+
+@row("two Accelerators: the loader prepared by the other one", EQUAL)
+def loader_prepared_elsewhere(s: Script) -> None:
+    first, second = s.start(), s.start()
+    model, optimizer, loader = s.parts(first)
+    loader = second.prepare(loader)
+    train(first, *first.prepare(model, optimizer), loader)
+
+
+@row("a new Accelerator for each epoch", EQUAL)
+def new_accelerator(s: Script) -> None:
+    model = s.model = net()
+    optimizer = sgd(model)
+    accelerator: Accelerator = s.start()
+    train(accelerator, *accelerator.prepare(model, optimizer, s.loader(accelerator)))
