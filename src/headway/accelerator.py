@@ -49,7 +49,7 @@ from headway.tracking.base import Tracker
 from headway.tracking.record import Record, TrackerKwargs
 from headway.training.guard import Guard, Notice, Skips
 from headway.training.local_sgd import LocalTraining
-from headway.training.metrics import gather_for_metrics
+from headway.training.metrics import gather_for_metrics, look_for_repeats
 from headway.training.moments import Moments
 from headway.training.neighbours import Neighbours
 from headway.training.optimizer import PreparedOptimizer
@@ -663,6 +663,15 @@ class Accelerator(RankAware):
         return None if isinstance(guard, NoGuard) else cast("finite.FiniteGuard", guard)
 
     # ---------------------------------------------------------------- data and metrics
+
+    def gather(self, tensor: Tree) -> Tree:
+        """Every rank's tensors, concatenated along dim 0 in rank order (a 0-d tensor counts as one row).
+
+        First dimensions may differ between ranks. Nested structures keep their shape. Repeats that fill a batch up are among the
+        rows, which is said once; `gather_for_metrics` leaves them out.
+        """
+        look_for_repeats(tensor, self._training_step.windows.loader, self.num_processes)
+        return super().gather(tensor)
 
     def gather_for_metrics(
         self, input_data: Tree, use_gather_object: bool = False, loader: PreparedLoader | None = None

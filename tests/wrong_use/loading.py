@@ -39,7 +39,10 @@ def own_sampler_prepared(s: Script) -> None:
     train(accelerator, *accelerator.prepare(model, optimizer, loader))
 
 
-@row("each rank's own part of the data in a loader that is prepared", error("rank"), single=EQUAL, tp=None)
+OWN = warning("ranks gave prepare() different data")
+
+
+@row("each rank's own part of the data in a loader that is prepared", OWN, single=EQUAL, tp=None)
 def split_by_hand(s: Script) -> None:
     accelerator = s.start()
     model, optimizer, _ = s.parts(accelerator)
@@ -48,7 +51,7 @@ def split_by_hand(s: Script) -> None:
     train(accelerator, *accelerator.prepare(model, optimizer, loader))
 
 
-@row("each rank's own data in a loader that is prepared", error("rank"), single=EQUAL, tp=None)
+@row("each rank's own data in a loader that is prepared", OWN, single=EQUAL, tp=None)
 def own_data(s: Script) -> None:
     accelerator = s.start()
     model, optimizer, _ = s.parts(accelerator)
@@ -75,14 +78,6 @@ def own_stream(s: Script) -> None:
     train(accelerator, *accelerator.prepare(model, optimizer), loader)
 
 
-@row("a stream that splits itself by rank, its loader prepared", error("rank"), single=EQUAL, tp=None)
-def own_stream_prepared(s: Script) -> None:
-    accelerator = s.start()
-    model, optimizer, _ = s.parts(accelerator)
-    loader = DataLoader(Stream(accelerator.process_index, s.shards), batch_size=4 // s.shards)
-    train(accelerator, *accelerator.prepare(model, optimizer, loader))
-
-
 def _all_rows(_: Script) -> torch.Tensor:
     return data()[0].sum(1).sort().values
 
@@ -96,7 +91,11 @@ def seeds_by_rank(s: Script) -> Any:
     return seen.sum(1).sort().values
 
 
-@row("another seed on each rank: the models' first weights must agree all the same", EQUAL)
+@row(
+    "another seed on each rank: the models' first weights must agree all the same",
+    EQUAL,
+    tp=warning("had different random streams"),
+)
 def seeds_of_models(s: Script) -> None:
     accelerator = s.start()
     loader = s.loader(accelerator)
@@ -107,17 +106,27 @@ def seeds_of_models(s: Script) -> None:
 # -------------------------------------------------------------------- lengths
 
 
-def _uneven(_: Script) -> nn.Module:
+def _uneven(s: Script) -> nn.Module:
+    """The first row is in the last batch again, which counts as the samples that it has of its own."""
     model = net()
     optimizer = sgd(model)
-    for inputs, targets in zip(*(tensor.split(8) for tensor in data(27))):
-        mse_loss(model(inputs), targets).backward()
+    inputs, targets = data(27)
+    for start in range(0, 24, 8):
+        mse_loss(model(inputs[start : start + 8]), targets[start : start + 8]).backward()
         optimizer.step()
         optimizer.zero_grad()
+    batches = [([24, 25, 26], 3)] if s.shards == 1 else [([24, 25], 2), ([26, 0], 1)]
+    for rows, num_samples in batches:
+        (mse_loss(model(inputs[rows]), targets[rows]) * num_samples / 3).backward()
+    optimizer.step()
     return model
 
 
-@row("a data set that does not divide: the last window is short", EQUAL, by_hand=_uneven)
+@row(
+    "a data set that does not divide: the last batch is filled up, and counts as its own samples",
+    EQUAL,
+    by_hand=_uneven,
+)
 def uneven(s: Script) -> None:
     accelerator = s.start()
     model, optimizer, _ = s.parts(accelerator)
@@ -144,7 +153,7 @@ def _nothing(_: Script) -> nn.Module:
     return net()
 
 
-@row("a loader that gives nothing (`drop_last=True`, too few samples)", warning("nothing"), by_hand=_nothing)
+@row("a loader that gives nothing (`drop_last=True`, too few samples)", warning("gave no batch"), by_hand=_nothing)
 def empty(s: Script) -> None:
     accelerator = s.start()
     model, optimizer, _ = s.parts(accelerator)
@@ -174,12 +183,28 @@ def first_batch_only(s: Script) -> None:
             optimizer.zero_grad()
 
 
-@row("the prepared loader read by one rank alone", error("rank"), single=EQUAL, tp=EQUAL)
+@row("the prepared loader read by one rank alone", EQUAL)
 def read_by_one(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     if accelerator.is_main_process:
         next(iter(loader))
     train(accelerator, model, optimizer, loader)
+
+
+@row(
+    "the same, shuffled: its next pass is another one than the others'",
+    error("do not fit together"),
+    single=EQUAL,
+    tp=error("not every rank came here"),
+    by_hand=_all_rows,
+)
+def read_by_one_shuffled(s: Script) -> Any:
+    accelerator = s.start()
+    loader = accelerator.prepare(s.loader(accelerator, shuffle=True))
+    if accelerator.is_main_process:
+        next(iter(loader))
+    seen = torch.cat([accelerator.gather_for_metrics(inputs) for inputs, _ in loader])
+    return seen.sum(1).sort().values
 
 
 def _unequal(_: Script) -> nn.Module:
@@ -194,7 +219,7 @@ def _unequal(_: Script) -> nn.Module:
 
 @row(
     "loaders of one's own whose batches differ in size between ranks",
-    warning("pass weight="),
+    warning("Give backward(loss, weight=n)"),
     single=None,
     tp=None,
     by_hand=_unequal,
@@ -235,9 +260,8 @@ def _predictions(_: Script) -> torch.Tensor:
 
 @row(
     "`gather` in place of `gather_for_metrics`, on a padded batch",
-    EQUAL,
-    ddp=warning("gather_for_metrics"),
-    fsdp=warning("gather_for_metrics"),
+    warning("gather_for_metrics"),
+    single=EQUAL,
     by_hand=_predictions,
 )
 def gathers_padding(s: Script) -> Any:
@@ -255,11 +279,7 @@ def gathers_for_metrics(s: Script) -> Any:
         return torch.cat([accelerator.gather_for_metrics(model(x)) for x, _ in held_out])
 
 
-@row(
-    "`gather_for_metrics` of one value for the whole batch",
-    error("one entry per sample"),
-    single=error("one entry per sample"),
-)
+@row("`gather_for_metrics` of one value for the whole batch", error("one value for the whole batch"))
 def gathers_one_value(s: Script) -> Any:
     accelerator, model, *_ = s.prepared()
     held_out = accelerator.prepare(s.loader(accelerator, 9))

@@ -184,7 +184,10 @@ def changed_on_one(s: Script) -> None:
     train(accelerator, model, optimizer, loader)
 
 
-@row("`p.data = tensor` after prepare", EQUAL, by_hand=_from_zero)
+REPLACED = error("which changes nothing in a sharded parameter")
+
+
+@row("`p.data = tensor` after prepare", EQUAL, fsdp=REPLACED, tp=REPLACED, by_hand=_from_zero)
 def data_replaced(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     model.up.weight.data = torch.full_like(model.up.weight, 0.1)
@@ -219,7 +222,10 @@ def _halved(s: Script) -> nn.Module:
     return _trained(model)
 
 
-@row("a hook on a parameter's gradient, from before prepare", EQUAL, by_hand=_halved)
+HOOKED = error("register_post_accumulate_grad_hook")
+
+
+@row("a hook on a parameter's gradient, from before prepare", EQUAL, fsdp=HOOKED, tp=HOOKED, by_hand=_halved)
 def hook_before(s: Script) -> None:
     accelerator = s.start()
     model, optimizer, loader = s.parts(accelerator)
@@ -227,7 +233,7 @@ def hook_before(s: Script) -> None:
     train(accelerator, *accelerator.prepare(model, optimizer, loader))
 
 
-@row("a hook on a parameter's gradient, from after prepare", EQUAL, by_hand=_halved)
+@row("a hook on a parameter's gradient, from after prepare", EQUAL, fsdp=HOOKED, by_hand=_halved)
 def hook_after(s: Script) -> None:
     accelerator, model, optimizer, loader = s.prepared()
     model.up.weight.register_hook(lambda grad: grad / 2)

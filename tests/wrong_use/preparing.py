@@ -106,6 +106,16 @@ def nothing_prepared(s: Script) -> None:
         optimizer.zero_grad()
 
 
+@row("nothing prepared, `loss.backward()`", DRIFTS, single=EQUAL)
+def nothing_prepared_at_all(s: Script) -> None:
+    accelerator = s.start(steps=1)
+    model, optimizer, loader = s.parts(accelerator)
+    for inputs, targets in loader:
+        mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @row("`accumulate` with a model that is not prepared", error("belong to no prepared model"), single=EQUAL)
 def accumulates_another(s: Script) -> None:
     accelerator = s.start()
@@ -229,3 +239,64 @@ def new_accelerator(s: Script) -> None:
     optimizer = sgd(model)
     accelerator: Accelerator = s.start()
     train(accelerator, *accelerator.prepare(model, optimizer, s.loader(accelerator)))
+
+
+def _two_paces(_: Script) -> list[nn.Module]:
+    """One model learns from each two batches, the other one from each."""
+    found = []
+    for seed, size in ((0, 8), (1, 4)):
+        model = net(seed=seed)
+        optimizer = sgd(model)
+        for inputs, targets in windows(size):
+            mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model)
+    return found
+
+
+@row("two Accelerators, each with windows of its own", EQUAL, by_hand=_two_paces)
+def two_paces(s: Script) -> Any:
+    accelerators = s.start(), s.start(steps=1)
+    loader = accelerators[0].prepare(s.loader(accelerators[0]))
+    models = net(seed=0), net(seed=1)
+    made = [a.prepare(model, sgd(model)) for a, model in zip(accelerators, models)]
+    for inputs, targets in loader:
+        for accelerator, (model, optimizer) in zip(accelerators, made):
+            with accelerator.accumulate(model):
+                accelerator.backward(mse_loss(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+    return list(models)
+
+
+# -------------------------------------------------------------------- what is no mistake
+
+
+@row("nothing prepared, one's own DistributedDataParallel", EQUAL, single=None, fsdp=None, tp=None)
+def own_engine(s: Script) -> Any:
+    accelerator = s.start(steps=1)
+    model = net()
+    engine = nn.parallel.DistributedDataParallel(model)
+    optimizer = sgd(model)
+    for inputs, targets in windows():
+        mine = slice(s.rank * 4, s.rank * 4 + 4)
+        accelerator.backward(mse_loss(engine(inputs[mine]), targets[mine]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@row("a probe that the main process trains for itself after the run", EQUAL, fsdp=None, tp=None)
+def own_probe(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    train(accelerator, model, optimizer, loader)
+    if accelerator.is_main_process:
+        probe = nn.Linear(2, 1)
+        rule = torch.optim.SGD(probe.parameters(), lr=0.1)
+        for inputs, _ in windows(4):
+            with torch.no_grad():
+                seen = model(inputs)
+            probe(seen).square().mean().backward()
+            rule.step()
+    accelerator.wait_for_everyone()

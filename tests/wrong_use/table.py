@@ -1,16 +1,21 @@
 """The table: all mistakes, by the kind of thing that they are made with."""
 
-from tests.wrong_use import loading, losses, models, one_rank, preparing, saving, the_loop
+from tests.wrong_use import (
+    loading,
+    losses,
+    models,
+    one_rank,
+    precision,
+    preparing,
+    saving,
+    schedules,
+    settings,
+    several,
+    the_loop,
+)
 
-SECTIONS = [
-    the_loop.section,
-    losses.section,
-    preparing.section,
-    models.section,
-    loading.section,
-    one_rank.section,
-    saving.section,
-]
+FILES = (the_loop, losses, preparing, models, several, loading, schedules, precision, one_rank, saving, settings)
+SECTIONS = [file.section for file in FILES]
 ROWS = {row.name: row for section in SECTIONS for row in section.rows}
 
 

@@ -18,6 +18,14 @@ from headway.data.position import NOTHING, Position
 from headway.data.shard import Shard
 from headway.data.transfer import Transfer
 from headway.errors import DataError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+_EMPTY = (
+    "a pass over the loader of %s gave no batch, so that nothing is trained or evaluated on: it is empty, or it holds less than a "
+    "batch of all ranks and drop_last=True"
+)
 
 
 @dataclass
@@ -192,6 +200,8 @@ class PreparedLoader(DataLoader[Any]):
                     return
                 for told in events.asked:
                     told(self)
+            if not position.consumed and not self._num_skipped:
+                log.warning_once(_EMPTY, type(self.dataset).__name__)
             position.finish()
         except GeneratorExit as left:
             position.leave(number, left.__context__)

@@ -7,7 +7,7 @@ import numpy
 import torch
 
 from headway.collectives.door import Collectives
-from headway.collectives.tree import Tree
+from headway.collectives.tree import Tree, tensors
 from headway.data.loader import PreparedLoader
 from headway.errors import MetricError
 from headway.log import get_logger
@@ -38,6 +38,28 @@ def gather_for_metrics(
     tensors = collectives.gather(plan.tensors)
     parts = collectives.gather_objects(plan.sequences) if plan.sequences else []
     return _rebuild(shape, tensors, parts)
+
+
+def look_for_repeats(tree: Tree, loader: PreparedLoader | None, num_ranks: int) -> None:
+    """Say once what gather() joins as if it were more samples.
+
+    Args:
+        tree: what is gathered.
+        loader: whose batch is in hand.
+        num_ranks: each of which hands in rows.
+    """
+    num_rows = None if loader is None else loader.num_rows
+    counts = None if loader is None else loader.valid_counts
+    if not num_rows or not counts or not any(each.ndim and each.shape[0] == num_rows for each in tensors(tree)):
+        return
+    num_repeats = num_rows * num_ranks - sum(counts)
+    if num_repeats > 0 and (len(counts) < num_ranks or min(counts) < num_rows):
+        log.warning_once(
+            "gather() joins the rows of all ranks as they are: of %d rows here, %d are repeats of samples. gather_for_metrics() "
+            "gives each sample once",
+            num_rows * num_ranks,
+            num_repeats,
+        )
 
 
 def _full_size(loader: PreparedLoader | None) -> int | None:

@@ -37,6 +37,10 @@ _CLOSURE = (
     "make. Open the block in the closure, `def closure(): with accelerator.accumulate(model): ...`, and call step(closure) "
     "outside of it"
 )
+_SCALER = (
+    "a GradScaler steps %s, which is prepared: gradients are scaled twice, or divided before a window's end. Leave the scaler out: "
+    "pass mixed_precision='fp16' to the Accelerator, give accelerator.backward() the loss as it is, and call optimizer.step()"
+)
 _BY_CHECKPOINT = "its engine keeps that: use accelerator.save_state() and accelerator.load_state()"
 
 
@@ -65,6 +69,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
     Attributes:
         optimizer: the wrapped one.
     """
+
+    _step_supports_amp_scaling = True
+    """Torch's word for: a GradScaler calls step() with its scale set here, and leaves the gradients alone."""
 
     def __init__(
         self,
@@ -203,6 +210,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
             StateError: gradients that did not come from `accelerator.backward`, or from the models of this optimizer.
         """
         step = self._step
+        if "grad_scale" in self.__dict__:
+            raise StateError(_SCALER % type(self.optimizer).__name__)
         window = self._window() if step.are_several else self._windows.current
         if window is None or (window is not self._windows.current and window.number == self._last_window):
             raise StateError(self._left_out())

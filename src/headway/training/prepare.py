@@ -24,7 +24,7 @@ from headway.runtime.lone import LoneCalls
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
 from headway.training import model as prepared_model
-from headway.training.alike import check_alike
+from headway.training.alike import check_alike, compare_data
 from headway.training.global_batch import derive_steps
 from headway.training.neighbours import Neighbours
 from headway.training.optimizer import PreparedOptimizer, check_owned
@@ -293,6 +293,8 @@ class Preparation:
             if loader is known:
                 return known
         self._share_streams()
+        if not self.loading.dispatch_batches:
+            compare_data(loader.dataset, self._strategy.data_group)
         places = self._places if place is None else place
         made = prepare_loader(
             loader,

@@ -31,6 +31,10 @@ _REMEDY = (
     "Change them alike on all ranks (the same seed for what is drawn, no condition on the rank around it), or before prepare(), "
     "which gives all ranks rank 0's values"
 )
+_PLACES = (
+    "ranks are at different places of their data: samples read in this pass are %s. A rank that leaves batches out by itself, by "
+    "continue or break, trains on other rounds than its peers, and is missing at the end; leave them out on all ranks alike"
+)
 
 Settings = list[dict[str, Any]]
 """The hyperparameters of each group of each optimizer."""
@@ -72,10 +76,13 @@ class Replicas:
         self._next = 2 * self._num_reduced
         replicas = [(name, p) for name, p in self._strategy.replicas() if _has_bits(p)]
         bits, settings = _bits([p for _, p in replicas]), self._settings()
-        own = [digest(repr(bits)), digest(repr(settings)), float(self._rows.take())]
-        parameters, hyperparameters, rows = zip(*group.gather_numbers(own))
+        own = [digest(repr(bits)), digest(repr(settings)), float(self._rows.take()), float(self._rows.place())]
+        parameters, hyperparameters, rows, places = zip(*group.gather_numbers(own))
         if len(set(rows)) > 1:
             self._rows.tell([int(count) for count in rows])
+        if len(set(places)) > 1:
+            told = ", ".join(f"{int(place)} on rank {rank}" for rank, place in zip(group.members(), places))
+            self._warn("places", _PLACES % told)
         if len(set(hyperparameters)) > 1:
             self._compare_settings(group, settings)
         if len(set(parameters)) > 1:

@@ -52,6 +52,10 @@ class Rows:
         found, self._num_rows = self._num_rows, 0
         return found
 
+    def place(self) -> int:
+        """How many samples of its pass the loader in iteration has given."""
+        return 0 if self._windows.loader is None else self._windows.loader.num_consumed
+
     def tell(self, counts: list[int]) -> None:
         """The ranks' batches differ."""
         if not self._is_told:

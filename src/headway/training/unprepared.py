@@ -140,7 +140,7 @@ def build_lookout() -> Lookout:
 def _may_drift(steps: list[Step]) -> bool:
     """Is no model prepared at all, or did accelerator.backward run for this step?"""
     is_nothing_prepared = not any(step.prepared.parameters or step.prepared.num_resets for step in steps)
-    return is_nothing_prepared or any(step.windows.is_unfinished for step in steps)
+    return is_nothing_prepared or any(step.windows.is_unfinished or step.windows.is_in_hand for step in steps)
 
 
 def _sees_scaled(optimizer: torch.optim.Optimizer, owner: Step) -> bool:

@@ -329,6 +329,11 @@ class Windows:
         return window.has_gradient and not window.is_closed and (self.is_inside or bool(self.active))
 
     @property
+    def is_in_hand(self) -> bool:
+        """Is the batch of the latest micro-batch the last one that its loader gave?"""
+        return bool(self.active) and not self._in_hand
+
+    @property
     def is_unfinished(self) -> bool:
         """Has a window begun whose update, or the decision to make none, is still to come?"""
         window = self.current

@@ -1,0 +1,126 @@
+"""Mistakes with number formats."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from tests.wrong_use.row import EQUAL, Section, error, plain_error
+from tests.wrong_use.script import Script, loop, sgd, train
+
+section = Section("Number formats")
+row = section.row
+
+
+@loop
+def _autocast(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    for x, y in zip(inputs.split(4), targets.split(4)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = model(x)
+        (mse_loss(outputs.float(), y) / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@row(
+    "`torch.autocast` by hand around a forward that is autocast already",
+    EQUAL,
+    ddp=None,
+    fsdp=None,
+    tp=None,
+    by_hand=_autocast,
+)
+def autocast_twice(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared(mixed_precision="bf16")
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                outputs = model(inputs)
+            accelerator.backward(mse_loss(outputs.float(), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row("a `GradScaler` of one's own, without mixed precision", error("a GradScaler steps SGD"))
+def own_scaler(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(scaler.scale(mse_loss(model(inputs), targets)))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@row("a `GradScaler` of one's own, with `mixed_precision='fp16'`", error("a GradScaler steps SGD"))
+def own_scaler_twice(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared(mixed_precision="fp16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(scaler.scale(mse_loss(model(inputs).float(), targets)))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@row(
+    "an optimizer that is not prepared, with `mixed_precision='fp16'`",
+    error("multiplied by fp16's loss scale"),
+    fsdp=error("SGD"),
+    tp=error("SGD"),
+)
+def unprepared_under_fp16(s: Script) -> None:
+    accelerator = s.start(steps=1, mixed_precision="fp16")
+    model, optimizer, loader = s.parts(accelerator)
+    model, loader = accelerator.prepare(model, loader)
+    train(accelerator, model, optimizer, loader)
+
+
+@row("`loss.backward()` with `mixed_precision='fp16'`", error("accelerator.backward"))
+def backward_under_fp16(s: Script) -> None:
+    accelerator, model, optimizer, loader = s.prepared(mixed_precision="fp16")
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            mse_loss(model(inputs).float(), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@loop
+def _clipped_scaled(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    for x, y in zip(inputs.split(4), targets.split(4)):
+        with torch.autocast("cpu", dtype=torch.float16):
+            outputs = model(x)
+        scaler.scale(mse_loss(outputs.float(), y) / 2).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+@row(
+    "`torch.nn.utils.clip_grad_norm_` with `mixed_precision='fp16'`: clips scaled gradients, as by hand",
+    EQUAL,
+    by_hand=_clipped_scaled,
+)
+def scaled_gradients(s: Script) -> Any:
+    accelerator, model, optimizer, loader = s.prepared(mixed_precision="fp16")
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs).float(), targets))
+            if accelerator.sync_gradients:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@row("a model in half precision, with `mixed_precision='fp16'`", plain_error("Attempting to unscale FP16 gradients"))
+def half_model(s: Script) -> None:
+    accelerator = s.start(mixed_precision="fp16")
+    model, _, loader = s.parts(accelerator)
+    model.half()
+    train(accelerator, *accelerator.prepare(model, sgd(model), loader))

@@ -1,0 +1,149 @@
+"""Mistakes with schedules."""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from tests.wrong_use.row import EQUAL, Section, error, warning
+from tests.wrong_use.script import Script, net, sgd, windows
+
+section = Section("Schedules")
+row = section.row
+
+
+def halving(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda tick: 0.5**tick)
+
+
+def _rates(_: Script) -> list[float]:
+    """One tick per update."""
+    model = net()
+    optimizer = sgd(model)
+    schedule = halving(optimizer)
+    found = []
+    for inputs, targets in windows():
+        mse_loss(model(inputs), targets).backward()
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return found
+
+
+def rates(s: Script, make: Any, is_prepared: bool = True, tick: Any = None, **options: Any) -> list[float]:
+    """The learning rate of each update."""
+    accelerator = s.start(**options)
+    model, optimizer, loader = s.parts(accelerator)
+    schedule = make(optimizer)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if is_prepared:
+        schedule = accelerator.prepare(schedule)
+    found = []
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            if accelerator.sync_gradients:
+                found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            if tick is None:
+                schedule.step()
+            else:
+                tick(accelerator, schedule)
+            optimizer.zero_grad()
+    return found
+
+
+BY_UPDATES = {"scheduler_ticks": "updates"}
+
+
+@row("a schedule's step in each micro-batch", EQUAL, by_hand=_rates)
+def each_micro_batch(s: Script) -> Any:
+    return rates(s, halving, **BY_UPDATES)
+
+
+@row("a schedule's step under `if accelerator.sync_gradients:`", EQUAL, by_hand=_rates)
+def if_sync(s: Script) -> Any:
+    return rates(s, halving, tick=lambda a, schedule: schedule.step() if a.sync_gradients else None, **BY_UPDATES)
+
+
+@row("a schedule's step twice in each micro-batch: one tick per update all the same", EQUAL, by_hand=_rates)
+def twice(s: Script) -> Any:
+    return rates(s, halving, tick=lambda a, schedule: (schedule.step(), schedule.step()), **BY_UPDATES)
+
+
+@row(
+    "a schedule that is not prepared, its step in each micro-batch",
+    warning("Detected call of `lr_scheduler.step()` before"),
+    by_hand=_rates,
+)
+def not_prepared(s: Script) -> Any:
+    return rates(s, halving, is_prepared=False)
+
+
+@row("a schedule that is not prepared, its step under `if accelerator.sync_gradients:`", EQUAL, by_hand=_rates)
+def not_prepared_but_right(s: Script) -> Any:
+    return rates(s, halving, False, lambda a, schedule: schedule.step() if a.sync_gradients else None)
+
+
+@row("a schedule built from the prepared optimizer", EQUAL, by_hand=_rates)
+def of_the_prepared(s: Script) -> Any:
+    accelerator = s.start(**BY_UPDATES)
+    model, optimizer, loader = accelerator.prepare(*s.parts(accelerator))
+    schedule = accelerator.prepare(halving(optimizer))
+    found = []
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            if accelerator.sync_gradients:
+                found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return found
+
+
+@row("a schedule prepared without its optimizer", error("not prepared"))
+def without_its_optimizer(s: Script) -> Any:
+    accelerator = s.start()
+    model, optimizer, loader = s.parts(accelerator)
+    accelerator.prepare(model, loader, halving(optimizer))
+
+
+@row("a schedule's step before the optimizer's", EQUAL, by_hand=_rates)
+def before_the_optimizer(s: Script) -> Any:
+    accelerator = s.start(**BY_UPDATES)
+    model, optimizer, loader = s.parts(accelerator)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, halving(optimizer))
+    found = []
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            schedule.step()
+            if accelerator.sync_gradients:
+                found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+@row(
+    "`ReduceLROnPlateau` given each rank's own loss",
+    error("the optimizers of the ranks are not alike"),
+    single=None,
+    fsdp=None,
+    tp=None,
+)
+def plateau(s: Script) -> Any:
+    accelerator = s.start(**BY_UPDATES)
+    model, optimizer, loader = s.parts(accelerator)
+    schedule = ReduceLROnPlateau(optimizer, patience=0)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            if accelerator.sync_gradients:
+                schedule.step(float((2 * accelerator.process_index - 1) * accelerator.num_updates))
+            optimizer.zero_grad()
