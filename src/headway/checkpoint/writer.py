@@ -352,11 +352,11 @@ def _prove(manifest: Manifest) -> None:
 
 def abandon(job: Job) -> None:
     """Remove the staging folder of a save that failed."""
-    if job.share.leads and "\0" not in str(job.staging):
+    if job.share.leads:
         aside = folders.staging_folder(job.final, secrets.token_hex(8))
         with suppress(OSError, UnicodeEncodeError):  # the other one: of a name that was never a folder's
             os.rename(job.staging, aside)  # no rank that still writes finds it again
-        shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 class Background:

@@ -91,6 +91,7 @@ class DispatchFeed:
     def start(self, epoch: int, consumed: int, num_skipped: int) -> tuple[int, Iterator[Delivery]]:
         """Begin a pass."""
         if self._collectives.rank != 0:
+            self._feed.follow(epoch)
             return self._receive(None), self._follow()
         try:
             consumed, deliveries = self._feed.start(epoch, consumed, num_skipped)
@@ -98,6 +99,10 @@ class DispatchFeed:
             self._report(error)
             raise
         return self._receive(consumed), self._lead(deliveries)
+
+    def follow(self, epoch: int) -> None:
+        """Nothing: a dispatching feed reads itself."""
+        self._feed.follow(epoch)
 
     def _lead(self, deliveries: Iterator[Delivery]) -> Iterator[Delivery]:
         while True:

@@ -47,6 +47,9 @@ class Feed(Protocol):
             The real samples before the first batch, and the batches.
         """
 
+    def follow(self, epoch: int) -> None:
+        """A pass that another process reads begins: draw what it draws."""
+
     def __len__(self) -> int:
         """Batches of a whole epoch, equal on all ranks; TypeError where the user's data has no length."""
 

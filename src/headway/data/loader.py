@@ -146,6 +146,8 @@ class PreparedLoader(DataLoader[Any]):
             return iter(())
         if self._position.is_from_start and not self._num_skipped:
             self._go_to_start()
+        elif self._position.is_from_start and self._num_skipped * (self._feed.round_size or 0) == self.num_consumed:
+            self._num_skipped = 0  # the state that was loaded says as much, and what workers have drawn
         # Now, not with the first batch: in `zip(one, other)` torch's loaders draw in this order too.
         self._feed.open()
         iterator = self._pass()
@@ -156,14 +158,19 @@ class PreparedLoader(DataLoader[Any]):
 
     def _go_to_start(self) -> None:
         if self._is_at_end():
-            # An empty pass: what the epoch drew is drawn, and the next one's order comes after it.
-            self._feed.open()
-            for _ in self._pass():
-                pass
+            self._pass_to_end()
         else:
             self._position.consumed = 0
 
+    def _pass_to_end(self) -> None:
+        """An empty pass: what the epoch drew is drawn, and the next one's order comes after it."""
+        self._feed.open()
+        for _ in self._pass():
+            pass
+
     def _is_at_end(self) -> bool:
+        if self._position.is_at_end:
+            return True
         try:
             num_rounds = len(self._feed)
         except TypeError:
@@ -336,6 +343,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be this epoch; the user's sampler, batch sampler and dataset are told where they can be."""
+        if self._position.is_waiting and epoch != self._position.epoch and self._is_at_end():
+            self._pass_to_end()  # the state was saved with the last batch in hand
         if not self._position.pin(epoch):
             self._feed.load_state({})  # what was loaded belongs to another epoch
         self._tell_epoch(epoch)

@@ -186,6 +186,11 @@ class MappedFeed:
             deliveries = (delivery for delivery, _ in mark_last(deliveries))
         return consumed if num_repeated else begun.consumed, deliveries
 
+    def follow(self, epoch: int) -> None:
+        """A pass that another process reads begins: draw the order, so that it is known to be drawn."""
+        self.order.draw(epoch)
+        self._base_seed.begin(self.inner, is_given=False)
+
     def _shares(self, begun: Start, seed: int) -> Iterator[Share]:
         split, position = self.split, begun.consumed
         goes_on = iter(() if self._streams is None else self._streams.to_send())

@@ -26,6 +26,7 @@ class Position:
         num_passes: begun so far.
         num_over: so many of the next passes are empty: the run that is resumed has made them in its epoch.
         is_stopped: passes end after the batch in hand, and later ones are empty.
+        is_at_end: a state was loaded that was saved with its epoch's last batch in hand.
         is_from_start: the next pass reads the loaded epoch from its first batch, unless it is told how many to skip.
     """
 
@@ -34,6 +35,7 @@ class Position:
         self.consumed = 0
         self.previous = 0
         self.is_stopped = False
+        self.is_at_end = False
         self.is_from_start = False
         self.share = NOTHING
         self._is_begun = False
@@ -74,7 +76,7 @@ class Position:
         if self._is_begun:
             self.finish()
         self._is_begun, self._is_resuming, self.share = True, False, NOTHING
-        self.is_from_start = False
+        self.is_at_end = self.is_from_start = False
         self.num_passes += 1
         return self.num_passes
 
@@ -110,8 +112,9 @@ class Position:
         return True
 
     def state_dict(self) -> State:
-        """`{"epoch", "consumed"}`."""
-        return {"epoch": self.epoch, "consumed": self.consumed}
+        """`{"epoch", "consumed"}`, and with its last batch in hand `is_over`."""
+        is_over = self._is_begun and self.share.is_last
+        return {"epoch": self.epoch, "consumed": self.consumed, **({"is_over": True} if is_over else {})}
 
     def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` returned.
@@ -126,5 +129,6 @@ class Position:
             )
         self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
         self._is_begun, self._is_resuming, self._pinned = False, True, None
+        self.is_at_end = state.get("is_over", False) is True
         self.is_stopped, self.is_from_start, self.num_over = False, False, 0
         self._left_under.clear()

@@ -270,6 +270,10 @@ class StreamFeed:
         consumed = num_cut + sum(collated.num_samples for collated, _ in islice(rounds, num_rounds))
         return consumed, self._deliveries(rounds)
 
+    def follow(self, epoch: int) -> None:
+        """A pass that another process reads begins."""
+        self._base_seed.begin(self.inner, is_given=False)
+
     def _seek(self, consumed: int, loaded: State) -> tuple[int, int]:
         """The rounds to skip, and the samples of the next one."""
         if loaded.get("round_size") == self.round_size:

@@ -38,6 +38,8 @@ log = get_logger(__name__)
 _UNSET: Any = object()
 STATE_DICT_TYPE = "FSDP_STATE_DICT_TYPE"
 """The variable in which Accelerate's launcher says how to write sharded weights: whole, or a part from each rank."""
+PREEMPTION = "HEADWAY_PREEMPTION"
+"""The variable that lets a signal or a deadline save, for scripts that start from what `load_state` gives alone."""
 _SHARDED = ("FSDP", "DEEPSPEED", "TP", "MEGATRON_LM")
 _REPLICATED = frozenset(each for each in DistributedType if each.name not in _SHARDED)
 
@@ -114,6 +116,8 @@ class AccelerateAccelerator(Accelerator):
             deepspeed_plugins=deepspeed_plugins,
             parallelism_config=parallelism_config,
             loss_policy=ConstantDivision(),
+            # A checkpoint that the script does not know of lacks what it puts beside its own, and would be the newest.
+            preemption=None if env.get_bool(PREEMPTION) else False,
         )
         plugin = AcceleratorState(_run=self._run).fsdp_plugin
         if plugin is not None and fsdp_plugin is None and (named := env.get(STATE_DICT_TYPE)):

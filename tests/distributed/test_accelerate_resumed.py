@@ -1,0 +1,98 @@
+"""Under Accelerate's name: a script that skips what it has done, and says which epoch it is in, goes on as if it had not stopped."""
+
+import itertools
+import os
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+from headway import set_seed
+from headway.compat.accelerate.accelerator import AccelerateAccelerator
+from headway.compat.accelerate.state import AcceleratorState
+from headway.config.run import DataLoaderConfiguration
+from tests.distributed.ranks import run_ranks
+
+ROWS, SIZE, EPOCHS = 37, 3, 3
+
+
+class Rows(Dataset):
+    def __init__(self, noise):
+        self.noise = noise
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)]) + (torch.randn(1) if self.noise else 0)
+
+
+class Stream(IterableDataset):
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __iter__(self):
+        return (torch.tensor([float(i)]) for i in torch.randperm(ROWS, generator=self.generator).tolist())
+
+
+def loader_of(kind):
+    if kind == "stream":
+        return DataLoader(Stream(), batch_size=SIZE)
+    if kind == "its own generator":
+        data = Rows(False)
+        return DataLoader(data, SIZE, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(4)))
+    noise, workers = (True, 2) if kind == "workers that draw" else (False, 0)
+    return DataLoader(
+        Rows(noise), SIZE, shuffle=True, num_workers=workers, multiprocessing_context="fork" if workers else None
+    )
+
+
+def run(folder, saved_at, is_resumed, kind, is_seedable, says_epoch, dispatches):
+    """What was read with each micro-batch, the weight after it."""
+    AcceleratorState._reset_state(reset_partial_state=False)
+    set_seed(3)
+    config = DataLoaderConfiguration(use_seedable_sampler=is_seedable, dispatch_batches=dispatches or None)
+    accelerator = AccelerateAccelerator(cpu=True, dataloader_config=config)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader_of(kind))
+    per_epoch = -(-ROWS // (SIZE * accelerator.num_processes))
+    begun, skipped = 0, 0
+    if is_resumed:
+        accelerator.load_state(folder)
+        begun, skipped = divmod(saved_at, per_epoch)
+    told = []
+    for epoch in range(begun, EPOCHS):
+        active = accelerator.skip_first_batches(loader, skipped) if skipped and epoch == begun else loader
+        if says_epoch:
+            active.set_epoch(epoch)
+        for x in active:
+            with accelerator.accumulate(model):
+                accelerator.backward(torch.nn.functional.dropout(model(x), 0.3).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            told.append((accelerator.gather(x).flatten().tolist(), model.weight.item()))
+            if len(told) == saved_at and not is_resumed:
+                accelerator.save_state(folder)
+    return told
+
+
+def whole_and_resumed(root, kind, dispatches):
+    """Whether the two are one, for each moment of the save (an epoch's last batch among them) and each way to go on."""
+    last = -(-ROWS // (SIZE * int(os.environ["WORLD_SIZE"])))
+    found = {}
+    for each in itertools.product((2, last, last + 3), (False, True), (False, True)):
+        folder = f"{root}/{each}"
+        whole = run(folder, each[0], False, kind, *each[1:], dispatches)
+        found[each] = run(folder, each[0], True, kind, *each[1:], dispatches) == whole[each[0] :]
+    return found
+
+
+KINDS = [(1, "shuffled", False), (1, "stream", False), (1, "its own generator", False), (1, "workers that draw", False),
+         (2, "shuffled", False), (2, "stream", False), (2, "its own generator", False), (2, "shuffled", True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_ranks", "kind", "dispatches"), KINDS)
+def test_it_goes_on_with_the_next_batch(num_ranks, kind, dispatches, tmp_path):
+    for found in run_ranks(whole_and_resumed, num_ranks, str(tmp_path), kind, dispatches):
+        assert [each for each, is_equal in found.items() if not is_equal] == []
