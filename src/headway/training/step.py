@@ -415,9 +415,10 @@ class WholeStep(Step):
             log.warning_once(BY_HAND, num_steps, num_steps)
         for check in moments.before_learning:
             check()
-        if windows.current.num_done and windows.current.micro_weight is None:
+        left = windows.current
+        if left.models and left.micro_weight is None and self.strategy.capabilities.lone_forward:
             # The loss of a block that has been left, where its forward may have been told to keep gradients local.
-            self.strategy.expect_backward(windows.current.models)
+            self.strategy.expect_backward(left.models)
         window = windows.begin_alone()
         for listener in moments.begun:
             listener(window.number, window.num_done)
