@@ -7,7 +7,6 @@ the main thread stands in C code, and when all have, each aborts its own group.
 
 import threading
 import time
-from datetime import timedelta
 
 from headway.errors import HeadwayError
 from headway.log import get_logger
@@ -76,4 +75,4 @@ class Alarm:
         num_ready = plane.count(ready)
         while num_ready < plane.world_size and time.monotonic() < deadline:
             time.sleep(0.01)
-            num_ready = int(plane.get(ready, timedelta(seconds=_MEETING)))
+            num_ready = plane.count(ready, 0)

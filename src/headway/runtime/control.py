@@ -197,9 +197,9 @@ class Control:
         """Set `key` unless some rank has; returns what it holds, the same on all ranks."""
         return self._store.set_once(f"user/{key}", value)
 
-    def count(self, key: str) -> int:
-        """Add 1 to the number under `key`; returns the sum of all ranks' calls so far."""
-        return self._store.add(f"user/{key}", 1)
+    def count(self, key: str, number: int = 1) -> int:
+        """Add to the counter `key`, 0 to look; returns the sum of all ranks' calls so far. `get` is for values, not for counters."""
+        return self._store.add(f"user/{key}", number)
 
     def delete(self, key: str) -> None:
         """Take `key` and its value away, where it is there."""
