@@ -147,7 +147,8 @@ def frozen_after_prepare() -> None:
     model[0].requires_grad_(False)
     accelerator.backward(mse_loss(model(x), y))
     with pytest.raises(
-        StateError, match=r"2 parameters of (?:SGD|Sequential) \(0.weight, 0.bias\) were frozen after prepare\(\).*find_unused"
+        StateError,
+        match=r"2 parameters of (?:SGD|Sequential) \(0.weight, 0.bias\) were frozen after prepare\(\).*find_unused",
     ):
         optimizer.step()
     assert torch.equal(weights(model), before)
