@@ -116,8 +116,9 @@ def test_a_stage_of_a_pipeline_gives_back_the_streams_of_host_and_device():
     torch.manual_seed(3)
     before = torch.get_rng_state(), torch.cuda.get_rng_state()
     drawn = []
-    for rank in (0, 1):
-        with own_streams(process.current().hardware, rank) as told:
+    for stage in (0, 1):
+        with own_streams(process.current().hardware) as told:
+            told.begin(stage, 0)
             drawn.append((torch.rand(2), torch.rand(2, device="cuda")))
         assert told.flags == [0.0, 0.0, 1.0, 1.0]
         assert torch.equal(torch.get_rng_state(), before[0])

@@ -320,8 +320,8 @@ class PipelineStrategy(SingleStrategy):
         last, total = pipe.num_stages - 1, torch.zeros((), device=pipe.device)
 
         def compute(stage: int, number: int, received: Tree) -> Tree:
-            piece = task.pieces[number]
-            found = pipe.route.run(stage, received, lambda: task.fn(piece), goes_on=stage == last)
+            told.begin(stage, number)
+            found = pipe.route.run(stage, received, lambda: task.fn(task.pieces[number]), goes_on=stage == last)
             if stage < last:
                 return found
             _check_loss(found)
@@ -330,7 +330,7 @@ class PipelineStrategy(SingleStrategy):
                 total.add_(found.detach().reshape(()).float(), alpha=share)
             return precision.scale_loss(found.reshape(())) * (factor * share)
 
-        with torch.enable_grad(), own_streams(pipe.group.runtime.hardware, pipe.group.rank) as told:
+        with torch.enable_grad(), own_streams(pipe.group.runtime.hardware) as told:
             what = getattr(task.fn, "__code__", type(task.fn))
             batch = pipe.begin(task.pieces, compute, what)
             nothing = {n for n, weight in enumerate(task.weights) if not weight or not factor}

@@ -110,17 +110,19 @@ class PlainCalls:
 
         def compute(stage: int, number: int, received: Tree) -> Tree:
             given, named = pieces[number]
+            told.begin(stage, number)
             return pipe.route.run(stage, received, lambda: call(*given, **named))
 
         failure: Exception | None = None
         result: Any = None
         joined: list[torch.Tensor] = []
-        with own_streams(pipe.group.runtime.hardware, pipe.group.rank) as told:
+        with own_streams(pipe.group.runtime.hardware) as told:
             batch = pipe.begin(pieces, compute, "plain")
             self._run(batch)
             if pipe.is_last:
                 try:
                     received, joined = self._join(batch, pieces)
+                    told.begin(last, batch.num)
                     result = pipe.route.run(last, received, lambda: call(*args, **kwargs), goes_on=True, is_tail=True)
                 except Exception as error:
                     failure = error

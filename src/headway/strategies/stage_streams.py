@@ -2,10 +2,12 @@
 
 Ranks along a pipeline read the same data, and must go on to draw alike from every stream; what a stage draws is its own, and no other
 stage draws as often. So the streams are put back after a batch, and those that any rank has drawn from move by one number on all.
+In which order micro-batches pass a stage depends on the schedule, and on what has passed before: each begins streams of its own.
 """
 
 import pickle
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,45 +16,72 @@ from zlib import crc32
 import torch
 
 from headway.runtime.device import Hardware
-from headway.runtime.seed import read_streams, write_streams
+from headway.runtime.seed import mix, read_streams, write_streams
 
 NAMES = ("python", "numpy", "torch", "device")
 
 
 class Drawn:
-    """From which streams numbers were drawn in a block.
-
-    Attributes:
-        flags: 1 or 0 for each of `NAMES`.
-    """
-
-    def __init__(self) -> None:
-        self.flags = [0.0] * len(NAMES)
-
-
-@contextmanager
-def own_streams(hardware: Hardware, rank: int) -> Iterator[Drawn]:
-    """A block after which all streams are as before; where the models compute, it draws from a stream of this rank's own.
-
-    That one follows from the common one. The others begin as the common ones: on a GPU what a model's forward draws on the host,
-    outside of its blocks, is alike on all stages.
+    """What a batch draws in this rank's stages, and from which streams.
 
     Args:
         hardware: where the models compute.
-        rank: along the pipeline.
+        common: the streams before the batch, which ranks of a pipeline have alike.
+
+    Attributes:
+        flags: 1 or 0 for each of `NAMES`: were numbers drawn from it?
     """
-    told, common = Drawn(), read_streams(hardware)
-    main = "torch" if hardware.kind == "cpu" else "device"
-    start = dict(common)
-    if main in common:  # not every device's stream can be read
-        seed = crc32(common[main].numpy().tobytes()) * 65_537 + rank
-        start[main] = torch.Generator(hardware.kind).manual_seed(seed).get_state()
-        write_streams({main: start[main]}, hardware)
+
+    def __init__(self, hardware: Hardware, common: dict[str, Any]) -> None:
+        self.flags = [0.0] * len(NAMES)
+        self._hardware = hardware
+        self._main = "torch" if hardware.kind == "cpu" else "device"
+        # NumPy's stream may be of a kind that is not seeded like this: it goes on from one micro-batch to the next.
+        seeded = {name: state for name, state in common.items() if name != "numpy" or isinstance(state, tuple)}
+        self._seeds = {name: crc32(_bytes(state)) for name, state in seeded.items()}
+        self._start = common
+
+    def begin(self, stage: int, number: int) -> None:
+        """A stage is about to compute a micro-batch.
+
+        Where models compute, each stage draws from a stream of its own. The others are alike on all stages: on a GPU what a model's
+        forward draws on the host, outside of its blocks, every stage draws.
+
+        Args:
+            stage: its number.
+            number: of the micro-batch; that of what comes after all of them is the number of micro-batches.
+        """
+        self.look()
+        self._start = self._start | {
+            name: self._begun(name, mix(seed, number, stage if name == self._main else 0))
+            for name, seed in self._seeds.items()
+        }
+        write_streams({name: self._start[name] for name in self._seeds}, self._hardware)
+
+    def look(self) -> None:
+        """Note which streams were drawn from since the last beginning."""
+        now = read_streams(self._hardware)
+        for index, name in enumerate(NAMES):
+            if name in self._start and _bytes(now[name]) != _bytes(self._start[name]):
+                self.flags[index] = 1.0
+
+    def _begun(self, name: str, seed: int) -> Any:
+        if name == "python":
+            return random.Random(seed).getstate()
+        if name == "numpy":
+            return sys.modules["numpy"].random.RandomState(seed % (1 << 32)).get_state()
+        return torch.Generator("cpu" if name == "torch" else self._hardware.kind).manual_seed(seed).get_state()
+
+
+@contextmanager
+def own_streams(hardware: Hardware) -> Iterator[Drawn]:
+    """A block after which all streams are as before."""
+    common = read_streams(hardware)
+    told = Drawn(hardware, common)
     try:
         yield told
     finally:
-        now = read_streams(hardware)
-        told.flags = [float(name in start and not _same(now[name], start[name])) for name in NAMES]
+        told.look()
         write_streams(common, hardware)
 
 
@@ -76,7 +105,5 @@ def go_on(flags: Sequence[float], device: torch.device) -> None:
         torch.rand((), device=device)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    return pickle.dumps(one) == pickle.dumps(other)  # tuples, NumPy's with an array in it
+def _bytes(state: Any) -> bytes:
+    return state.numpy().tobytes() if isinstance(state, torch.Tensor) else pickle.dumps(state)
