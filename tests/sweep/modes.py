@@ -8,7 +8,8 @@ class Mode:
     """One way to train.
 
     Attributes:
-        reading: "one" loader, two side by side ("zip"), or two loops in one epoch ("in turn"); "trainer": the Trainer's own.
+        reading: "one" loader, two side by side ("zip"), or two loops in one epoch ("in turn"); "trainer": the Trainer's own;
+            "accelerate": a script for Accelerate, which skips what it has done.
         rows: of the data set; the last batch is a short one.
         is_stream: read an iterable data set.
         num_workers: of each loader.
@@ -17,6 +18,9 @@ class Mode:
         is_blocking: False: checkpoints are written behind the loop.
         is_split: batches are those of all ranks together.
         layout: how the model is spread.
+        learning: "loop"; "function": `forward_backward`; "local": local SGD; "models": two models, in windows in turn.
+        is_short: memory runs out for a while on rank 0, and batches are cut into pieces.
+        is_uneven: each rank takes longer than the one before.
         num_ranks: processes of its runs; several: in turn.
     """
 
@@ -29,6 +33,9 @@ class Mode:
     is_blocking: bool = True
     is_split: bool = False
     layout: str = "ddp"
+    learning: str = "loop"
+    is_short: bool = False
+    is_uneven: bool = False
     num_ranks: tuple[int, ...] = (1, 2)
 
 
@@ -44,6 +51,12 @@ MODES = {
     "in turn": Mode(reading="in turn", rows=26),
     "split batches": Mode(is_split=True, rows=40),
     "trainer": Mode(reading="trainer"),
+    "pipeline": Mode(layout="pp", learning="function", num_ranks=(2,)),
+    "pieces": Mode(learning="function", is_short=True),
+    "local": Mode(learning="local", num_ranks=(2, 3)),
+    "accelerate": Mode(reading="accelerate"),
+    "models": Mode(learning="models", accumulation=2, rows=43),
+    "uneven ranks": Mode(is_uneven=True, num_ranks=(3,)),
 }
 
 SHARDED = {

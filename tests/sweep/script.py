@@ -44,7 +44,14 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info  # noqa: E402
 
-from headway import Accelerator, ProjectConfiguration, TensorParallelOptions, set_seed  # noqa: E402
+from headway import (  # noqa: E402
+    Accelerator,
+    LocalSGD,
+    PipelineOptions,
+    ProjectConfiguration,
+    TensorParallelOptions,
+    set_seed,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.sweep.modes import MODES, SHARDED, Mode  # noqa: E402
@@ -65,14 +72,14 @@ def noise() -> torch.Tensor:
 
 
 class Rows(Dataset):
-    def __init__(self, num_rows: int) -> None:
-        self.num_rows = num_rows
+    def __init__(self, num_rows: int, draws: bool = True) -> None:
+        self.num_rows, self.draws = num_rows, draws
 
     def __len__(self) -> int:
         return self.num_rows
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        return index, torch.linspace(-1, 1, 6) * (index % 7) / 7 + noise()
+        return index, torch.linspace(-1, 1, 6) * (index % 7) / 7 + (noise() if self.draws else 0)
 
 
 class Stream(IterableDataset):
@@ -111,7 +118,26 @@ class Block(torch.nn.Module):
         return x + self.down(self.dropout(torch.tanh(self.up(self.norm(x)))))
 
 
+class Short(torch.nn.Module):
+    """Runs out of memory with more than two rows, while that is said to be short."""
+
+    def __init__(self, body: torch.nn.Module) -> None:
+        super().__init__()
+        self.body, self.is_short = body, lambda: False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and len(x) > 2 and self.is_short():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self.body(x)
+
+
 PLAN = {"*.up": "colwise", "*.down": "rowwise"}
+
+
+def options_of(layout: str) -> list[object]:
+    if layout == "pp":
+        return [PipelineOptions(num_microbatches=3)]  # of four rows: two, one and one; and an epoch ends with one row
+    return [TensorParallelOptions(plan=PLAN)] if "tp" in layout else []
 
 
 def network(layout: str = "ddp") -> torch.nn.Module:
@@ -128,6 +154,8 @@ def digest(*trees: object) -> str:
     def add(tree: object) -> None:
         if isinstance(tree, torch.Tensor):
             tree = getattr(tree, "to_local", lambda: tree)()  # this rank's part
+            if tree.is_meta:  # of another stage
+                return
             found.update(tree.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(tree, np.ndarray):
             found.update(tree.tobytes())
@@ -159,10 +187,12 @@ class Run:
         project = ProjectConfiguration("run", automatic_checkpoint_naming=True, total_limit=2)
         self.accelerator = accelerator = Accelerator(
             cpu=True, project_config=project, mixed_precision=mode.precision, gradient_accumulation_steps=mode.accumulation,
-            split_batches=mode.is_split, strategy=mode.layout,
-            kwargs_handlers=[TensorParallelOptions(plan=PLAN)] if "tp" in mode.layout else None,
+            split_batches=mode.is_split, strategy=mode.layout, microbatching="auto" if mode.is_short else None,
+            kwargs_handlers=options_of(mode.layout),
         )  # fmt: skip
-        model = network(mode.layout)
+        model = Short(network()) if mode.is_short else network(mode.layout)
+        if mode.is_short and RANK == "0":
+            model.is_short = lambda: 4 <= accelerator.num_updates < 8
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.8)
         second = [loader_of(mode, mode.rows)] if mode.reading in ("zip", "in turn") else []
@@ -170,6 +200,12 @@ class Run:
         self.model, self.optimizer, self.schedule, self.loader, self.evaluated, *self.second = accelerator.prepare(
             model, optimizer, schedule, loader_of(mode, mode.rows), evaluated, *second
         )
+        self.others: list[object] = []
+        if mode.learning == "models":
+            maker = torch.nn.Linear(6, 6)
+            self.maker, self.makers = accelerator.prepare(maker, torch.optim.Adam(maker.parameters(), 0.01))
+            self.others = [self.maker.state_dict(), self.makers.state_dict()]
+        self.local = LocalSGD(accelerator, self.model, 3, enabled=mode.learning == "local")
         mark("resume")
         accelerator.resume("latest")
         self.is_first = True
@@ -185,6 +221,19 @@ class Run:
                     yield loader, batch
 
     def train(self) -> None:
+        with self.local:
+            self.train_in_block()
+        mark("the end")
+        self.accelerator.wait_for_save()
+        tell(
+            updates=self.accelerator.num_updates, weights=digest(self.model.state_dict(), *self.others),
+            streams=digest(streams()), optimizer=digest(self.optimizer.state_dict()), schedule=digest(self.schedule.state_dict()),
+            # Not their states: what `zip` has left is over for the run, and where it was left for the loader.
+            loaders=[each.next_epoch for each in (self.loader, self.evaluated, *self.second)],
+        )  # fmt: skip
+        self.accelerator.end_training()
+
+    def train_in_block(self) -> None:
         for epoch in self.accelerator.epochs(EPOCHS):
             self.model.train()
             for number, (loader, batch) in enumerate(self.batches()):
@@ -194,35 +243,58 @@ class Run:
             self.evaluate(epoch)
             mark("saving", f"after {epoch}")
             self.accelerator.save_state(blocking=self.mode.is_blocking)
-        mark("the end")
-        self.accelerator.wait_for_save()
-        tell(
-            updates=self.accelerator.num_updates, weights=digest(self.model.state_dict()), streams=digest(streams()),
-            optimizer=digest(self.optimizer.state_dict()), schedule=digest(self.schedule.state_dict()),
-            # Not their states: what `zip` has left is over for the run, and where it was left for the loader.
-            loaders=[each.next_epoch for each in (self.loader, self.evaluated, *self.second)],
-        )  # fmt: skip
-        self.accelerator.end_training()
 
     def step(self, epoch: int, loader, samples: torch.Tensor, x: torch.Tensor) -> None:
         accelerator, place = self.accelerator, f"{epoch}.{self.number_of(loader)}.{loader.num_consumed}"
         phase = "first batch" if self.is_first else "last batch" if loader.is_last else "batch"
         mark(phase, 0 if self.is_first else place)
         self.is_first = False
-        time.sleep(PAUSE)
-        with accelerator.accumulate(self.model):
-            loss = (self.model(x).squeeze(1) - x.sum(1)).square().mean()
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            self.schedule.step()
-            self.optimizer.zero_grad()
+        time.sleep(PAUSE * (1 + int(RANK) * self.mode.is_uneven))
+        learn = {"function": self.learn_by_function, "models": self.learn_in_turn}.get(self.mode.learning, self.learn)
+        loss = learn(x)
         tell(place=place, update=accelerator.num_updates, loss=loss.item().hex(), lr=self.schedule.get_last_lr()[0].hex(),
              samples=samples.tolist())  # fmt: skip
         if self.is_saved_at(loader):
             mark("saving", place)
             accelerator.save_state(blocking=self.mode.is_blocking)
+
+    def loss_of(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.model(x).squeeze(1) - x.sum(1)).square().mean()
+
+    def learn(self, x: torch.Tensor) -> torch.Tensor:
+        with self.accelerator.accumulate(self.model):
+            loss = self.loss_of(x)
+            self.accelerator.backward(loss)
+            self.update()
+        if self.mode.learning == "local":
+            self.local.step()
+        return loss
+
+    def learn_by_function(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.accelerator.forward_backward(x, self.loss_of)
+        self.update()
+        return loss
+
+    def learn_in_turn(self, x: torch.Tensor) -> torch.Tensor:
+        """The model tells rows from those that another one makes, which learns to deceive it."""
+        accelerator, seeds = self.accelerator, torch.randn(len(x), 6)
+        with accelerator.accumulate(self.model):
+            told = (self.model(x) - 1).square().mean() + self.model(self.maker(seeds).detach()).square().mean()
+            accelerator.backward(told)
+            self.update()
+        with accelerator.accumulate(self.maker):
+            taken = (self.model(self.maker(seeds)) - 1).square().mean()
+            accelerator.backward(taken)
+            self.makers.step()
+            self.makers.zero_grad()
+        return told.detach() + taken.detach()
+
+    def update(self) -> None:
+        if self.accelerator.sync_gradients:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
 
     def number_of(self, loader) -> int:
         return [self.loader, *self.second].index(loader)
@@ -307,10 +379,86 @@ def with_trainer(mode: Mode) -> None:
          optimizer=teller.optimizer)  # fmt: skip
 
 
+class Progress:
+    """How far a script is, by its own count."""
+
+    def __init__(self) -> None:
+        self.epoch = self.batch = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "batch": self.batch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.batch = state["epoch"], state["batch"]
+
+
+def under_accelerates_name(mode: Mode) -> None:
+    from headway.compat import install_as_accelerate
+
+    install_as_accelerate()
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration, set_seed
+
+    os.environ["HEADWAY_PREEMPTION"] = "1"
+    set_seed(11)
+    project = ProjectConfiguration("run", automatic_checkpoint_naming=True, total_limit=2)
+    accelerator, model = Accelerator(cpu=True, project_config=project), network()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.8)
+    loaders = DataLoader(Rows(mode.rows, False), BATCH, shuffle=True), DataLoader(Rows(11, False), BATCH)
+    model, optimizer, schedule, loader, evaluated = accelerator.prepare(model, optimizer, schedule, *loaders)
+    at = Progress()
+    accelerator.register_for_checkpointing(at)
+    mark("resume")
+    if list(Path("run/checkpoints").glob("checkpoint_*")):
+        accelerator.load_state()
+    is_first = True
+    while at.epoch < EPOCHS:
+        model.train()
+        loader.set_epoch(at.epoch)
+        left = accelerator.skip_first_batches(loader, at.batch) if at.batch else loader
+        for samples, x in left if at.batch < len(loader) else ():
+            is_last = at.batch == len(loader) - 1
+            place = f"{at.epoch}.{at.batch}"
+            mark("first batch" if is_first else "last batch" if is_last else "batch", 0 if is_first else place)
+            is_first = False
+            time.sleep(PAUSE)
+            with accelerator.accumulate(model):
+                loss = (model(x).squeeze(1) - x.sum(1)).square().mean()
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            at.batch += 1
+            tell(place=place, loss=loss.item().hex(), lr=schedule.get_last_lr()[0].hex(), samples=samples.tolist())
+            if is_last or at.batch % 3 == 2:
+                mark("saving", place)
+                accelerator.save_state()
+        mark("between epochs", at.epoch)
+        time.sleep(PAUSE)
+        model.eval()
+        total = torch.zeros(())
+        for number, (_, x) in enumerate(evaluated):
+            mark("evaluation", f"{at.epoch}.{number}")
+            time.sleep(PAUSE)
+            with torch.no_grad():
+                total += accelerator.gather_for_metrics(model(x).abs()).sum()
+        tell(epoch=at.epoch, evaluation=total.item().hex())
+        at.epoch, at.batch = at.epoch + 1, 0
+        mark("saving", f"after {at.epoch}")
+        accelerator.save_state()
+    mark("the end")
+    tell(weights=digest(model.state_dict()), streams=digest(streams()), optimizer=digest(optimizer.state_dict()))
+    accelerator.end_training()
+
+
 if __name__ == "__main__":
     chosen = {**MODES, **SHARDED}[sys.argv[1]]
     if chosen.reading == "trainer":
         with_trainer(chosen)
+    elif chosen.reading == "accelerate":
+        under_accelerates_name(chosen)
     else:
         Run(chosen).train()
     mark("over")

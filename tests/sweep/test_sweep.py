@@ -69,11 +69,13 @@ def test_a_run_follows_from_its_number():
     assert runs.plan(SEED, 31) == runs.plan(SEED, 31)
     assert runs.plan(SEED, 31) != runs.plan(SEED + 1, 31)
     planned = [runs.plan(SEED, number) for number in range(200)]
-    assert {(each.mode, each.num_ranks) for each in planned} == {(mode, n) for mode in modes.MODES for n in (1, 2)}
+    assert {(each.mode, each.num_ranks) for each in planned} == {
+        (name, n) for name, mode in modes.MODES.items() for n in mode.num_ranks
+    }
     strikes = [strike for each in planned for strike in each.strikes]
     assert {strike.number for strike in strikes} == set(runs.SIGNALS)
     assert {strike.phase for strike in strikes} == set(runs.PHASES)
-    assert {strike.target for strike in strikes} == {"rank 0", "rank 1", "launcher", "all"}
+    assert {strike.target for strike in strikes} == {"rank 0", "rank 1", "rank 2", "launcher", "all"}
     spread = [runs.plan(SEED, number, modes.SHARDED) for number in range(60)]
     assert {(each.mode, each.num_ranks) for each in spread} == {
         (name, mode.num_ranks[0]) for name, mode in modes.SHARDED.items()

@@ -35,6 +35,8 @@ def explain(path: Path) -> str:
     if not os.path.isdir(path):
         folder = f"; give its folder, {path.parent}" if path.name == MANIFEST else ""
         return f"{path} is a file; a checkpoint is a folder that save_state wrote{folder}"
+    if path.name.startswith((".staging-", ".removing-")):
+        return f"{path} is what a killed save has left, not a checkpoint{_beside(path)}"
     for parent in (path, path / "checkpoints"):
         inside = checkpoints_in(parent)
         if inside:

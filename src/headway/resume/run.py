@@ -249,6 +249,7 @@ class RunState:
         run["pieces"] = self._pieces() if mark is None else mark.pieces
         run["local_steps"] = steps = self._local.steps() if mark is None else mark.local_steps
         if not is_alone:
+            run["exchange_orders"] = [self._strategy.exchange_order(each) for each in self.models]
             self._local.add(collected, steps)
         if before is not None and not is_unfinished:
             run["epoch"] = about["epoch"] = before.epoch
@@ -463,6 +464,8 @@ class RunState:
             scheduler.catch_up()
         if saved.is_own and saved.pieces and self._step.pieces:  # else the ranks' batches may be others
             self._step.pieces.go_on(**saved.pieces)
+        for model, order in zip(preparation.models, saved.exchange_orders if saved.is_own else ()):
+            self._strategy.keep_exchange_order(model, order)
         self._accumulation.resume(preparation.models, saved.nominal, saved.num_updates)
         if plan.is_kept:
             preparation.keep_ticks(*saved.ticks)

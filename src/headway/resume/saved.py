@@ -45,6 +45,7 @@ class SavedRun:
         passes_over: for each loader, its passes of the epoch that are over; None where nothing was trained on it.
         lengths: for each loader, the samples of its data; None: unknown, and so are those that are missing.
         local_steps: for each model, the steps of the local SGD that it was in; None: in none.
+        exchange_orders: for each model, the order in which its gradients travel; empty: there is none, or it was not noted.
         pieces: how automatic micro-batching cuts; empty: it was off.
         units: for each schedule, what it counts; missing where it was saved before that was noted.
         loaders: their positions.
@@ -74,6 +75,7 @@ class SavedRun:
     passes_over: list[int | None]
     lengths: list[int | None]
     local_steps: list[int | None]
+    exchange_orders: list[list[int]]
     pieces: dict[str, int | None]
     units: list[str]
     loaders: list[dict[str, Any]]
@@ -140,6 +142,11 @@ def read_run(
         passes_over=_read_counts(run, "passes_over", len(seeds), _MOST_PASSES),
         local_steps=_read_counts(run, "local_steps", num_models, MOST),
         lengths=_read_counts(run, "lengths", len(seeds), MOST),
+        exchange_orders=[
+            [number.whole() for number in order.items()]
+            for each in run.given("exchange_orders")
+            for order in each.items(num_models)
+        ],
         pieces=_read_pieces(run),
         units=[unit.text() for each in run.given("units") for unit in each.items()],
         loaders=loaders,

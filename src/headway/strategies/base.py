@@ -261,6 +261,12 @@ class Strategy(Protocol):
             UnsupportedError: a model that was given cannot become the bare one again.
         """
 
+    def exchange_order(self, model: torch.nn.Module) -> list[int]:
+        """What decides about the last bits of gradients beside the ranks: the order in which they travel; all ranks call it."""
+
+    def keep_exchange_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
+        """Begin with the order of the run that is resumed; all ranks call it."""
+
     def export_state(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's tensors by the bare module's names, one at a time; sharded ones as DTensors or pieces, never gathered."""
 

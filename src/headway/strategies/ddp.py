@@ -29,6 +29,7 @@ from headway.precision.base import Precision
 from headway.runtime import process
 from headway.runtime.group import CPU_ENGINE, engine_of
 from headway.strategies.base import Engine, Transform
+from headway.strategies.bucket_order import order_of, take_order
 from headway.strategies.replica import Buckets
 from headway.strategies.single import SingleStrategy
 
@@ -232,6 +233,17 @@ class DDPStrategy(SingleStrategy):
                 "prepare again, or use microbatching='auto', which reduces what learns"
             )
         return super().step(optimizer, precision, closure)
+
+    def exchange_order(self, model: torch.nn.Module) -> list[int]:
+        """That of the engine's buckets; PowerSGD, which keeps a state from exchange to exchange, goes by none."""
+        engine = self._engines.get(id(model))
+        is_kept = self._options.comm_hook in (Hook.POWER_SGD, Hook.BATCHED_POWER_SGD)
+        return [] if engine is None or is_kept else order_of(engine)
+
+    def keep_exchange_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
+        """Let the buckets begin with it."""
+        if order and (engine := self._engines.get(id(model))) is not None:
+            take_order(engine, order)
 
     def release(self, model: torch.nn.Module | None = None) -> None:
         """Forget a model's engine, or all."""

@@ -225,6 +225,13 @@ class SingleStrategy:
         """Only the cached seeds are held."""
         self._seeds.clear()
 
+    def exchange_order(self, model: torch.nn.Module) -> list[int]:
+        """Nothing is exchanged, or always in one order."""
+        return []
+
+    def keep_exchange_order(self, model: torch.nn.Module, order: Sequence[int]) -> None:
+        """There is none."""
+
     def export_state(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """The state dict's tensors, as they lie."""
         yield from self.unwrap(model).state_dict().items()

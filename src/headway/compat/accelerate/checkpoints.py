@@ -40,8 +40,8 @@ def numbered(name: str, index: int) -> str:
 
 
 def is_accelerates(folder: Path) -> bool:
-    """Is it a checkpoint that Accelerate wrote, and not one of Headway's?"""
-    if (folder / MANIFEST).is_file() or not folder.is_dir():
+    """Is it a checkpoint that Accelerate wrote, and not one of Headway's, nor what a kill has left of one (a dot, and its files)?"""
+    if (folder / MANIFEST).is_file() or not folder.is_dir() or folder.name.startswith("."):
         return False
     has_weights = any((folder / name).is_file() for name in ("model.safetensors", "pytorch_model.bin"))
     return program_of(folder)[0] == "Accelerate" or has_weights
@@ -49,7 +49,8 @@ def is_accelerates(folder: Path) -> bool:
 
 def newest_in(parent: Path) -> Path | None:
     """The folder with the highest number, if Accelerate wrote it; else None."""
-    found = [path for path in parent.iterdir() if number_of(path) is not None] if parent.is_dir() else []
+    names = parent.iterdir() if parent.is_dir() else ()
+    found = [path for path in names if number_of(path) is not None and not path.name.startswith(".")]
     newest = max(found, key=lambda path: number_of(path) or 0, default=None)
     return newest if newest is not None and is_accelerates(newest) else None
 

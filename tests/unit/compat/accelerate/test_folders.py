@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from headway import ProjectConfiguration
 from headway.compat.accelerate.accelerator import AccelerateAccelerator
 from headway.errors import CheckpointError
 
@@ -63,3 +64,17 @@ def test_what_does_not_fit_changes_nothing(what, tmp_path):
         accelerator.load_state(str(tmp_path / "theirs"))
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in before.items())
     assert other_optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
+
+
+def test_what_a_kill_has_left_of_a_save_is_no_checkpoint(tmp_path):
+    """It has Accelerate's files, and a name that ends in a digit."""
+    _, model, optimizer = prepared(1)
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = AccelerateAccelerator(cpu=True, project_config=project)
+    accelerator.prepare(Net(2))
+    saved = accelerator.save_state()
+    left = saved.parent / ".staging-checkpoint_7-0123456789abcde7"
+    written(left, model, optimizer)
+    assert accelerator.load_state().folder == saved
+    with pytest.raises(CheckpointError, match="checkpoint_0"):
+        accelerator.load_state(str(left))
