@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -133,7 +134,7 @@ def meddle(folder: Path, host: Host, targets: Sequence[str]) -> dict[str, list[s
     """What a stranger on this host gets at these addresses and ports, as the user nobody."""
     out = folder / "stranger.json"
     # Not by `start`, whose output belongs to the run.
-    command = f"python stranger.py {' '.join(targets)} > {out} 2> stranger.err"
+    command = f"{sys.executable} stranger.py {' '.join(targets)} > {out} 2> stranger.err"
     inside = subprocess.run(
         ["ip", "netns", "exec", host.namespace, "sh", "-c", command], cwd=folder, timeout=SLACK, check=False
     )

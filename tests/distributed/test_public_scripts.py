@@ -4,6 +4,7 @@ The scripts stand in `tests/scripts`. Both libraries are run live, on one proces
 """
 
 import json
+import os
 import re
 import runpy
 import shutil
@@ -266,7 +267,9 @@ def launch(script: Path, *args: str, cwd: Path) -> subprocess.CompletedProcess[s
         "--evidence",
         "evidence",
     ]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200)
+    # As many threads as the stage's ranks have: sums of more threads have other last bits.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment, timeout=200)
 
 
 def test_by_the_real_launcher(run, folders, tmp_path):

@@ -77,7 +77,11 @@ def test_a_users_file_does_not_stand_in_for_the_launchers(folder):
     worker = ["-m", "headway.launch", "worker", str(os.getpid()), "script", "apart", "sub/quiet.py"]
     # `headway` itself is looked up in the current folder first, as `-m` says; a real installation has no such file.
     (folder / "headway.py").unlink()
-    ran = subprocess.run([sys.executable, *worker], cwd=folder, capture_output=True, text=True, timeout=60)
+    # An empty entry of PYTHONPATH is the current folder, where Python is asked to look.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(
+        [sys.executable, *worker], cwd=folder, capture_output=True, text=True, env=environment, timeout=60
+    )
     assert ran.stdout == "ran\n", ran.stderr
 
 

@@ -354,7 +354,7 @@ def abandon(job: Job) -> None:
     """Remove the staging folder of a save that failed."""
     if job.share.leads:
         aside = folders.staging_folder(job.final, secrets.token_hex(8))
-        with suppress(OSError, UnicodeEncodeError):  # the other one: of a name that was never a folder's
+        with suppress(OSError, ValueError):  # the other one: of a name that no folder can have
             os.rename(job.staging, aside)  # no rank that still writes finds it again
             shutil.rmtree(aside, ignore_errors=True)
 
