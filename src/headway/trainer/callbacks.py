@@ -40,6 +40,7 @@ class TrainerState:
         log_history: everything logged, each with its `step`.
         best_metric, best_global_step, best_model_checkpoint: of the best evaluation so far.
         is_world_process_zero, is_local_process_zero: is this rank 0; is it the first process of its machine?
+        owes_epoch_end: has an epoch begun whose end the callbacks have not been told of?
     """
 
     epoch: float = 0.0
@@ -56,8 +57,17 @@ class TrainerState:
     best_model_checkpoint: str | None = None
     is_world_process_zero: bool = True
     is_local_process_zero: bool = True
+    owes_epoch_end: bool = False
 
-    _OF_THE_RUN = ("epoch", "global_step", "log_history", "best_metric", "best_global_step", "best_model_checkpoint")
+    _OF_THE_RUN = (
+        "epoch",
+        "global_step",
+        "log_history",
+        "best_metric",
+        "best_global_step",
+        "best_model_checkpoint",
+        "owes_epoch_end",
+    )
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on from."""
@@ -67,7 +77,7 @@ class TrainerState:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         for name in self._OF_THE_RUN:
-            setattr(self, name, state[name])
+            setattr(self, name, state[name] if name in state else getattr(self, name))  # an older checkpoint lacks some
 
 
 @dataclass

@@ -155,16 +155,23 @@ class Training:
         if not events.control.should_training_stop:
             for epoch in self._accelerator.epochs(num_epochs):
                 events.control.should_epoch_stop = False
+                events.state.owes_epoch_end = True
                 events.tell("on_epoch_begin")
                 self._epoch(epoch)
                 if self._loader.is_stopped:  # by the guard against non-finite losses, or from outside
                     break
-                events.tell("on_epoch_end")
-                self._agree()
-                self._obey()
+                self._end_epoch()
                 if events.control.should_training_stop:
                     break
+        elif events.state.owes_epoch_end:  # ended between the last update's checkpoint and the epoch's end
+            self._end_epoch()
         return self._finish()
+
+    def _end_epoch(self) -> None:
+        self._events.state.owes_epoch_end = False
+        self._events.tell("on_epoch_end")
+        self._agree()
+        self._obey()
 
     def _epoch(self, epoch: int) -> None:
         """One pass over the data, or what is left of it."""

@@ -417,17 +417,25 @@ class Stop(TrainerCallback):
             raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("stop", [3, 5, 7])
-def test_a_resumed_training_is_the_uninterrupted_one(tmp_path, stop):
+@pytest.mark.parametrize(
+    ("stop", "event", "evaluated"),
+    [
+        *((stop, "on_step_end", "steps") for stop in (3, 5, 7)),
+        *((stop, event, "epoch") for stop in (6, 9) for event in ("on_epoch_end", "on_prediction_step")),
+    ],
+)
+def test_a_resumed_training_is_the_uninterrupted_one(tmp_path, stop, event, evaluated):
     """18 rows in batches of 4: the last window of an epoch is short, and dropout draws numbers."""
 
     def build(name, callbacks=None):
-        return make(tmp_path / name, Net(0.3), callbacks, Points(18), Points(6), **RESUMED)
+        return make(
+            tmp_path / name, Net(0.3), callbacks, Points(18), Points(6), **RESUMED | {"eval_strategy": evaluated}
+        )
 
     whole = build("a")
     output = whole.train()
     with pytest.raises(ZeroDivisionError):
-        build("b", [Stop(stop)]).train()
+        build("b", [Stop(stop, event)]).train()
     resumed = build("b")
     again = resumed.train(resume_from_checkpoint=True)
     assert torch.equal(weights(resumed.model), weights(whole.model))
