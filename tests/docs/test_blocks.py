@@ -9,6 +9,7 @@ import sys
 import types
 from contextlib import redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_python_blocks_run_in_one_namespace(page, tmp_path, monkeypatch):
     torch.manual_seed(0)
     printed = io.StringIO()
     try:
-        with redirect_stdout(printed):
+        with redirect_stdout(printed), patch.dict(os.environ):  # what a page sets is not for the tests after it
             for block in blocks(page):
                 if block.kind == "python":
                     if block.file:
