@@ -1,4 +1,4 @@
-"""Writes the annotated file tree of docs/architecture.md from the first line of every module's docstring.
+"""Writes the annotated file tree of docs/files.md from the first line of every module's docstring.
 
 `python scripts/tree.py` prints the tree; `--write` puts it between the markers in the page.
 """
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "files.md"
 START, END = "<!-- tree -->", "<!-- /tree -->"
 WHOLE = ("src/headway", "scripts", "examples", "benchmarks")
 """Folders shown file by file."""

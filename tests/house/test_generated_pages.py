@@ -1,4 +1,4 @@
-"""What is generated says what its source says: the tree of docs/architecture.md, the table of mistakes, the site's reference."""
+"""What is generated says what its source says: the tree of docs/files.md, the table of mistakes, the site's reference."""
 
 import sys
 
@@ -14,7 +14,7 @@ import tree
 import wrong_use
 
 
-def test_the_architecture_page_holds_the_tree():
+def test_the_page_of_files_holds_the_tree():
     assert tree.block() in tree.PAGE.read_text(), "run: python scripts/tree.py --write"
 
 
