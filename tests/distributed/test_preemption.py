@@ -139,6 +139,25 @@ def test_a_signal_to_any_rank_at_any_time(world_size, tmp_path):
             assert f"on rank {who[0]}" in text
 
 
+def disturbed_twice(root):
+    """Asked to end at an epoch's last batch, and again in the evaluation that the resumed run owes."""
+    whole = Run(f"{root}/whole", Striker())
+    num_batches = len(whole.losses) // NUM_EPOCHS
+    first = Run(f"{root}/twice", Striker("training", (0,), num_batches))
+    assert (first.stopped is not None, first.evaluations, len(first.losses)) == (True, {}, num_batches)
+    second = Run(f"{root}/twice", Striker("evaluation", (0,), 2))
+    assert (second.stopped is not None, second.evaluations, second.losses) == (True, {}, {})
+    rest = Run(f"{root}/twice", Striker())
+    assert rest.evaluations == whole.evaluations
+    assert {**first.losses, **rest.losses} == whole.losses
+    assert rest.weights == whole.weights
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_evaluation_is_owed_until_it_was_made(world_size, tmp_path):
+    run_ranks(disturbed_twice, world_size, str(tmp_path))
+
+
 # ---------------------------------------------------------------- other loops
 
 

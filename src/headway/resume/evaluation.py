@@ -64,7 +64,8 @@ class Evaluations:
         accumulation = self._accumulation
         if loader.is_fresh:
             self._begun[loader.seed] = accumulation.num_windows, loader.run_state(is_brief=True)
-            if len(accumulation.active) > 1:
+            # A pass that is resumed may have nothing left: then this is its end.
+            if len(accumulation.active) > 1 or loader.num_consumed:
                 self._take()
         elif loader.is_last and not self.is_one(loader) and not accumulation.is_unfinished:
             self._take()
