@@ -25,7 +25,7 @@ from headway.errors import StateError, TrackingError
 from headway.log import get_logger
 from headway.runtime.seed import untouched_streams
 from headway.tracking.base import TrackedRun, Tracker
-from headway.tracking.pictures import Picture, file_name, write_png
+from headway.tracking.pictures import Picture, file_name, numbered, write_png
 from headway.tracking.runlog import Run, RunLog, Value, read_run
 from headway.tracking.select import Choice
 
@@ -264,11 +264,10 @@ class Feed:
         """Images of one step; their files stand in the run's folder."""
         self._settle(step)
         if self.runlog is not None:
-            for name, several in images.items():
-                for index, image in enumerate(several):
-                    path = self.runlog.folder / "images" / file_name(name, step, index, several)
-                    if self._keep(partial(write_png, path, image)):
-                        self._write("image", name if len(several) == 1 else f"{name}/{index}", step, path)
+            for name, part, image in numbered(images):
+                path = self.runlog.folder / "images" / file_name(name, part, step)
+                if self._keep(partial(write_png, path, image)):
+                    self._write("image", name + part, step, path)
         self._each("log_images", images, step=step, by_name=log_kwargs)
 
     def log_artifact(

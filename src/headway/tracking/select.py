@@ -19,17 +19,16 @@ GROUP = "headway.trackers"
 
 _ALWAYS = "jsonl"
 _BUILT_IN = {
-    "tensorboard": ("headway.tracking.tensorboard", "TensorBoardTracker"),
-    "wandb": ("headway.tracking.wandb", "WandbTracker"),
-    "mlflow": ("headway.tracking.mlflow", "MLflowTracker"),
-    "comet_ml": ("headway.tracking.comet", "CometTracker"),
-    "aim": ("headway.tracking.aim", "AimTracker"),
-    "clearml": ("headway.tracking.clearml", "ClearMLTracker"),
-    "dvclive": ("headway.tracking.dvclive", "DVCLiveTracker"),
-    "swanlab": ("headway.tracking.swanlab", "SwanLabTracker"),
-    "trackio": ("headway.tracking.trackio", "TrackioTracker"),
+    "tensorboard": "local.TensorBoardTracker",
+    "wandb": "services.WandbTracker",
+    "mlflow": "local.MLflowTracker",
+    "comet_ml": "services.CometTracker",
+    "aim": "local.AimTracker",
+    "clearml": "services.ClearMLTracker",
+    "dvclive": "local.DVCLiveTracker",
+    "swanlab": "services.SwanLabTracker",
+    "trackio": "local.TrackioTracker",
 }
-_IN_EXTRA = ("tensorboard", "wandb", "mlflow")
 
 Choice = Tracker | tuple[str, Callable[..., Tracker]]
 """A user's own tracker, or the name and the class of one that is built when a run begins."""
@@ -99,7 +98,8 @@ def _by_name(name: str, has_folder: bool, is_main: bool) -> Callable[..., Tracke
     if getattr(kind, "requires_logging_directory", False) and not has_folder:
         raise _needs_folder(name)
     if is_main and name in _BUILT_IN and not available(name):
-        line = "'headway[trackers]'" if name in _IN_EXTRA else name
+        extra = getattr(kind, "installed_by", "")
+        line = f"'{extra}'" if extra else name
         raise OptionalDependencyMissing(f"log_with={name!r} needs {name}, which is not installed: pip install {line}")
     return kind
 
@@ -109,8 +109,8 @@ def _load(name: str) -> Callable[..., Tracker]:
         if each.name == name:
             found: Callable[..., Tracker] = each.load()
             return found
-    module, attribute = _BUILT_IN[name]
-    built_in: Callable[..., Tracker] = getattr(import_module(module), attribute)
+    module, _, kind = _BUILT_IN[name].partition(".")
+    built_in: Callable[..., Tracker] = getattr(import_module(f"headway.tracking.{module}"), kind)
     return built_in
 
 

@@ -11,17 +11,17 @@ from headway.errors import ConfigError
 from headway.log import get_logger
 from headway.optional import available
 from headway.tracking import base
-from headway.tracking.aim import AimTracker as Aim
 from headway.tracking.base import LoggerType, TrackedRun, Tracker, TrackerMaker, on_main_process
-from headway.tracking.clearml import ClearMLTracker as ClearML
-from headway.tracking.clearml import title_and_series
-from headway.tracking.comet import CometTracker as Comet
-from headway.tracking.dvclive import DVCLiveTracker as DVCLive
-from headway.tracking.mlflow import MLflowTracker as MLflow
-from headway.tracking.swanlab import SwanLabTracker as SwanLab
-from headway.tracking.tensorboard import TensorBoardTracker as TensorBoard
-from headway.tracking.trackio import TrackioTracker as Trackio
-from headway.tracking.wandb import WandbTracker as Wandb
+from headway.tracking.local import AimTracker as Aim
+from headway.tracking.local import DVCLiveTracker as DVCLive
+from headway.tracking.local import MLflowTracker as MLflow
+from headway.tracking.local import TensorBoardTracker as TensorBoard
+from headway.tracking.local import TrackioTracker as Trackio
+from headway.tracking.services import ClearMLTracker as ClearML
+from headway.tracking.services import CometTracker as Comet
+from headway.tracking.services import SwanLabTracker as SwanLab
+from headway.tracking.services import WandbTracker as Wandb
+from headway.tracking.services import title_and_series
 
 log = get_logger(__name__)
 
@@ -188,9 +188,9 @@ class MLflowTracker(_Named, MLflow, GeneralTracker):
         """Start a run, in a new experiment with the given place for artifacts where there is none of that name."""
         if self._artifacts is not None and self._experiment:
             if self._uri is not None:
-                self._mlflow.set_tracking_uri(str(self._uri))
-            if self._mlflow.get_experiment_by_name(self._experiment) is None:
-                self._mlflow.create_experiment(self._experiment, artifact_location=str(self._artifacts))
+                self._package.set_tracking_uri(str(self._uri))
+            if self._package.get_experiment_by_name(self._experiment) is None:
+                self._package.create_experiment(self._experiment, artifact_location=str(self._artifacts))
         super().begin(run)
 
     @on_main_process
@@ -201,17 +201,17 @@ class MLflowTracker(_Named, MLflow, GeneralTracker):
         if step is not _UNSET:  # the Accelerator's own call, with the artifact's name
             super().log_artifact(Path(local_path), artifact_path or Path(local_path).name, step, **kwargs)
         else:
-            self._mlflow.log_artifact(str(local_path), artifact_path, run_id=self._run.info.run_id)
+            self._package.log_artifact(str(local_path), artifact_path, run_id=self._run.info.run_id)
 
     @on_main_process
     def log_artifacts(self, local_dir: Any, artifact_path: str | None = None) -> None:
         """Keep all files of a folder."""
-        self._mlflow.log_artifacts(str(local_dir), artifact_path, run_id=self._run.info.run_id)
+        self._package.log_artifacts(str(local_dir), artifact_path, run_id=self._run.info.run_id)
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
         """Keep a figure of matplotlib or plotly."""
-        self._mlflow.log_figure(figure, artifact_file, **save_kwargs)
+        self._package.log_figure(figure, artifact_file, **save_kwargs)
 
 
 class ClearMLTracker(_Named, ClearML, GeneralTracker):
@@ -240,7 +240,7 @@ class ClearMLTracker(_Named, ClearML, GeneralTracker):
             raise ConfigError("log_table() got neither data= nor dataframe=; give one of them")
         rows = dataframe if dataframe is not None else [*([list(columns)] if columns else []), *(data or ())]
         title, series = title_and_series(table_name)
-        self.task.get_logger().report_table(title=title, series=series, iteration=step, table_plot=rows, **kwargs)
+        self._run.get_logger().report_table(title=title, series=series, iteration=step, table_plot=rows, **kwargs)
 
 
 class DVCLiveTracker(_Named, DVCLive, GeneralTracker):
