@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from headway.cli.options import GroupedCommand, GroupedOption, examples
+from headway.cli.options import JSON, GroupedCommand, examples, option
 from headway.compat.accelerate.differences import Answer, answer
 from headway.compat.accelerate.scripts import uses
 from headway.compat.accelerate.surface import SURFACE
@@ -21,11 +21,9 @@ code is 1 if any name is not served.
 """
 
 _EPILOG = examples(
-    [
-        "headway compat train.py                             what the script uses",
-        "PYTHONPATH=$(headway compat --path) python train.py   run the script on Headway",
-        "headway launch --as accelerate train.py             the same, on every device",
-    ]
+    "headway compat train.py                             what the script uses",
+    "PYTHONPATH=$(headway compat --path) python train.py   run the script on Headway",
+    "headway launch --as accelerate train.py             the same, on every device",
 )
 _WORDS = {"served": "", "differs": "differs", "not served": "NOT SERVED", "unknown": "unknown"}
 _LARGEST = 1 << 26
@@ -118,8 +116,8 @@ command = GroupedCommand(
     callback=_compat,
     params=[
         click.Argument(["scripts"], nargs=-1, type=click.Path(path_type=Path)),
-        GroupedOption(["--path"], group="Output", is_flag=True, help="Only print the folder for PYTHONPATH."),
-        GroupedOption(["--json", "as_json"], group="Output", is_flag=True, help="Print JSON."),
+        option("--path", None, "Output", "Only print the folder for PYTHONPATH."),
+        JSON,
     ],
     help=_ABOUT,
     epilog=_EPILOG,

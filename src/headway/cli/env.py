@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from headway import env
-from headway.cli.options import GroupedCommand, GroupedOption
+from headway.cli.options import JSON, GroupedCommand
 from headway.config.files import default_file, file_layer
 from headway.config.load import environment_layer, resolve
 from headway.errors import HeadwayError
@@ -90,6 +90,6 @@ def _env(as_json: bool) -> None:
 command = GroupedCommand(
     "env",
     callback=_env,
-    params=[GroupedOption(["--json", "as_json"], is_flag=True, help="Print JSON.")],
+    params=[JSON],
     help="Print versions, hardware and configuration. Only Headway's own code is imported.",
 )
