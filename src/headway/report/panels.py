@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headway.report.data import RunData
 from headway.report.reduce import Reduced, reduce
@@ -64,53 +64,31 @@ class Panel:
     lines: list[Line] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Known:
-    """A series that has a place of its own: `names` share the chart, drawn by the labels given."""
-
-    section: str
-    title: str
-    names: dict[str, str]
-    unit: str = "number"
-    from_zero: bool = False
-    is_smoothed: bool = False
-    is_tall: bool = False
-
-
 _KNOWN = (
-    _Known("Training", "Loss", {"loss": "training", "eval_loss": "evaluation"}, is_smoothed=True, is_tall=True),
-    _Known("Training", "Learning rate", {"learning_rate": ""}, from_zero=True),
-    _Known("Training", "Gradient norm", {"grad_norm": ""}, is_smoothed=True, from_zero=True),
-    _Known("Speed", "Samples per second", {"samples_per_second": ""}, "rate", True, is_smoothed=True),
-    _Known("Speed", "Tokens per second", {"tokens_per_second": ""}, "rate", True, is_smoothed=True),
-    _Known("Speed", "Model FLOPs utilisation", {"mfu": ""}, "share", True, is_smoothed=True),
-    _Known("Speed", "Time spent waiting for data", {"data_wait": ""}, "share", True, is_smoothed=True),
+    (
+        Panel("Training", "Loss", is_smoothed=True, is_tall=True, is_wide=True),
+        {"loss": "training", "eval_loss": "evaluation"},
+    ),
+    (Panel("Training", "Learning rate", from_zero=True), {"learning_rate": ""}),
+    (Panel("Training", "Gradient norm", is_smoothed=True, from_zero=True), {"grad_norm": ""}),
+    (Panel("Speed", "Samples per second", "rate", True, is_smoothed=True), {"samples_per_second": ""}),
+    (Panel("Speed", "Tokens per second", "rate", True, is_smoothed=True), {"tokens_per_second": ""}),
+    (Panel("Speed", "Model FLOPs utilisation", "share", True, is_smoothed=True), {"mfu": ""}),
+    (Panel("Speed", "Time spent waiting for data", "share", True, is_smoothed=True), {"data_wait": ""}),
 )
-_MEMORY = {"memory": "in use", "memory_peak": "peak"}
+"""Charts that have a place of their own, with the series on them and their labels."""
+_MEMORY = ("memory", "memory_peak")
 _PHASES = ("forward", "backward", "optimizer", "evaluation")
 
 
-def panels(runs: Sequence[RunData]) -> list[Panel]:
-    """The charts in the order of the page; a series of one value alone gets none, see `single_values`."""
+def panels(runs: Sequence[RunData], most: int = MAX_BUCKETS) -> list[Panel]:
+    """The charts in the order of the page, of at most so many buckets; a series of one value gets none: `single_values`."""
     names = list(dict.fromkeys(name for run in runs for name in run.series))
-    limit = max(MIN_BUCKETS, min(MAX_BUCKETS, ALL_BUCKETS // max(1, sum(len(run.series) for run in runs))))
+    limit = max(MIN_BUCKETS, min(most, ALL_BUCKETS // max(1, sum(len(run.series) for run in runs))))
     drawn = _Drawing(runs, limit)
-    found = [
-        Panel(
-            known.section,
-            known.title,
-            known.unit,
-            known.from_zero,
-            known.is_tall,
-            known.is_smoothed,
-            known.is_tall,
-            lines,
-        )
-        for known in _KNOWN
-        if (lines := drawn.lines(known.names))
-    ]
+    found = [replace(panel, lines=lines) for panel, labels in _KNOWN if (lines := drawn.lines(labels))]
     found += _memory(drawn, names)
-    taken = {name for known in _KNOWN for name in known.names} | {"epoch"}
+    taken = {name for _, labels in _KNOWN for name in labels} | {"epoch"}
     left = [name for name in names if name not in taken and name not in _MEMORY and not name.startswith("memory/")]
     evaluations = [name for name in left if name.startswith("eval_")]
     found += [Panel("Evaluation", _titled(name[len("eval_") :]), lines=drawn.lines({name: ""})) for name in evaluations]
@@ -144,11 +122,7 @@ def _memory(drawn: "_Drawing", names: Sequence[str]) -> Iterator[Panel]:
     phases = [name.partition("/")[2] for name in names if name.startswith("memory/")]
     ordered = sorted(phases, key=lambda phase: (_PHASES.index(phase) if phase in _PHASES else len(_PHASES), phase))
     # The peak comes last, so that it is drawn over the phase that it was reached in.
-    known = {
-        "memory": _MEMORY["memory"],
-        **{f"memory/{phase}": phase for phase in ordered},
-        "memory_peak": _MEMORY["memory_peak"],
-    }
+    known = {"memory": "in use", **{f"memory/{phase}": phase for phase in ordered}, "memory_peak": "peak"}
     there = set(names)
     present = {name: label for name, label in known.items() if name in there}
     if len(drawn.runs) == 1:

@@ -1,4 +1,4 @@
-"""Makes long series short enough to draw: buckets that keep every extreme, smoothing, marks for nan and inf.
+"""Makes long series short enough to draw: buckets that keep every extreme, marks for nan and inf.
 
 A chart is some hundred pixels wide. Of a million values it can show, in each column of pixels, the lowest, the highest and
 where the bulk lies; so a bucket keeps just these: minimum, maximum and mean. The envelope covers the very pixels that the
@@ -103,58 +103,6 @@ def _mean(values: Sequence[float]) -> float | None:
     total = sum(values)
     # Values near the end of the range of floats: their sum would be inf.
     return total / len(values) if math.isfinite(total) else sum(value / len(values) for value in values)
-
-
-def smooth(values: Sequence[float | None], share: float) -> list[float | None]:
-    """The line that fits best around each value (Cleveland, "Robust Locally Weighted Regression", 1979, with Gaussian weights).
-
-    Unlike an exponential average it does not lag behind the data, and unlike a plain one it keeps its slope at both ends. A spike
-    makes no hill: see `_without_spikes`.
-
-    Args:
-        values: None is a gap, which stays one.
-        share: the standard deviation of the weights as a share of the number of values, so that short series are hardly changed.
-    """
-    width = share * len(values)
-    if width < 0.5:
-        return list(values)
-    reach = min(math.ceil(3 * width), len(values))
-    offsets = [(offset / width, math.exp(-0.5 * (offset / width) ** 2)) for offset in range(-reach, reach + 1)]
-    kept = _without_spikes(values)
-    return [
-        None
-        if value is None
-        else _fit(kept[max(0, index - reach) : index + reach + 1], offsets[max(0, reach - index) :])
-        for index, value in enumerate(values)
-    ]
-
-
-def _without_spikes(values: Sequence[float | None]) -> list[float | None]:
-    """Values that stand out from ten neighbours by eight times their median deviation, set to the median (Hampel's filter)."""
-    kept = list(values)
-    for index, value in enumerate(values):
-        if value is None:
-            continue
-        near = sorted(other for other in values[max(0, index - 5) : index + 6] if other is not None)
-        middle = near[len(near) // 2]
-        deviation = sorted(abs(other - middle) for other in near)[len(near) // 2]
-        if abs(value - middle) > 8 * deviation > 0:
-            kept[index] = middle
-    return kept
-
-
-def _fit(values: Sequence[float | None], offsets: Sequence[tuple[float, float]]) -> float:
-    """A weighted line's value at offset 0. `offsets`: a distance and a weight for each value; more are not looked at."""
-    weight = first = second = total = leaning = 0.0
-    for value, (offset, share) in zip(values, offsets):
-        if value is not None:
-            weight += share
-            first += share * offset
-            second += share * offset * offset
-            total += share * value
-            leaning += share * offset * value
-    spread = weight * second - first * first
-    return (second * total - first * leaning) / spread if spread > 1e-9 * weight * weight else total / weight
 
 
 def _marks(points: Sequence[Point]) -> list[Mark]:

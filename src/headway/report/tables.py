@@ -1,6 +1,6 @@
 """The tables of the page: figures at a glance, events, differences of settings, and each run's own lists."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from headway.report import facts, looks
@@ -25,17 +25,23 @@ def overview(runs: Sequence[RunData]) -> str:
         return f'<dl class="tiles" style="--columns:{columns}">{tiles}</dl>'
     found = [{fact.name: fact for fact in facts.headline(run)} for run in runs]
     names = list(dict.fromkeys(name for table in found for name in table))
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
     rows = []
     for index, (run, table) in enumerate(zip(runs, found, strict=True)):
         state = facts.state(run)
-        cells = "".join(_cell(table.get(name)) for name in names)
         pill = f'<span class="pill {state.tone}" title="{escape(state.note)}">{state.word}</span>'
-        rows.append(f"<tr><th>{swatch(index)}{escape(run.label)}</th><td>{pill}</td>{cells}</tr>")
-    return (
-        f'<div class="card scroll figures"><table><thead><tr><th>Run</th><th>State</th>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-    )
+        cells = "".join(_cell(table.get(name)) for name in names)
+        rows.append(f"<th>{swatch(index)}{escape(run.label)}</th><td>{pill}</td>{cells}")
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("Run", "State", *names))
+    return f'<div class="card scroll figures">{_table(head, rows)}</div>'
+
+
+def _table(head: str, rows: Iterable[str]) -> str:
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _run_columns(runs: Sequence[RunData]) -> str:
+    return "".join(f"<th>{swatch(index)}{escape(run.label)}</th>" for index, run in enumerate(runs))
 
 
 def _cell(fact: facts.Fact | None) -> str:
@@ -49,25 +55,15 @@ def single_values(runs: Sequence[RunData], values: Mapping[str, Sequence[tuple[f
     """What was logged once, as figures: a row for each name, a column for each run."""
     if not values:
         return ""
-    head = (
-        "".join(f"<th>{swatch(index)}{escape(run.label)}</th>" for index, run in enumerate(runs))
-        if len(runs) > 1
-        else "<th>Value</th>"
-    )
     rows = []
     for name, found in values.items():
         cells = ""
         for run, each in zip(runs, found, strict=True):
-            if each is None:
-                cells += '<td class="none">-</td>'
-            else:
-                step = f"<small>step {text(each[0])}</small>" if run.has_steps else ""
-                cells += f"<td>{escape(facts.figure(name, each[1]))}{step}</td>"
-        rows.append(f"<tr><th>{escape(name)}</th>{cells}</tr>")
-    return (
-        '<section><h2>Single values</h2><div class="card scroll figures"><table>'
-        f"<thead><tr><th>Name</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
-    )
+            note = f"step {text(each[0])}" if each is not None and run.has_steps else ""
+            cells += _cell(None if each is None else facts.Fact(name, facts.figure(name, each[1]), note))
+        rows.append(f"<th>{escape(name)}</th>{cells}")
+    head = f"<th>Name</th>{_run_columns(runs) if len(runs) > 1 else '<th>Value</th>'}"
+    return f'<section><h2>Single values</h2><div class="card scroll figures">{_table(head, rows)}</div></section>'
 
 
 def values_of(panel: Panel, runs: Sequence[RunData]) -> str:
@@ -78,11 +74,11 @@ def values_of(panel: Panel, runs: Sequence[RunData]) -> str:
         cells = "".join(f"<td>{text(value, panel.unit)}</td>" for value in _first_low_high_last(line.series))
         not_finite = sum(mark.count for mark in line.series.marks)
         rows.append(
-            f"<tr><th>{swatch(line.run) if len(runs) > 1 else ''}{escape(name or panel.title)}</th>{cells}"
-            f"<td>{line.series.count:,}</td><td>{not_finite or '-'}</td></tr>"
+            f"<th>{swatch(line.run) if len(runs) > 1 else ''}{escape(name or panel.title)}</th>{cells}"
+            f"<td>{line.series.count:,}</td><td>{not_finite or '-'}</td>"
         )
-    head = "".join(f"<th>{name}</th>" for name in ("First", "Lowest", "Highest", "Last", "Values", "Not finite"))
-    return f'<div class="scroll"><table><thead><tr><th>Line</th>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    columns = ("Line", "First", "Lowest", "Highest", "Last", "Values", "Not finite")
+    return f'<div class="scroll">{_table("".join(f"<th>{name}</th>" for name in columns), rows)}</div>'
 
 
 def _first_low_high_last(series: Reduced) -> tuple[float | None, ...]:
@@ -103,9 +99,9 @@ def event_table(runs: Sequence[RunData]) -> str:
         name = f"<td>{swatch(index)}{escape(runs[index].label)}</td>" if len(runs) > 1 else ""
         step = text(event.step) if event.has_step else "-"
         lines.append(
-            f'<tr>{name}<td class="number">{step}</td><td class="number">{duration(event.seconds)}</td>'
+            f'{name}<td class="number">{step}</td><td class="number">{duration(event.seconds)}</td>'
             f'<td><span class="event {kind.tone}">{sign(kind)}{escape(kind.words)}</span></td>'
-            f'<td class="details">{escape(looks.details(event.details))}</td></tr>'
+            f'<td class="details">{escape(looks.details(event.details))}</td>'
         )
     head = "<th>Run</th>" if len(runs) > 1 else ""
     head += '<th class="number">Step</th><th class="number">After</th><th>Event</th><th>Details</th>'
@@ -114,7 +110,7 @@ def event_table(runs: Sequence[RunData]) -> str:
     count = f"{len(rows):,} event{'s' if len(rows) > 1 else ''}"
     return (
         f'<section><h2>Events</h2><details class="card scroll"{is_open}><summary>{count}</summary>'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>{left}</details></section>"
+        f"{_table(head, lines)}{left}</details></section>"
     )
 
 
@@ -129,15 +125,12 @@ def settings(runs: Sequence[RunData]) -> str:
     """In what several runs differ; then each run's configuration, summary and environment."""
     parts = []
     if len(runs) > 1:
-        rows = facts.differences(runs)
-        head = "".join(f"<th>{swatch(index)}{escape(run.label)}</th>" for index, run in enumerate(runs))
-        body = "".join(
-            f"<tr><th>{escape(name)}</th>"
-            + "".join('<td class="none">-</td>' if value is None else f"<td>{escape(value)}</td>" for value in values)
-            + "</tr>"
-            for name, values in rows
-        )
-        table = f"<table><thead><tr><th>Setting</th>{head}</tr></thead><tbody>{body}</tbody></table>"
+        rows = [
+            f"<th>{escape(name)}</th>"
+            + "".join(_cell(None if value is None else facts.Fact(name, value)) for value in values)
+            for name, values in facts.differences(runs)
+        ]
+        table = _table(f"<th>Setting</th>{_run_columns(runs)}", rows)
         shown = (
             f'<div class="card scroll">{table}</div>'
             if rows

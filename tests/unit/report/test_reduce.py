@@ -3,7 +3,7 @@ import math
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headway.report.reduce import MAX_MARKS, reduce, smooth
+from headway.report.reduce import MAX_MARKS, reduce
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -69,26 +69,3 @@ def test_many_marks_are_drawn_together_and_none_is_lost():
     assert len(series.marks) == MAX_MARKS
     assert sum(mark.count for mark in series.marks) == 2500
     assert {mark.kind for mark in series.marks} == {"nan"}
-
-
-def test_smoothing_keeps_straight_lines_and_gaps_and_passes_spikes_by():
-    line = [2.0 * index + 1 for index in range(100)]
-    assert all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(smooth(line, 0.03), line))
-    assert [value is None for value in smooth([1.0, None] * 50, 0.05)] == [False, True] * 50
-    wave = [math.sin(index / 10) for index in range(200)]
-    spiked = [*wave[:100], 1e6, *wave[101:]]
-    assert max(abs(a - b) for a, b in zip(smooth(spiked, 0.02), smooth(wave, 0.02))) < 0.1
-    assert smooth(wave[:10], 0.02) == wave[:10]
-
-
-def test_smoothing_takes_noise_away():
-    noise = [(-1.0) ** index for index in range(300)]
-    assert max(map(abs, smooth(noise, 0.02)[20:-20])) < 0.01
-
-
-@unhurried
-@given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), max_size=60), st.floats(0, 0.2))
-def test_smoothing_has_no_gap_of_its_own(values, share):
-    smoothed = smooth(values, share)
-    assert [value is None for value in smoothed] == [value is None for value in values]
-    assert all(value is None or math.isfinite(value) for value in smoothed)
