@@ -24,7 +24,7 @@ else:
     _Adapter, _Handler = logging.LoggerAdapter, logging.StreamHandler
 
 
-class Said(set[tuple[str, str]]):
+class OnceFilter(set[tuple[str, str]]):
     """What was logged once in this process: the logger and the text."""
 
 
@@ -48,7 +48,7 @@ class RankLogger(_Adapter):
             return
         if once:
             text = str(msg) % args if args else str(msg)
-            said = scope.own(Said)
+            said = scope.own(OnceFilter)
             if (self.logger.name, text) in said:
                 return
             said.add((self.logger.name, text))
@@ -95,7 +95,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
     if level is not None:
         logger.logger.setLevel(level)
     if asked is not None:
-        _speak(logger.logger)
+        _add_output(logger.logger)
     return logger
 
 
@@ -139,7 +139,7 @@ def _level(asked: str | int, origin: str) -> int:
     return number
 
 
-def _speak(logger: logging.Logger) -> None:
+def _add_output(logger: logging.Logger) -> None:
     """Write to stderr where nobody has set logging up: Python's last resort drops what is below WARNING."""
     if not logger.hasHandlers():
         output = _LastResort()

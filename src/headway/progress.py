@@ -10,9 +10,8 @@ from typing import Any, Generic, TextIO, TypeVar
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
-from rich.text import Text
 
 from headway import env, scope
 from headway.errors import ConfigError
@@ -23,13 +22,6 @@ from headway.runtime.readback import Readback
 from headway.units import format_bytes, format_seconds
 
 Item = TypeVar("Item")
-
-
-class _Facts(ProgressColumn):
-    """Everything behind the bar, as one text."""
-
-    def render(self, task: Task) -> Text:
-        return Text(task.fields["facts"], style="dim")
 
 
 _BAR = 24
@@ -191,12 +183,9 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         self._is_over, self._asked = True, None
         deadline = time.monotonic() + (_BROKEN_OFF if self._is_broken_off else math.inf)
         with suppress(RuntimeError):  # the device has failed, and what ends the loop says why
-            asked = {name: Readback(value) for name, value in self._on_device().items()}
-            while not all(each.is_there for each in asked.values()):
-                if time.monotonic() > deadline:
-                    return
+            self._request_values()
+            while not self._read_values() and time.monotonic() < deadline:
                 time.sleep(0.001)
-            self._read.update((name, each.read().item()) for name, each in asked.items())
 
     def __len__(self) -> int:
         if self.total is None:
@@ -307,11 +296,11 @@ class _Cell:
 
 
 def _new_bars(console: Console) -> Progress:
-    facts = _Facts(table_column=Column(no_wrap=True, overflow="ellipsis"))
+    whole = Column(no_wrap=True, overflow="ellipsis")
     return Progress(
         TextColumn("{task.description}", table_column=Column(no_wrap=True)),
         BarColumn(bar_width=_BAR),
-        facts,
+        TextColumn("{task.fields[facts]}", style="dim", markup=False, table_column=whole),
         console=console,
         refresh_per_second=4,
         # Lines printed in the loop go above the bar, but not where standard output is a file of its own.

@@ -13,8 +13,8 @@ _ABOUT = """Find out why a run does not start, hangs or crawls.
 
 First this machine is looked at: versions, devices, host name, interfaces, ports, limits. Then the processes that `headway launch`
 would start with the same flags meet (two on the CPU where it would start one), compare versions, clocks and the working folder, and
-measure an all-reduce. Each finding comes with what to do. Exits 0 where nothing is bad. On several machines give each the same
-command as to `headway launch`; under SLURM, `srun headway doctor`.
+measure an all-reduce. Each finding comes with what to do. The exit code is 0 if nothing bad was found. On several machines give each
+the same command as to `headway launch`; under SLURM, `srun headway doctor`.
 """
 
 _EPILOG = examples(

@@ -32,7 +32,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class State:
+class RunStatus:
     """The state of a run.
 
     Attributes:
@@ -46,19 +46,19 @@ class State:
     note: str
 
 
-def state(run: RunData) -> State:
+def state(run: RunData) -> RunStatus:
     """Finished or not, as far as a log can tell."""
     if run.is_finished:
-        return State("finished", "good", "")
-    silence = f"its last line was written {duration(run.silent_for)} before this page"
+        return RunStatus("finished", "good", "")
+    silence = f"its last line was written {duration(run.silent_for)} before this page was made"
     if run.is_torn:
-        return State("cut off", "bad", f"killed in the middle of a line; {silence}")
+        return RunStatus("cut off", "bad", f"killed in the middle of a line; {silence}")
     kinds = [event.kind for event in run.events]
     if kinds and "preempted" in kinds and kinds[-1] not in ("resumed", "restart"):
-        return State("preempted", "warn", f"it was asked to stop and has not been resumed; {silence}")
+        return RunStatus("preempted", "warn", f"it was asked to stop and has not been resumed; {silence}")
     if run.silent_for < _FRESH:
-        return State("no end yet", "warn", f"still running, or stopped just now; {silence}")
-    return State("no end", "bad", f"killed, or still running without a word; {silence}")
+        return RunStatus("no end yet", "warn", f"still running, or stopped just now; {silence}")
+    return RunStatus("no end", "bad", f"killed, or still running but silent; {silence}")
 
 
 def moment(seconds: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from headway.report import facts, looks
 from headway.report.data import RunData
 from headway.report.document import document
-from headway.report.panels import SMOOTHING, Line, Panel, across, panels, single_values
+from headway.report.panels import SMOOTHING, ChartLine, Panel, across, panels, single_values
 from headway.report.tables import event_table, overview, settings, sign, swatch, values_of
 from headway.report.tables import single_values as single_table
 
@@ -113,7 +113,7 @@ def _card(panel: Panel, runs: Sequence[RunData], number: int) -> str:
 
 def _keys(panel: Panel, runs: Sequence[RunData]) -> str:
     """The legend of one chart: its lines' labels; for several runs, once for each label, in no run's colour."""
-    labels: dict[str, Line] = {}
+    labels: dict[str, ChartLine] = {}
     for line in panel.lines:
         labels.setdefault(line.label, line)
     if len(labels) < 2:
@@ -181,7 +181,7 @@ def _signs(run: RunData) -> Iterator[list[Any]]:
         yield [event.kind, _brief(event.step), _brief(event.seconds), looks.sentence(event)]
 
 
-def _line(line: Line) -> dict[str, Any]:
+def _line(line: ChartLine) -> dict[str, Any]:
     series = line.series
     found: dict[str, Any] = {
         "run": line.run,

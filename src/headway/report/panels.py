@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from headway.report.data import RunData
-from headway.report.reduce import Reduced, reduce
+from headway.report.downsample import DownsampledSeries, downsample
 
 MAX_BUCKETS = 1200
 """Buckets of one series; fewer where there are many series."""
@@ -17,7 +17,7 @@ SMOOTHING = 0.01
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """One series on a chart.
 
     Attributes:
@@ -36,7 +36,7 @@ class Line:
     colour: int
     is_dotted: bool
     is_dashed: bool
-    series: Reduced
+    series: DownsampledSeries
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Panel:
     is_wide: bool = False
     is_smoothed: bool = False
     is_tall: bool = False
-    lines: list[Line] = field(default_factory=list)
+    lines: list[ChartLine] = field(default_factory=list)
 
 
 _KNOWN = (
@@ -91,7 +91,9 @@ def panels(runs: Sequence[RunData], most: int = MAX_BUCKETS) -> list[Panel]:
     taken = {name for _, labels in _KNOWN for name in labels} | {"epoch"}
     left = [name for name in names if name not in taken and name not in _MEMORY and not name.startswith("memory/")]
     evaluations = [name for name in left if name.startswith("eval_")]
-    found += [Panel("Evaluation", _titled(name[len("eval_") :]), lines=drawn.lines({name: ""})) for name in evaluations]
+    found += [
+        Panel("Evaluation", _make_title(name[len("eval_") :]), lines=drawn.lines({name: ""})) for name in evaluations
+    ]
     others = [name for name in left if not name.startswith("eval_")]
     found += [Panel("More", name, _unit(name), lines=drawn.lines({name: ""}), is_smoothed=True) for name in others]
     found = [panel for panel in found if any(line.series.count > 1 for line in panel.lines)]
@@ -144,20 +146,20 @@ class _Drawing:
         self.runs = runs
         self._limit = limit
 
-    def lines(self, names: dict[str, str]) -> list[Line]:
+    def lines(self, names: dict[str, str]) -> list[ChartLine]:
         found = []
         for index, run in enumerate(self.runs):
             for place, (name, label) in enumerate((name, label) for name, label in names.items() if name in run.series):
-                series = reduce(run.series[name], self._limit)
+                series = downsample(run.series[name], self._limit)
                 colour = index if len(self.runs) > 1 else place
                 is_dotted = name.startswith("eval_") or series.count == 1
                 is_dotted = is_dotted and len(series.means) <= 120
                 is_dashed = name == "memory_peak" and len(self.runs) == 1
-                found.append(Line(index, name, label, colour, is_dotted, is_dashed, series))
+                found.append(ChartLine(index, name, label, colour, is_dotted, is_dashed, series))
         return found
 
 
-def _titled(name: str) -> str:
+def _make_title(name: str) -> str:
     return name.replace("_", " ").capitalize()
 
 

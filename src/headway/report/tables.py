@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from headway.report import facts, looks
-from headway.report.data import Event, RunData
+from headway.report.data import PlacedEvent, RunData
+from headway.report.downsample import DownsampledSeries
 from headway.report.numbers import duration, text
 from headway.report.panels import Panel
-from headway.report.reduce import Reduced
 
 _MANY_SETTINGS = 24
 """Longer lists are closed at first."""
@@ -31,7 +31,7 @@ def overview(runs: Sequence[RunData]) -> str:
         pill = f'<span class="pill {state.tone}" title="{escape(state.note)}">{state.word}</span>'
         cells = "".join(_cell(table.get(name)) for name in names)
         rows.append(f"<th>{swatch(index)}{escape(run.label)}</th><td>{pill}</td>{cells}")
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("Run", "State", *names))
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("Run", "RunState", *names))
     return f'<div class="card scroll figures">{_table(head, rows)}</div>'
 
 
@@ -77,11 +77,11 @@ def values_of(panel: Panel, runs: Sequence[RunData]) -> str:
             f"<th>{swatch(line.run) if len(runs) > 1 else ''}{escape(name or panel.title)}</th>{cells}"
             f"<td>{line.series.count:,}</td><td>{not_finite or '-'}</td>"
         )
-    columns = ("Line", "First", "Lowest", "Highest", "Last", "Values", "Not finite")
+    columns = ("ChartLine", "First", "Lowest", "Highest", "Last", "Values", "Not finite")
     return f'<div class="scroll">{_table("".join(f"<th>{name}</th>" for name in columns), rows)}</div>'
 
 
-def _first_low_high_last(series: Reduced) -> tuple[float | None, ...]:
+def _first_low_high_last(series: DownsampledSeries) -> tuple[float | None, ...]:
     known = [value for value in series.means if value is not None]
     low, high = series.bounds() or (None, None)
     return (known[0], low, high, known[-1]) if known else (None, None, None, None)
@@ -92,7 +92,7 @@ def event_table(runs: Sequence[RunData]) -> str:
     rows = [(index, event) for index, run in enumerate(runs) for event in run.events]
     if not rows:
         return ""
-    shown = rows if len(rows) <= looks.MAX_ROWS else _most_telling(rows)
+    shown = rows if len(rows) <= looks.MAX_ROWS else _select_rows(rows)
     lines = []
     for index, event in shown:
         kind = looks.kind_of(event.kind)
@@ -114,7 +114,7 @@ def event_table(runs: Sequence[RunData]) -> str:
     )
 
 
-def _most_telling(rows: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
+def _select_rows(rows: list[tuple[int, PlacedEvent]]) -> list[tuple[int, PlacedEvent]]:
     """Trouble first, then what is usual, in the order of the runs."""
     ranks = {"bad": 0, "warn": 1, "good": 2, "calm": 3}
     chosen = sorted(range(len(rows)), key=lambda number: ranks[looks.kind_of(rows[number][1].kind).tone])
@@ -157,7 +157,7 @@ def _list(title: str, rows: Sequence[tuple[str, str]], is_open: bool) -> str:
     return f'<details class="card"{opened}><summary>{title} <b>{len(rows)}</b></summary><dl class="rows">{inner}</dl></details>'
 
 
-def sign(kind: looks.Kind) -> str:
+def sign(kind: looks.EventKind) -> str:
     """A kind's sign, in its colour."""
     return f'<svg viewBox="-6 -6 12 12" aria-hidden="true"><path class="sign" d="{kind.sign}"/></svg>'
 

@@ -26,7 +26,7 @@ from headway.runtime import events, process
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.readback import Readback
 from headway.throughput.peak import Peak, peak_of
-from headway.throughput.stragglers import Pace, Paces
+from headway.throughput.stragglers import RankPace, RankPaces
 from headway.training.step import Step
 from headway.training.windows import Clock
 
@@ -102,24 +102,24 @@ class Throughput:
         self._is_spoilt = False
         self._counter: Any = None
         self._event: Any = None
-        self._paces = Paces(runtime, clock.num_updates)
-        events.asked.append(self._fetch)
-        events.came.append(self._fetched)
-        events.left.append(self._left)
-        step.moments.before_backward.append(self._begin_backward)
+        self._paces = RankPaces(runtime, clock.num_updates)
+        events.asked.append(self._on_fetch)
+        events.came.append(self._on_batch)
+        events.left.append(self._on_pass_end)
+        step.moments.before_backward.append(self._on_backward)
 
     # ---------------------------------------------------------------- moments
 
-    def _fetch(self, loader: PreparedLoader) -> None:
+    def _on_fetch(self, loader: PreparedLoader) -> None:
         """A batch is asked for: the lap before ends."""
         now = self._now()
-        self._close(now)
+        self._end_lap(now)
         self._reader, self._asked, self._is_there = loader, now, False
         if self._paces.is_due(self._clock.num_updates, self.every):
             self._paces.tell(self._clock.num_updates, self.seconds, self._waited, self.factor)
             self._asked = self._now()
 
-    def _fetched(self, loader: PreparedLoader) -> None:
+    def _on_batch(self, loader: PreparedLoader) -> None:
         """It has come."""
         self._came, self._is_there = self._now(), True
         if self._is_armed:
@@ -131,18 +131,18 @@ class Throughput:
         if self._runtime.device.type != "cpu":
             self._event = self._timed_event()
 
-    def _left(self) -> None:
+    def _on_pass_end(self) -> None:
         """A pass is over, or was broken off."""
-        self._close(self._now())
+        self._end_lap(self._now())
         self._is_there = False
 
-    def _begin_backward(self) -> None:
+    def _on_backward(self) -> None:
         """The first backward of a batch makes its lap count."""
         if self._is_open and self._is_there:
             return
         now, active = self._now(), self._active
         if self._is_open:
-            self._close(now)
+            self._end_lap(now)
         self._is_open = True
         if not self._is_there or not active or active[-1] is not self._reader:
             self._began = now  # a batch of the caller's own: from here to the next backward
@@ -153,7 +153,7 @@ class Throughput:
         if not self._paces.is_full:
             self._paces.add(now - self._came if self._event is None else (self._event, self._timed_event()))
 
-    def _close(self, now: float) -> None:
+    def _end_lap(self, now: float) -> None:
         if self._counter is not None:
             self._finish_counting()
         if self._is_open:
@@ -169,7 +169,7 @@ class Throughput:
     def paused(self) -> Iterator[None]:
         """Leave the block's time out: such as a save, or an evaluation without a prepared loader."""
         was_open, begun = self._is_open, self._now()
-        self._close(begun)
+        self._end_lap(begun)
         try:
             yield
         finally:
@@ -237,9 +237,9 @@ class Throughput:
         if tokens:
             found["tokens_per_second"] = tokens * self._step.strategy.data_shard.count / seconds
         if self.flops_per_token is not None and tokens:
-            found["mfu"] = self.flops_per_token * found["tokens_per_second"] / self._ceiling()
+            found["mfu"] = self.flops_per_token * found["tokens_per_second"] / self._sum_peaks()
         elif self.flops_per_sample is not None and samples:
-            found["mfu"] = self.flops_per_sample * found["samples_per_second"] / self._ceiling()
+            found["mfu"] = self.flops_per_sample * found["samples_per_second"] / self._sum_peaks()
         found["data_wait"] = (after.waited - before.waited) / seconds
         return found
 
@@ -247,9 +247,9 @@ class Throughput:
         """Let every bar of `headway.track` tell the figures of the last seconds, in this process."""
         if self.fact not in events.facts():
             events.facts().append(self.fact)
-            process.at_end(self._leave_bars)
+            process.at_end(self._remove_from_bars)
 
-    def _leave_bars(self) -> None:
+    def _remove_from_bars(self) -> None:
         if self.fact in events.facts():
             events.facts().remove(self.fact)
 
@@ -319,12 +319,12 @@ class Throughput:
         parameters = self._step.prepared.all_parameters()
         return next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
 
-    def _ceiling(self) -> float:
+    def _sum_peaks(self) -> float:
         return self.peak.flops_per_second * self._runtime.world_size
 
     # ---------------------------------------------------------------- paces
 
-    def paces(self) -> list[Pace]:
+    def paces(self) -> list[RankPace]:
         """What each rank told last, every `every` updates, over the control plane; no rank waits for another here."""
         return self._paces.latest()
 

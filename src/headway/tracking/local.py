@@ -8,12 +8,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from headway.tracking.base import TrackedRun
-from headway.tracking.package import PackageTracker, RowTracker
+from headway.tracking.package import PackageAdapter, RowAdapter
 from headway.tracking.pictures import Picture, file_name, in_colour, numbered, pictures, without_axis, write_png
 from headway.tracking.values import flatten, is_loggable, leaves
 
 
-class TensorBoardTracker(PackageTracker):
+class TensorBoardAdapter(PackageAdapter):
     """Writes TensorBoard's event files beside the run's log, through torch's SummaryWriter.
 
     Args:
@@ -24,7 +24,7 @@ class TensorBoardTracker(PackageTracker):
     installed_by = "headway[trackers]"
     ended_by = "close"
     requires_logging_directory = True
-    writer = PackageTracker.tracker
+    writer = PackageAdapter.tracker
 
     def begin(self, run: TrackedRun) -> None:
         """Open an event file; what the folder has from an earlier process stays."""
@@ -62,7 +62,7 @@ class TensorBoardTracker(PackageTracker):
         self._run.flush()
 
 
-class MLflowTracker(PackageTracker):
+class MLflowAdapter(PackageAdapter):
     """Logs to MLflow; the run is MLflow's active one, so that `mlflow.log_param` and the like go into it too.
 
     Args:
@@ -74,7 +74,7 @@ class MLflowTracker(PackageTracker):
 
     name = "mlflow"
     installed_by = "headway[trackers]"
-    active_run = PackageTracker.tracker
+    active_run = PackageAdapter.tracker
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class MLflowTracker(PackageTracker):
             self._package.end_run()
 
 
-class AimTracker(PackageTracker):
+class AimAdapter(PackageAdapter):
     """Logs to Aim: a run in the repository in the logging folder.
 
     Args:
@@ -157,7 +157,7 @@ class AimTracker(PackageTracker):
     known_by = ("run_hash", "hash")
     ended_by = "close"
     requires_logging_directory = True
-    writer = PackageTracker.tracker
+    writer = PackageAdapter.tracker
 
     def begin(self, run: TrackedRun) -> None:
         """Start a run, or continue the known one."""
@@ -193,7 +193,7 @@ class AimTracker(PackageTracker):
         keep(str(path), name, **kwargs)
 
 
-class DVCLiveTracker(PackageTracker):
+class DVCLiveAdapter(PackageAdapter):
     """Logs to DVCLive: plain files, which DVC compares between commits.
 
     Args:
@@ -204,7 +204,7 @@ class DVCLiveTracker(PackageTracker):
 
     name = "dvclive"
     ended_by = "end"
-    live = PackageTracker.tracker
+    live = PackageAdapter.tracker
 
     def __init__(self, live: Any = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -249,7 +249,7 @@ class DVCLiveTracker(PackageTracker):
         self._run.log_artifact(str(path), **kwargs)
 
 
-class TrackioTracker(RowTracker):
+class TrackioAdapter(RowAdapter):
     """Logs to Trackio, into the database of TRACKIO_DIR or Trackio's own default.
 
     Args:

@@ -10,7 +10,7 @@ from headway.tracking.base import TrackedRun, Tracker
 from headway.tracking.pictures import Picture, numbered, pictures, without_axis
 
 
-class PackageTracker(Tracker):
+class PackageAdapter(Tracker):
     """Holds the object that a package gave for the run; a subclass's `begin` sets `_run`.
 
     Args:
@@ -65,12 +65,12 @@ class PackageTracker(Tracker):
             getattr(self._run, self.ended_by)()
 
 
-class RowTracker(PackageTracker):
+class RowAdapter(PackageAdapter):
     """For packages that take all values of a step in one call."""
 
     known_by: ClassVar[tuple[str, str]] = ("id", "id")
 
-    run = PackageTracker.tracker
+    run = PackageAdapter.tracker
     """The name that scripts know."""
 
     def begin(self, run: TrackedRun) -> None:

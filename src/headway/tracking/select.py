@@ -19,15 +19,15 @@ GROUP = "headway.trackers"
 
 _ALWAYS = "jsonl"
 _BUILT_IN = {
-    "tensorboard": "local.TensorBoardTracker",
-    "wandb": "services.WandbTracker",
-    "mlflow": "local.MLflowTracker",
-    "comet_ml": "services.CometTracker",
-    "aim": "local.AimTracker",
-    "clearml": "services.ClearMLTracker",
-    "dvclive": "local.DVCLiveTracker",
-    "swanlab": "services.SwanLabTracker",
-    "trackio": "local.TrackioTracker",
+    "tensorboard": "local.TensorBoardAdapter",
+    "wandb": "services.WandbAdapter",
+    "mlflow": "local.MLflowAdapter",
+    "comet_ml": "services.CometAdapter",
+    "aim": "local.AimAdapter",
+    "clearml": "services.ClearMLAdapter",
+    "dvclive": "local.DVCLiveAdapter",
+    "swanlab": "services.SwanLabAdapter",
+    "trackio": "local.TrackioAdapter",
 }
 
 Choice = Tracker | tuple[str, Callable[..., Tracker]]

@@ -10,13 +10,13 @@ from headway import env
 from headway.log import get_logger
 from headway.optional import require
 from headway.tracking.base import TrackedRun
-from headway.tracking.package import PackageTracker, RowTracker
+from headway.tracking.package import PackageAdapter, RowAdapter
 from headway.tracking.pictures import Picture, encode_png, without_axis
 
 log = get_logger(__name__)
 
 
-class WandbTracker(RowTracker):
+class WandbAdapter(RowAdapter):
     """Logs to Weights & Biases; offline where nobody has logged in or the server is out of reach.
 
     Steps are values of the name `global_step`, by which charts are drawn, and not W&B's own, which can never go back: so
@@ -74,7 +74,7 @@ class WandbTracker(RowTracker):
         self._run.log(row if step is None else {"global_step": step, **row}, **kwargs)
 
 
-class CometTracker(PackageTracker):
+class CometAdapter(PackageAdapter):
     """Logs to Comet; offline if there is no API key.
 
     Args:
@@ -84,7 +84,7 @@ class CometTracker(PackageTracker):
 
     name = "comet_ml"
     ended_by = "end"
-    writer = PackageTracker.tracker
+    writer = PackageAdapter.tracker
 
     @property
     def identity(self) -> dict[str, Any] | None:
@@ -134,7 +134,7 @@ class CometTracker(PackageTracker):
         self._run.flush()
 
 
-class ClearMLTracker(PackageTracker):
+class ClearMLAdapter(PackageAdapter):
     """Logs to ClearML, offline if it is not configured; a task that the script started itself is used as is and left open.
 
     Args:
@@ -144,7 +144,7 @@ class ClearMLTracker(PackageTracker):
 
     name = "clearml"
     ended_by = "close"
-    task = PackageTracker.tracker
+    task = PackageAdapter.tracker
 
     @property
     def identity(self) -> dict[str, Any] | None:
@@ -205,7 +205,7 @@ class ClearMLTracker(PackageTracker):
         self._run.flush(wait_for_uploads=False)
 
 
-class SwanLabTracker(RowTracker):
+class SwanLabAdapter(RowAdapter):
     """Logs to SwanLab; offline if nobody is logged in.
 
     Args:

@@ -12,16 +12,8 @@ from headway.log import get_logger
 from headway.optional import available
 from headway.tracking import base
 from headway.tracking.base import LoggerType, TrackedRun, Tracker, TrackerMaker, on_main_process
-from headway.tracking.local import AimTracker as Aim
-from headway.tracking.local import DVCLiveTracker as DVCLive
-from headway.tracking.local import MLflowTracker as MLflow
-from headway.tracking.local import TensorBoardTracker as TensorBoard
-from headway.tracking.local import TrackioTracker as Trackio
-from headway.tracking.services import ClearMLTracker as ClearML
-from headway.tracking.services import CometTracker as Comet
-from headway.tracking.services import SwanLabTracker as SwanLab
-from headway.tracking.services import WandbTracker as Wandb
-from headway.tracking.services import title_and_series
+from headway.tracking.local import AimAdapter, DVCLiveAdapter, MLflowAdapter, TensorBoardAdapter, TrackioAdapter
+from headway.tracking.services import ClearMLAdapter, CometAdapter, SwanLabAdapter, WandbAdapter, title_and_series
 
 log = get_logger(__name__)
 
@@ -90,7 +82,7 @@ class _Named(Tracker if TYPE_CHECKING else object):  # type: ignore[misc]
         super().finish()
 
 
-class TensorBoardTracker(_Named, TensorBoard, GeneralTracker):
+class TensorBoardTracker(_Named, TensorBoardAdapter, GeneralTracker):
     """TensorBoard's, in `logging_dir/run_name`; other arguments are for SummaryWriter."""
 
     def __init__(self, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
@@ -98,7 +90,7 @@ class TensorBoardTracker(_Named, TensorBoard, GeneralTracker):
         self.run_name, self.logging_dir = run_name, logging_dir
 
 
-class WandBTracker(_Named, Wandb, GeneralTracker):
+class WandBTracker(_Named, WandbAdapter, GeneralTracker):
     """W&B's, of the project `run_name`; other arguments are for `wandb.init`."""
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
@@ -119,7 +111,7 @@ class WandBTracker(_Named, Wandb, GeneralTracker):
         self.log({table_name: self._package.Table(columns=columns, data=data, dataframe=dataframe)}, step, **kwargs)
 
 
-class TrackioTracker(_Named, Trackio, GeneralTracker):
+class TrackioTracker(_Named, TrackioAdapter, GeneralTracker):
     """Trackio's, of the project `run_name`; other arguments are for `trackio.init`."""
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
@@ -127,7 +119,7 @@ class TrackioTracker(_Named, Trackio, GeneralTracker):
         self.run_name = run_name
 
 
-class CometMLTracker(_Named, Comet, GeneralTracker):
+class CometMLTracker(_Named, CometAdapter, GeneralTracker):
     """Comet's, of the project `run_name`; other arguments are for `comet_ml.start`."""
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
@@ -135,7 +127,7 @@ class CometMLTracker(_Named, Comet, GeneralTracker):
         self.run_name = run_name
 
 
-class AimTracker(_Named, Aim, GeneralTracker):
+class AimTracker(_Named, AimAdapter, GeneralTracker):
     """Aim's, in the repository `logging_dir`; other arguments are for `aim.Run`."""
 
     def __init__(self, run_name: str, logging_dir: Any = ".", **kwargs: Any) -> None:
@@ -143,7 +135,7 @@ class AimTracker(_Named, Aim, GeneralTracker):
         self.run_name, self.logging_dir = run_name, logging_dir
 
 
-class MLflowTracker(_Named, MLflow, GeneralTracker):
+class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
     """MLflow's. The variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN win over arguments.
 
     Args:
@@ -214,7 +206,7 @@ class MLflowTracker(_Named, MLflow, GeneralTracker):
         self._package.log_figure(figure, artifact_file, **save_kwargs)
 
 
-class ClearMLTracker(_Named, ClearML, GeneralTracker):
+class ClearMLTracker(_Named, ClearMLAdapter, GeneralTracker):
     """ClearML's; project and task are called `run_name` unless told otherwise; other arguments are for `Task.init`."""
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
@@ -243,7 +235,7 @@ class ClearMLTracker(_Named, ClearML, GeneralTracker):
         self._run.get_logger().report_table(title=title, series=series, iteration=step, table_plot=rows, **kwargs)
 
 
-class DVCLiveTracker(_Named, DVCLive, GeneralTracker):
+class DVCLiveTracker(_Named, DVCLiveAdapter, GeneralTracker):
     """DVCLive's; `run_name` is ignored, as in Accelerate; other arguments are for `dvclive.Live`."""
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
@@ -251,7 +243,7 @@ class DVCLiveTracker(_Named, DVCLive, GeneralTracker):
         self.run_name = run_name
 
 
-class SwanLabTracker(_Named, SwanLab, GeneralTracker):
+class SwanLabTracker(_Named, SwanLabAdapter, GeneralTracker):
     """SwanLab's, of the project `run_name`; other arguments are for `swanlab.init`."""
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:

@@ -21,7 +21,7 @@ MAX_MARKS = 150
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class NonFiniteMark:
     """A stretch of values that are not finite numbers.
 
     Attributes:
@@ -38,7 +38,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduced:
+class DownsampledSeries:
     """A series as it is drawn.
 
     Attributes:
@@ -57,7 +57,7 @@ class Reduced:
     lows: list[float | None] = field(default_factory=list)
     highs: list[float | None] = field(default_factory=list)
     count: int = 0
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[NonFiniteMark] = field(default_factory=list)
 
     def bounds(self) -> tuple[float, float] | None:
         """The lowest and the highest finite value; None where there is none."""
@@ -66,7 +66,7 @@ class Reduced:
         return (min(low), max(high)) if low else None
 
 
-def reduce(points: Sequence[Point], limit: int) -> Reduced:
+def downsample(points: Sequence[Point], limit: int) -> DownsampledSeries:
     """Put the values into at most `limit` buckets of equal count.
 
     The first and the last bucket stand where the first and the last point do, so that a line is as long as its run.
@@ -77,11 +77,11 @@ def reduce(points: Sequence[Point], limit: int) -> Reduced:
     """
     count = len(points)
     steps, times, values = zip(*points, strict=True) if points else ((), (), ())
-    marks = [] if all(map(math.isfinite, values)) else _marks(points)
+    marks = [] if all(map(math.isfinite, values)) else _find_marks(points)
     if count <= limit:
         means = [value if math.isfinite(value) else None for value in values]
-        return Reduced(list(steps), list(times), means, count=count, marks=marks)
-    found = Reduced([], [], [], count=count, marks=marks)
+        return DownsampledSeries(list(steps), list(times), means, count=count, marks=marks)
+    found = DownsampledSeries([], [], [], count=count, marks=marks)
     for index, (start, end) in enumerate(_edges(count, limit)):
         place = {0: start, limit - 1: end - 1}.get(index, (start + end) // 2)
         finite = [value for value in values[start:end] if math.isfinite(value)] if marks else values[start:end]
@@ -105,9 +105,9 @@ def _mean(values: Sequence[float]) -> float | None:
     return total / len(values) if math.isfinite(total) else sum(value / len(values) for value in values)
 
 
-def _marks(points: Sequence[Point]) -> list[Mark]:
+def _find_marks(points: Sequence[Point]) -> list[NonFiniteMark]:
     """Stretches of neighbours that are not finite, and of one kind."""
-    found: list[Mark] = []
+    found: list[NonFiniteMark] = []
     previous = -2
     for index, (step, seconds, value) in enumerate(points):
         if math.isfinite(value):
@@ -115,19 +115,19 @@ def _marks(points: Sequence[Point]) -> list[Mark]:
         kind = "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
         if index == previous + 1 and found[-1].kind == kind:
             last = found.pop()
-            found.append(Mark(kind, (last.steps[0], step), (last.times[0], seconds), last.count + 1))
+            found.append(NonFiniteMark(kind, (last.steps[0], step), (last.times[0], seconds), last.count + 1))
         else:
-            found.append(Mark(kind, (step, step), (seconds, seconds), 1))
+            found.append(NonFiniteMark(kind, (step, step), (seconds, seconds), 1))
         previous = index
     if len(found) <= MAX_MARKS:
         return found
-    return [_together(found[start:end]) for start, end in _edges(len(found), MAX_MARKS)]
+    return [_merge_marks(found[start:end]) for start, end in _edges(len(found), MAX_MARKS)]
 
 
-def _together(marks: Sequence[Mark]) -> Mark:
+def _merge_marks(marks: Sequence[NonFiniteMark]) -> NonFiniteMark:
     kinds = {mark.kind for mark in marks}
     first, last = marks[0], marks[-1]
-    return Mark(
+    return NonFiniteMark(
         kinds.pop() if len(kinds) == 1 else "mixed",
         (first.steps[0], last.steps[1]),
         (first.times[0], last.times[1]),
