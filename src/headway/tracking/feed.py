@@ -56,7 +56,7 @@ class GuardedTracker:
         """Make the tracker, or take the user's; where that fails it is dropped at once."""
 
         def make() -> None:
-            self.tracker = choice if isinstance(choice, Tracker) else choice[1](**init_kwargs)
+            self.tracker = choice if isinstance(choice, Tracker) else choice.make(**init_kwargs)
 
         self._try("__init__", make, is_fatal=True)
 
@@ -180,9 +180,8 @@ class RunFeed:
                 self.event("restart", None, {"restart_count": restarts})
         self._is_continuing = is_continuing and bool(self._identities)
         for choice in self._choices:
-            name = choice.name if isinstance(choice, Tracker) else choice[0]
-            guarded = GuardedTracker(name, self.event)
-            guarded.build(choice, init_kwargs.get(name, {}))
+            guarded = GuardedTracker(choice.name, self.event)
+            guarded.build(choice, init_kwargs.get(choice.name, {}))
             self.guarded.append(guarded)
             self._begin_tracker(guarded, self._is_continuing)
 

@@ -216,7 +216,7 @@ class RunRecorder:
         for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
-        known = [each.name if isinstance(each, Tracker) else each[0] for each in self._choices]
+        known = [each.name for each in self._choices]
         if str(name) not in known:
             raise ConfigError(f"get_tracker({name!r}): log_with has {', '.join(known) if known else 'no trackers'}")
         return BlankTracker()

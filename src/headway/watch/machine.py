@@ -292,11 +292,7 @@ def _with_any_stack(views: Sequence[RankView], dumps: Mapping[int, str]) -> list
 
 def _state(pid: int) -> str:
     """The kernel's letter for a process; "" where it does not say."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    return _stat_fields(pid)[0]
 
 
 def _bytes_written(pid: int, path: Path) -> int:
@@ -313,9 +309,13 @@ def _bytes_written(pid: int, path: Path) -> int:
 
 def _cpu_seconds(pid: int) -> float:
     """Processor time of all threads; 0.0 where the kernel does not say."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return 0.0
+    user, system = _stat_fields(pid)[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on; "" for the state and zeros where it says nothing."""
+    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        if fields := file.read().rpartition(")")[2].split():
+            return fields
+    return ["", *("0" for _ in range(12))]
