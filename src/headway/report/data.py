@@ -13,7 +13,7 @@ from typing import Any
 
 from headway.errors import ConfigError
 from headway.report.downsample import Point
-from headway.tracking.runlog import FILE, LoggedRun, ProcessStart, read_run
+from headway.tracking.runlog import FILE, LoggedRun, ProcessStart, leaves, read_run
 
 _MAX_STEP = 2**53
 """Beyond it floats, and so the page's script, cannot tell steps apart."""
@@ -162,7 +162,7 @@ def _load(path: Path, label: str) -> RunData:
         label,
         path,
         run.project,
-        flat(run.config),
+        leaves(run.config, "."),
         run.starts,
         began,
         last - began,
@@ -171,7 +171,7 @@ def _load(path: Path, label: str) -> RunData:
         run.damaged,
         has_steps=place.has_steps,
         silent_for=max(0.0, time.time() - last),
-        summary=flat(run.summary or {}),
+        summary=leaves(run.summary or {}, "."),
     )
     for name, found in run.values.items():
         if points := place.points(found):
@@ -259,14 +259,3 @@ def _is_torn(path: Path) -> bool:
             return False
         file.seek(size - 1)
         return file.read(1) != b"\n"
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping with names joined by dots."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            found.update(flat(value, f"{prefix}{name}."))
-        else:
-            found[f"{prefix}{name}"] = value
-    return found

@@ -6,7 +6,8 @@ from typing import Any
 
 from headway.report import looks
 from headway.report.document import document
-from headway.report.tables import swatch
+from headway.report.facts import Fact
+from headway.report.tables import swatch, tiles
 from headway.units import format_bytes
 
 _WIDTH, _HEIGHT = 1200, 360
@@ -39,22 +40,18 @@ def _head(title: str, found: Mapping[str, Any]) -> str:
 
 
 def _tiles(found: Mapping[str, Any]) -> str:
-    rows = [
-        ("in use on the device", found["total"], f"{format_bytes(found['least'])} to {format_bytes(found['most'])}"),
-        ("tensors", found["allocated"], f"the most in {found['peak']}"),
-        ("allocator", found["reserved"], "taken from the device by torch"),
+    span = f"{format_bytes(found['least'])} to {format_bytes(found['most'])}"
+    figures = [
+        Fact("in use on the device", format_bytes(found["total"]), span),
+        Fact("tensors", format_bytes(found["allocated"]), f"the most in {found['peak']}"),
+        Fact("allocator", format_bytes(found["reserved"]), "taken from the device by torch"),
     ]
-    tiles = [(name, format_bytes(size), note) for name, size, note in rows]
     if found["budget"] is not None:
-        tiles.append(("budget", format_bytes(found["budget"]), "of the whole process"))
+        figures.append(Fact("budget", format_bytes(found["budget"]), "of the whole process"))
     for name, key in (("largest batch", "largest_batch"), ("longest sequence", "longest_sequence")):
         if found[key] is not None:
-            tiles.append((name, f"{found[key]:,}", "that stays within the budget"))
-    cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
-        for name, value, note in tiles
-    )
-    return f'<dl class="tiles" style="--columns:{len(tiles)}">{cells}</dl>'
+            figures.append(Fact(name, f"{found[key]:,}", "that stays within the budget"))
+    return tiles(figures)
 
 
 def _chart(title: str, keys: str, drawing: str) -> str:

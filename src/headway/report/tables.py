@@ -16,13 +16,7 @@ _MANY_SETTINGS = 24
 def overview(runs: Sequence[RunData]) -> str:
     """Tiles for one run, a table for several."""
     if len(runs) == 1:
-        tiles = "".join(
-            f"<div><dt>{escape(fact.name)}</dt><dd>{escape(fact.value)}<small>{escape(fact.note)}</small></dd></div>"
-            for fact in facts.headline(runs[0])
-        )
-        count = tiles.count("<dt>")
-        columns = -(-count // -(-count // 6)) if count else 1
-        return f'<dl class="tiles" style="--columns:{columns}">{tiles}</dl>'
+        return tiles(facts.headline(runs[0]))
     found = [{fact.name: fact for fact in facts.headline(run)} for run in runs]
     names = list(dict.fromkeys(name for table in found for name in table))
     rows = []
@@ -33,6 +27,16 @@ def overview(runs: Sequence[RunData]) -> str:
         rows.append(f"<th>{swatch(index)}{escape(run.label)}</th><td>{pill}</td>{cells}")
     head = "".join(f"<th>{escape(name)}</th>" for name in ("Run", "RunState", *names))
     return f'<div class="card scroll figures">{_table(head, rows)}</div>'
+
+
+def tiles(figures: Sequence[facts.Fact]) -> str:
+    """Figures in rows of six at most."""
+    cells = "".join(
+        f"<div><dt>{escape(fact.name)}</dt><dd>{escape(fact.value)}<small>{escape(fact.note)}</small></dd></div>"
+        for fact in figures
+    )
+    num_rows = -(-len(figures) // 6) or 1
+    return f'<dl class="tiles" style="--columns:{-(-len(figures) // num_rows) or 1}">{cells}</dl>'
 
 
 def _table(head: str, rows: Iterable[str]) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 from headway.tracking.base import TrackedRun
 from headway.tracking.package import PackageAdapter, RowAdapter
 from headway.tracking.pictures import Picture, file_name, in_colour, numbered, pictures, without_axis, write_png
-from headway.tracking.values import flatten, is_loggable, leaves
+from headway.tracking.runlog import leaves
+from headway.tracking.values import flatten, is_loggable
 
 
 class TensorBoardAdapter(PackageAdapter):

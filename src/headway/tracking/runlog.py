@@ -183,6 +183,16 @@ def plain(value: Any, depth: int = 0) -> Any:
     return text if len(text) <= _MAX_REPR else text[:_MAX_REPR] + "..."
 
 
+def leaves(values: Mapping[str, Any], separator: str = "/", prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, their names joined; an empty mapping stays as it is."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        is_nested = isinstance(value, Mapping) and value
+        more = leaves(value, separator, f"{prefix}{name}{separator}") if is_nested else {f"{prefix}{name}": value}
+        flat.update(more)
+    return flat
+
+
 def _remove_torn_line(path: Path) -> int:
     """Take a torn last line off, and count the process starts."""
     try:

@@ -42,14 +42,6 @@ def flatten(values: Mapping[str, object], prefix: str = "", is_heard: bool = Tru
     return flat
 
 
-def leaves(values: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, names joined with '/', whatever the values are."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= leaves(value, f"{prefix}{name}/") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
-
-
 def is_loggable(value: object) -> bool:
     """Is it one number or a text?"""
     if isinstance(value, torch.Tensor | numpy.ndarray):
