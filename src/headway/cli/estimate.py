@@ -61,17 +61,17 @@ def _estimate(folder: Path | None, arguments: tuple[str, ...], script: bool, cal
     if arguments:
         raise ConfigError(f"{' '.join(arguments)}: only a script takes arguments; add --script, or remove them")
     if "device" in given:
-        _train(str(folder), given)
+        _echo_forecast(str(folder), given)
         return
     for name in given:
         if name not in _OF_RUNNING:
             raise ConfigError(f"--{name} is for training; add --device, such as --device a100-40gb")
     if "batch_size" in given and "sequence" not in given:
         raise ConfigError(f"--batch_size {given['batch_size']} needs --sequence, the tokens of each sample")
-    _run(folder, given.get("dtype"), given.get("batch_size"), given.get("sequence"))
+    _echo_sizes(folder, given.get("dtype"), given.get("batch_size"), given.get("sequence"))
 
 
-def _train(model: str, given: dict[str, Any]) -> None:
+def _echo_forecast(model: str, given: dict[str, Any]) -> None:
     if "dtype" in given:
         raise ConfigError("--dtype is for running a model and --device for training it; give one of them")
     if "global_batch_size" not in given:
@@ -83,7 +83,7 @@ def _train(model: str, given: dict[str, Any]) -> None:
         raise SystemExit(1)
 
 
-def _run(folder: Path, dtype: str | None, batch_size: int | None, num_tokens: int | None) -> None:
+def _echo_sizes(folder: Path, dtype: str | None, batch_size: int | None, num_tokens: int | None) -> None:
     # Imported here so that the help does not wait for torch.
     from headway.placement import estimate
     from headway.placement.workload import Workload
@@ -97,14 +97,14 @@ def _run(folder: Path, dtype: str | None, batch_size: int | None, num_tokens: in
     bandwidths = estimate.Bandwidths(stored.files if stored is not None else [])
     unit = "tokens/s" if estimate.generates(model) else "forwards/s"
     for line in (
-        *_head(model, stored),
+        *_describe_weights(model, stored),
         "",
-        *_table(sizings, bandwidths, unit, batch_size or 1),
+        *_tabulate_dtypes(sizings, bandwidths, unit, batch_size or 1),
         "",
-        *_placement(sizings[names.index(chosen)], unit),
-        *_generation(model, chosen, workload, unit),
+        *_describe_placement(sizings[names.index(chosen)], unit),
+        *_describe_generation(model, chosen, workload, unit),
         "",
-        *_ceiling(model, stored, bandwidths, unit),
+        *_describe_ceiling(model, stored, bandwidths, unit),
     ):
         click.echo(line)
 
@@ -117,7 +117,7 @@ def _check_script(given: dict[str, Any]) -> None:
             raise ConfigError(f"--{name} is decided by the script; with --script, pass it to the script instead")
 
 
-def _head(model: Any, stored: Any) -> list[str]:
+def _describe_weights(model: Any, stored: Any) -> list[str]:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     lines = [f"{type(model).__name__}: {num_parameters:,} parameters"]
     if stored is None:
@@ -130,7 +130,7 @@ def _head(model: Any, stored: Any) -> list[str]:
     return lines
 
 
-def _table(sizings: list[Any], bandwidths: Any, unit: str, batch_size: int) -> list[str]:
+def _tabulate_dtypes(sizings: list[Any], bandwidths: Any, unit: str, batch_size: int) -> list[str]:
     from headway.placement.estimate import ceiling
 
     rows = [["dtype", "weights", "largest layer", "lies on", "at most"]]
@@ -151,7 +151,7 @@ def _table(sizings: list[Any], bandwidths: Any, unit: str, batch_size: int) -> l
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
-def _placement(sizing: Any, unit: str) -> list[str]:
+def _describe_placement(sizing: Any, unit: str) -> list[str]:
     if sizing.device_map is None:
         return [f"no placement in {sizing.dtype}: {sizing.reason}"]
     read = sum(sizing.traffic.values())
@@ -162,7 +162,7 @@ def _placement(sizing: Any, unit: str) -> list[str]:
     ]
 
 
-def _generation(model: Any, dtype: str, workload: Any, unit: str) -> list[str]:
+def _describe_generation(model: Any, dtype: str, workload: Any, unit: str) -> list[str]:
     """What generating needs beside the weights: the cache, which grows, and the logits, which come and go."""
     from headway.placement.estimate import generation
 
@@ -184,7 +184,7 @@ def _generation(model: Any, dtype: str, workload: Any, unit: str) -> list[str]:
     ]
 
 
-def _ceiling(model: Any, stored: Any, bandwidths: Any, unit: str) -> list[str]:
+def _describe_ceiling(model: Any, stored: Any, bandwidths: Any, unit: str) -> list[str]:
     from headway.placement.estimate import expert_share
 
     disk, lines = bandwidths.disk(), []

@@ -47,7 +47,7 @@ def forecast_text(
     found = forecast(make, batch, loss=loss, longest=lengths(source) if longest else None, **given)
     if found.peak_line.startswith(sys.argv[0]):  # the command itself, not a line of the user's
         found = replace(found, peak_line="")
-    return _told(found, source.title, f"{source.title}, {source.batch}", page, as_json)
+    return _format_forecast(found, source.title, f"{source.title}, {source.batch}", page, as_json)
 
 
 def script_text(
@@ -56,10 +56,10 @@ def script_text(
     """The forecast of a user's own script as text, or as JSON; `given`: device and budget."""
     from headway.planning.forecast import forecast_script
 
-    return _told(forecast_script(script, arguments, **given), script.name, str(script), page, as_json)
+    return _format_forecast(forecast_script(script, arguments, **given), script.name, str(script), page, as_json)
 
 
-def _told(found: Any, title: str, heading: str, page: Path | None, as_json: bool) -> str:
+def _format_forecast(found: Any, title: str, heading: str, page: Path | None, as_json: bool) -> str:
     if page is not None:
         try:
             page.write_text(forecast_page(title, found.as_dict()), encoding="utf-8")

@@ -69,7 +69,7 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **gi
         return
     lines = [
         f"{source.title}; {source.batch} per data shard; {given['optimizer']}; precision {given['precision']}",
-        f"{ranks:,} ranks, {cluster.machine_ranks} per machine, {_rates(cluster)}",
+        f"{ranks:,} ranks, {cluster.machine_ranks} per machine, {_describe_cluster(cluster)}",
         "",
     ]
     if len(found.rows) == 1 and (row := found.rows[0]).plan is not None:
@@ -80,7 +80,7 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **gi
         click.echo(line)
 
 
-def _rates(cluster: Any) -> str:
+def _describe_cluster(cluster: Any) -> str:
     memory = "" if cluster.memory is None else f"; {format_bytes(cluster.memory)} of memory per rank"
     return (
         f"{format_number(cluster.intra / 1e9)} GB/s per rank within and {format_number(cluster.inter / 1e9)} GB/s between machines, "
@@ -92,7 +92,7 @@ _SCHEDULE = "Order of micro-batches in layouts with pp.  [default: gpipe]"
 _MICROBATCHES = "Parts of a batch in layouts with pp.  [default: 2 per stage, at most one per sample]"
 
 
-def _rate(name: str, metavar: str, default: float, text: str) -> GroupedOption:
+def _make_rate_option(name: str, metavar: str, default: float, text: str) -> GroupedOption:
     above_0 = click.FloatRange(min=0, min_open=True)
     return option(name, metavar, "Cluster", f"{text}  [default: {default:g}]", above_0, default=default)
 
@@ -113,9 +113,9 @@ command = GroupedCommand(
         option("--schedule", "|".join(SCHEDULES), "Run", _SCHEDULE, SCHEDULES, default="gpipe"),
         option("--microbatches", "N", "Run", _MICROBATCHES, POSITIVE),
         model_option("machine_ranks", "Cluster", default=8),
-        _rate("--intra", "GB/S", 300.0, "Bandwidth of a rank within its machine."),
-        _rate("--inter", "GB/S", 40.0, "Bandwidth of a rank to other machines."),
-        _rate("--flops", "TFLOPS", 400.0, "TFLOP/s that a rank achieves in practice, not the peak."),
+        _make_rate_option("--intra", "GB/S", 300.0, "Bandwidth of a rank within its machine."),
+        _make_rate_option("--inter", "GB/S", 40.0, "Bandwidth of a rank to other machines."),
+        _make_rate_option("--flops", "TFLOPS", 400.0, "TFLOP/s that a rank achieves in practice, not the peak."),
         model_option("budget", "Cluster", " Layouts that need more do not fit."),
         JSON,
     ],

@@ -135,13 +135,13 @@ def load(paths: Sequence[Path]) -> list[RunData]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return [_load(path, label) for path, label in zip(logs, _labels(logs), strict=True)]
+        return [_load_run(path, label) for path, label in zip(logs, _make_labels(logs), strict=True)]
     finally:
         if was_enabled:
             gc.enable()
 
 
-def _labels(logs: Sequence[Path]) -> list[str]:
+def _make_labels(logs: Sequence[Path]) -> list[str]:
     """The folder's name, with as many of its parents as tell the runs apart."""
     parts = [log.parent.parts if log.name == FILE else (*log.parent.parts, log.name) for log in logs]
     for depth in range(1, max(map(len, parts)) + 1):
@@ -151,7 +151,7 @@ def _labels(logs: Sequence[Path]) -> list[str]:
     return [str(log) for log in logs]
 
 
-def _load(path: Path, label: str) -> RunData:
+def _load_run(path: Path, label: str) -> RunData:
     run = read_run(path)
     moments = [row[1] for points in run.values.values() for row in (points[0], points[-1])]
     moments += [each.time for each in run.starts] + [each.time for each in run.events] + [run.last_time]
@@ -178,7 +178,7 @@ def _load(path: Path, label: str) -> RunData:
             data.series[name] = points
         else:
             data.texts[name] = str(found[-1][2])
-    data.events = _events(run, place)
+    data.events = _collect_events(run, place)
     return data
 
 
@@ -213,7 +213,9 @@ class _StepAxis:
         if all(type(value) is float and step is not None for step, _, value in rows):
             found = [(step or 0, moment - began, value) for step, moment, value in rows]
         else:
-            found = [self._point(step, moment, value) for step, moment, value in rows if not isinstance(value, str)]
+            found = [
+                self._place_point(step, moment, value) for step, moment, value in rows if not isinstance(value, str)
+            ]
         found.sort(key=itemgetter(0))
         has_far_steps = bool(found) and not -_MAX_STEP <= found[0][0] <= found[-1][0] <= _MAX_STEP
         if has_far_steps or not math.isfinite(sum(map(itemgetter(1), found))):
@@ -223,7 +225,7 @@ class _StepAxis:
             ]
         return found
 
-    def _point(self, step: int | None, moment: float, value: float) -> Point:
+    def _place_point(self, step: int | None, moment: float, value: float) -> Point:
         try:
             number = float(value)
         except OverflowError:  # an integer beyond the range of floats
@@ -231,7 +233,7 @@ class _StepAxis:
         return self.step(step, moment), self.seconds(moment), number
 
 
-def _events(run: LoggedRun, place: _StepAxis) -> list[PlacedEvent]:
+def _collect_events(run: LoggedRun, place: _StepAxis) -> list[PlacedEvent]:
     found = [
         PlacedEvent(
             each.name, place.step(each.step, each.time), place.seconds(each.time), each.details, each.step is not None

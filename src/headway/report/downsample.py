@@ -82,22 +82,22 @@ def downsample(points: Sequence[Point], limit: int) -> DownsampledSeries:
         means = [value if math.isfinite(value) else None for value in values]
         return DownsampledSeries(list(steps), list(times), means, count=count, marks=marks)
     found = DownsampledSeries([], [], [], count=count, marks=marks)
-    for index, (start, end) in enumerate(_edges(count, limit)):
+    for index, (start, end) in enumerate(_split_evenly(count, limit)):
         place = {0: start, limit - 1: end - 1}.get(index, (start + end) // 2)
         finite = [value for value in values[start:end] if math.isfinite(value)] if marks else values[start:end]
         found.steps.append(steps[place])
         found.times.append(times[place])
-        found.means.append(_mean(finite))
+        found.means.append(_average(finite))
         found.lows.append(min(finite, default=None))
         found.highs.append(max(finite, default=None))
     return found
 
 
-def _edges(count: int, limit: int) -> Iterator[tuple[int, int]]:
+def _split_evenly(count: int, limit: int) -> Iterator[tuple[int, int]]:
     return ((index * count // limit, (index + 1) * count // limit) for index in range(limit))
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _average(values: Sequence[float]) -> float | None:
     if not values:
         return None
     total = sum(values)
@@ -121,7 +121,7 @@ def _find_marks(points: Sequence[Point]) -> list[NonFiniteMark]:
         previous = index
     if len(found) <= MAX_MARKS:
         return found
-    return [_merge_marks(found[start:end]) for start, end in _edges(len(found), MAX_MARKS)]
+    return [_merge_marks(found[start:end]) for start, end in _split_evenly(len(found), MAX_MARKS)]
 
 
 def _merge_marks(marks: Sequence[NonFiniteMark]) -> NonFiniteMark:

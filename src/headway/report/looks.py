@@ -108,11 +108,11 @@ def drawn(run: RunData) -> list[PlacedEvent]:
     by_kind: dict[str, list[PlacedEvent]] = {}
     for event in run.events:
         by_kind.setdefault(event.kind, []).append(event)
-    found = [event for events in by_kind.values() for event in _thinned(events)]
+    found = [event for events in by_kind.values() for event in _thin(events)]
     return sorted(found, key=lambda event: event.seconds)
 
 
-def _thinned(events: list[PlacedEvent]) -> list[PlacedEvent]:
+def _thin(events: list[PlacedEvent]) -> list[PlacedEvent]:
     if len(events) <= MAX_SIGNS:
         return events
     last = len(events) - 1
@@ -124,12 +124,16 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 def details(values: Mapping[str, Any], most: int = 300) -> str:
     """What came with an event, in one line."""
-    parts = [f"{name.replace('_', ' ')} {_shown(name, value)}" for name, value in values.items() if value not in _EMPTY]
+    parts = [
+        f"{name.replace('_', ' ')} {_format_detail(name, value)}"
+        for name, value in values.items()
+        if value not in _EMPTY
+    ]
     line = ", ".join(parts)
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
-def _shown(name: str, value: Any) -> str:
+def _format_detail(name: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     is_size = name.endswith("bytes")

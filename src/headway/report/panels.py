@@ -87,7 +87,7 @@ def panels(runs: Sequence[RunData], most: int = MAX_BUCKETS) -> list[Panel]:
     limit = max(MIN_BUCKETS, min(most, ALL_BUCKETS // max(1, sum(len(run.series) for run in runs))))
     drawn = _Drawing(runs, limit)
     found = [replace(panel, lines=lines) for panel, labels in _KNOWN if (lines := drawn.lines(labels))]
-    found += _memory(drawn, names)
+    found += _make_memory_panels(drawn, names)
     taken = {name for _, labels in _KNOWN for name in labels} | {"epoch"}
     left = [name for name in names if name not in taken and name not in _MEMORY and not name.startswith("memory/")]
     evaluations = [name for name in left if name.startswith("eval_")]
@@ -95,7 +95,9 @@ def panels(runs: Sequence[RunData], most: int = MAX_BUCKETS) -> list[Panel]:
         Panel("Evaluation", _make_title(name[len("eval_") :]), lines=drawn.lines({name: ""})) for name in evaluations
     ]
     others = [name for name in left if not name.startswith("eval_")]
-    found += [Panel("More", name, _unit(name), lines=drawn.lines({name: ""}), is_smoothed=True) for name in others]
+    found += [
+        Panel("More", name, _guess_unit(name), lines=drawn.lines({name: ""}), is_smoothed=True) for name in others
+    ]
     found = [panel for panel in found if any(line.series.count > 1 for line in panel.lines)]
     for section in {panel.section for panel in found}:
         narrow = [panel for panel in found if panel.section == section and not panel.is_wide]
@@ -119,7 +121,7 @@ def single_values(runs: Sequence[RunData], drawn: Sequence[Panel]) -> dict[str, 
     }
 
 
-def _memory(drawn: "_Drawing", names: Sequence[str]) -> Iterator[Panel]:
+def _make_memory_panels(drawn: "_Drawing", names: Sequence[str]) -> Iterator[Panel]:
     """By phase on one chart for one run; one chart a phase where each run has its colour."""
     phases = [name.partition("/")[2] for name in names if name.startswith("memory/")]
     ordered = sorted(phases, key=lambda phase: (_PHASES.index(phase) if phase in _PHASES else len(_PHASES), phase))
@@ -163,7 +165,7 @@ def _make_title(name: str) -> str:
     return name.replace("_", " ").capitalize()
 
 
-def _unit(name: str) -> str:
+def _guess_unit(name: str) -> str:
     if name.endswith("_per_second"):
         return "rate"
     return "bytes" if name.endswith("_bytes") else "number"
@@ -188,7 +190,7 @@ def domain(panel: Panel) -> tuple[float, float]:
     # The edge is the furthest value that is kept, not the limit itself.
     high = max(value for value in tops if value <= highest)
     low = min(value for value in lows if value >= lowest)
-    return _widened(low, high, panel.from_zero)
+    return _widen(low, high, panel.from_zero)
 
 
 def calm(lows: Sequence[float | None], highs: Sequence[float | None]) -> tuple[float, float]:
@@ -205,7 +207,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[round(share * (len(ordered) - 1))]
 
 
-def _widened(low: float, high: float, from_zero: bool) -> tuple[float, float]:
+def _widen(low: float, high: float, from_zero: bool) -> tuple[float, float]:
     """A little room above and below; never so narrow or wide that floats cannot divide it."""
     low, high = max(low, -1e300), min(high, 1e300)
     if from_zero and low >= 0:

@@ -23,10 +23,10 @@ def overview(runs: Sequence[RunData]) -> str:
     for index, (run, table) in enumerate(zip(runs, found, strict=True)):
         state = facts.state(run)
         pill = f'<span class="pill {state.tone}" title="{escape(state.note)}">{state.word}</span>'
-        cells = "".join(_cell(table.get(name)) for name in names)
+        cells = "".join(_render_cell(table.get(name)) for name in names)
         rows.append(f"<th>{swatch(index)}{escape(run.label)}</th><td>{pill}</td>{cells}")
     head = "".join(f"<th>{escape(name)}</th>" for name in ("Run", "RunState", *names))
-    return f'<div class="card scroll figures">{_table(head, rows)}</div>'
+    return f'<div class="card scroll figures">{_render_table(head, rows)}</div>'
 
 
 def tiles(figures: Sequence[facts.Fact]) -> str:
@@ -39,16 +39,16 @@ def tiles(figures: Sequence[facts.Fact]) -> str:
     return f'<dl class="tiles" style="--columns:{-(-len(figures) // num_rows) or 1}">{cells}</dl>'
 
 
-def _table(head: str, rows: Iterable[str]) -> str:
+def _render_table(head: str, rows: Iterable[str]) -> str:
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _run_columns(runs: Sequence[RunData]) -> str:
+def _render_run_columns(runs: Sequence[RunData]) -> str:
     return "".join(f"<th>{swatch(index)}{escape(run.label)}</th>" for index, run in enumerate(runs))
 
 
-def _cell(fact: facts.Fact | None) -> str:
+def _render_cell(fact: facts.Fact | None) -> str:
     if fact is None:
         return '<td class="none">-</td>'
     note = f"<small>{escape(fact.note)}</small>" if fact.note else ""
@@ -64,10 +64,12 @@ def single_values(runs: Sequence[RunData], values: Mapping[str, Sequence[tuple[f
         cells = ""
         for run, each in zip(runs, found, strict=True):
             note = f"step {text(each[0])}" if each is not None and run.has_steps else ""
-            cells += _cell(None if each is None else facts.Fact(name, facts.figure(name, each[1]), note))
+            cells += _render_cell(None if each is None else facts.Fact(name, facts.figure(name, each[1]), note))
         rows.append(f"<th>{escape(name)}</th>{cells}")
-    head = f"<th>Name</th>{_run_columns(runs) if len(runs) > 1 else '<th>Value</th>'}"
-    return f'<section><h2>Single values</h2><div class="card scroll figures">{_table(head, rows)}</div></section>'
+    head = f"<th>Name</th>{_render_run_columns(runs) if len(runs) > 1 else '<th>Value</th>'}"
+    return (
+        f'<section><h2>Single values</h2><div class="card scroll figures">{_render_table(head, rows)}</div></section>'
+    )
 
 
 def values_of(panel: Panel, runs: Sequence[RunData]) -> str:
@@ -75,17 +77,17 @@ def values_of(panel: Panel, runs: Sequence[RunData]) -> str:
     rows = []
     for line in panel.lines:
         name = " · ".join(part for part in (runs[line.run].label if len(runs) > 1 else "", line.label) if part)
-        cells = "".join(f"<td>{text(value, panel.unit)}</td>" for value in _first_low_high_last(line.series))
+        cells = "".join(f"<td>{text(value, panel.unit)}</td>" for value in _summarize(line.series))
         not_finite = sum(mark.count for mark in line.series.marks)
         rows.append(
             f"<th>{swatch(line.run) if len(runs) > 1 else ''}{escape(name or panel.title)}</th>{cells}"
             f"<td>{line.series.count:,}</td><td>{not_finite or '-'}</td>"
         )
     columns = ("ChartLine", "First", "Lowest", "Highest", "Last", "Values", "Not finite")
-    return f'<div class="scroll">{_table("".join(f"<th>{name}</th>" for name in columns), rows)}</div>'
+    return f'<div class="scroll">{_render_table("".join(f"<th>{name}</th>" for name in columns), rows)}</div>'
 
 
-def _first_low_high_last(series: DownsampledSeries) -> tuple[float | None, ...]:
+def _summarize(series: DownsampledSeries) -> tuple[float | None, ...]:
     known = [value for value in series.means if value is not None]
     low, high = series.bounds() or (None, None)
     return (known[0], low, high, known[-1]) if known else (None, None, None, None)
@@ -114,7 +116,7 @@ def event_table(runs: Sequence[RunData]) -> str:
     count = f"{len(rows):,} event{'s' if len(rows) > 1 else ''}"
     return (
         f'<section><h2>Events</h2><details class="card scroll"{is_open}><summary>{count}</summary>'
-        f"{_table(head, lines)}{left}</details></section>"
+        f"{_render_table(head, lines)}{left}</details></section>"
     )
 
 
@@ -131,10 +133,10 @@ def settings(runs: Sequence[RunData]) -> str:
     if len(runs) > 1:
         rows = [
             f"<th>{escape(name)}</th>"
-            + "".join(_cell(None if value is None else facts.Fact(name, value)) for value in values)
+            + "".join(_render_cell(None if value is None else facts.Fact(name, value)) for value in values)
             for name, values in facts.differences(runs)
         ]
-        table = _table(f"<th>Setting</th>{_run_columns(runs)}", rows)
+        table = _render_table(f"<th>Setting</th>{_render_run_columns(runs)}", rows)
         shown = (
             f'<div class="card scroll">{table}</div>'
             if rows
@@ -144,16 +146,20 @@ def settings(runs: Sequence[RunData]) -> str:
     for index, run in enumerate(runs):
         name = f"{swatch(index)}{escape(run.label)}" if len(runs) > 1 else "Run"
         lists = [
-            _list("Configuration", [(key, facts.written(value)) for key, value in run.config.items()], len(runs) == 1),
-            _list("Summary", [(key, facts.figure(key, value)) for key, value in run.summary.items()], len(runs) == 1),
-            _list("Environment", [(fact.name, fact.value) for fact in facts.environment(run)], len(runs) == 1),
-            _list("Texts", list(run.texts.items()), False),
+            _render_list(
+                "Configuration", [(key, facts.written(value)) for key, value in run.config.items()], len(runs) == 1
+            ),
+            _render_list(
+                "Summary", [(key, facts.figure(key, value)) for key, value in run.summary.items()], len(runs) == 1
+            ),
+            _render_list("Environment", [(fact.name, fact.value) for fact in facts.environment(run)], len(runs) == 1),
+            _render_list("Texts", list(run.texts.items()), False),
         ]
         parts.append(f'<section><h2>{name}</h2><div class="grid lists">{"".join(lists)}</div></section>')
     return "\n".join(parts)
 
 
-def _list(title: str, rows: Sequence[tuple[str, str]], is_open: bool) -> str:
+def _render_list(title: str, rows: Sequence[tuple[str, str]], is_open: bool) -> str:
     if not rows:
         return ""
     inner = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in rows)

@@ -129,7 +129,7 @@ class Throughput:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
         if self._runtime.device.type != "cpu":
-            self._event = self._timed_event()
+            self._event = self._record_event()
 
     def _on_pass_end(self) -> None:
         """A pass is over, or was broken off."""
@@ -151,7 +151,7 @@ class Throughput:
         self._waited += self._came - self._asked
         self._samples += self._reader.num_consumed - self._reader.num_consumed_before
         if not self._paces.is_full:
-            self._paces.add(now - self._came if self._event is None else (self._event, self._timed_event()))
+            self._paces.add(now - self._came if self._event is None else (self._event, self._record_event()))
 
     def _end_lap(self, now: float) -> None:
         if self._counter is not None:
@@ -160,7 +160,7 @@ class Throughput:
             self._seconds += now - self._began
             self._is_open = False
 
-    def _timed_event(self) -> Any:
+    def _record_event(self) -> Any:
         event = torch.Event(device=self._runtime.device, enable_timing=True)
         event.record()
         return event
@@ -193,14 +193,14 @@ class Throughput:
         model's FLOPs over their peak. Empty where no lap was done.
         """
         reading = self._read()
-        found = self._figures(self._last, reading)
+        found = self._compute_figures(self._last, reading)
         if found:
             self._last = reading
         return found
 
     def total(self) -> dict[str, float]:
         """The same since the measuring began."""
-        return self._figures(_Reading(), self._read())
+        return self._compute_figures(_Reading(), self._read())
 
     @property
     def seconds(self) -> float:
@@ -226,7 +226,7 @@ class Throughput:
             self._asked_for = now, Readback(self._tokens)
         return (self._late, True) if self._late.seconds else (now, False)
 
-    def _figures(self, before: _Reading, after: _Reading) -> dict[str, float]:
+    def _compute_figures(self, before: _Reading, after: _Reading) -> dict[str, float]:
         seconds = after.seconds - before.seconds
         if seconds <= 0:
             return {}
@@ -256,7 +256,7 @@ class Throughput:
     def fact(self) -> str:
         """One line: samples and tokens a second, the share of waiting for data, of the last five seconds or more."""
         reading, is_whole = self._read_late()
-        found = self._figures(self._shown, reading)
+        found = self._compute_figures(self._shown, reading)
         if is_whole and reading.seconds - self._shown.seconds > 5:
             self._shown = reading
         parts = [
@@ -299,7 +299,7 @@ class Throughput:
     def peak(self) -> Peak:
         """What one device computes at most, in the precision of the run; settable (FLOP/s) where the table is wrong."""
         if self._peak is None:
-            self._peak = peak_of(self._runtime.device, self._dtype())
+            self._peak = peak_of(self._runtime.device, self._find_dtype())
             log.info(
                 "peak of %s: %.4g FLOP/s (%s)", self._runtime.device, self._peak.flops_per_second, self._peak.source
             )
@@ -312,7 +312,7 @@ class Throughput:
             raise ConfigError(f"peak={given.flops_per_second!r} must be a number of FLOP/s above 0")
         self._peak = given
 
-    def _dtype(self) -> torch.dtype:
+    def _find_dtype(self) -> torch.dtype:
         found = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._step.precision.name)
         if found is not None:
             return found

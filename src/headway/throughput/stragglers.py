@@ -79,7 +79,7 @@ class RankPaces:
             factor: as for `stragglers`.
         """
         seconds_since = seconds - self._reported_seconds
-        forwards = [f for f in map(_seconds_of, self._forwards) if f is not None]
+        forwards = [f for f in map(_read_seconds, self._forwards) if f is not None]
         self._reported_at, self._forwards = num_updates, []
         if self._runtime.world_size == 1 or not forwards or seconds_since <= 0:
             return
@@ -115,7 +115,7 @@ class RankPaces:
         return find_stragglers(self.latest(), factor)
 
 
-def _seconds_of(forward: Any) -> float | None:
+def _read_seconds(forward: Any) -> float | None:
     """A forward's time; between two events of a device that has not come there yet, None."""
     if isinstance(forward, float):
         return forward

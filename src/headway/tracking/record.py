@@ -95,7 +95,11 @@ class RunRecorder:
             self.feed = None
             return
         feed = feeding.RunFeed(project_name, folder, choices, is_main, lambda: self._progress.num_updates)
-        about = {"world_size": self._runtime.world_size, "device": self._runtime.hardware.kind, "versions": _versions()}
+        about = {
+            "world_size": self._runtime.world_size,
+            "device": self._runtime.hardware.kind,
+            "versions": _versions(),
+        }
         same = self._ended is not None and self._ended[0] == (project_name, folder) and self._progress.num_updates > 0
         since = self._ended[1] if self._ended is not None and same else None
         feed.start(values, init_kwargs or {}, about, self._is_continuing(feed), since)
@@ -123,7 +127,9 @@ class RunRecorder:
         flat = told.flatten(values, is_heard=self._has_trackers or self._is_begun)
         feed = self._require_feed()
         if feed is not None and (flat or not values):
-            feed.log({name: told.to_python(value) for name, value in flat.items()}, self._step(step), log_kwargs or {})
+            feed.log(
+                {name: told.to_python(value) for name, value in flat.items()}, self._note_step(step), log_kwargs or {}
+            )
 
     def log_images(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerKwargs | None = None
@@ -137,7 +143,7 @@ class RunRecorder:
         feed = self._require_feed()
         if feed is not None:
             images = {name: drawing.pictures(value, name) for name, value in values.items()}
-            feed.log_images(images, self._step(step), log_kwargs or {})
+            feed.log_images(images, self._note_step(step), log_kwargs or {})
 
     def log_artifact(
         self,
@@ -157,7 +163,7 @@ class RunRecorder:
             where = Path(path).absolute()
             if not where.exists():
                 raise TrackingError(f"log_artifact({str(path)!r}): there is no such file or folder; write it first")
-            feed.log_artifact(where, name or where.name, self._step(step), log_kwargs or {})
+            feed.log_artifact(where, name or where.name, self._note_step(step), log_kwargs or {})
 
     def log_event(self, name: str, step: int | None, details: dict[str, Any]) -> None:
         """Note that something happened."""
@@ -174,7 +180,7 @@ class RunRecorder:
                 log.warning_once("log() keeps nothing: call accelerator.init_trackers(project_name) first")
         return self.feed
 
-    def _step(self, step: int | None) -> int:
+    def _note_step(self, step: int | None) -> int:
         if step is None:
             return self._progress.num_updates
         self._notes[STEP] = int(step)

@@ -50,10 +50,10 @@ def select_trackers(log_with: object, *, has_folder: bool, is_main: bool = True)
         choices: list[Any] = []
         if isinstance(each, Tracker | TrackerMaker):
             choices = [each]
-        elif (asked := _text(each)) == "all":
-            choices = [maker for maker in _installed(has_folder, is_main) if maker.name not in chosen]
+        elif (asked := _read_name(each)) == "all":
+            choices = [maker for maker in _find_installed(has_folder, is_main) if maker.name not in chosen]
         elif asked != _ALWAYS:
-            choices = [_by_name(asked, is_main)]
+            choices = [_make_by_name(asked, is_main)]
         for choice in choices:
             name = getattr(choice, "name", None)
             if not isinstance(name, str):
@@ -67,7 +67,7 @@ def select_trackers(log_with: object, *, has_folder: bool, is_main: bool = True)
     return list(chosen.values())
 
 
-def _text(each: object) -> str:
+def _read_name(each: object) -> str:
     name = each.value if isinstance(each, Enum) else each
     if not isinstance(name, str):
         raise ConfigError(
@@ -81,14 +81,14 @@ def _names() -> list[str]:
     return sorted({*_BUILT_IN, *(each.name for each in entry_points(group=GROUP))})
 
 
-def _by_name(name: str, is_main: bool) -> TrackerMaker:
+def _make_by_name(name: str, is_main: bool) -> TrackerMaker:
     if name not in _names():
         near = get_close_matches(name, _names(), 1)
         raise ConfigError(
             f"log_with={name!r}: no such tracker{f' (did you mean {near[0]!r}?)' if near else ''}; allowed: "
             f"{', '.join(_names())}, 'all', or an instance of headway.Tracker"
         )
-    maker = _load(name)
+    maker = _load_maker(name)
     if is_main and name in _BUILT_IN and not available(name):
         extra = getattr(maker.make, "installed_by", "")
         line = f"'{extra}'" if extra else name
@@ -96,7 +96,7 @@ def _by_name(name: str, is_main: bool) -> TrackerMaker:
     return maker
 
 
-def _load(name: str) -> TrackerMaker:
+def _load_maker(name: str) -> TrackerMaker:
     plugged = [each for each in entry_points(group=GROUP) if each.name == name]
     if plugged:
         kind = plugged[0].load()
@@ -106,8 +106,8 @@ def _load(name: str) -> TrackerMaker:
     return TrackerMaker(name, kind, getattr(kind, "requires_logging_directory", False))
 
 
-def _installed(has_folder: bool, is_main: bool) -> list[TrackerMaker]:
-    found = [_load(name) for name in _names() if name not in _BUILT_IN or available(name)]
+def _find_installed(has_folder: bool, is_main: bool) -> list[TrackerMaker]:
+    found = [_load_maker(name) for name in _names() if name not in _BUILT_IN or available(name)]
     if not found and is_main:
         log.warning("log_with='all' found no tracker installed: pip install 'headway[trackers]'")
     for maker in found:

@@ -74,7 +74,7 @@ class Worker:
 
     def look(self, now: float) -> None:
         """Note whether it has done something since the last look."""
-        num_written, cpu = _bytes_written(self.pid, self.path), _cpu_seconds(self.pid)
+        num_written, cpu = _count_bytes_written(self.pid, self.path), _read_cpu_seconds(self.pid)
         if num_written > self.num_written:
             self.num_written, self.written = num_written, now
         # Threads that only look at a clock now and then do not count.
@@ -162,7 +162,7 @@ class HangWatch:
             return
         dumps = _dump_stacks(workers, views)
         # Judged again: who was only late has come meanwhile.
-        views = [_with_live_stack(self._read_view(worker), dumps.get(worker.rank, "")) for worker in workers]
+        views = [_use_live_stack(self._read_view(worker), dumps.get(worker.rank, "")) for worker in workers]
         verdict = judge.judge([*views, *everywhere[len(workers) :]], self._patience)
         if verdict is not None and workers == self._workers:
             self.found = Hang(verdict, dumps)
@@ -172,7 +172,7 @@ class HangWatch:
     ) -> None:
         dumps = _dump_stacks(workers, views, of_ended=True)
         verdict = judge.lingering(
-            [*_with_any_stack(views, dumps), *everywhere[len(views) :]], self._patience, self._world_size
+            [*_use_any_stack(views, dumps), *everywhere[len(views) :]], self._patience, self._world_size
         )
         if verdict is not None and workers == self._workers:
             self.found = Hang(verdict, dumps)
@@ -190,7 +190,7 @@ class HangWatch:
         if not late:
             return
         found = [view for _, view in late]
-        for view in _with_any_stack(found, _dump_stacks([worker for worker, _ in late], found, of_ended=True)):
+        for view in _use_any_stack(found, _dump_stacks([worker for worker, _ in late], found, of_ended=True)):
             self._said.add((view.rank, _LINGERS))
             self._say(f"headway: {judge.lateness(view)}. It is waited for")
 
@@ -213,7 +213,7 @@ class HangWatch:
             view,
             pid=worker.pid,
             exit_code=worker.exit_code,
-            state=_state(worker.pid),
+            state=_read_state(worker.pid),
             writing_age=now - worker.written,
             idle_age=now - worker.active,
         )
@@ -269,7 +269,7 @@ def _dump_stacks(workers: Sequence[Worker], views: Sequence[RankView], *, of_end
     return found
 
 
-def _with_live_stack(view: RankView, dump: str) -> RankView:
+def _use_live_stack(view: RankView, dump: str) -> RankView:
     """The view with the live stack where the last heartbeat's is old."""
     live = stacks.parse(dump)
     if not live or not view.is_mute:
@@ -280,7 +280,7 @@ def _with_live_stack(view: RankView, dump: str) -> RankView:
     )
 
 
-def _with_any_stack(views: Sequence[RankView], dumps: Mapping[int, str]) -> list[RankView]:
+def _use_any_stack(views: Sequence[RankView], dumps: Mapping[int, str]) -> list[RankView]:
     """The views with the stack that shows what holds a process: the main thread's where the user's code runs in it."""
     found = []
     for view in views:
@@ -290,12 +290,12 @@ def _with_any_stack(views: Sequence[RankView], dumps: Mapping[int, str]) -> list
     return found
 
 
-def _state(pid: int) -> str:
+def _read_state(pid: int) -> str:
     """The kernel's letter for a process; "" where it does not say."""
-    return _stat_fields(pid)[0]
+    return _read_stat_fields(pid)[0]
 
 
-def _bytes_written(pid: int, path: Path) -> int:
+def _count_bytes_written(pid: int, path: Path) -> int:
     """Bytes that the process with this pulse has written, but for the stacks that it was asked for."""
     try:
         with open(f"/proc/{pid}/io") as file:
@@ -307,13 +307,13 @@ def _bytes_written(pid: int, path: Path) -> int:
         return 0
 
 
-def _cpu_seconds(pid: int) -> float:
+def _read_cpu_seconds(pid: int) -> float:
     """Processor time of all threads; 0.0 where the kernel does not say."""
-    user, system = _stat_fields(pid)[11:13]
+    user, system = _read_stat_fields(pid)[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def _stat_fields(pid: int) -> list[str]:
+def _read_stat_fields(pid: int) -> list[str]:
     """What the kernel says of a process, from its state on; "" for the state and zeros where it says nothing."""
     with suppress(OSError), open(f"/proc/{pid}/stat") as file:
         if fields := file.read().rpartition(")")[2].split():
