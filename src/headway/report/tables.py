@@ -25,7 +25,7 @@ def overview(runs: Sequence[RunData]) -> str:
         pill = f'<span class="pill {state.tone}" title="{escape(state.note)}">{state.word}</span>'
         cells = "".join(_render_cell(table.get(name)) for name in names)
         rows.append(f"<th>{swatch(index)}{escape(run.label)}</th><td>{pill}</td>{cells}")
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("Run", "RunState", *names))
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("Run", "State", *names))
     return f'<div class="card scroll figures">{_render_table(head, rows)}</div>'
 
 
@@ -83,7 +83,7 @@ def values_of(panel: Panel, runs: Sequence[RunData]) -> str:
             f"<th>{swatch(line.run) if len(runs) > 1 else ''}{escape(name or panel.title)}</th>{cells}"
             f"<td>{line.series.count:,}</td><td>{not_finite or '-'}</td>"
         )
-    columns = ("ChartLine", "First", "Lowest", "Highest", "Last", "Values", "Not finite")
+    columns = ("Line", "First", "Lowest", "Highest", "Last", "Values", "Not finite")
     return f'<div class="scroll">{_render_table("".join(f"<th>{name}</th>" for name in columns), rows)}</div>'
 
 
