@@ -1,7 +1,6 @@
 """Rank-aware logging: the standard logging module, one line per run instead of one per rank."""
 
 import logging
-import sys
 from collections.abc import MutableMapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
@@ -12,9 +11,6 @@ from headway.untrusted import shown, whole_number
 
 LEVEL = "HEADWAY_LOG_LEVEL"
 """The environment variable that sets the level of all of Headway's loggers."""
-
-_FRAMES = 1 if sys.version_info >= (3, 11) else 2
-"""Frames between `warning_once` and `log`; before Python 3.11 those of logging itself count too."""
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
@@ -64,13 +60,14 @@ class RankLogger(_Adapter):
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """Warn once per process about the same thing."""
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + _FRAMES
-        self.warning(msg, *args, once=True, **kwargs)
+        self._log_once(logging.WARNING, msg, *args, **kwargs)
 
     def info_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """Inform once per process about the same thing."""
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + _FRAMES
-        self.info(msg, *args, once=True, **kwargs)
+        self._log_once(logging.INFO, msg, *args, **kwargs)
+
+    def _log_once(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        self.log(level, msg, *args, once=True, **kwargs | {"stacklevel": kwargs.get("stacklevel", 1) + 2})
 
 
 @cache
