@@ -21,7 +21,7 @@ def _quick_collections() -> None:
 def fresh_process() -> Iterator[None]:
     """Each test starts its own process runtime, and leaves none behind."""
     process.reset()
-    scope.drop(log.Said)  # what is said once per process is said once per test
+    scope.drop(log.OnceFilter)  # what is said once per process is said once per test
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield
     process.reset()

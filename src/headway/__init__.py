@@ -1,4 +1,4 @@
-"""Headway: your own PyTorch loop, unchanged, on whatever hardware there is.
+"""Headway: your own PyTorch loop, unchanged, on any hardware.
 
 Every public name can be imported from here, and Accelerate's names too (`headway.compat.accelerate`), also by its module paths. Names
 are loaded on first use, so that the command line never pays for torch.

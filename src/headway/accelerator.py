@@ -46,7 +46,7 @@ from headway.runtime.control import note_progress
 from headway.runtime.seed import Reader
 from headway.strategies.build import choose_strategy
 from headway.tracking.base import Tracker
-from headway.tracking.record import Record, TrackerKwargs
+from headway.tracking.record import RunRecorder, TrackerKwargs
 from headway.training.guard import Guard, Notice, Skips
 from headway.training.local_sgd import LocalTraining
 from headway.training.metrics import gather_for_metrics, look_for_repeats
@@ -327,7 +327,9 @@ class Accelerator(RankAware):
         self._checkpoints = Checkpoints(run_state, project, self._training_step.moments, self._last_save_hook)
         self._checkpoints.watch(preemption_settings(preemption, project), is_asked_for=bool(preemption))
         place = self._checkpoints.place
-        self._record = Record(self.runtime, lambda: place.project, log_with, self.clock, run_state.notes, place.has_any)
+        self._record = RunRecorder(
+            self.runtime, lambda: place.project, log_with, self.clock, run_state.notes, place.has_any
+        )
 
     # ---------------------------------------------------------------- what Accelerate's has besides
 

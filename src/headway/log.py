@@ -1,7 +1,6 @@
 """Rank-aware logging: the standard logging module, one line per run instead of one per rank."""
 
 import logging
-import sys
 from collections.abc import MutableMapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
@@ -13,9 +12,6 @@ from headway.untrusted import shown, whole_number
 LEVEL = "HEADWAY_LOG_LEVEL"
 """The environment variable that sets the level of all of Headway's loggers."""
 
-_FRAMES = 1 if sys.version_info >= (3, 11) else 2
-"""Frames between `warning_once` and `log`; before Python 3.11 those of logging itself count too."""
-
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
     _Handler = logging.StreamHandler[TextIO]
@@ -24,7 +20,7 @@ else:
     _Adapter, _Handler = logging.LoggerAdapter, logging.StreamHandler
 
 
-class Said(set[tuple[str, str]]):
+class OnceFilter(set[tuple[str, str]]):
     """What was logged once in this process: the logger and the text."""
 
 
@@ -48,7 +44,7 @@ class RankLogger(_Adapter):
             return
         if once:
             text = str(msg) % args if args else str(msg)
-            said = scope.own(Said)
+            said = scope.own(OnceFilter)
             if (self.logger.name, text) in said:
                 return
             said.add((self.logger.name, text))
@@ -64,13 +60,14 @@ class RankLogger(_Adapter):
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """Warn once per process about the same thing."""
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + _FRAMES
-        self.warning(msg, *args, once=True, **kwargs)
+        self._log_once(logging.WARNING, msg, *args, **kwargs)
 
     def info_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
         """Inform once per process about the same thing."""
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + _FRAMES
-        self.info(msg, *args, once=True, **kwargs)
+        self._log_once(logging.INFO, msg, *args, **kwargs)
+
+    def _log_once(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        self.log(level, msg, *args, once=True, **kwargs | {"stacklevel": kwargs.get("stacklevel", 1) + 2})
 
 
 @cache
@@ -95,7 +92,7 @@ def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
     if level is not None:
         logger.logger.setLevel(level)
     if asked is not None:
-        _speak(logger.logger)
+        _add_output(logger.logger)
     return logger
 
 
@@ -139,7 +136,7 @@ def _level(asked: str | int, origin: str) -> int:
     return number
 
 
-def _speak(logger: logging.Logger) -> None:
+def _add_output(logger: logging.Logger) -> None:
     """Write to stderr where nobody has set logging up: Python's last resort drops what is below WARNING."""
     if not logger.hasHandlers():
         output = _LastResort()

@@ -24,58 +24,55 @@ def html(description: str, num_done: int, total: int | None, facts: str) -> str:
     return f'<div style="{_STYLE}">{head}{bar if total else ""} {escape(facts)}</div>'
 
 
-class NotebookBar:
-    """One place in the output of the cell that runs: a bar, with those of inner loops below it while they run."""
+class _Output:
+    """A place in the output of the cell that runs, redrawn; front ends that draw no HTML show the text."""
 
     def __init__(self) -> None:
         self._handle: Any = None
+
+    def _redraw(self, html: str, text: str) -> None:
+        from IPython.display import display
+
+        data = {"text/html": html, "text/plain": text}
+        if self._handle is None:
+            self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(data, raw=True)
+
+
+class NotebookBar(_Output):
+    """A bar, with those of inner loops below it while they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._lines: dict[int, tuple[str, str]] = {}
 
     def show(self, owner: object, description: str, num_done: int, total: int | None, facts: str) -> None:
         """Draw the owner's bar, in the place where it was drawn before."""
         text = f"{description}: {facts}" if description else facts
         self._lines[id(owner)] = html(description, num_done, total, facts), text
-        self._draw()
+        self._redraw_lines()
 
     def remove(self, owner: object) -> None:
         """Take the owner's bar away."""
         if self._lines.pop(id(owner), None) is not None:
-            self._draw()
+            self._redraw_lines()
 
-    def _draw(self) -> None:
-        from IPython.display import display
-
-        # Front ends that draw no HTML show the text.
-        data = {
-            "text/html": "".join(line for line, _ in self._lines.values()),
-            "text/plain": "\n".join(text for _, text in self._lines.values()),
-        }
-        if self._handle is None:
-            self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
-        else:
-            self._handle.update(data, raw=True)
+    def _redraw_lines(self) -> None:
+        lines = self._lines.values()
+        self._redraw("".join(line for line, _ in lines), "\n".join(text for _, text in lines))
 
 
-class NotebookTable:
-    """A table in the output of the cell that runs, redrawn in place."""
-
-    def __init__(self) -> None:
-        self._handle: Any = None
+class NotebookTable(_Output):
+    """A table."""
 
     def show(self, rows: list[dict[str, str]]) -> None:
         """Draw the rows; the columns are those that any of them has, in the order of their first appearance."""
-        from IPython.display import display
-
         columns = list(dict.fromkeys(name for row in rows for name in row))
+        cells = ["".join(f"<td>{escape(row.get(name, ''))}</td>" for name in columns) for row in rows]
         head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(row.get(name, ''))}</td>" for name in columns) + "</tr>" for row in rows
+        body = "".join(f"<tr>{each}</tr>" for each in cells)
+        self._redraw(
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
+            "\n".join(", ".join(f"{name} {value}" for name, value in row.items()) for row in rows),
         )
-        data = {
-            "text/html": f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
-            "text/plain": "\n".join(", ".join(f"{name} {value}" for name, value in row.items()) for row in rows),
-        }
-        if self._handle is None:
-            self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
-        else:
-            self._handle.update(data, raw=True)

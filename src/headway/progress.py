@@ -10,9 +10,8 @@ from typing import Any, Generic, TextIO, TypeVar
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
-from rich.text import Text
 
 from headway import env, scope
 from headway.errors import ConfigError
@@ -23,13 +22,6 @@ from headway.runtime.readback import Readback
 from headway.units import format_bytes, format_seconds
 
 Item = TypeVar("Item")
-
-
-class _Facts(ProgressColumn):
-    """Everything behind the bar, as one text."""
-
-    def render(self, task: Task) -> Text:
-        return Text(task.fields["facts"], style="dim")
 
 
 _BAR = 24
@@ -80,8 +72,8 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
     ) -> None:
         runtime = current()
         self._iterable = iterable
-        self._description = description
-        self._total = total if total is not None else _length(iterable)
+        self.description = description
+        self.total = total if total is not None else _length(iterable)
         self._is_shown = runtime.is_main_process if main_process_only else runtime.is_local_main_process
         self._interval = interval
         self._file = file or sys.stderr
@@ -135,7 +127,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
     def _parts(self) -> list[tuple[int, str]]:
         """Each fact with its rank: 0 stays whatever happens, the highest goes first."""
         elapsed, num_moved = max(time.monotonic() - self._start, 1e-9), self._num_done - self._num_before
-        parts = [(0, f"{self._num_done}/{self._total}" if self._total is not None else str(self._num_done))]
+        parts = [(0, f"{self._num_done}/{self.total}" if self.total is not None else str(self._num_done))]
         # The values shown first are those that are looked at.
         parts += [
             (min(number, 1) * (3 + number), f"{name} {_number(value)}")
@@ -146,10 +138,10 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
             parts.append((1, f"{num_moved / elapsed:,.1f}/s"))
         parts.append((2, format_bytes(_memory())))
         parts += [(3, source()) for source in events.facts()]
-        if self._is_over or (self._total is not None and self._num_done >= self._total):
+        if self._is_over or (self.total is not None and self._num_done >= self.total):
             parts.append((0, f"in {format_seconds(elapsed)}"))
-        elif self._total is not None and num_moved:
-            left = elapsed / num_moved * max(0, self._total - self._num_done)
+        elif self.total is not None and num_moved:
+            left = elapsed / num_moved * max(0, self.total - self._num_done)
             parts.append((0, f"{format_seconds(left)} left"))
         else:
             parts.append((0, format_seconds(elapsed)))
@@ -167,7 +159,7 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
                 known[name] = self._read[name]
         return known
 
-    def _ask(self) -> None:
+    def _request_values(self) -> None:
         """A drawing is due: it waits until the values' numbers have come from the device, and the loop does not."""
         if self._asked is None:
             self._asked = {name: Readback(value) for name, value in self._on_device().items()}
@@ -175,8 +167,8 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
     def _on_device(self) -> dict[str, torch.Tensor]:
         return {n: v for n, v in self._values.items() if isinstance(v, torch.Tensor) and v.device.type != "cpu"}
 
-    def _is_ready(self) -> bool:
-        """Can what is due be drawn?"""
+    def _read_values(self) -> bool:
+        """Take the numbers that were asked for, once all of them are on the host; False: not yet, or nothing is due."""
         if self._asked is None or not all(asked.is_there for asked in self._asked.values()):
             return False
         self._read.update((name, asked.read().item()) for name, asked in self._asked.items())
@@ -191,17 +183,14 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         self._is_over, self._asked = True, None
         deadline = time.monotonic() + (_BROKEN_OFF if self._is_broken_off else math.inf)
         with suppress(RuntimeError):  # the device has failed, and what ends the loop says why
-            asked = {name: Readback(value) for name, value in self._on_device().items()}
-            while not all(each.is_there for each in asked.values()):
-                if time.monotonic() > deadline:
-                    return
+            self._request_values()
+            while not self._read_values() and time.monotonic() < deadline:
                 time.sleep(0.001)
-            self._read.update((name, each.read().item()) for name, each in asked.items())
 
     def __len__(self) -> int:
-        if self._total is None:
+        if self.total is None:
             raise TypeError(f"{type(self._iterable).__name__} has no length, and track() was given no total")
-        return self._total
+        return self.total
 
     def __iter__(self) -> Iterator[Item]:
         self._num_before = _num_resumed(self._iterable) if self._initial is None else self._initial
@@ -211,107 +200,107 @@ class track(Generic[Item]):  # noqa: N801  (used like a function, as tqdm is)
         if not self._is_shown:
             yield from self._iterable
             return
-        if self._file is sys.stderr and in_notebook():
-            yield from self._in_cell()
-            return
-        console = Console(file=self._file)
-        yield from self._on_terminal(console) if _is_live_possible(console, self._file) else self._in_lines()
-
-    def _on_terminal(self, console: Console) -> Iterator[Item]:
-        live = scope.own(_Live)
-        is_outermost = not live
-        bars = _new_bars(console) if is_outermost else live[-1]
-        task = bars.add_task(self._description, total=self._total, facts="")
-        if is_outermost:
-            live.append(bars)
-            bars.start()
-        try:
-            for item in self._iterable:
-                yield item
-                self._num_done += 1
-                if self._is_due(0.2):
-                    self._ask()
-                if self._is_ready():
-                    bars.update(task, completed=self._num_done, facts=self.facts(self._room(console)))
-            else:
-                self._is_broken_off = False
-        finally:  # also where the loop broke off
-            self._end()
-            bars.update(task, completed=self._num_done, facts=self.facts(self._room(console)))
-            if is_outermost:
-                bars.stop()
-                live.remove(bars)
-            else:
-                bars.remove_task(task)
-
-    def _in_cell(self) -> Iterator[Item]:
-        cells = scope.own(_Cells)
-        is_outermost = not cells
-        bar = NotebookBar() if is_outermost else cells[-1]
-        if is_outermost:
-            cells.append(bar)
-        try:
-            for item in self._iterable:
-                yield item
-                self._num_done += 1
-                if self._is_due(0.2):
-                    self._ask()
-                if self._is_ready():
-                    bar.show(self, self._description, self._num_done, self._total, self.facts())
-            else:
-                self._is_broken_off = False
-        finally:
-            self._end()
-            if is_outermost:
-                cells.remove(bar)
-                bar.show(self, self._description, self._num_done, self._total, self.facts())
-            else:
-                bar.remove(self)
-
-    def _room(self, console: Console) -> int:
-        """Characters behind the description and the bar."""
-        return console.width - len(self._description) - _BAR - 3
-
-    def _in_lines(self) -> Iterator[Item]:
-        last, num_told = self._start, -1
+        display = self._open_display()
+        last = self._start if isinstance(display, _Lines) else 0.0
         try:
             for item in self._iterable:
                 yield item
                 self._num_done += 1
                 now = time.monotonic()
-                if now - last >= self._interval:
+                if now - last >= display.interval:
                     last = now
-                    self._ask()
-                if self._is_ready():
-                    num_told = self._num_done
-                    self._line()
+                    self._request_values()
+                if self._read_values():
+                    display.draw(self)
             else:
                 self._is_broken_off = False
-        finally:
+        finally:  # also where the loop broke off
             self._end()
-            if num_told != self._num_done:
-                self._line()
+            display.close(self)
 
-    _last_due = 0.0
+    def _open_display(self) -> "_Terminal | _Cell | _Lines":
+        if self._file is sys.stderr and in_notebook():
+            return _Cell()
+        console = Console(file=self._file)
+        return _Terminal(self, console) if _is_live_possible(console, self._file) else _Lines(self)
 
-    def _is_due(self, seconds: float) -> bool:
-        now = time.monotonic()
-        if now - self._last_due < seconds:
-            return False
-        self._last_due = now
-        return True
 
-    def _line(self) -> None:
-        head = f"{self._description}: " if self._description else ""
-        print(f"{head}{self.facts()}", file=self._file, flush=True)
+class _Lines:
+    """A line now and then, as files have them."""
+
+    def __init__(self, bar: "track[Any]") -> None:
+        self.interval = bar._interval
+        self._num_shown = -1
+
+    def draw(self, bar: "track[Any]") -> None:
+        """Write a line."""
+        self._num_shown = bar._num_done
+        head = f"{bar.description}: " if bar.description else ""
+        print(f"{head}{bar.facts()}", file=bar._file, flush=True)
+
+    def close(self, bar: "track[Any]") -> None:
+        """Write the last line."""
+        if self._num_shown != bar._num_done:
+            self.draw(bar)
+
+
+class _Terminal:
+    """A bar that moves; an inner loop adds a line to the outer one's."""
+
+    interval = 0.2
+
+    def __init__(self, bar: "track[Any]", console: Console) -> None:
+        self._room = console.width - len(bar.description) - _BAR - 3
+        self._live = scope.own(_Live)
+        self._is_outermost = not self._live
+        if self._is_outermost:
+            self._live.append(_new_bars(console))
+            self._live[0].start()
+        self._task = self._live[0].add_task(bar.description, total=bar.total, facts="")
+
+    def draw(self, bar: "track[Any]") -> None:
+        """Move the bar."""
+        self._live[0].update(self._task, completed=bar._num_done, facts=bar.facts(self._room))
+
+    def close(self, bar: "track[Any]") -> None:
+        """Leave the outermost bar as it stands, and take an inner one away."""
+        self.draw(bar)
+        if self._is_outermost:
+            self._live.pop().stop()
+        else:
+            self._live[0].remove_task(self._task)
+
+
+class _Cell:
+    """The same in the output of a notebook's cell."""
+
+    interval = 0.2
+
+    def __init__(self) -> None:
+        self._cells = scope.own(_Cells)
+        self._is_outermost = not self._cells
+        if self._is_outermost:
+            self._cells.append(NotebookBar())
+
+    def draw(self, bar: "track[Any]") -> None:
+        """Draw the bar again."""
+        self._cells[0].show(bar, bar.description, bar._num_done, bar.total, bar.facts())
+
+    def close(self, bar: "track[Any]") -> None:
+        """Leave the outermost bar as it stands, and take an inner one away."""
+        if self._is_outermost:
+            self.draw(bar)
+            self._cells.pop()
+        else:
+            self._cells[0].remove(bar)
 
 
 def _new_bars(console: Console) -> Progress:
-    facts = _Facts(table_column=Column(no_wrap=True, overflow="ellipsis"))
+    whole = Column(no_wrap=True, overflow="ellipsis")
     return Progress(
         TextColumn("{task.description}", table_column=Column(no_wrap=True)),
         BarColumn(bar_width=_BAR),
-        facts,
+        TextColumn("{task.fields[facts]}", style="dim", markup=False, table_column=whole),
         console=console,
         refresh_per_second=4,
         # Lines printed in the loop go above the bar, but not where standard output is a file of its own.

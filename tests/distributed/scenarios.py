@@ -20,7 +20,7 @@ from headway.runtime import process
 @contextmanager
 def listening() -> Iterator[list[str]]:
     """What Headway warns of in the block; what is said once may be said again."""
-    scope.drop(log.Said)
+    scope.drop(log.OnceFilter)
     said: list[str] = []
     listener = logging.Handler(logging.WARNING)
     listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

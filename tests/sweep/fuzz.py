@@ -349,7 +349,7 @@ def _configuration(draw: random.Random) -> bytes:
 
 _FLAGS = [
     "--tensors", "--verify", "--model", "--max_shard_size", "--overwrite", "--config_file", "--force", "--json", "--dry_run",
-    "-n", "-m", "-q", "--out", "--png", "--file", "--clear", "--dtype", "--num_tokens", "--help", "--nope", "--", "-",
+    "-n", "-m", "-q", "--out", "--png", "--file", "--clear", "--dtype", "--sequence", "--help", "--nope", "--", "-",
 ]  # fmt: skip
 _WORDS = [
     "saved", "odd", "pipe", "zero", "null", "empty", "config.yaml", "train.py", "nowhere", "saved/manifest.json", "pipe/x",

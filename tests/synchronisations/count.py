@@ -19,7 +19,7 @@ NUM_FIRST = 2
 def count(name: str) -> dict[str, object]:
     """{"first": waits of the first updates, "later": the most of any update after them, "where": by place, "passes": ...}."""
     process.reset()
-    scope.drop(log.Said)
+    scope.drop(log.OnceFilter)
     updates: list[int] = []
     where: dict[str, int] = {}
     passes: dict[str, int] = {}

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from headway.cli.options import GroupedCommand, GroupedOption, examples
+from headway.cli.options import JSON, GroupedCommand, examples, option
 from headway.compat.accelerate.differences import Answer, answer
 from headway.compat.accelerate.scripts import uses
 from headway.compat.accelerate.surface import SURFACE
@@ -21,11 +21,9 @@ code is 1 if any name is not served.
 """
 
 _EPILOG = examples(
-    [
-        "headway compat train.py                             what the script uses",
-        "PYTHONPATH=$(headway compat --path) python train.py   run the script on Headway",
-        "headway launch --as accelerate train.py             the same, on every device",
-    ]
+    "headway compat train.py                             what the script uses",
+    "PYTHONPATH=$(headway compat --path) python train.py   run the script on Headway",
+    "headway launch --as accelerate train.py             the same, on every device",
 )
 _WORDS = {"served": "", "differs": "differs", "not served": "NOT SERVED", "unknown": "unknown"}
 _LARGEST = 1 << 26
@@ -40,24 +38,24 @@ def _compat(scripts: tuple[Path, ...], path: bool, as_json: bool) -> None:
         click.echo(str(FOLDER))
         return
     if not scripts:
-        _list(as_json)
+        _echo_surface(as_json)
         return
-    found = {str(each): _of(each) for each in scripts}
+    found = {str(each): _find_names(each) for each in scripts}
     if as_json:
-        told = {name: [_row(each) | {"line": line} for each, line in rows] for name, rows in found.items()}
+        told = {name: [_make_row(each) | {"line": line} for each, line in rows] for name, rows in found.items()}
         click.echo(json.dumps(told, indent=1))
     else:
         for name, rows in found.items():
-            _tell(name, rows)
-    if any(_fails(each) for rows in found.values() for each, _ in rows):
+            _echo_script(name, rows)
+    if any(_is_failure(each) for rows in found.values() for each, _ in rows):
         click.get_current_context().exit(1)
 
 
-def _fails(each: Answer) -> bool:
+def _is_failure(each: Answer) -> bool:
     return each.status in ("not served", "unknown")
 
 
-def _of(script: Path) -> list[tuple[Answer, int]]:
+def _find_names(script: Path) -> list[tuple[Answer, int]]:
     if script.suffix == ".ipynb":
         raise ConfigError(f"{script} is a notebook; convert it first: jupyter nbconvert --to script {script}")
     source = read_regular(script, _LARGEST, ConfigError)  # Python's own rules find the encoding
@@ -67,7 +65,7 @@ def _of(script: Path) -> list[tuple[Answer, int]]:
         raise ConfigError(f"{script} cannot be parsed as Python: {error}") from error
 
 
-def _row(each: Answer) -> dict[str, Any]:
+def _make_row(each: Answer) -> dict[str, Any]:
     return {
         "name": each.name,
         "status": each.status,
@@ -75,20 +73,20 @@ def _row(each: Answer) -> dict[str, Any]:
     }
 
 
-def _tell(name: str, rows: list[tuple[Answer, int]]) -> None:
+def _echo_script(name: str, rows: list[tuple[Answer, int]]) -> None:
     if not rows:
         click.echo(printable(f"{name}: uses nothing of Accelerate"))
         return
     answers = [each for each, _ in rows]
-    click.echo(printable(f"{name}: {_counts(answers)}"))
+    click.echo(printable(f"{name}: {_count_answers(answers)}"))
     width = max(len(each.name) for each in answers)
     for each, line in rows:
         text = f"  line {line:<5} {each.name:<{width}}  {_WORDS[each.status] or 'served'}"
-        note = _row(each)["note"]
+        note = _make_row(each)["note"]
         click.echo(printable(text + (f": {note}" if note else "")))
 
 
-def _counts(answers: list[Answer]) -> str:
+def _count_answers(answers: list[Answer]) -> str:
     counts = {status: sum(each.status == status for each in answers) for status in _WORDS}
     parts = [f"{counts['served'] + counts['differs']} served"]
     if counts["differs"]:
@@ -97,14 +95,14 @@ def _counts(answers: list[Answer]) -> str:
     return f"{len(answers)} names of Accelerate: {', '.join(parts)}"
 
 
-def _list(as_json: bool) -> None:
+def _echo_surface(as_json: bool) -> None:
     found = {module: [answer(name) for name in names] for module, names in SURFACE.items()}
     if as_json:
-        told = {f"accelerate.{module}": [_row(each) for each in answers] for module, answers in found.items()}
+        told = {f"accelerate.{module}": [_make_row(each) for each in answers] for module, answers in found.items()}
         click.echo(json.dumps(told, indent=1))
         return
     every = [each for answers in found.values() for each in answers]
-    click.echo(f"Accelerate {VERSION}: {_counts(every)}")
+    click.echo(f"Accelerate {VERSION}: {_count_answers(every)}")
     width = max(len(each.name) for each in every)
     for module, answers in found.items():
         click.echo(f"\naccelerate.{module}")
@@ -118,8 +116,8 @@ command = GroupedCommand(
     callback=_compat,
     params=[
         click.Argument(["scripts"], nargs=-1, type=click.Path(path_type=Path)),
-        GroupedOption(["--path"], group="Output", is_flag=True, help="Only print the folder for PYTHONPATH."),
-        GroupedOption(["--json", "as_json"], group="Output", is_flag=True, help="Print JSON."),
+        option("--path", None, "Output", "Only print the folder for PYTHONPATH."),
+        JSON,
     ],
     help=_ABOUT,
     epilog=_EPILOG,

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from headway import env, optional
-from headway.cli.options import GroupedCommand, GroupedOption, command_line_layer, examples, underscored
+from headway.cli.options import JSON, GroupedCommand, command_line_layer, examples, option, underscored
 from headway.config.files import KEYS, default_file, dump, file_layer, load_mapping, read, settings_in, write
 from headway.config.foreign import in_a_file
 from headway.config.launch import SETTINGS, LaunchConfig, Setting
@@ -116,49 +116,39 @@ def _import(foreign: str, config_file: str | None, force: bool) -> None:
     _write(made.config, path)
 
 
-def _file_option() -> click.Parameter:
-    return GroupedOption(
-        ["--config_file"],
-        metavar="PATH",
-        help="The file.  [default: default_config.yaml in $HEADWAY_HOME, else in ~/.config/headway]",
-    )
+_FILE = option(
+    "--config_file",
+    "PATH",
+    "Options",
+    "The file.  [default: default_config.yaml in $HEADWAY_HOME, else in ~/.config/headway]",
+)
+_FORCE = option("--force", None, "Options", "Write over a file that exists.")
+_PRECISION = option("--mixed_precision", "no|bf16|fp16|fp8", "Options", SETTINGS["mixed_precision"].text)
+_FOREIGN = click.Argument(["foreign"], metavar="FILE")
 
 
-def _force_option() -> click.Parameter:
-    return GroupedOption(["--force"], is_flag=True, help="Write over a file that exists.")
+def _subcommand(name: str, callback: Any, help_: str, *params: click.Parameter) -> click.Command:
+    return GroupedCommand(name, callback=callback, params=list(params), help=help_)
 
-
-_PRECISION = GroupedOption(["--mixed_precision"], metavar="no|bf16|fp16|fp8", help=SETTINGS["mixed_precision"].text)
-_JSON = GroupedOption(["--json", "as_json"], is_flag=True, help="Print JSON.")
 
 _SUBCOMMANDS = [
-    GroupedCommand(
+    _subcommand(
         "default",
-        callback=_default,
-        params=[_file_option(), _PRECISION, _force_option()],
-        short_help="Write a file without asking.",
-        help="Write a file that leaves everything to detection.",
+        _default,
+        "Write a file without asking. It leaves everything to detection.",
+        *(_FILE, _PRECISION, _FORCE),
     ),
-    GroupedCommand(
-        "update",
-        callback=_update,
-        params=[_file_option()],
-        short_help="Bring a file up to date.",
-        help="Bring a file up to date: take out what has no meaning any more, and say so.",
+    _subcommand(
+        "update", _update, "Bring a file up to date. Settings that no longer exist are removed and named.", _FILE
     ),
-    GroupedCommand(
-        "show",
-        callback=_show,
-        params=[_file_option(), _JSON],
-        short_help="Print settings with their origin.",
-        help="Print every setting, its value and where that was decided.",
+    _subcommand(
+        "show", _show, "Print settings with their origin. Those that nobody has set have their default.", _FILE, JSON
     ),
-    GroupedCommand(
+    _subcommand(
         "import",
-        callback=_import,
-        params=[click.Argument(["foreign"], metavar="FILE"), _file_option(), _force_option()],
-        short_help="Translate Accelerate's config file.",
-        help="Translate a config file of Accelerate's, and report what each key became.",
+        _import,
+        "Translate Accelerate's config file. What each key became is printed.",
+        *(_FOREIGN, _FILE, _FORCE),
     ),
 ]
 
@@ -186,17 +176,15 @@ command = ConfigGroup(
     "config",
     callback=_config,
     invoke_without_command=True,
-    params=[_file_option()],
+    params=[_FILE],
     commands={str(subcommand.name): subcommand for subcommand in _SUBCOMMANDS},
     help="Ask for the settings that this machine does not decide, write the config file, and print its path. Subcommands ask "
     "nothing.",
     epilog=examples(
-        [
-            "headway config                              ask and write",
-            "headway config default --mixed_precision bf16",
-            "headway config show                         every setting with its origin",
-            "headway config import accelerate.yaml       translate Accelerate's file",
-        ]
+        "headway config                              ask and write",
+        "headway config default --mixed_precision bf16",
+        "headway config show                         every setting with its origin",
+        "headway config import accelerate.yaml       translate Accelerate's file",
     ),
     context_settings={"token_normalize_func": underscored, "help_option_names": ["-h", "--help"]},
 )

@@ -6,24 +6,22 @@ import click
 
 from headway import env
 from headway.cli.launch import settings, start
-from headway.cli.options import GroupedCommand, GroupedOption, examples, setting_options
+from headway.cli.options import CONFIG_FILE, GroupedCommand, examples, option, setting_options
 from headway.config.load import Resolved
 
 _ABOUT = """Find out why a run does not start, hangs or crawls.
 
 First this machine is looked at: versions, devices, host name, interfaces, ports, limits. Then the processes that `headway launch`
 would start with the same flags meet (two on the CPU where it would start one), compare versions, clocks and the working folder, and
-measure an all-reduce. Each finding comes with what to do. Exits 0 where nothing is bad. On several machines give each the same
-command as to `headway launch`; under SLURM, `srun headway doctor`.
+measure an all-reduce. Each finding comes with what to do. The exit code is 0 if nothing bad was found. On several machines give each
+the same command as to `headway launch`; under SLURM, `srun headway doctor`.
 """
 
 _EPILOG = examples(
-    [
-        "headway doctor                          this machine",
-        "headway doctor -n 8                     and the links between 8 of its processes",
-        "headway doctor --here                   this machine only, nothing is started",
-        "srun -N 4 headway doctor                four machines of a SLURM cluster",
-    ]
+    "headway doctor                          this machine",
+    "headway doctor -n 8                     and the links between 8 of its processes",
+    "headway doctor --here                   this machine only, nothing is started",
+    "srun -N 4 headway doctor                four machines of a SLURM cluster",
 )
 
 
@@ -70,14 +68,9 @@ def _starts_several(resolved: Resolved, environment: dict[str, str]) -> bool:
 def _parameters() -> list[click.Parameter]:
     left_out = ("module", "no_python", "quiet", "log_dir", "tee", "max_restarts", "role", "monitor_interval")
     return [
-        *(option for option in setting_options() if option.name not in left_out),
-        GroupedOption(
-            ["--config_file"],
-            metavar="PATH",
-            group="Configuration",
-            help="Config file.  [default: the one that `headway config` writes]",
-        ),
-        GroupedOption(["--here"], is_flag=True, group="Configuration", help="Look at this machine and start nothing."),
+        *(each for each in setting_options() if each.name not in left_out),
+        CONFIG_FILE,
+        option("--here", None, "Configuration", "Look at this machine and start nothing."),
     ]
 
 

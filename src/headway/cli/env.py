@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from headway import env
-from headway.cli.options import GroupedCommand, GroupedOption
+from headway.cli.options import JSON, GroupedCommand
 from headway.config.files import default_file, file_layer
 from headway.config.load import environment_layer, resolve
 from headway.errors import HeadwayError
@@ -31,15 +31,15 @@ def facts() -> dict[str, str]:
         "platform": platform.platform(),
     }
     for package in _PACKAGES:
-        version = _version(package)
+        version = _find_version(package)
         if version or package == "torch":
             found[package] = version or "not installed"
-    found["accelerators"] = _accelerators(here)
+    found["accelerators"] = _describe_accelerators(here)
     found["CPU cores"] = str(here.num_cores)
-    found["memory"] = _memory()
+    found["memory"] = _describe_memory()
     file = default_file(environment)
     found["config file"] = f"{file}" + ("" if file.exists() else " (none there)")
-    found["layout"] = _layout(environment)
+    found["layout"] = _describe_layout(environment)
     for name in sorted(environment):
         if name in (env.SECRET, env.CONTROL):
             found[name] = "set, and not shown"
@@ -48,7 +48,7 @@ def facts() -> dict[str, str]:
     return found
 
 
-def _layout(environment: dict[str, str]) -> str:
+def _describe_layout(environment: dict[str, str]) -> str:
     """The strategy that a launch here starts with, and who says so."""
     try:
         resolved = resolve([environment_layer(environment), file_layer(None, environment)])
@@ -57,20 +57,20 @@ def _layout(environment: dict[str, str]) -> str:
     return f"{resolved.get('strategy', 'ddp')} ({resolved.origin('strategy')})"
 
 
-def _version(package: str) -> str | None:
+def _find_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _accelerators(here: machine.Machine) -> str:
+def _describe_accelerators(here: machine.Machine) -> str:
     if here.accelerator is None:
         return "none that this torch can use"
     return f"{len(here.device_ids)} x {here.accelerator} ({', '.join(here.device_ids)})"
 
 
-def _memory() -> str:
+def _describe_memory() -> str:
     import psutil
 
     memory = psutil.virtual_memory()
@@ -90,6 +90,6 @@ def _env(as_json: bool) -> None:
 command = GroupedCommand(
     "env",
     callback=_env,
-    params=[GroupedOption(["--json", "as_json"], is_flag=True, help="Print JSON.")],
+    params=[JSON],
     help="Print versions, hardware and configuration. Only Headway's own code is imported.",
 )

@@ -5,9 +5,8 @@ from typing import Any
 
 import click
 
-from headway.cli.estimate_cheapest import OPTION, ranked
-from headway.cli.estimate_training import OPTIONS, calibrated, scripted, trained
-from headway.cli.options import GroupedCommand, GroupedOption, examples
+from headway.cli.estimate_training import calibration_text, forecast_text, ranking_text, script_text
+from headway.cli.options import EARLIER_NAMES, JSON, POSITIVE, GroupedCommand, examples, model_option, option
 from headway.errors import ConfigError
 from headway.forecasting.devices import find
 from headway.units import format_bytes, format_number
@@ -24,16 +23,14 @@ With --script and --device: what your own training script takes. The script runs
 """
 
 _EPILOG = examples(
-    [
-        "headway estimate llama/                        the sizes, the placement, the ceiling",
-        "headway estimate llama/ --dtype int4           placed as int4",
-        "headway estimate llama/ --num_tokens 4096      with room for 4096 tokens and their cache",
-        "headway estimate bert --device rtx-3090        training on a GPU: memory, and the largest batch",
-        "headway estimate llama --device h100 --precision bf16 --strategy fsdp --ranks 8",
-        "headway estimate bert --device t4 --global_batch_size 256   the cheapest configuration that fits",
-        "headway estimate --calibrate                   once, on the machine with the GPU",
-        "headway estimate --script train.py --device rtx-3090 -- --lr 3e-4",
-    ]
+    "headway estimate llama/                        the sizes, the placement, the ceiling",
+    "headway estimate llama/ --dtype int4           placed as int4",
+    "headway estimate llama/ --sequence 4096        with room for 4096 tokens and their cache",
+    "headway estimate bert --device rtx-3090        training on a GPU: memory, and the largest batch",
+    "headway estimate llama --device h100 --precision bf16 --strategy fsdp --ranks 8",
+    "headway estimate bert --device t4 --global_batch_size 256   the cheapest configuration that fits",
+    "headway estimate --calibrate                   once, on the machine with the GPU",
+    "headway estimate --script train.py --device rtx-3090 -- --lr 3e-4",
 )
 
 _WORTH_SAYING = 1024
@@ -42,62 +39,51 @@ _WORTH_SAYING = 1024
 _OF_SCRIPTS = ("device", "budget", "page", "as_json")
 """Options that a script does not decide itself."""
 
+_OF_RUNNING = ("dtype", "batch_size", "sequence")
 _DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 
 
-def _estimate(
-    folder: Path | None,
-    arguments: tuple[str, ...],
-    inference: bool,
-    script: bool,
-    calibrate: bool,
-    dtype: str | None,
-    batch_size: int | None,
-    num_tokens: int | None,
-    **training: Any,
-) -> None:
-    del inference  # what there is to estimate
+def _estimate(folder: Path | None, arguments: tuple[str, ...], script: bool, calibrate: bool, **options: Any) -> None:
+    given = {name: value for name, value in options.items() if value not in (None, False) and name != "inference"}
     if calibrate:
-        if folder is not None or any(value not in (None, False) for value in (*training.values(), dtype, batch_size)):
+        if folder is not None or given:
             raise ConfigError("--calibrate measures this machine's GPU, and goes alone; remove all other arguments")
-        click.echo(calibrated())
+        click.echo(calibration_text())
         return
     if folder is None:
         raise ConfigError("FOLDER is missing: a folder with a config.json, or with --device a transformers model type")
-    given = {name: value for name, value in training.items() if value not in (None, False)}
     if given.get("device", "this").lower() != "this":
         find(given["device"])  # a name that is none is told before torch is loaded
     if script:
-        more = {"dtype": dtype, "batch_size": batch_size, "num_tokens": num_tokens, **given}
-        _check_script(more)
-        click.echo(scripted(folder, arguments, **given))
+        _check_script(given)
+        click.echo(script_text(folder, arguments, **given))
         return
     if arguments:
         raise ConfigError(f"{' '.join(arguments)}: only a script takes arguments; add --script, or remove them")
     if "device" in given:
-        for name, value in (("dtype", dtype), ("num_tokens", num_tokens)):
-            if value is not None:
-                raise ConfigError(f"--{name} is for running a model and --device for training it; give one of them")
-        _train(str(folder), batch_size, given)
+        _echo_forecast(str(folder), given)
         return
-    if given:
-        raise ConfigError(f"--{next(iter(given))} is for training; add --device, such as --device a100-40gb")
-    if batch_size is not None and num_tokens is None:
-        raise ConfigError(f"--batch_size {batch_size} needs --num_tokens, the tokens of each sample")
-    _run(folder, dtype, batch_size, num_tokens)
+    for name in given:
+        if name not in _OF_RUNNING:
+            raise ConfigError(f"--{name} is for training; add --device, such as --device a100-40gb")
+    if "batch_size" in given and "sequence" not in given:
+        raise ConfigError(f"--batch_size {given['batch_size']} needs --sequence, the tokens of each sample")
+    _echo_sizes(folder, given.get("dtype"), given.get("batch_size"), given.get("sequence"))
 
 
-def _train(model: str, batch_size: int | None, given: dict[str, Any]) -> None:
+def _echo_forecast(model: str, given: dict[str, Any]) -> None:
+    if "dtype" in given:
+        raise ConfigError("--dtype is for running a model and --device for training it; give one of them")
     if "global_batch_size" not in given:
-        click.echo(trained(model, batch_size or 1, **given))
+        click.echo(forecast_text(model, **given))
         return
-    found, has_room = ranked(model, batch_size=batch_size, **given)
+    found, has_room = ranking_text(model, **given)
     click.echo(found)
     if not has_room:
         raise SystemExit(1)
 
 
-def _run(folder: Path, dtype: str | None, batch_size: int | None, num_tokens: int | None) -> None:
+def _echo_sizes(folder: Path, dtype: str | None, batch_size: int | None, num_tokens: int | None) -> None:
     # Imported here so that the help does not wait for torch.
     from headway.placement import estimate
     from headway.placement.workload import Workload
@@ -111,14 +97,14 @@ def _run(folder: Path, dtype: str | None, batch_size: int | None, num_tokens: in
     bandwidths = estimate.Bandwidths(stored.files if stored is not None else [])
     unit = "tokens/s" if estimate.generates(model) else "forwards/s"
     for line in (
-        *_head(model, stored),
+        *_describe_weights(model, stored),
         "",
-        *_table(sizings, bandwidths, unit, batch_size or 1),
+        *_tabulate_dtypes(sizings, bandwidths, unit, batch_size or 1),
         "",
-        *_placement(sizings[names.index(chosen)], unit),
-        *_generation(model, chosen, workload, unit),
+        *_describe_placement(sizings[names.index(chosen)], unit),
+        *_describe_generation(model, chosen, workload, unit),
         "",
-        *_ceiling(model, stored, bandwidths, unit),
+        *_describe_ceiling(model, stored, bandwidths, unit),
     ):
         click.echo(line)
 
@@ -126,12 +112,12 @@ def _run(folder: Path, dtype: str | None, batch_size: int | None, num_tokens: in
 def _check_script(given: dict[str, Any]) -> None:
     if "device" not in given:
         raise ConfigError("--script needs --device, such as --device a100-40gb")
-    for name, value in given.items():
-        if value is not None and name not in _OF_SCRIPTS:
+    for name in given:
+        if name not in _OF_SCRIPTS:
             raise ConfigError(f"--{name} is decided by the script; with --script, pass it to the script instead")
 
 
-def _head(model: Any, stored: Any) -> list[str]:
+def _describe_weights(model: Any, stored: Any) -> list[str]:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     lines = [f"{type(model).__name__}: {num_parameters:,} parameters"]
     if stored is None:
@@ -144,7 +130,7 @@ def _head(model: Any, stored: Any) -> list[str]:
     return lines
 
 
-def _table(sizings: list[Any], bandwidths: Any, unit: str, batch_size: int) -> list[str]:
+def _tabulate_dtypes(sizings: list[Any], bandwidths: Any, unit: str, batch_size: int) -> list[str]:
     from headway.placement.estimate import ceiling
 
     rows = [["dtype", "weights", "largest layer", "lies on", "at most"]]
@@ -165,7 +151,7 @@ def _table(sizings: list[Any], bandwidths: Any, unit: str, batch_size: int) -> l
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
-def _placement(sizing: Any, unit: str) -> list[str]:
+def _describe_placement(sizing: Any, unit: str) -> list[str]:
     if sizing.device_map is None:
         return [f"no placement in {sizing.dtype}: {sizing.reason}"]
     read = sum(sizing.traffic.values())
@@ -176,7 +162,7 @@ def _placement(sizing: Any, unit: str) -> list[str]:
     ]
 
 
-def _generation(model: Any, dtype: str, workload: Any, unit: str) -> list[str]:
+def _describe_generation(model: Any, dtype: str, workload: Any, unit: str) -> list[str]:
     """What generating needs beside the weights: the cache, which grows, and the logits, which come and go."""
     from headway.placement.estimate import generation
 
@@ -198,7 +184,7 @@ def _generation(model: Any, dtype: str, workload: Any, unit: str) -> list[str]:
     ]
 
 
-def _ceiling(model: Any, stored: Any, bandwidths: Any, unit: str) -> list[str]:
+def _describe_ceiling(model: Any, stored: Any, bandwidths: Any, unit: str) -> list[str]:
     from headway.placement.estimate import expert_share
 
     disk, lines = bandwidths.disk(), []
@@ -220,48 +206,45 @@ def _ceiling(model: Any, stored: Any, bandwidths: Any, unit: str) -> list[str]:
     ]
 
 
+_SEARCHED = (
+    "Rank micro-batch, accumulation, precision and activation checkpointing for this many samples per update; --optimizer may "
+    "then be several, separated by commas. Exit code 1 if nothing is sure to fit."
+)
+_MEASURED = "Measure what a process takes on this machine's GPU besides tensors, and store it for later forecasts."
+_DRAWN = "Also write an HTML page of a forecast: memory over the step and against the batch size."
+_HERE = "Forecast training on this GPU, such as rtx-3090 or a100-80gb; this: the machine's own."
+_RUN = "FOLDER is your training script; it runs with ARGS up to its second update."
+_PLACED = "Place the model in this dtype.  [default: what the config says]"
+
 command = GroupedCommand(
     "estimate",
     callback=_estimate,
+    aliases=EARLIER_NAMES,
     params=[
         click.Argument(["folder"], metavar="FOLDER", required=False, type=click.Path(path_type=Path)),
         click.Argument(["arguments"], metavar="[-- ARGS]...", nargs=-1),
-        GroupedOption(
-            ["--script"],
-            group="Training",
-            is_flag=True,
-            help="FOLDER is your training script; it runs with ARGS up to its second update.",
+        model_option("batch_size", "Workload"),
+        model_option("sequence", "Workload", "; without --device, no tokens are counted]"),
+        option("--dtype", "|".join(_DTYPES), "Running", _PLACED, _DTYPES),
+        option("--inference", None, "Running", "The default: running the model.", hidden=True),
+        option("--device", "NAME", "Training", _HERE),
+        option("--script", None, "Training", _RUN),
+        model_option("optimizer", "Training"),
+        model_option("precision", "Training", "  [default: no]"),
+        model_option("activation_checkpointing", "Training"),
+        option("--accumulation", "N", "Training", "Micro-batches per update.  [default: 1]", POSITIVE),
+        option(
+            "--attention", "eager|sdpa", "Training", "The model's attention.  [default: the model's]", ("eager", "sdpa")
         ),
-        GroupedOption(
-            ["--calibrate"],
-            group="Training",
-            is_flag=True,
-            help="Measure what a process takes on this machine's GPU besides tensors, and store it for later forecasts.",
-        ),
-        GroupedOption(["--inference"], group="What", is_flag=True, hidden=True, help="The default: running the model."),
-        GroupedOption(
-            ["--dtype"],
-            group="What",
-            type=click.Choice(_DTYPES),
-            metavar="|".join(_DTYPES),
-            help="Place the model in this dtype.  [default: what the config says]",
-        ),
-        GroupedOption(
-            ["--num_tokens"],
-            metavar="N",
-            group="Workload",
-            type=click.IntRange(min=1),
-            help="Include the cache and activations of this many tokens per sample.",
-        ),
-        GroupedOption(
-            ["--batch_size"],
-            metavar="N",
-            group="Workload",
-            type=click.IntRange(min=1),
-            help="Samples at once, with --num_tokens or --device.  [default: 1]",
-        ),
-        OPTION,
-        *OPTIONS,
+        model_option("ranks", "Training", " Goes with --strategy."),
+        model_option("strategy", "Training", " over --ranks; the answer is for rank 0."),
+        model_option("machine_ranks", "Training"),
+        model_option("budget", "Training", "  [default: all of the GPU's]"),
+        option("--longest", None, "Training", "Also search for the longest sequence at this batch size."),
+        option("--global_batch_size", "N", "Training", _SEARCHED, POSITIVE),
+        option("--calibrate", None, "Training", _MEASURED),
+        option("--page", "FILE", "Output", _DRAWN, click.Path(path_type=Path, dir_okay=False)),
+        JSON,
     ],
     help=_ABOUT,
     epilog=_EPILOG,

@@ -1,4 +1,4 @@
-"""`headway estimate --device`: what training a transformers model takes on a card, and the largest batch."""
+"""`headway estimate --device`: what training a model or a script takes on a card, the largest batch, the cheapest way."""
 
 import json
 import sys
@@ -6,92 +6,114 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
-
-from headway.cli.options import GroupedOption
 from headway.errors import ConfigError
 from headway.report.forecast_page import forecast_page
 from headway.units import format_bytes
 
+_ONE_GPU = "it ranks ways to train on one GPU, and `headway plan` ranks layouts"
+NOT_FOR_RANKING = {
+    "batch_size": "the micro-batch is searched for",
+    "accumulation": "it follows from the micro-batch",
+    "longest": "it is a search at one batch size",
+    "page": "its charts are of one configuration",
+    **dict.fromkeys(("strategy", "ranks", "machine_ranks"), _ONE_GPU),
+}
+"""Options of a forecast that do not go with --global_batch_size, and why."""
 
-def trained(
-    model: str,
-    batch_size: int,
-    device: str,
-    sequence: int | None = None,
-    precision: str = "no",
-    optimizer: str = "adamw",
-    recompute: bool = False,
-    accumulation: int = 1,
-    attention: str | None = None,
-    budget: str | None = None,
-    longest: bool = False,
-    page: Path | None = None,
-    as_json: bool = False,
-    strategy: str | None = None,
-    ranks: int | None = None,
-    machine_ranks: int = 8,
+
+def forecast_text(
+    model: str, page: Path | None = None, as_json: bool = False, longest: bool = False, **given: Any
 ) -> str:
-    """The forecast as text, or as JSON.
+    """The forecast for a transformers model as text, or as JSON.
 
     Args:
+        model: a folder, a config file or a model type.
         page: file for an HTML page; None: no page.
-        strategy, ranks, machine_ranks: as for `headway.forecast`.
+        longest: search for the longest sequence, too.
+        given: the other options.
 
     Raises:
         ConfigError: an option that cannot be.
     """
-    if (strategy is None) != (ranks is None):
+    if ("strategy" in given) != ("ranks" in given):
         raise ConfigError("--strategy and --ranks go together, as in --strategy fsdp --ranks 8; give both, or none")
     # Imported here so that the help does not wait for torch.
     from headway.planning.forecast import forecast
     from headway.planning.sources import find, lengths, trainable
 
-    source = find(model, batch_size, sequence)
-    make, batch, loss = trainable(source, attention)
-    found = forecast(
-        make,
-        batch,
-        batch_size=batch_size,
-        optimizer=optimizer,
-        loss=loss,
-        device=device,
-        budget=budget,
-        precision=precision,
-        recompute=recompute,
-        accumulation=accumulation,
-        longest=lengths(source) if longest else None,
-        strategy=strategy,
-        ranks=ranks,
-        machine_ranks=machine_ranks,
-    )
+    source = find(model, given.setdefault("batch_size", 1), given.pop("sequence", None))
+    make, batch, loss = trainable(source, given.pop("attention", None))
+    given["recompute"] = given.pop("activation_checkpointing", False)
+    found = forecast(make, batch, loss=loss, longest=lengths(source) if longest else None, **given)
     if found.peak_line.startswith(sys.argv[0]):  # the command itself, not a line of the user's
         found = replace(found, peak_line="")
-    if page is not None:
-        _write(page, forecast_page(source.title, found.as_dict()))
-    if as_json:
-        return json.dumps(found.as_dict(), indent=1)
-    return f"{source.title}, {source.batch}\n{found.describe()}"
+    return _format_forecast(found, source.title, f"{source.title}, {source.batch}", page, as_json)
 
 
-def scripted(
-    script: Path,
-    arguments: tuple[str, ...],
-    device: str,
-    budget: str | None = None,
-    page: Path | None = None,
-    as_json: bool = False,
+def script_text(
+    script: Path, arguments: tuple[str, ...], page: Path | None = None, as_json: bool = False, **given: Any
 ) -> str:
-    """The forecast of a user's own script as text, or as JSON."""
+    """The forecast of a user's own script as text, or as JSON; `given`: device and budget."""
     from headway.planning.forecast import forecast_script
 
-    found = forecast_script(script, arguments, device=device, budget=budget)
+    return _format_forecast(forecast_script(script, arguments, **given), script.name, str(script), page, as_json)
+
+
+def _format_forecast(found: Any, title: str, heading: str, page: Path | None, as_json: bool) -> str:
     if page is not None:
-        _write(page, forecast_page(script.name, found.as_dict()))
-    return json.dumps(found.as_dict(), indent=1) if as_json else f"{script}\n{found.describe()}"
+        try:
+            page.write_text(forecast_page(title, found.as_dict()), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {page} ({error.strerror}); name another file with --page") from error
+    return json.dumps(found.as_dict(), indent=1) if as_json else f"{heading}\n{found.describe()}"
 
 
-def calibrated() -> str:
+def ranking_text(model: str, as_json: bool = False, **given: Any) -> tuple[str, bool]:
+    """The ways to train with a global batch as text or as JSON, the cheapest first, and whether one of them fits.
+
+    Args:
+        model: a folder, a config file or a model type.
+        as_json: print JSON.
+        given: global_batch_size, device, budget; precision, activation_checkpointing and attention are tried alone where
+            they are given; optimizer: names, separated by commas.
+
+    Raises:
+        ConfigError: an option that is not for this.
+    """
+    for name in NOT_FOR_RANKING.keys() & given.keys():
+        raise ConfigError(f"--{name} and --global_batch_size: {NOT_FOR_RANKING[name]}; give one of them")
+    # Imported here so that the help does not wait for torch.
+    from headway.planning.cheapest import cheapest, table
+    from headway.planning.sources import find, trainable
+
+    source = find(model, 1, given.get("sequence"))
+    make, batch, loss = trainable(source)
+    rows = cheapest(
+        make,
+        batch,
+        global_batch_size=given["global_batch_size"],
+        device=given["device"],
+        budget=given.get("budget"),
+        optimizers=tuple(given.get("optimizer", "adamw").split(",")),
+        precisions=(given["precision"],) if "precision" in given else ("no", "bf16"),
+        recompute=(True,) if "activation_checkpointing" in given else (False, True),
+        attention=(given.get("attention"),),
+        loss=loss,
+    )
+    has_room = any(row.fits for row in rows)
+    if as_json:
+        return json.dumps([row.as_dict() for row in rows], indent=1), has_room
+    lines = [f"{source.title}, {given['global_batch_size']} x {source.batch}, {given['device']}", table(rows)]
+    lines += [f"not traced: {row.optimizer}, {row.precision}: {row.problem}" for row in rows if row.problem]
+    lines.append("cost: of one update beside the first row's, from counted operations; not a forecast of time")
+    if not has_room:
+        lines.append(
+            "nothing is sure to fit; give a larger --budget, another --device or --optimizer, or a shorter --sequence"
+        )
+    return "\n".join(lines), has_room
+
+
+def calibration_text() -> str:
     """Measure this machine's card, keep what was found, and say it.
 
     Raises:
@@ -108,60 +130,3 @@ def calibrated() -> str:
         f"{record.product}: {format_bytes(record.overhead)} besides tensors, {format_bytes(record.kept)} of libraries' workspaces\n"
         f"stored as {name} in {path}; --device {name} or --device this uses it"
     )
-
-
-def _write(page: Path, content: str) -> None:
-    try:
-        page.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {page} ({error.strerror}); name another file with --page") from error
-
-
-def _option(name: str, metavar: str | None, text: str, **more: Any) -> GroupedOption:
-    return GroupedOption([name], metavar=metavar, group="Training", help=text, **more)
-
-
-OPTIONS = [
-    _option(
-        "--device", "NAME", "Forecast training on this GPU, such as rtx-3090 or a100-80gb; this: the machine's own."
-    ),
-    _option(
-        "--sequence",
-        "N",
-        "Tokens per sample.  [default: what the model allows, up to 4096]",
-        type=click.IntRange(min=1),
-    ),
-    _option(
-        "--precision",
-        "no|bf16|fp16",
-        "Mixed precision, by autocast.  [default: no]",
-        type=click.Choice(["no", "bf16", "fp16"]),
-    ),
-    _option(
-        "--optimizer",
-        "NAME",
-        "adamw, adam, sgd, momentum, adagrad, rmsprop, adafactor, adamw8bit, muon or none.  [default: adamw]",
-    ),
-    _option("--recompute", None, "Recompute activations in backward.", is_flag=True),
-    _option("--accumulation", "N", "Micro-batches per update.  [default: 1]", type=click.IntRange(min=1)),
-    _option(
-        "--attention",
-        "eager|sdpa",
-        "The model's attention.  [default: the model's]",
-        type=click.Choice(["eager", "sdpa"]),
-    ),
-    _option(
-        "--strategy", "TEXT", "Layout over --ranks: ddp, fsdp, hsdp=8, tp, fsdp+tp=2 ...; the answer is for rank 0."
-    ),
-    _option("--ranks", "N", "Ranks of the run, with --strategy.", type=click.IntRange(min=1)),
-    _option("--machine_ranks", "N", "Ranks on one machine, for hsdp.  [default: 8]", type=click.IntRange(min=1)),
-    _option("--budget", "SIZE", "Memory that the process may take, such as 20GiB.  [default: all of the GPU's]"),
-    _option("--longest", None, "Also search for the longest sequence at this batch size.", is_flag=True),
-    _option(
-        "--page",
-        "FILE",
-        "Also write an HTML page: memory over the step and against the batch size.",
-        type=click.Path(path_type=Path, dir_okay=False),
-    ),
-    GroupedOption(["--json", "as_json"], group="Training", is_flag=True, help="Print the forecast as JSON."),
-]

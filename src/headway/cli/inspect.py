@@ -8,7 +8,7 @@ import click
 
 from headway.checkpoint.foreign import checkpoints_in, explain
 from headway.checkpoint.manifest import ITEM_BYTES, MANIFEST, TITLES, Manifest, read_manifest
-from headway.cli.options import GroupedCommand, GroupedOption
+from headway.cli.options import GroupedCommand, option
 from headway.errors import CheckpointError, ConfigError
 from headway.units import format_bytes
 from headway.untrusted import printable
@@ -19,8 +19,8 @@ from headway.untrusted import printable
     cls=GroupedCommand,
     params=[
         click.Argument(["checkpoint"], type=click.Path(path_type=Path)),
-        GroupedOption(["--tensors"], group="Output", is_flag=True, help="List every tensor with its shape and dtype."),
-        GroupedOption(["--verify"], group="Output", is_flag=True, help="Read every byte and compare it with its hash."),
+        option("--tensors", None, "Output", "List every tensor with its shape and dtype."),
+        option("--verify", None, "Output", "Read every byte and compare it with its hash."),
     ],
     help="Print what CHECKPOINT (a folder that save_state wrote) holds, or list the checkpoints in a folder.",
 )

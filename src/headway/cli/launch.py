@@ -10,7 +10,7 @@ import click
 
 from headway import env
 from headway.cli.layouts import foreign_options, take_foreign
-from headway.cli.options import GroupedCommand, GroupedOption, command_line_layer, examples, setting_options
+from headway.cli.options import CONFIG_FILE, GroupedCommand, command_line_layer, examples, option, setting_options
 from headway.config.load import Resolved, Value, environment_layer, resolve
 from headway.config.mesh import groups_in_words
 from headway.errors import ConfigError
@@ -24,17 +24,15 @@ agent, and the first failure ends them all.
 """
 
 _EPILOG = examples(
-    [
-        "headway launch train.py --lr 3e-4              every accelerator, or one CPU process",
-        "headway launch -n 2 --cpu train.py             two processes on the CPU",
-        "headway launch --gpu_ids 0,3 train.py          two of this machine's GPUs",
-        "headway launch -n 4 -m my_package.train        a module",
-        "headway launch --strategy fsdp train.py        the model sharded over all processes",
-        "headway launch -n 8 --strategy fsdp+tp=2 train.py",
-        "headway launch -n 8 --dry-run train.py         print the command, start nothing",
-        "headway launch -n 16 --num_machines 2 --machine_rank 0 \\",
-        "    --main_process_ip 10.0.0.1 --main_process_port 29400 train.py",
-    ]
+    "headway launch train.py --lr 3e-4              every accelerator, or one CPU process",
+    "headway launch -n 2 --cpu train.py             two processes on the CPU",
+    "headway launch --gpu_ids 0,3 train.py          two of this machine's GPUs",
+    "headway launch -n 4 -m my_package.train        a module",
+    "headway launch --strategy fsdp train.py        the model sharded over all processes",
+    "headway launch -n 8 --strategy fsdp+tp=2 train.py",
+    "headway launch -n 8 --dry-run train.py         print the command, start nothing",
+    "headway launch -n 16 --num_machines 2 --machine_rank 0 \\",
+    "    --main_process_ip 10.0.0.1 --main_process_port 29400 train.py",
 )
 
 
@@ -171,24 +169,9 @@ def _parameters() -> list[click.Parameter]:
     return [
         *setting_options(),
         *foreign_options(),
-        GroupedOption(
-            ["--config_file"],
-            metavar="PATH",
-            group="Configuration",
-            help="Config file.  [default: the one that `headway config` writes]",
-        ),
-        GroupedOption(
-            ["--dry_run"],
-            is_flag=True,
-            group="Configuration",
-            help="Print the exact command and environment, and start nothing.",
-        ),
-        GroupedOption(
-            ["--force"],
-            is_flag=True,
-            group="Configuration",
-            help="Let the command line win where the script says something else.",
-        ),
+        CONFIG_FILE,
+        option("--dry_run", None, "Configuration", "Print the exact command and environment, and start nothing."),
+        option("--force", None, "Configuration", "Let the command line win where the script says something else."),
         click.Argument(["script"], metavar="SCRIPT"),
         click.Argument(["script_args"], metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED),
     ]

@@ -25,7 +25,7 @@ _COMMANDS = {
     "env": ("headway.cli.env", "Print versions, hardware and configuration, for bug reports."),
 }
 
-_ABOUT = """Run your own PyTorch loop, unchanged, on whatever hardware there is.
+_ABOUT = """Run your own PyTorch loop, unchanged, on any hardware.
 
 `headway COMMAND --help` explains a command.
 """

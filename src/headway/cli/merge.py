@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from headway.checkpoint.manifest import MANIFEST, read_manifest
-from headway.cli.options import GroupedCommand, GroupedOption
+from headway.cli.options import GroupedCommand, option
 from headway.errors import CheckpointError, ConfigError
 from headway.untrusted import printable
 
@@ -17,22 +17,16 @@ from headway.untrusted import printable
     params=[
         click.Argument(["checkpoint"], type=click.Path(path_type=Path)),
         click.Argument(["output"], type=click.Path(path_type=Path)),
-        GroupedOption(
-            ["--model"],
-            group="Output",
-            type=int,
-            default=0,
-            show_default=True,
-            help="Which of several prepared models.",
-        ),
-        GroupedOption(
-            ["--max_shard_size"],
-            group="Output",
+        option("--model", "N", "Output", "Which of several prepared models.", int, default=0, show_default=True),
+        option(
+            "--max_shard_size",
+            "SIZE",
+            "Output",
+            "Cut into files of at most this size.",
             default="10GB",
             show_default=True,
-            help="Cut into files of at most this size.",
         ),
-        GroupedOption(["--overwrite"], group="Output", is_flag=True, help="Replace weights that OUTPUT already holds."),
+        option("--overwrite", None, "Output", "Replace weights that OUTPUT already holds."),
     ],
     help="Write the weights in CHECKPOINT to the folder OUTPUT as model.safetensors, or as shards with an index.",
 )

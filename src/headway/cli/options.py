@@ -1,6 +1,6 @@
 """Command-line options made from the settings table, and a help page that groups them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -24,16 +24,64 @@ class GroupedOption(click.Option):
         self.group = group
 
 
-class GroupedCommand(click.Command):
-    """A command whose help groups its options, and whose unknown flags are answered with what to use."""
+def option(name: str, metavar: str | None, group: str, text: str, kind: Any = None, **more: Any) -> GroupedOption:
+    """An option in one line; without a metavar it is a switch, and a tuple of words as `kind` are all there is to choose."""
+    if metavar is None:
+        return GroupedOption([name], is_flag=True, group=group, help=text, **more)
+    chosen = click.Choice(kind) if isinstance(kind, tuple) else kind
+    return GroupedOption([name], metavar=metavar, type=chosen, group=group, help=text, **more)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("context_settings", {})
+
+POSITIVE = click.IntRange(min=1)
+_OF_MODELS = {
+    "batch_size": ("N", "Samples of a micro-batch, on each data shard.  [default: 1]", POSITIVE),
+    "sequence": ("N", "Tokens per sample.  [default: what the model allows, up to 4096", POSITIVE),
+    "optimizer": (
+        "NAME",
+        "adamw, adam, sgd, momentum, adagrad, rmsprop, adafactor, adamw8bit, muon or none.  [default: adamw]",
+        str,
+    ),
+    "precision": ("no|bf16|fp16", "The run's mixed_precision.", ("no", "bf16", "fp16")),
+    "activation_checkpointing": (None, "Keep only the inputs of blocks for backward, and recompute the rest.", None),
+    "ranks": ("N", "Processes of the run.", POSITIVE),
+    "strategy": ("LAYOUT", "ddp, fsdp, hsdp=8, tp, fsdp+tp=2 ...", str),
+    "machine_ranks": ("N", "Ranks on one machine.  [default: 8]", POSITIVE),
+    "budget": ("SIZE", "Memory that each process may take, such as 20GiB.", str),
+}
+JSON = GroupedOption(["--json", "as_json"], group="Output", is_flag=True, help="Print JSON.")
+CONFIG_FILE = option(
+    "--config_file", "PATH", "Configuration", "Config file.  [default: the one that `headway config` writes]"
+)
+EARLIER_NAMES = {
+    "batch": "batch_size",
+    "checkpoint_activations": "activation_checkpointing",
+    "memory": "budget",
+    "num_tokens": "sequence",
+    "recompute": "activation_checkpointing",
+}
+"""What `estimate` and `plan` called these options before they had one set of names; accepted until the next release."""
+
+
+def model_option(name: str, group: str, more: str = "", **settings: Any) -> GroupedOption:
+    """An option that the commands about a model share: the same name, and the same text before `more`."""
+    metavar, text, kind = _OF_MODELS[name]
+    return option(f"--{name}", metavar, group, text + more, kind, **settings)
+
+
+class GroupedCommand(click.Command):
+    """A command whose help groups its options, and whose unknown flags are answered with what to use.
+
+    Args:
+        aliases: other names of flags, which the help does not show.
+    """
+
+    def __init__(self, *args: Any, aliases: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+        known = aliases or {}
         kwargs["context_settings"] = {
-            "token_normalize_func": underscored,
+            "token_normalize_func": lambda token: known.get(underscored(token), underscored(token)),
             "help_option_names": ["-h", "--help"],
             "max_content_width": 110,
-            **kwargs["context_settings"],
+            **kwargs.get("context_settings", {}),
         }
         super().__init__(*args, **kwargs)
 
@@ -99,6 +147,6 @@ def command_line_layer(given: Mapping[str, Any]) -> dict[str, Value]:
     return layer
 
 
-def examples(lines: Sequence[str]) -> str:
+def examples(*lines: str) -> str:
     """An epilog that shows commands."""
     return "Examples:\n" + "\n".join(f"  {line}" for line in lines)

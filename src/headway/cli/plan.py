@@ -5,7 +5,16 @@ from typing import Any
 
 import click
 
-from headway.cli.options import GroupedCommand, GroupedOption, examples
+from headway.cli.options import (
+    EARLIER_NAMES,
+    JSON,
+    POSITIVE,
+    GroupedCommand,
+    GroupedOption,
+    examples,
+    model_option,
+    option,
+)
 from headway.config.mesh import parse
 from headway.config.pipeline import SCHEDULES, PipelineOptions
 from headway.config.strategies import ActivationCheckpointing
@@ -20,18 +29,16 @@ without allocating its tensors and without other processes.
 """
 
 _EPILOG = examples(
-    [
-        "headway plan llama/ --ranks 64                                    common layouts",
-        "headway plan llama/ --ranks 16384 --strategy fsdp --strategy hsdp=8 --memory 80GB",
-        "headway plan models:build --ranks 256 --strategy fsdp             one layout in full",
-    ]
+    "headway plan llama/ --ranks 64                                    common layouts",
+    "headway plan llama/ --ranks 16384 --strategy fsdp --strategy hsdp=8 --budget 80GB",
+    "headway plan models:build --ranks 256 --strategy fsdp             one layout in full",
 )
 
 
-def _plan(model: str, ranks: int, strategy: tuple[str, ...], json_: bool, **given: Any) -> None:
+def _plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **given: Any) -> None:
     for text in strategy:
         parse(text)  # a word that is no layout at all is wrong use; one that does not divide the ranks is a row
-    memory = parse_bytes(given["memory"]) if given["memory"] is not None else None
+    memory = parse_bytes(given["budget"]) if given["budget"] is not None else None
     # Imported here so that the help does not wait for torch.
     from headway.planning.compare import candidates, compare
     from headway.planning.costs import Cluster
@@ -39,7 +46,7 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], json_: bool, **give
     from headway.planning.sources import find
     from headway.planning.table import describe, tabulate
 
-    source = find(model, given["batch"], given["sequence"])
+    source = find(model, given["batch_size"], given["sequence"])
     cluster = Cluster(given["machine_ranks"], given["intra"] * 1e9, given["inter"] * 1e9, given["flops"] * 1e12, memory)
     found = compare(
         source.make,
@@ -52,17 +59,17 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], json_: bool, **give
         tokens=source.tokens,
         kwargs_handlers=[
             PipelineOptions(given["schedule"], given["microbatches"]),
-            *([ActivationCheckpointing()] if given["checkpoint_activations"] else []),
+            *([ActivationCheckpointing()] if given["activation_checkpointing"] else []),
         ],
     )
     if len(strategy) == 1 and found.rows[0].plan is None:
         raise ConfigError(found.rows[0].reason)
-    if json_:
+    if as_json:
         click.echo(json.dumps(as_dict(found), indent=1))
         return
     lines = [
         f"{source.title}; {source.batch} per data shard; {given['optimizer']}; precision {given['precision']}",
-        f"{ranks:,} ranks, {cluster.machine_ranks} per machine, {_rates(cluster)}",
+        f"{ranks:,} ranks, {cluster.machine_ranks} per machine, {_describe_cluster(cluster)}",
         "",
     ]
     if len(found.rows) == 1 and (row := found.rows[0]).plan is not None:
@@ -73,7 +80,7 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], json_: bool, **give
         click.echo(line)
 
 
-def _rates(cluster: Any) -> str:
+def _describe_cluster(cluster: Any) -> str:
     memory = "" if cluster.memory is None else f"; {format_bytes(cluster.memory)} of memory per rank"
     return (
         f"{format_number(cluster.intra / 1e9)} GB/s per rank within and {format_number(cluster.inter / 1e9)} GB/s between machines, "
@@ -81,92 +88,36 @@ def _rates(cluster: Any) -> str:
     )
 
 
-def _number(name: str, metavar: str, default: Any, text: str, kind: Any) -> GroupedOption:
-    shown = "" if default is None else f"  [default: {default:g}]"
-    return GroupedOption([name], metavar=metavar, group="Cluster", type=kind, default=default, help=text + shown)
+_SCHEDULE = "Order of micro-batches in layouts with pp.  [default: gpipe]"
+_MICROBATCHES = "Parts of a batch in layouts with pp.  [default: 2 per stage, at most one per sample]"
 
 
-_ABOVE_0 = click.FloatRange(min=0, min_open=True)
+def _make_rate_option(name: str, metavar: str, default: float, text: str) -> GroupedOption:
+    above_0 = click.FloatRange(min=0, min_open=True)
+    return option(name, metavar, "Cluster", f"{text}  [default: {default:g}]", above_0, default=default)
+
 
 command = GroupedCommand(
     "plan",
     callback=_plan,
+    aliases=EARLIER_NAMES,
     params=[
         click.Argument(["model"], metavar="MODEL"),
-        GroupedOption(
-            ["--ranks"],
-            metavar="N",
-            group="Run",
-            type=click.IntRange(min=1),
-            required=True,
-            help="Number of processes in the run.",
-        ),
-        GroupedOption(
-            ["--strategy"],
-            metavar="LAYOUT",
-            group="Run",
-            multiple=True,
-            help="fsdp, hsdp=8, fsdp+tp=8 ...; several may be given.  [default: common layouts]",
-        ),
-        GroupedOption(
-            ["--batch"],
-            metavar="N",
-            group="Run",
-            type=click.IntRange(min=1),
-            default=1,
-            help="Micro-batch size of each data shard.  [default: 1]",
-        ),
-        GroupedOption(
-            ["--sequence"],
-            metavar="N",
-            group="Run",
-            type=click.IntRange(min=1),
-            help="Tokens per sample.  [default: what the model allows, up to 4096]",
-        ),
-        GroupedOption(
-            ["--optimizer"],
-            metavar="NAME",
-            group="Run",
-            default="adamw",
-            help="adamw, adam, sgd, momentum, adagrad, rmsprop or none.  [default: adamw]",
-        ),
-        GroupedOption(
-            ["--precision"],
-            group="Run",
-            type=click.Choice(("no", "bf16", "fp16")),
-            metavar="no|bf16|fp16",
-            default="bf16",
-            help="Same as mixed_precision of a run.  [default: bf16]",
-        ),
-        GroupedOption(
-            ["--checkpoint_activations"],
-            group="Run",
-            is_flag=True,
-            help="Keep only the inputs of blocks for backward, and recompute the rest.",
-        ),
-        GroupedOption(
-            ["--schedule"],
-            group="Run",
-            type=click.Choice(SCHEDULES),
-            metavar="|".join(SCHEDULES),
-            default="gpipe",
-            help="Order of micro-batches in layouts with pp.  [default: gpipe]",
-        ),
-        GroupedOption(
-            ["--microbatches"],
-            metavar="N",
-            group="Run",
-            type=click.IntRange(min=1),
-            help="Parts of a batch in layouts with pp.  [default: 2 per stage, at most one per sample]",
-        ),
-        _number("--machine_ranks", "N", 8, "Ranks on one machine.", click.IntRange(min=1)),
-        _number("--intra", "GB/S", 300.0, "Bandwidth of a rank within its machine.", _ABOVE_0),
-        _number("--inter", "GB/S", 40.0, "Bandwidth of a rank to other machines.", _ABOVE_0),
-        _number("--flops", "TFLOPS", 400.0, "TFLOP/s that a rank achieves in practice, not the peak.", _ABOVE_0),
-        _number("--memory", "SIZE", None, "Memory of a device, such as 80GB; layouts that need more do not fit.", str),
-        GroupedOption(
-            ["--json", "json_"], group="Output", is_flag=True, help="Print JSON, with all numbers in bytes or seconds."
-        ),
+        model_option("ranks", "Run", required=True),
+        model_option("strategy", "Run", "; several may be given.  [default: common layouts]", multiple=True),
+        model_option("batch_size", "Run", default=1),
+        model_option("sequence", "Run", "]"),
+        model_option("optimizer", "Run", default="adamw"),
+        model_option("precision", "Run", "  [default: bf16]", default="bf16"),
+        model_option("activation_checkpointing", "Run"),
+        option("--schedule", "|".join(SCHEDULES), "Run", _SCHEDULE, SCHEDULES, default="gpipe"),
+        option("--microbatches", "N", "Run", _MICROBATCHES, POSITIVE),
+        model_option("machine_ranks", "Cluster", default=8),
+        _make_rate_option("--intra", "GB/S", 300.0, "Bandwidth of a rank within its machine."),
+        _make_rate_option("--inter", "GB/S", 40.0, "Bandwidth of a rank to other machines."),
+        _make_rate_option("--flops", "TFLOPS", 400.0, "TFLOP/s that a rank achieves in practice, not the peak."),
+        model_option("budget", "Cluster", " Layouts that need more do not fit."),
+        JSON,
     ],
     help=_ABOUT,
     epilog=_EPILOG,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from headway.cli.options import GroupedCommand, GroupedOption, examples
+from headway.cli.options import GroupedCommand, examples, option
 from headway.units import format_bytes
 
 _ABOUT = """Draw the runs RUN (folders, or their `log.jsonl`) on one page.
@@ -14,12 +14,14 @@ errors, restarts and checkpoints marked. Several runs are laid over each other, 
 """
 
 _EPILOG = examples(
-    [
-        "headway report runs/digits                       writes runs/digits/report.html",
-        "headway report runs/a runs/b --out compare.html  two runs on one page",
-        "headway report runs/digits --png pictures        and each chart as a PNG",
-    ]
+    "headway report runs/digits                       writes runs/digits/report.html",
+    "headway report runs/a runs/b --out compare.html  two runs on one page",
+    "headway report runs/digits --png pictures        and each chart as a PNG",
 )
+
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
 @click.command(
@@ -27,20 +29,8 @@ _EPILOG = examples(
     cls=GroupedCommand,
     params=[
         click.Argument(["run"], type=click.Path(path_type=Path), nargs=-1, required=True),
-        GroupedOption(
-            ["--out"],
-            group="Output",
-            type=click.Path(path_type=Path, dir_okay=False),
-            metavar="FILE",
-            help="The page.  [default: report.html beside the first run's log]",
-        ),
-        GroupedOption(
-            ["--png"],
-            group="Output",
-            type=click.Path(path_type=Path, file_okay=False),
-            metavar="FOLDER",
-            help="Write each chart as a PNG, too; needs headway[plots].",
-        ),
+        option("--out", "FILE", "Output", "The page.  [default: report.html beside the first run's log]", _FILE),
+        option("--png", "FOLDER", "Output", "Write each chart as a PNG, too; needs headway[plots].", _FOLDER),
     ],
     help=_ABOUT,
     epilog=_EPILOG,

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.report.reduce import Point
-from headway.tracking.runlog import FILE, Run, Start, read_run
+from headway.report.downsample import Point
+from headway.tracking.runlog import FILE, LoggedRun, ProcessStart, leaves, read_run
 
 _MAX_STEP = 2**53
 """Beyond it floats, and so the page's script, cannot tell steps apart."""
 
 
 @dataclass(frozen=True)
-class Event:
+class PlacedEvent:
     """Something that happened.
 
     Attributes:
@@ -65,7 +65,7 @@ class RunData:
     path: Path
     project: str = ""
     config: dict[str, Any] = field(default_factory=dict)
-    starts: list[Start] = field(default_factory=list)
+    starts: list[ProcessStart] = field(default_factory=list)
     began: float = 0.0
     seconds: float = 0.0
     is_finished: bool = False
@@ -73,7 +73,7 @@ class RunData:
     damaged: list[int] = field(default_factory=list)
     series: dict[str, list[Point]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+    events: list[PlacedEvent] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     has_steps: bool = True
     silent_for: float = 0.0
@@ -103,18 +103,19 @@ def find_log(path: Path) -> Path:
         near = next((parent for parent in path.absolute().parents if os.path.isdir(parent)), Path("/"))
         raise ConfigError(
             f"there is no run at {path}: give the folder of a run, in which its {FILE} lies, or that file; "
-            f"in {near} there are {_lying(near)}"
+            f"in {near} there are {_list_names(near)}"
         )
     below = sorted(str(found.parent) for depth in ("*", "*/*", "*/*/*") for found in path.glob(f"{depth}/{FILE}"))
     if below:
         named = " ".join(below[:5]) + (f" and {len(below) - 5} more" if len(below) > 5 else "")
         raise ConfigError(f"{path} holds no {FILE} itself, but folders below it do: headway report {named}")
     raise ConfigError(
-        f"{path} is not a run: looked for {path / FILE}, and for one up to three folders below; in {path} there are {_lying(path)}"
+        f"{path} is not a run: looked for {path / FILE}, and for one up to three folders below; in {path} there are "
+        f"{_list_names(path)}"
     )
 
 
-def _lying(folder: Path, most: int = 8) -> str:
+def _list_names(folder: Path, most: int = 8) -> str:
     names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in folder.iterdir())
     if not names:
         return "no files"
@@ -134,13 +135,13 @@ def load(paths: Sequence[Path]) -> list[RunData]:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return [_load(path, label) for path, label in zip(logs, _labels(logs), strict=True)]
+        return [_load_run(path, label) for path, label in zip(logs, _make_labels(logs), strict=True)]
     finally:
         if was_enabled:
             gc.enable()
 
 
-def _labels(logs: Sequence[Path]) -> list[str]:
+def _make_labels(logs: Sequence[Path]) -> list[str]:
     """The folder's name, with as many of its parents as tell the runs apart."""
     parts = [log.parent.parts if log.name == FILE else (*log.parent.parts, log.name) for log in logs]
     for depth in range(1, max(map(len, parts)) + 1):
@@ -150,18 +151,18 @@ def _labels(logs: Sequence[Path]) -> list[str]:
     return [str(log) for log in logs]
 
 
-def _load(path: Path, label: str) -> RunData:
+def _load_run(path: Path, label: str) -> RunData:
     run = read_run(path)
     moments = [row[1] for points in run.values.values() for row in (points[0], points[-1])]
     moments += [each.time for each in run.starts] + [each.time for each in run.events] + [run.last_time]
     moments = [moment for moment in moments if math.isfinite(moment)]
     began, last = min(moments, default=0.0), max(moments, default=0.0)
-    place = _Placing(run.values.values(), began)
+    place = _StepAxis(run.values.values(), began)
     data = RunData(
         label,
         path,
         run.project,
-        flat(run.config),
+        leaves(run.config, "."),
         run.starts,
         began,
         last - began,
@@ -170,18 +171,18 @@ def _load(path: Path, label: str) -> RunData:
         run.damaged,
         has_steps=place.has_steps,
         silent_for=max(0.0, time.time() - last),
-        summary=flat(run.summary or {}),
+        summary=leaves(run.summary or {}, "."),
     )
     for name, found in run.values.items():
         if points := place.points(found):
             data.series[name] = points
         else:
             data.texts[name] = str(found[-1][2])
-    data.events = _events(run, place)
+    data.events = _collect_events(run, place)
     return data
 
 
-class _Placing:
+class _StepAxis:
     """Puts what came without a step at the step that the run had reached by then."""
 
     def __init__(self, series: Iterable[Sequence[tuple[int | None, float, Any]]], began: float) -> None:
@@ -212,7 +213,9 @@ class _Placing:
         if all(type(value) is float and step is not None for step, _, value in rows):
             found = [(step or 0, moment - began, value) for step, moment, value in rows]
         else:
-            found = [self._point(step, moment, value) for step, moment, value in rows if not isinstance(value, str)]
+            found = [
+                self._place_point(step, moment, value) for step, moment, value in rows if not isinstance(value, str)
+            ]
         found.sort(key=itemgetter(0))
         has_far_steps = bool(found) and not -_MAX_STEP <= found[0][0] <= found[-1][0] <= _MAX_STEP
         if has_far_steps or not math.isfinite(sum(map(itemgetter(1), found))):
@@ -222,7 +225,7 @@ class _Placing:
             ]
         return found
 
-    def _point(self, step: int | None, moment: float, value: float) -> Point:
+    def _place_point(self, step: int | None, moment: float, value: float) -> Point:
         try:
             number = float(value)
         except OverflowError:  # an integer beyond the range of floats
@@ -230,9 +233,9 @@ class _Placing:
         return self.step(step, moment), self.seconds(moment), number
 
 
-def _events(run: Run, place: _Placing) -> list[Event]:
+def _collect_events(run: LoggedRun, place: _StepAxis) -> list[PlacedEvent]:
     found = [
-        Event(
+        PlacedEvent(
             each.name, place.step(each.step, each.time), place.seconds(each.time), each.details, each.step is not None
         )
         for each in run.events
@@ -246,7 +249,7 @@ def _events(run: Run, place: _Placing) -> list[Event]:
         if not start.is_after_end and not is_known:
             details = {"attempt": start.attempt}
             found.append(
-                Event("restart", place.step(None, start.time), place.seconds(start.time), details, has_step=False)
+                PlacedEvent("restart", place.step(None, start.time), place.seconds(start.time), details, has_step=False)
             )
     return sorted(found, key=lambda event: event.seconds)
 
@@ -258,14 +261,3 @@ def _is_torn(path: Path) -> bool:
             return False
         file.seek(size - 1)
         return file.read(1) != b"\n"
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping with names joined by dots."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            found.update(flat(value, f"{prefix}{name}."))
-        else:
-            found[f"{prefix}{name}"] = value
-    return found

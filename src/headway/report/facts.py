@@ -32,7 +32,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class State:
+class RunStatus:
     """The state of a run.
 
     Attributes:
@@ -46,19 +46,19 @@ class State:
     note: str
 
 
-def state(run: RunData) -> State:
+def state(run: RunData) -> RunStatus:
     """Finished or not, as far as a log can tell."""
     if run.is_finished:
-        return State("finished", "good", "")
-    silence = f"its last line was written {duration(run.silent_for)} before this page"
+        return RunStatus("finished", "good", "")
+    silence = f"its last line was written {duration(run.silent_for)} before this page was made"
     if run.is_torn:
-        return State("cut off", "bad", f"killed in the middle of a line; {silence}")
+        return RunStatus("cut off", "bad", f"killed in the middle of a line; {silence}")
     kinds = [event.kind for event in run.events]
     if kinds and "preempted" in kinds and kinds[-1] not in ("resumed", "restart"):
-        return State("preempted", "warn", f"it was asked to stop and has not been resumed; {silence}")
+        return RunStatus("preempted", "warn", f"it was asked to stop and has not been resumed; {silence}")
     if run.silent_for < _FRESH:
-        return State("no end yet", "warn", f"still running, or stopped just now; {silence}")
-    return State("no end", "bad", f"killed, or still running without a word; {silence}")
+        return RunStatus("no end yet", "warn", f"still running, or stopped just now; {silence}")
+    return RunStatus("no end", "bad", f"killed, or still running but silent; {silence}")
 
 
 def moment(seconds: float) -> str:
@@ -76,7 +76,7 @@ def headline(run: RunData) -> list[Fact]:
         found.append(Fact("Updates", text(run.last_step)))
     attempts = f"{len(run.starts)} attempts" if len(run.starts) > 1 else ""
     found.append(Fact("Duration", duration(run.seconds), attempts))
-    if losses := _finite(run, "loss"):
+    if losses := _select_finite(run, "loss"):
         tail = losses[-max(1, len(losses) // 50) :]
         note = f"from {text(losses[0])}" if len(losses) > 1 else ""
         note += f", mean of the last {len(tail)}" if len(tail) > 1 else ""
@@ -90,9 +90,9 @@ def headline(run: RunData) -> list[Fact]:
         ("mfu", "FLOPs utilisation", "share"),
         ("data_wait", "Waiting for data", "share"),
     ):
-        if values := _finite(run, name):
+        if values := _select_finite(run, name):
             found.append(Fact(title, text(median(values), unit), "median"))
-    peaks = [value for name in run.series if name.startswith("memory") for value in _finite(run, name)]
+    peaks = [value for name in run.series if name.startswith("memory") for value in _select_finite(run, name)]
     if peaks:
         found.append(Fact("Peak memory", text(max(peaks), "bytes")))
     troubles = Counter(event.kind for event in run.events if kind_of(event.kind).tone in ("bad", "warn"))
@@ -122,13 +122,13 @@ def environment(run: RunData) -> list[Fact]:
 
 def differences(runs: Sequence[RunData]) -> list[tuple[str, list[str | None]]]:
     """The settings, processes, device and versions in which runs are not alike: name, and each run's value."""
-    tables = [{**run.config, **_circumstances(run)} for run in runs]
+    tables = [{**run.config, **_list_circumstances(run)} for run in runs]
     names = dict.fromkeys(name for table in tables for name in table)
     rows = [(name, [written(table[name]) if name in table else None for table in tables]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 
-def _circumstances(run: RunData) -> dict[str, Any]:
+def _list_circumstances(run: RunData) -> dict[str, Any]:
     if not run.starts:
         return {}
     last = run.starts[-1]
@@ -150,5 +150,5 @@ def figure(name: str, value: Any) -> str:
     return text(value, "bytes" if is_bytes else "seconds" if is_seconds else "number")
 
 
-def _finite(run: RunData, name: str) -> list[float]:
+def _select_finite(run: RunData, name: str) -> list[float]:
     return [value for _, _, value in run.series.get(name, []) if abs(value) < float("inf")]

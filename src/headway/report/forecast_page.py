@@ -6,7 +6,8 @@ from typing import Any
 
 from headway.report import looks
 from headway.report.document import document
-from headway.report.tables import swatch
+from headway.report.facts import Fact
+from headway.report.tables import swatch, tiles
 from headway.units import format_bytes
 
 _WIDTH, _HEIGHT = 1200, 360
@@ -22,14 +23,18 @@ def forecast_page(title: str, found: Mapping[str, Any]) -> str:
         title: what was forecast.
         found: the forecast, as `Forecast.as_dict()` gives it.
     """
-    parts = [_head(title, found), _tiles(found), _chart("Memory over two steps", *_timeline(found["timeline"]))]
+    parts = [
+        _render_header(title, found),
+        _render_tiles(found),
+        _render_chart("Memory over two steps", *_draw_timeline(found["timeline"])),
+    ]
     if found["by_batch"]:
-        parts.append(_chart("Memory against the batch", *_by_batch(found)))
-    parts += [_split(found), _notes(found)]
+        parts.append(_render_chart("Memory against the batch", *_draw_by_batch(found)))
+    parts += [_render_split(found), _render_notes(found)]
     return document(f"{title} · Headway forecast", "\n".join(parts))
 
 
-def _head(title: str, found: Mapping[str, Any]) -> str:
+def _render_header(title: str, found: Mapping[str, Any]) -> str:
     pill = ""
     if found["budget"] is not None:
         word, tone = _ANSWERS[found["fits"]]
@@ -38,26 +43,22 @@ def _head(title: str, found: Mapping[str, Any]) -> str:
     return f'<header><h1>{escape(title)}{pill}</h1><p class="about">{escape(about)}</p></header>'
 
 
-def _tiles(found: Mapping[str, Any]) -> str:
-    rows = [
-        ("in use on the device", found["total"], f"{format_bytes(found['least'])} to {format_bytes(found['most'])}"),
-        ("tensors", found["allocated"], f"the most in {found['peak']}"),
-        ("allocator", found["reserved"], "taken from the device by torch"),
+def _render_tiles(found: Mapping[str, Any]) -> str:
+    span = f"{format_bytes(found['least'])} to {format_bytes(found['most'])}"
+    figures = [
+        Fact("in use on the device", format_bytes(found["total"]), span),
+        Fact("tensors", format_bytes(found["allocated"]), f"the most in {found['peak']}"),
+        Fact("allocator", format_bytes(found["reserved"]), "taken from the device by torch"),
     ]
-    tiles = [(name, format_bytes(size), note) for name, size, note in rows]
     if found["budget"] is not None:
-        tiles.append(("budget", format_bytes(found["budget"]), "of the whole process"))
+        figures.append(Fact("budget", format_bytes(found["budget"]), "of the whole process"))
     for name, key in (("largest batch", "largest_batch"), ("longest sequence", "longest_sequence")):
         if found[key] is not None:
-            tiles.append((name, f"{found[key]:,}", "that stays within the budget"))
-    cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
-        for name, value, note in tiles
-    )
-    return f'<dl class="tiles" style="--columns:{len(tiles)}">{cells}</dl>'
+            figures.append(Fact(name, f"{found[key]:,}", "that stays within the budget"))
+    return tiles(figures)
 
 
-def _chart(title: str, keys: str, drawing: str) -> str:
+def _render_chart(title: str, keys: str, drawing: str) -> str:
     return (
         f'<section><h2>{escape(title)}</h2><figure class="card wide"><figcaption>{keys}</figcaption><div class="plot">'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title, quote=True)}">{drawing}</svg>'
@@ -76,7 +77,7 @@ class _Axes:
     def __init__(self, ends: tuple[float, float], most: int) -> None:
         self._low, high = ends
         self._span = (high - self._low) or 1
-        self._step = _step(most)
+        self._step = _choose_grid_step(most)
         self._top = self._step * max(1, -(-most // self._step))
 
     def x(self, value: float) -> float:
@@ -95,7 +96,7 @@ class _Axes:
         return "".join(found)
 
 
-def _step(most: int) -> int:
+def _choose_grid_step(most: int) -> int:
     """Bytes between lines of the grid: a power of two, so that four to eight lines are drawn."""
     step = 1
     while most / step > 8:
@@ -103,7 +104,7 @@ def _step(most: int) -> int:
     return step
 
 
-def _timeline(timeline: Mapping[str, Any]) -> tuple[str, str]:
+def _draw_timeline(timeline: Mapping[str, Any]) -> tuple[str, str]:
     """Areas on top of each other, the steadiest at the foot."""
     places: Sequence[int] = timeline["places"]
     sizes: Mapping[str, Sequence[int]] = timeline["sizes"]
@@ -120,7 +121,7 @@ def _timeline(timeline: Mapping[str, Any]) -> tuple[str, str]:
         title = f"<title>{escape(kind)}</title>"
         areas.append(f'<path class="c{looks.colour(index)}" style="{_AREA}" d="M{upper}L{lower}Z">{title}</path>')
         floor = roof
-    marks = "".join(_phase(phase, axes.x(first)) for phase, first in timeline["phases"] if phase not in _UNSAID)
+    marks = "".join(_draw_phase(phase, axes.x(first)) for phase, first in timeline["phases"] if phase not in _UNSAID)
     keys = "".join(f'<span class="key">{swatch(index)}{escape(kind)}</span>' for index, kind in enumerate(sizes))
     return f'<span class="keys">{keys}</span>', axes.grid() + "".join(areas) + marks
 
@@ -128,14 +129,14 @@ def _timeline(timeline: Mapping[str, Any]) -> tuple[str, str]:
 _UNSAID = ("set-up", "end")
 
 
-def _phase(phase: str, place: float) -> str:
+def _draw_phase(phase: str, place: float) -> str:
     return (
         f'<path class="axis" d="M{place} {_TOP - 12}V{_HEIGHT - _BOTTOM}"/>'
         f'<text class="tick" x="{place + 4}" y="{_TOP - 4}">{escape(phase)}</text>'
     )
 
 
-def _by_batch(found: Mapping[str, Any]) -> tuple[str, str]:
+def _draw_by_batch(found: Mapping[str, Any]) -> tuple[str, str]:
     """What the process takes at most, the budget, and the largest batch that stays within it."""
     points: Sequence[Sequence[int]] = found["by_batch"]
     budget = found["budget"]
@@ -157,7 +158,7 @@ def _by_batch(found: Mapping[str, Any]) -> tuple[str, str]:
     return f'<span class="keys">{keys}</span>', "".join(parts)
 
 
-def _split(found: Mapping[str, Any]) -> str:
+def _render_split(found: Mapping[str, Any]) -> str:
     rows = "".join(
         f"<tr><td>{escape(kind)}</td><td>{format_bytes(size)}</td><td>{size / max(1, found['allocated']):.0%}</td></tr>"
         for kind, size in found["split"].items()
@@ -169,7 +170,7 @@ def _split(found: Mapping[str, Any]) -> str:
     )
 
 
-def _notes(found: Mapping[str, Any]) -> str:
+def _render_notes(found: Mapping[str, Any]) -> str:
     from headway.version import __version__
 
     notes = "".join(f'<p class="note warn">{escape(caveat)}</p>' for caveat in found["caveats"])

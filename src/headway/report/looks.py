@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headway.report.data import Event, RunData
+from headway.report.data import PlacedEvent, RunData
 from headway.report.numbers import text
 
 LINES = ("#0071e7", "#d57a2b", "#0d7057", "#ac45a1", "#6c4c00", "#00a3b8", "#512aae", "#722d2b")
@@ -58,7 +58,7 @@ MAX_ROWS = 400
 
 
 @dataclass(frozen=True)
-class Kind:
+class EventKind:
     """A kind of event.
 
     Attributes:
@@ -75,25 +75,25 @@ class Kind:
 
 
 _KINDS = {
-    "out_of_memory": Kind("out of memory", "M0-4.6L4.6 0L0 4.6L-4.6 0Z", "bad"),
-    "non_finite": Kind(
+    "out_of_memory": EventKind("out of memory", "M0-4.6L4.6 0L0 4.6L-4.6 0Z", "bad"),
+    "non_finite": EventKind(
         "non-finite", "M-4-2.4L-2.4-4L0-1.6L2.4-4L4-2.4L1.6 0L4 2.4L2.4 4L0 1.6L-2.4 4L-4 2.4L-1.6 0Z", "bad"
     ),
-    "preempted": Kind("preempted", "M-3.6-3.6H3.6V3.6H-3.6Z", "warn"),
-    "restart": Kind("restart", "M-4.3-3.2H4.3L0 4.3Z", "warn"),
-    "started_over": Kind("started over", "M-4.3 3.2H4.3L0-4.3Z", "warn"),
-    "skipped_update": Kind("skipped by fp16", "M-4.3 0L0-4.3L4.3 0", "warn", has_line=False),
-    "straggler": Kind("straggler", "M-4.3-3.2H4.3L0 4.3Z", "warn", has_line=False),
-    "resumed": Kind("resumed", "M-4.3 3.2H4.3L0-4.3Z", "good"),
-    "checkpoint": Kind("checkpoint", "M-1-4H1V4H-1Z", has_line=False),
-    "evaluation": Kind("evaluation", "M-3 0H3V1.6H-3Z", has_line=False),
+    "preempted": EventKind("preempted", "M-3.6-3.6H3.6V3.6H-3.6Z", "warn"),
+    "restart": EventKind("restart", "M-4.3-3.2H4.3L0 4.3Z", "warn"),
+    "started_over": EventKind("started over", "M-4.3 3.2H4.3L0-4.3Z", "warn"),
+    "skipped_update": EventKind("skipped by fp16", "M-4.3 0L0-4.3L4.3 0", "warn", has_line=False),
+    "straggler": EventKind("straggler", "M-4.3-3.2H4.3L0 4.3Z", "warn", has_line=False),
+    "resumed": EventKind("resumed", "M-4.3 3.2H4.3L0-4.3Z", "good"),
+    "checkpoint": EventKind("checkpoint", "M-1-4H1V4H-1Z", has_line=False),
+    "evaluation": EventKind("evaluation", "M-3 0H3V1.6H-3Z", has_line=False),
 }
 _OTHER = "M0-3.4A3.4 3.4 0 1 1-.01-3.4Z"
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> EventKind:
     """What is known of a kind; of an unknown one, its own name."""
-    return _KINDS.get(name) or Kind(name.replace("_", " "), _OTHER)
+    return _KINDS.get(name) or EventKind(name.replace("_", " "), _OTHER)
 
 
 def kinds(runs: Sequence[RunData]) -> dict[str, int]:
@@ -103,16 +103,16 @@ def kinds(runs: Sequence[RunData]) -> dict[str, int]:
     return {name: found[name] for name in [*known, *(name for name in found if name not in known)]}
 
 
-def drawn(run: RunData) -> list[Event]:
+def drawn(run: RunData) -> list[PlacedEvent]:
     """The events that get a sign, at most MAX_SIGNS of a kind."""
-    by_kind: dict[str, list[Event]] = {}
+    by_kind: dict[str, list[PlacedEvent]] = {}
     for event in run.events:
         by_kind.setdefault(event.kind, []).append(event)
-    found = [event for events in by_kind.values() for event in _thinned(events)]
+    found = [event for events in by_kind.values() for event in _thin(events)]
     return sorted(found, key=lambda event: event.seconds)
 
 
-def _thinned(events: list[Event]) -> list[Event]:
+def _thin(events: list[PlacedEvent]) -> list[PlacedEvent]:
     if len(events) <= MAX_SIGNS:
         return events
     last = len(events) - 1
@@ -124,12 +124,16 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 def details(values: Mapping[str, Any], most: int = 300) -> str:
     """What came with an event, in one line."""
-    parts = [f"{name.replace('_', ' ')} {_shown(name, value)}" for name, value in values.items() if value not in _EMPTY]
+    parts = [
+        f"{name.replace('_', ' ')} {_format_detail(name, value)}"
+        for name, value in values.items()
+        if value not in _EMPTY
+    ]
     line = ", ".join(parts)
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
-def _shown(name: str, value: Any) -> str:
+def _format_detail(name: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     is_size = name.endswith("bytes")
@@ -137,7 +141,7 @@ def _shown(name: str, value: Any) -> str:
     return text(value, "bytes" if is_size else "seconds" if is_time else "number")
 
 
-def sentence(event: Event) -> str:
+def sentence(event: PlacedEvent) -> str:
     """An event in words, for the sign's own label."""
     where = f"step {text(event.step)}: " if event.has_step else ""
     more = details(event.details, 160)

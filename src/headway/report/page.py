@@ -10,7 +10,7 @@ from typing import Any
 from headway.report import facts, looks
 from headway.report.data import RunData
 from headway.report.document import document
-from headway.report.panels import SMOOTHING, Line, Panel, across, panels, single_values
+from headway.report.panels import SMOOTHING, ChartLine, Panel, across, panels, single_values
 from headway.report.tables import event_table, overview, settings, sign, swatch, values_of
 from headway.report.tables import single_values as single_table
 
@@ -24,18 +24,20 @@ def html_page(runs: Sequence[RunData]) -> str:
     drawn = [panel for panel in panels(runs) if panel.lines]
     ends = across(drawn)
     title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
-    body = [_head(runs), overview(runs), _toolbar(runs)]
+    body = [_render_header(runs), overview(runs), _render_toolbar(runs)]
     single = single_values(runs, drawn)
-    charts = "" if single and not drawn else _charts(drawn, runs)
-    body += [charts, single_table(runs, single), event_table(runs), settings(runs), _foot()]
-    return document(f"{title} · Headway report", "\n".join(part for part in body if part), _data(drawn, runs, ends))
+    charts = "" if single and not drawn else _render_charts(drawn, runs)
+    body += [charts, single_table(runs, single), event_table(runs), settings(runs), _render_footer()]
+    return document(
+        f"{title} · Headway report", "\n".join(part for part in body if part), _encode_data(drawn, runs, ends)
+    )
 
 
-def _head(runs: Sequence[RunData]) -> str:
+def _render_header(runs: Sequence[RunData]) -> str:
     if len(runs) == 1:
         run = runs[0]
         found = facts.state(run)
-        where = _where(run)
+        where = _describe_hardware(run)
         about = [run.project if run.project != run.label else "", facts.moment(run.began), where]
         note = f'<p class="note {found.tone}">{escape(found.note)}</p>' if found.note else ""
         return (
@@ -48,14 +50,14 @@ def _head(runs: Sequence[RunData]) -> str:
     return f'<header><h1>{len(runs)} runs</h1><p class="about">{escape(" · ".join(about))}</p></header>'
 
 
-def _where(run: RunData) -> str:
+def _describe_hardware(run: RunData) -> str:
     if not run.starts:
         return ""
     count = run.starts[-1].world_size
     return f"{count} process{'es' if count != 1 else ''} on {run.starts[-1].device}"
 
 
-def _toolbar(runs: Sequence[RunData]) -> str:
+def _render_toolbar(runs: Sequence[RunData]) -> str:
     """The legend of runs and events, which the script makes into switches, and the controls that need the script."""
     chips, legend = "", ""
     if len(runs) > 1:
@@ -88,32 +90,32 @@ def _toolbar(runs: Sequence[RunData]) -> str:
     )
 
 
-def _charts(drawn: Sequence[Panel], runs: Sequence[RunData]) -> str:
+def _render_charts(drawn: Sequence[Panel], runs: Sequence[RunData]) -> str:
     if not drawn:
         return '<p class="empty">This run has logged no values yet.</p>'
     order = sorted(range(len(drawn)), key=lambda index: _HEADINGS.index(drawn[index].section))
     parts = []
     for section, numbers in groupby(order, key=lambda index: drawn[index].section):
-        cards = "".join(_card(drawn[number], runs, number) for number in numbers)
+        cards = "".join(_render_card(drawn[number], runs, number) for number in numbers)
         parts.append(f'<section><h2>{section}</h2><div class="grid">{cards}</div></section>')
     return "\n".join(parts)
 
 
-def _card(panel: Panel, runs: Sequence[RunData], number: int) -> str:
+def _render_card(panel: Panel, runs: Sequence[RunData], number: int) -> str:
     """A chart's frame, which the script fills; a reader without scripts gets its figures."""
     classes = "card wide" if panel.is_wide else "card"
     names = ", ".join(f"{runs[line.run].label} {line.label}".strip() for line in panel.lines[:6])
     label = escape(f"{panel.title}: {names}", quote=True)
     return (
-        f'<figure class="{classes}" data-panel="{number}"><figcaption><h3>{escape(panel.title)}</h3>{_keys(panel, runs)}'
+        f'<figure class="{classes}" data-panel="{number}"><figcaption><h3>{escape(panel.title)}</h3>{_render_legend(panel, runs)}'
         f'<span class="tools"></span></figcaption><div class="plot" data-label="{label}"></div>'
         f"<noscript>{values_of(panel, runs)}</noscript></figure>"
     )
 
 
-def _keys(panel: Panel, runs: Sequence[RunData]) -> str:
+def _render_legend(panel: Panel, runs: Sequence[RunData]) -> str:
     """The legend of one chart: its lines' labels; for several runs, once for each label, in no run's colour."""
-    labels: dict[str, Line] = {}
+    labels: dict[str, ChartLine] = {}
     for line in panel.lines:
         labels.setdefault(line.label, line)
     if len(labels) < 2:
@@ -129,7 +131,7 @@ def _keys(panel: Panel, runs: Sequence[RunData]) -> str:
     )
 
 
-def _foot() -> str:
+def _render_footer() -> str:
     from headway.version import __version__
 
     made = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
@@ -141,11 +143,11 @@ def _foot() -> str:
     )
 
 
-def _data(drawn: Sequence[Panel], runs: Sequence[RunData], ends: tuple[float, float]) -> str:
+def _encode_data(drawn: Sequence[Panel], runs: Sequence[RunData], ends: tuple[float, float]) -> str:
     """What the script draws from, as JSON that cannot end its element."""
     kinds = {name: looks.kind_of(name) for name in looks.kinds(runs)}
     content = {
-        "runs": [{"label": run.label, "restarts": run.restarts, "events": list(_signs(run))} for run in runs],
+        "runs": [{"label": run.label, "restarts": run.restarts, "events": list(_list_signs(run))} for run in runs],
         "kinds": {name: {"sign": kind.sign, "tone": kind.tone, "line": kind.has_line} for name, kind in kinds.items()},
         "steps": all(run.has_steps for run in runs),
         "ends": ends,
@@ -157,7 +159,7 @@ def _data(drawn: Sequence[Panel], runs: Sequence[RunData], ends: tuple[float, fl
                 "zero": panel.from_zero,
                 "tall": panel.is_tall,
                 "smooth": panel.is_smoothed,
-                "lines": [_line(line) for line in panel.lines],
+                "lines": [_encode_line(line) for line in panel.lines],
             }
             for panel in drawn
         ],
@@ -176,12 +178,12 @@ def _data(drawn: Sequence[Panel], runs: Sequence[RunData], ends: tuple[float, fl
     return written
 
 
-def _signs(run: RunData) -> Iterator[list[Any]]:
+def _list_signs(run: RunData) -> Iterator[list[Any]]:
     for event in looks.drawn(run):
-        yield [event.kind, _brief(event.step), _brief(event.seconds), looks.sentence(event)]
+        yield [event.kind, _round(event.step), _round(event.seconds), looks.sentence(event)]
 
 
-def _line(line: Line) -> dict[str, Any]:
+def _encode_line(line: ChartLine) -> dict[str, Any]:
     series = line.series
     found: dict[str, Any] = {
         "run": line.run,
@@ -189,24 +191,24 @@ def _line(line: Line) -> dict[str, Any]:
         "colour": line.colour,
         "dotted": line.is_dotted,
         "dashed": line.is_dashed,
-        "s": _briefly(series.steps, 12),
-        "t": _briefly(series.times, 7),
-        "v": _briefly(series.means, 6),
+        "s": _round_all(series.steps, 12),
+        "t": _round_all(series.times, 7),
+        "v": _round_all(series.means, 6),
     }
     if series.lows:
-        found |= {"lo": _briefly(series.lows, 4), "hi": _briefly(series.highs, 4)}
+        found |= {"lo": _round_all(series.lows, 4), "hi": _round_all(series.highs, 4)}
     if series.marks:
         found["m"] = [
-            [mark.kind, *map(_brief, mark.steps), *map(_brief, mark.times), mark.count] for mark in series.marks
+            [mark.kind, *map(_round, mark.steps), *map(_round, mark.times), mark.count] for mark in series.marks
         ]
     return found
 
 
-def _briefly(values: Sequence[float | None], digits: int) -> list[float | None]:
-    return [None if value is None else _brief(value, digits) for value in values]
+def _round_all(values: Sequence[float | None], digits: int) -> list[float | None]:
+    return [None if value is None else _round(value, digits) for value in values]
 
 
-def _brief(value: float, digits: int = 12) -> float:
+def _round(value: float, digits: int = 12) -> float:
     """With as many digits as a chart can show, and without a point where it is whole."""
     rounded = float(f"{value:.{digits}g}")
     return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e15 else rounded

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headway.report.data import RunData
-from headway.report.reduce import Reduced, reduce
+from headway.report.downsample import DownsampledSeries, downsample
 
 MAX_BUCKETS = 1200
 """Buckets of one series; fewer where there are many series."""
@@ -17,7 +17,7 @@ SMOOTHING = 0.01
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """One series on a chart.
 
     Attributes:
@@ -36,7 +36,7 @@ class Line:
     colour: int
     is_dotted: bool
     is_dashed: bool
-    series: Reduced
+    series: DownsampledSeries
 
 
 @dataclass
@@ -61,61 +61,43 @@ class Panel:
     is_wide: bool = False
     is_smoothed: bool = False
     is_tall: bool = False
-    lines: list[Line] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Known:
-    """A series that has a place of its own: `names` share the chart, drawn by the labels given."""
-
-    section: str
-    title: str
-    names: dict[str, str]
-    unit: str = "number"
-    from_zero: bool = False
-    is_smoothed: bool = False
-    is_tall: bool = False
+    lines: list[ChartLine] = field(default_factory=list)
 
 
 _KNOWN = (
-    _Known("Training", "Loss", {"loss": "training", "eval_loss": "evaluation"}, is_smoothed=True, is_tall=True),
-    _Known("Training", "Learning rate", {"learning_rate": ""}, from_zero=True),
-    _Known("Training", "Gradient norm", {"grad_norm": ""}, is_smoothed=True, from_zero=True),
-    _Known("Speed", "Samples per second", {"samples_per_second": ""}, "rate", True, is_smoothed=True),
-    _Known("Speed", "Tokens per second", {"tokens_per_second": ""}, "rate", True, is_smoothed=True),
-    _Known("Speed", "Model FLOPs utilisation", {"mfu": ""}, "share", True, is_smoothed=True),
-    _Known("Speed", "Time spent waiting for data", {"data_wait": ""}, "share", True, is_smoothed=True),
+    (
+        Panel("Training", "Loss", is_smoothed=True, is_tall=True, is_wide=True),
+        {"loss": "training", "eval_loss": "evaluation"},
+    ),
+    (Panel("Training", "Learning rate", from_zero=True), {"learning_rate": ""}),
+    (Panel("Training", "Gradient norm", is_smoothed=True, from_zero=True), {"grad_norm": ""}),
+    (Panel("Speed", "Samples per second", "rate", True, is_smoothed=True), {"samples_per_second": ""}),
+    (Panel("Speed", "Tokens per second", "rate", True, is_smoothed=True), {"tokens_per_second": ""}),
+    (Panel("Speed", "Model FLOPs utilisation", "share", True, is_smoothed=True), {"mfu": ""}),
+    (Panel("Speed", "Time spent waiting for data", "share", True, is_smoothed=True), {"data_wait": ""}),
 )
-_MEMORY = {"memory": "in use", "memory_peak": "peak"}
+"""Charts that have a place of their own, with the series on them and their labels."""
+_MEMORY = ("memory", "memory_peak")
 _PHASES = ("forward", "backward", "optimizer", "evaluation")
 
 
-def panels(runs: Sequence[RunData]) -> list[Panel]:
-    """The charts in the order of the page; a series of one value alone gets none, see `single_values`."""
+def panels(runs: Sequence[RunData], most: int = MAX_BUCKETS) -> list[Panel]:
+    """The charts in the order of the page, of at most so many buckets; a series of one value gets none: `single_values`."""
     names = list(dict.fromkeys(name for run in runs for name in run.series))
-    limit = max(MIN_BUCKETS, min(MAX_BUCKETS, ALL_BUCKETS // max(1, sum(len(run.series) for run in runs))))
+    limit = max(MIN_BUCKETS, min(most, ALL_BUCKETS // max(1, sum(len(run.series) for run in runs))))
     drawn = _Drawing(runs, limit)
-    found = [
-        Panel(
-            known.section,
-            known.title,
-            known.unit,
-            known.from_zero,
-            known.is_tall,
-            known.is_smoothed,
-            known.is_tall,
-            lines,
-        )
-        for known in _KNOWN
-        if (lines := drawn.lines(known.names))
-    ]
-    found += _memory(drawn, names)
-    taken = {name for known in _KNOWN for name in known.names} | {"epoch"}
+    found = [replace(panel, lines=lines) for panel, labels in _KNOWN if (lines := drawn.lines(labels))]
+    found += _make_memory_panels(drawn, names)
+    taken = {name for _, labels in _KNOWN for name in labels} | {"epoch"}
     left = [name for name in names if name not in taken and name not in _MEMORY and not name.startswith("memory/")]
     evaluations = [name for name in left if name.startswith("eval_")]
-    found += [Panel("Evaluation", _titled(name[len("eval_") :]), lines=drawn.lines({name: ""})) for name in evaluations]
+    found += [
+        Panel("Evaluation", _make_title(name[len("eval_") :]), lines=drawn.lines({name: ""})) for name in evaluations
+    ]
     others = [name for name in left if not name.startswith("eval_")]
-    found += [Panel("More", name, _unit(name), lines=drawn.lines({name: ""}), is_smoothed=True) for name in others]
+    found += [
+        Panel("More", name, _guess_unit(name), lines=drawn.lines({name: ""}), is_smoothed=True) for name in others
+    ]
     found = [panel for panel in found if any(line.series.count > 1 for line in panel.lines)]
     for section in {panel.section for panel in found}:
         narrow = [panel for panel in found if panel.section == section and not panel.is_wide]
@@ -139,16 +121,12 @@ def single_values(runs: Sequence[RunData], drawn: Sequence[Panel]) -> dict[str, 
     }
 
 
-def _memory(drawn: "_Drawing", names: Sequence[str]) -> Iterator[Panel]:
+def _make_memory_panels(drawn: "_Drawing", names: Sequence[str]) -> Iterator[Panel]:
     """By phase on one chart for one run; one chart a phase where each run has its colour."""
     phases = [name.partition("/")[2] for name in names if name.startswith("memory/")]
     ordered = sorted(phases, key=lambda phase: (_PHASES.index(phase) if phase in _PHASES else len(_PHASES), phase))
     # The peak comes last, so that it is drawn over the phase that it was reached in.
-    known = {
-        "memory": _MEMORY["memory"],
-        **{f"memory/{phase}": phase for phase in ordered},
-        "memory_peak": _MEMORY["memory_peak"],
-    }
+    known = {"memory": "in use", **{f"memory/{phase}": phase for phase in ordered}, "memory_peak": "peak"}
     there = set(names)
     present = {name: label for name, label in known.items() if name in there}
     if len(drawn.runs) == 1:
@@ -170,24 +148,24 @@ class _Drawing:
         self.runs = runs
         self._limit = limit
 
-    def lines(self, names: dict[str, str]) -> list[Line]:
+    def lines(self, names: dict[str, str]) -> list[ChartLine]:
         found = []
         for index, run in enumerate(self.runs):
             for place, (name, label) in enumerate((name, label) for name, label in names.items() if name in run.series):
-                series = reduce(run.series[name], self._limit)
+                series = downsample(run.series[name], self._limit)
                 colour = index if len(self.runs) > 1 else place
                 is_dotted = name.startswith("eval_") or series.count == 1
                 is_dotted = is_dotted and len(series.means) <= 120
                 is_dashed = name == "memory_peak" and len(self.runs) == 1
-                found.append(Line(index, name, label, colour, is_dotted, is_dashed, series))
+                found.append(ChartLine(index, name, label, colour, is_dotted, is_dashed, series))
         return found
 
 
-def _titled(name: str) -> str:
+def _make_title(name: str) -> str:
     return name.replace("_", " ").capitalize()
 
 
-def _unit(name: str) -> str:
+def _guess_unit(name: str) -> str:
     if name.endswith("_per_second"):
         return "rate"
     return "bytes" if name.endswith("_bytes") else "number"
@@ -212,7 +190,7 @@ def domain(panel: Panel) -> tuple[float, float]:
     # The edge is the furthest value that is kept, not the limit itself.
     high = max(value for value in tops if value <= highest)
     low = min(value for value in lows if value >= lowest)
-    return _widened(low, high, panel.from_zero)
+    return _widen(low, high, panel.from_zero)
 
 
 def calm(lows: Sequence[float | None], highs: Sequence[float | None]) -> tuple[float, float]:
@@ -229,7 +207,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[round(share * (len(ordered) - 1))]
 
 
-def _widened(low: float, high: float, from_zero: bool) -> tuple[float, float]:
+def _widen(low: float, high: float, from_zero: bool) -> tuple[float, float]:
     """A little room above and below; never so narrow or wide that floats cannot divide it."""
     low, high = max(low, -1e300), min(high, 1e300)
     if from_zero and low >= 0:

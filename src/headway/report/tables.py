@@ -1,13 +1,13 @@
 """The tables of the page: figures at a glance, events, differences of settings, and each run's own lists."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from headway.report import facts, looks
-from headway.report.data import Event, RunData
+from headway.report.data import PlacedEvent, RunData
+from headway.report.downsample import DownsampledSeries
 from headway.report.numbers import duration, text
 from headway.report.panels import Panel
-from headway.report.reduce import Reduced
 
 _MANY_SETTINGS = 24
 """Longer lists are closed at first."""
@@ -16,29 +16,39 @@ _MANY_SETTINGS = 24
 def overview(runs: Sequence[RunData]) -> str:
     """Tiles for one run, a table for several."""
     if len(runs) == 1:
-        tiles = "".join(
-            f"<div><dt>{escape(fact.name)}</dt><dd>{escape(fact.value)}<small>{escape(fact.note)}</small></dd></div>"
-            for fact in facts.headline(runs[0])
-        )
-        count = tiles.count("<dt>")
-        columns = -(-count // -(-count // 6)) if count else 1
-        return f'<dl class="tiles" style="--columns:{columns}">{tiles}</dl>'
+        return tiles(facts.headline(runs[0]))
     found = [{fact.name: fact for fact in facts.headline(run)} for run in runs]
     names = list(dict.fromkeys(name for table in found for name in table))
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
     rows = []
     for index, (run, table) in enumerate(zip(runs, found, strict=True)):
         state = facts.state(run)
-        cells = "".join(_cell(table.get(name)) for name in names)
         pill = f'<span class="pill {state.tone}" title="{escape(state.note)}">{state.word}</span>'
-        rows.append(f"<tr><th>{swatch(index)}{escape(run.label)}</th><td>{pill}</td>{cells}</tr>")
-    return (
-        f'<div class="card scroll figures"><table><thead><tr><th>Run</th><th>State</th>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        cells = "".join(_render_cell(table.get(name)) for name in names)
+        rows.append(f"<th>{swatch(index)}{escape(run.label)}</th><td>{pill}</td>{cells}")
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("Run", "State", *names))
+    return f'<div class="card scroll figures">{_render_table(head, rows)}</div>'
+
+
+def tiles(figures: Sequence[facts.Fact]) -> str:
+    """Figures in rows of six at most."""
+    cells = "".join(
+        f"<div><dt>{escape(fact.name)}</dt><dd>{escape(fact.value)}<small>{escape(fact.note)}</small></dd></div>"
+        for fact in figures
     )
+    num_rows = -(-len(figures) // 6) or 1
+    return f'<dl class="tiles" style="--columns:{-(-len(figures) // num_rows) or 1}">{cells}</dl>'
 
 
-def _cell(fact: facts.Fact | None) -> str:
+def _render_table(head: str, rows: Iterable[str]) -> str:
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _render_run_columns(runs: Sequence[RunData]) -> str:
+    return "".join(f"<th>{swatch(index)}{escape(run.label)}</th>" for index, run in enumerate(runs))
+
+
+def _render_cell(fact: facts.Fact | None) -> str:
     if fact is None:
         return '<td class="none">-</td>'
     note = f"<small>{escape(fact.note)}</small>" if fact.note else ""
@@ -49,24 +59,16 @@ def single_values(runs: Sequence[RunData], values: Mapping[str, Sequence[tuple[f
     """What was logged once, as figures: a row for each name, a column for each run."""
     if not values:
         return ""
-    head = (
-        "".join(f"<th>{swatch(index)}{escape(run.label)}</th>" for index, run in enumerate(runs))
-        if len(runs) > 1
-        else "<th>Value</th>"
-    )
     rows = []
     for name, found in values.items():
         cells = ""
         for run, each in zip(runs, found, strict=True):
-            if each is None:
-                cells += '<td class="none">-</td>'
-            else:
-                step = f"<small>step {text(each[0])}</small>" if run.has_steps else ""
-                cells += f"<td>{escape(facts.figure(name, each[1]))}{step}</td>"
-        rows.append(f"<tr><th>{escape(name)}</th>{cells}</tr>")
+            note = f"step {text(each[0])}" if each is not None and run.has_steps else ""
+            cells += _render_cell(None if each is None else facts.Fact(name, facts.figure(name, each[1]), note))
+        rows.append(f"<th>{escape(name)}</th>{cells}")
+    head = f"<th>Name</th>{_render_run_columns(runs) if len(runs) > 1 else '<th>Value</th>'}"
     return (
-        '<section><h2>Single values</h2><div class="card scroll figures"><table>'
-        f"<thead><tr><th>Name</th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
+        f'<section><h2>Single values</h2><div class="card scroll figures">{_render_table(head, rows)}</div></section>'
     )
 
 
@@ -75,17 +77,17 @@ def values_of(panel: Panel, runs: Sequence[RunData]) -> str:
     rows = []
     for line in panel.lines:
         name = " · ".join(part for part in (runs[line.run].label if len(runs) > 1 else "", line.label) if part)
-        cells = "".join(f"<td>{text(value, panel.unit)}</td>" for value in _first_low_high_last(line.series))
+        cells = "".join(f"<td>{text(value, panel.unit)}</td>" for value in _summarize(line.series))
         not_finite = sum(mark.count for mark in line.series.marks)
         rows.append(
-            f"<tr><th>{swatch(line.run) if len(runs) > 1 else ''}{escape(name or panel.title)}</th>{cells}"
-            f"<td>{line.series.count:,}</td><td>{not_finite or '-'}</td></tr>"
+            f"<th>{swatch(line.run) if len(runs) > 1 else ''}{escape(name or panel.title)}</th>{cells}"
+            f"<td>{line.series.count:,}</td><td>{not_finite or '-'}</td>"
         )
-    head = "".join(f"<th>{name}</th>" for name in ("First", "Lowest", "Highest", "Last", "Values", "Not finite"))
-    return f'<div class="scroll"><table><thead><tr><th>Line</th>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    columns = ("Line", "First", "Lowest", "Highest", "Last", "Values", "Not finite")
+    return f'<div class="scroll">{_render_table("".join(f"<th>{name}</th>" for name in columns), rows)}</div>'
 
 
-def _first_low_high_last(series: Reduced) -> tuple[float | None, ...]:
+def _summarize(series: DownsampledSeries) -> tuple[float | None, ...]:
     known = [value for value in series.means if value is not None]
     low, high = series.bounds() or (None, None)
     return (known[0], low, high, known[-1]) if known else (None, None, None, None)
@@ -96,16 +98,16 @@ def event_table(runs: Sequence[RunData]) -> str:
     rows = [(index, event) for index, run in enumerate(runs) for event in run.events]
     if not rows:
         return ""
-    shown = rows if len(rows) <= looks.MAX_ROWS else _most_telling(rows)
+    shown = rows if len(rows) <= looks.MAX_ROWS else _select_rows(rows)
     lines = []
     for index, event in shown:
         kind = looks.kind_of(event.kind)
         name = f"<td>{swatch(index)}{escape(runs[index].label)}</td>" if len(runs) > 1 else ""
         step = text(event.step) if event.has_step else "-"
         lines.append(
-            f'<tr>{name}<td class="number">{step}</td><td class="number">{duration(event.seconds)}</td>'
+            f'{name}<td class="number">{step}</td><td class="number">{duration(event.seconds)}</td>'
             f'<td><span class="event {kind.tone}">{sign(kind)}{escape(kind.words)}</span></td>'
-            f'<td class="details">{escape(looks.details(event.details))}</td></tr>'
+            f'<td class="details">{escape(looks.details(event.details))}</td>'
         )
     head = "<th>Run</th>" if len(runs) > 1 else ""
     head += '<th class="number">Step</th><th class="number">After</th><th>Event</th><th>Details</th>'
@@ -114,11 +116,11 @@ def event_table(runs: Sequence[RunData]) -> str:
     count = f"{len(rows):,} event{'s' if len(rows) > 1 else ''}"
     return (
         f'<section><h2>Events</h2><details class="card scroll"{is_open}><summary>{count}</summary>'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>{left}</details></section>"
+        f"{_render_table(head, lines)}{left}</details></section>"
     )
 
 
-def _most_telling(rows: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
+def _select_rows(rows: list[tuple[int, PlacedEvent]]) -> list[tuple[int, PlacedEvent]]:
     """Trouble first, then what is usual, in the order of the runs."""
     ranks = {"bad": 0, "warn": 1, "good": 2, "calm": 3}
     chosen = sorted(range(len(rows)), key=lambda number: ranks[looks.kind_of(rows[number][1].kind).tone])
@@ -129,15 +131,12 @@ def settings(runs: Sequence[RunData]) -> str:
     """In what several runs differ; then each run's configuration, summary and environment."""
     parts = []
     if len(runs) > 1:
-        rows = facts.differences(runs)
-        head = "".join(f"<th>{swatch(index)}{escape(run.label)}</th>" for index, run in enumerate(runs))
-        body = "".join(
-            f"<tr><th>{escape(name)}</th>"
-            + "".join('<td class="none">-</td>' if value is None else f"<td>{escape(value)}</td>" for value in values)
-            + "</tr>"
-            for name, values in rows
-        )
-        table = f"<table><thead><tr><th>Setting</th>{head}</tr></thead><tbody>{body}</tbody></table>"
+        rows = [
+            f"<th>{escape(name)}</th>"
+            + "".join(_render_cell(None if value is None else facts.Fact(name, value)) for value in values)
+            for name, values in facts.differences(runs)
+        ]
+        table = _render_table(f"<th>Setting</th>{_render_run_columns(runs)}", rows)
         shown = (
             f'<div class="card scroll">{table}</div>'
             if rows
@@ -147,16 +146,20 @@ def settings(runs: Sequence[RunData]) -> str:
     for index, run in enumerate(runs):
         name = f"{swatch(index)}{escape(run.label)}" if len(runs) > 1 else "Run"
         lists = [
-            _list("Configuration", [(key, facts.written(value)) for key, value in run.config.items()], len(runs) == 1),
-            _list("Summary", [(key, facts.figure(key, value)) for key, value in run.summary.items()], len(runs) == 1),
-            _list("Environment", [(fact.name, fact.value) for fact in facts.environment(run)], len(runs) == 1),
-            _list("Texts", list(run.texts.items()), False),
+            _render_list(
+                "Configuration", [(key, facts.written(value)) for key, value in run.config.items()], len(runs) == 1
+            ),
+            _render_list(
+                "Summary", [(key, facts.figure(key, value)) for key, value in run.summary.items()], len(runs) == 1
+            ),
+            _render_list("Environment", [(fact.name, fact.value) for fact in facts.environment(run)], len(runs) == 1),
+            _render_list("Texts", list(run.texts.items()), False),
         ]
         parts.append(f'<section><h2>{name}</h2><div class="grid lists">{"".join(lists)}</div></section>')
     return "\n".join(parts)
 
 
-def _list(title: str, rows: Sequence[tuple[str, str]], is_open: bool) -> str:
+def _render_list(title: str, rows: Sequence[tuple[str, str]], is_open: bool) -> str:
     if not rows:
         return ""
     inner = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in rows)
@@ -164,7 +167,7 @@ def _list(title: str, rows: Sequence[tuple[str, str]], is_open: bool) -> str:
     return f'<details class="card"{opened}><summary>{title} <b>{len(rows)}</b></summary><dl class="rows">{inner}</dl></details>'
 
 
-def sign(kind: looks.Kind) -> str:
+def sign(kind: looks.EventKind) -> str:
     """A kind's sign, in its colour."""
     return f'<svg viewBox="-6 -6 12 12" aria-hidden="true"><path class="sign" d="{kind.sign}"/></svg>'
 

@@ -26,7 +26,7 @@ from headway.runtime import events, process
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.readback import Readback
 from headway.throughput.peak import Peak, peak_of
-from headway.throughput.stragglers import Pace, Paces
+from headway.throughput.stragglers import RankPace, RankPaces
 from headway.training.step import Step
 from headway.training.windows import Clock
 
@@ -102,24 +102,24 @@ class Throughput:
         self._is_spoilt = False
         self._counter: Any = None
         self._event: Any = None
-        self._paces = Paces(runtime, clock.num_updates)
-        events.asked.append(self._fetch)
-        events.came.append(self._fetched)
-        events.left.append(self._left)
-        step.moments.before_backward.append(self._begin_backward)
+        self._paces = RankPaces(runtime, clock.num_updates)
+        events.asked.append(self._on_fetch)
+        events.came.append(self._on_batch)
+        events.left.append(self._on_pass_end)
+        step.moments.before_backward.append(self._on_backward)
 
     # ---------------------------------------------------------------- moments
 
-    def _fetch(self, loader: PreparedLoader) -> None:
+    def _on_fetch(self, loader: PreparedLoader) -> None:
         """A batch is asked for: the lap before ends."""
         now = self._now()
-        self._close(now)
+        self._end_lap(now)
         self._reader, self._asked, self._is_there = loader, now, False
         if self._paces.is_due(self._clock.num_updates, self.every):
             self._paces.tell(self._clock.num_updates, self.seconds, self._waited, self.factor)
             self._asked = self._now()
 
-    def _fetched(self, loader: PreparedLoader) -> None:
+    def _on_batch(self, loader: PreparedLoader) -> None:
         """It has come."""
         self._came, self._is_there = self._now(), True
         if self._is_armed:
@@ -129,20 +129,20 @@ class Throughput:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
         if self._runtime.device.type != "cpu":
-            self._event = self._timed_event()
+            self._event = self._record_event()
 
-    def _left(self) -> None:
+    def _on_pass_end(self) -> None:
         """A pass is over, or was broken off."""
-        self._close(self._now())
+        self._end_lap(self._now())
         self._is_there = False
 
-    def _begin_backward(self) -> None:
+    def _on_backward(self) -> None:
         """The first backward of a batch makes its lap count."""
         if self._is_open and self._is_there:
             return
         now, active = self._now(), self._active
         if self._is_open:
-            self._close(now)
+            self._end_lap(now)
         self._is_open = True
         if not self._is_there or not active or active[-1] is not self._reader:
             self._began = now  # a batch of the caller's own: from here to the next backward
@@ -151,16 +151,16 @@ class Throughput:
         self._waited += self._came - self._asked
         self._samples += self._reader.num_consumed - self._reader.num_consumed_before
         if not self._paces.is_full:
-            self._paces.add(now - self._came if self._event is None else (self._event, self._timed_event()))
+            self._paces.add(now - self._came if self._event is None else (self._event, self._record_event()))
 
-    def _close(self, now: float) -> None:
+    def _end_lap(self, now: float) -> None:
         if self._counter is not None:
             self._finish_counting()
         if self._is_open:
             self._seconds += now - self._began
             self._is_open = False
 
-    def _timed_event(self) -> Any:
+    def _record_event(self) -> Any:
         event = torch.Event(device=self._runtime.device, enable_timing=True)
         event.record()
         return event
@@ -169,7 +169,7 @@ class Throughput:
     def paused(self) -> Iterator[None]:
         """Leave the block's time out: such as a save, or an evaluation without a prepared loader."""
         was_open, begun = self._is_open, self._now()
-        self._close(begun)
+        self._end_lap(begun)
         try:
             yield
         finally:
@@ -193,14 +193,14 @@ class Throughput:
         model's FLOPs over their peak. Empty where no lap was done.
         """
         reading = self._read()
-        found = self._figures(self._last, reading)
+        found = self._compute_figures(self._last, reading)
         if found:
             self._last = reading
         return found
 
     def total(self) -> dict[str, float]:
         """The same since the measuring began."""
-        return self._figures(_Reading(), self._read())
+        return self._compute_figures(_Reading(), self._read())
 
     @property
     def seconds(self) -> float:
@@ -226,7 +226,7 @@ class Throughput:
             self._asked_for = now, Readback(self._tokens)
         return (self._late, True) if self._late.seconds else (now, False)
 
-    def _figures(self, before: _Reading, after: _Reading) -> dict[str, float]:
+    def _compute_figures(self, before: _Reading, after: _Reading) -> dict[str, float]:
         seconds = after.seconds - before.seconds
         if seconds <= 0:
             return {}
@@ -237,9 +237,9 @@ class Throughput:
         if tokens:
             found["tokens_per_second"] = tokens * self._step.strategy.data_shard.count / seconds
         if self.flops_per_token is not None and tokens:
-            found["mfu"] = self.flops_per_token * found["tokens_per_second"] / self._ceiling()
+            found["mfu"] = self.flops_per_token * found["tokens_per_second"] / self._sum_peaks()
         elif self.flops_per_sample is not None and samples:
-            found["mfu"] = self.flops_per_sample * found["samples_per_second"] / self._ceiling()
+            found["mfu"] = self.flops_per_sample * found["samples_per_second"] / self._sum_peaks()
         found["data_wait"] = (after.waited - before.waited) / seconds
         return found
 
@@ -247,16 +247,16 @@ class Throughput:
         """Let every bar of `headway.track` tell the figures of the last seconds, in this process."""
         if self.fact not in events.facts():
             events.facts().append(self.fact)
-            process.at_end(self._leave_bars)
+            process.at_end(self._remove_from_bars)
 
-    def _leave_bars(self) -> None:
+    def _remove_from_bars(self) -> None:
         if self.fact in events.facts():
             events.facts().remove(self.fact)
 
     def fact(self) -> str:
         """One line: samples and tokens a second, the share of waiting for data, of the last five seconds or more."""
         reading, is_whole = self._read_late()
-        found = self._figures(self._shown, reading)
+        found = self._compute_figures(self._shown, reading)
         if is_whole and reading.seconds - self._shown.seconds > 5:
             self._shown = reading
         parts = [
@@ -299,7 +299,7 @@ class Throughput:
     def peak(self) -> Peak:
         """What one device computes at most, in the precision of the run; settable (FLOP/s) where the table is wrong."""
         if self._peak is None:
-            self._peak = peak_of(self._runtime.device, self._dtype())
+            self._peak = peak_of(self._runtime.device, self._find_dtype())
             log.info(
                 "peak of %s: %.4g FLOP/s (%s)", self._runtime.device, self._peak.flops_per_second, self._peak.source
             )
@@ -312,19 +312,19 @@ class Throughput:
             raise ConfigError(f"peak={given.flops_per_second!r} must be a number of FLOP/s above 0")
         self._peak = given
 
-    def _dtype(self) -> torch.dtype:
+    def _find_dtype(self) -> torch.dtype:
         found = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._step.precision.name)
         if found is not None:
             return found
         parameters = self._step.prepared.all_parameters()
         return next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
 
-    def _ceiling(self) -> float:
+    def _sum_peaks(self) -> float:
         return self.peak.flops_per_second * self._runtime.world_size
 
     # ---------------------------------------------------------------- paces
 
-    def paces(self) -> list[Pace]:
+    def paces(self) -> list[RankPace]:
         """What each rank told last, every `every` updates, over the control plane; no rank waits for another here."""
         return self._paces.latest()
 

@@ -22,7 +22,7 @@ _WAITS_MORE = 0.1
 
 
 @dataclass(frozen=True)
-class Pace:
+class RankPace:
     """How fast a rank is by itself, apart from waiting for the others.
 
     Attributes:
@@ -38,7 +38,7 @@ class Pace:
     data_wait: float
 
 
-class Paces:
+class RankPaces:
     """What the ranks tell each other of their paces, over the control plane; no rank waits for another here.
 
     Args:
@@ -49,8 +49,8 @@ class Paces:
     def __init__(self, runtime: ProcessRuntime, num_updates: int) -> None:
         self._runtime = runtime
         self._forwards: list[Any] = []
-        self._told = num_updates
-        self._told_seconds = self._told_waited = 0.0
+        self._reported_at = num_updates
+        self._reported_seconds = self._reported_wait = 0.0
         self._suspects: set[int] = set()
         self._accused: set[int] = set()
         self._is_broken = False
@@ -67,7 +67,7 @@ class Paces:
 
     def is_due(self, num_updates: int, every: int) -> bool:
         """Is it time for a word, with one every so many updates?"""
-        return not (self._is_broken or 0 <= num_updates - self._told < every)  # a resume may go back
+        return not (self._is_broken or 0 <= num_updates - self._reported_at < every)  # a resume may go back
 
     def tell(self, num_updates: int, seconds: float, waited: float, factor: float) -> None:
         """Tell this rank's pace; the main process looks at all, and names who was slow twice in a row.
@@ -78,15 +78,15 @@ class Paces:
             waited: of these, for data.
             factor: as for `stragglers`.
         """
-        seconds_since = seconds - self._told_seconds
-        forwards = [f for f in map(_seconds_of, self._forwards) if f is not None]
-        self._told, self._forwards = num_updates, []
+        seconds_since = seconds - self._reported_seconds
+        forwards = [f for f in map(_read_seconds, self._forwards) if f is not None]
+        self._reported_at, self._forwards = num_updates, []
         if self._runtime.world_size == 1 or not forwards or seconds_since <= 0:
             return
-        wait = (waited - self._told_waited) / seconds_since
-        self._told_seconds, self._told_waited = seconds, waited
+        wait = (waited - self._reported_wait) / seconds_since
+        self._reported_seconds, self._reported_wait = seconds, waited
         try:
-            word = _PACE.pack(self._told, _median(forwards), wait)
+            word = _PACE.pack(self._reported_at, _median(forwards), wait)
             control.current().set(f"pace/{self._runtime.rank}", word)
             slow = self.stragglers(factor) if self._runtime.is_main_process else {}
         except (DistError, ControlPlaneError, LaunchError) as error:
@@ -95,19 +95,19 @@ class Paces:
             self._is_broken = True
             return
         for rank in sorted((self._suspects & set(slow)) - self._accused):
-            log.warning("%s (update %d)", slow[rank], self._told)
-            notify("straggler", update=self._told, rank=rank, reason=slow[rank])
+            log.warning("%s (update %d)", slow[rank], self._reported_at)
+            notify("straggler", update=self._reported_at, rank=rank, reason=slow[rank])
             self._accused.add(rank)
         self._suspects = set(slow)
 
-    def latest(self) -> list[Pace]:
+    def latest(self) -> list[RankPace]:
         """What each rank told last."""
         found = []
         plane = control.current()
         for rank in range(self._runtime.world_size):
             if plane.has(f"pace/{rank}"):
                 number, forward, wait = _PACE.unpack(plane.get(f"pace/{rank}", timedelta(seconds=10)))
-                found.append(Pace(rank, number, forward, wait))
+                found.append(RankPace(rank, number, forward, wait))
         return found
 
     def stragglers(self, factor: float) -> dict[int, str]:
@@ -115,7 +115,7 @@ class Paces:
         return find_stragglers(self.latest(), factor)
 
 
-def _seconds_of(forward: Any) -> float | None:
+def _read_seconds(forward: Any) -> float | None:
     """A forward's time; between two events of a device that has not come there yet, None."""
     if isinstance(forward, float):
         return forward
@@ -129,7 +129,7 @@ def _median(values: Iterable[float]) -> float:
     return ordered[(len(ordered) - 1) // 2]
 
 
-def find_stragglers(paces: list[Pace], factor: float) -> dict[int, str]:
+def find_stragglers(paces: list[RankPace], factor: float) -> dict[int, str]:
     """Ranks whose forward takes `factor` times the median, or who wait for data much longer than the median.
 
     Args:

@@ -25,8 +25,8 @@ from headway.errors import StateError, TrackingError
 from headway.log import get_logger
 from headway.runtime.seed import untouched_streams
 from headway.tracking.base import TrackedRun, Tracker
-from headway.tracking.pictures import Picture, file_name, write_png
-from headway.tracking.runlog import Run, RunLog, Value, read_run
+from headway.tracking.pictures import Picture, file_name, numbered, write_png
+from headway.tracking.runlog import LoggedRun, RunLog, Value, read_run
 from headway.tracking.select import Choice
 
 log = get_logger(__name__)
@@ -36,7 +36,7 @@ SLOW_CALL = 1.0
 SLOW_FINISH = 15.0
 
 
-class Guarded:
+class GuardedTracker:
     """A tracker whose failures stay here.
 
     Args:
@@ -56,7 +56,7 @@ class Guarded:
         """Make the tracker, or take the user's; where that fails it is dropped at once."""
 
         def make() -> None:
-            self.tracker = choice if isinstance(choice, Tracker) else choice[1](**init_kwargs)
+            self.tracker = choice if isinstance(choice, Tracker) else choice.make(**init_kwargs)
 
         self._try("__init__", make, is_fatal=True)
 
@@ -77,11 +77,11 @@ class Guarded:
             with untouched_streams() if is_rare else nullcontext():
                 act()
         except Exception as error:
-            self._fail(method, error, is_fatal)
+            self._count_failure(method, error, is_fatal)
         else:
             self._num_failures = 0
 
-    def _fail(self, method: str, error: Exception, is_fatal: bool) -> None:
+    def _count_failure(self, method: str, error: Exception, is_fatal: bool) -> None:
         text = f"{type(error).__name__}: {error}"
         self._num_failures += 1
         self.is_dropped = is_fatal or self._num_failures >= NUM_FAILURES
@@ -102,7 +102,7 @@ class Guarded:
                 report(what, None, {"tracker": self.name, "call": method, "error": text[:1000]})
 
 
-class Feed:
+class RunFeed:
     """Everything of one run that is kept on this rank.
 
     Args:
@@ -125,8 +125,8 @@ class Feed:
         self._position = position
         self._is_log_warned = False
         self.runlog: RunLog | None = None
-        self.before: Run | None = None
-        self.guarded: list[Guarded] = []
+        self.before: LoggedRun | None = None
+        self.guarded: list[GuardedTracker] = []
         self._identities: dict[str, dict[str, Any]] = {}
         self._config: dict[str, Any] = {}
         self._is_continuing = False
@@ -134,9 +134,9 @@ class Feed:
         self._num_at_start = 0
         self.begun = time.time()
         if folder is not None and is_main:
-            self._open(folder)
+            self._open_log(folder)
 
-    def _open(self, folder: Path) -> None:
+    def _open_log(self, folder: Path) -> None:
         try:
             self.runlog = RunLog(folder)
         except OSError as error:
@@ -180,37 +180,36 @@ class Feed:
                 self.event("restart", None, {"restart_count": restarts})
         self._is_continuing = is_continuing and bool(self._identities)
         for choice in self._choices:
-            name = choice.name if isinstance(choice, Tracker) else choice[0]
-            guarded = Guarded(name, self.event)
-            guarded.build(choice, init_kwargs.get(name, {}))
+            guarded = GuardedTracker(choice.name, self.event)
+            guarded.build(choice, init_kwargs.get(choice.name, {}))
             self.guarded.append(guarded)
-            self._begin(guarded, self._is_continuing)
+            self._begin_tracker(guarded, self._is_continuing)
 
-    def _begin(self, guarded: Guarded, is_continuing: bool) -> None:
+    def _begin_tracker(self, guarded: GuardedTracker, is_continuing: bool) -> None:
         identity = self._identities.get(guarded.name) if is_continuing else None
         guarded.call("begin", TrackedRun(self.project, self.folder, identity), is_fatal=True)
         guarded.call("store_init_configuration", self._config)
         if guarded.tracker is not None and not guarded.is_dropped and guarded.tracker.identity != identity:
             self.event("tracker", None, {"tracker": guarded.name, "identity": guarded.tracker.identity})
 
-    def _begin_again(self, is_continuing: bool) -> None:
+    def _restart_trackers(self, is_continuing: bool) -> None:
         """The guess was wrong: those to whom it matters begin once more."""
         self._is_continuing = is_continuing
         for guarded in self.guarded:
             if guarded.name in self._identities:
                 guarded.call("finish")
-                self._begin(guarded, is_continuing)
+                self._begin_tracker(guarded, is_continuing)
 
     def resumed(self, step: int, details: Mapping[str, Any]) -> None:
         """A checkpoint was taken up: what was logged for later steps is superseded."""
         self.event("resumed", step, details)
         if not self._is_settled and not self._is_continuing:
-            self._begin_again(True)
+            self._restart_trackers(True)
         self._is_settled = True
-        self._each("rewind", step)
-        self._feed_again(step)
+        self._call_trackers("rewind", step)
+        self._replay_values(step)
 
-    def _feed_again(self, step: int) -> None:
+    def _replay_values(self, step: int) -> None:
         """Give trackers that hold values back what may have died with the process before this one, up to `step`."""
         before = self.before
         if before is None or before.is_ended or not self._is_continuing:
@@ -226,7 +225,7 @@ class Feed:
                 if moment > since:
                     guarded.call("log", values, step=at)
 
-    def _settle(self, step: int | None) -> None:
+    def _decide_which_run(self, step: int | None) -> None:
         """The first value comes, and no checkpoint was taken up."""
         if self._is_settled:
             return
@@ -244,48 +243,47 @@ class Feed:
         else:
             last = -1
             if self._is_continuing:
-                self._begin_again(False)
+                self._restart_trackers(False)
         self.event("started_over" if last < 0 else "resumed", last, {})
-        self._each("rewind", last)
+        self._call_trackers("rewind", last)
         if last >= 0:
-            self._feed_again(last)
+            self._replay_values(last)
 
     # ---------------------------------------------------------------- what is logged
 
     def log(self, values: dict[str, Value], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         """Values of one step, to the log and to every tracker."""
-        self._settle(step)
+        self._decide_which_run(step)
         self._write("values", step, values)
-        self._each("log", values, step=step, by_name=log_kwargs)
+        self._call_trackers("log", values, step=step, by_name=log_kwargs)
 
     def log_images(
         self, images: Mapping[str, Sequence[Picture]], step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """Images of one step; their files stand in the run's folder."""
-        self._settle(step)
+        self._decide_which_run(step)
         if self.runlog is not None:
-            for name, several in images.items():
-                for index, image in enumerate(several):
-                    path = self.runlog.folder / "images" / file_name(name, step, index, several)
-                    if self._keep(partial(write_png, path, image)):
-                        self._write("image", name if len(several) == 1 else f"{name}/{index}", step, path)
-        self._each("log_images", images, step=step, by_name=log_kwargs)
+            for name, part, image in numbered(images):
+                path = self.runlog.folder / "images" / file_name(name, part, step)
+                if self._try_to_write(partial(write_png, path, image)):
+                    self._write("image", name + part, step, path)
+        self._call_trackers("log_images", images, step=step, by_name=log_kwargs)
 
     def log_artifact(
         self, path: Path, name: str, step: int | None, log_kwargs: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """A file or folder that belongs to the run; it stays where it is."""
-        self._settle(step)
+        self._decide_which_run(step)
         self._write("artifact", name, step, path)
-        self._each("log_artifact", path, name, step=step, by_name=log_kwargs)
+        self._call_trackers("log_artifact", path, name, step=step, by_name=log_kwargs)
 
     def event(self, name: str, step: int | None, details: Mapping[str, Any]) -> None:
         """Something happened; the log alone has it."""
         self._write("event", name, self._position() if step is None else step, **details)
         if name in ("checkpoint", "preempted"):  # what comes before it must not be lost with the process
-            self._each("flush")
+            self._call_trackers("flush")
 
-    def _each(
+    def _call_trackers(
         self, method: str, *args: Any, by_name: Mapping[str, Mapping[str, Any]] | None = None, **kwargs: Any
     ) -> None:
         for guarded in self.guarded:
@@ -293,9 +291,9 @@ class Feed:
 
     def _write(self, line: str, *args: Any, **kwargs: Any) -> None:
         if self.runlog is not None:
-            self._keep(partial(getattr(self.runlog, line), *args, **kwargs))
+            self._try_to_write(partial(getattr(self.runlog, line), *args, **kwargs))
 
-    def _keep(self, act: Callable[[], Any]) -> bool:
+    def _try_to_write(self, act: Callable[[], Any]) -> bool:
         try:
             act()
         except (OSError, StateError) as error:
@@ -314,7 +312,7 @@ class Feed:
         if self.runlog is not None:
             self.runlog.close()
         for guarded in self.guarded:
-            timer = threading.Timer(SLOW_FINISH, _tell_slow, (guarded.name,))
+            timer = threading.Timer(SLOW_FINISH, _warn_of_slow_end, (guarded.name,))
             timer.daemon = True
             timer.start()
             try:
@@ -323,15 +321,15 @@ class Feed:
                 timer.cancel()
 
 
-def flush_at_exit(feed: Feed) -> "weakref.finalize[[list[Guarded]], Feed]":
+def flush_at_exit(feed: RunFeed) -> "weakref.finalize[[list[GuardedTracker]], RunFeed]":
     """Let trackers write what they hold where the process ends without `finish`; detach it after that."""
-    return weakref.finalize(feed, _flush, feed.guarded)
+    return weakref.finalize(feed, _flush_trackers, feed.guarded)
 
 
-def _flush(several: list[Guarded]) -> None:
+def _flush_trackers(several: list[GuardedTracker]) -> None:
     for guarded in several:
         guarded.call("flush")
 
 
-def _tell_slow(name: str) -> None:
+def _warn_of_slow_end(name: str) -> None:
     log.warning("training is over; the tracker %s is still finishing, and this process waits for it", name)

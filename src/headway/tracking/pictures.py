@@ -2,7 +2,7 @@
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,22 +67,44 @@ def _picture(array: numpy.ndarray[Any, Any], name: str) -> Picture:
     return numpy.ascontiguousarray(numpy.clip(array, 0, 255).astype(numpy.uint8))
 
 
-def write_png(path: Path, picture: Picture) -> None:
-    """Write a PNG file (https://www.w3.org/TR/png: one IDAT, no row filters); folders are made where missing."""
+def numbered(values: Mapping[str, Sequence[Picture]]) -> Iterator[tuple[str, str, Picture]]:
+    """Each image with its name and what follows the name where it has several: "/0", "/1"."""
+    for name, images in values.items():
+        several = pictures(images, name)
+        for index, image in enumerate(several):
+            yield name, f"/{index}" if len(several) > 1 else "", image
+
+
+def without_axis(image: Picture) -> Picture:
+    """Grey images as [H, W]."""
+    return image.squeeze(2) if image.shape[2] == 1 else image
+
+
+def in_colour(image: Picture) -> Picture:
+    """Grey images as [H, W, 3]."""
+    return numpy.repeat(image, 3, axis=2) if image.shape[2] == 1 else image
+
+
+def encode_png(picture: Picture) -> bytes:
+    """A PNG file's bytes (https://www.w3.org/TR/png: one IDAT, no row filters)."""
     height, width, channels = picture.shape
     rows = numpy.concatenate([numpy.zeros((height, 1), numpy.uint8), picture.reshape(height, -1)], axis=1)
     header = struct.pack(">IIBBBBB", width, height, 8, _COLOUR_TYPES[channels], 0, 0, 0)
-    path.parent.mkdir(parents=True, exist_ok=True)
     chunks = [_chunk(b"IHDR", header), _chunk(b"IDAT", zlib.compress(rows.tobytes())), _chunk(b"IEND", b"")]
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def file_name(name: str, step: int | None, index: int, images: Sequence[Picture]) -> str:
-    """A file's name for the image `name`: what file systems do not have becomes '_'."""
+def write_png(path: Path, picture: Picture) -> None:
+    """Write a PNG file; folders are made where missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encode_png(picture))
+
+
+def file_name(name: str, part: str, step: int | None) -> str:
+    """A file's name for the image `name`, `part` as in `numbered`: what file systems do not have becomes '_'."""
     plain = "".join(each if each.isalnum() or each in "-_.@" else "_" for each in name).strip(".") or "image"
-    place = "" if step is None else f"-{step:08d}"
-    return f"{plain}{place}{f'-{index}' if len(images) > 1 else ''}.png"
+    return f"{plain}{'' if step is None else f'-{step:08d}'}{part.replace('/', '-')}.png"

@@ -35,13 +35,13 @@ TrackerKwargs = Mapping[str, Mapping[str, Any]]
 STEP = "tracker_step"
 
 
-class Progress(Protocol):
+class UpdateCounter(Protocol):
     """What counts updates."""
 
     num_updates: int
 
 
-class Record:
+class RunRecorder:
     """Keeps a record of one Accelerator's run.
 
     Args:
@@ -58,11 +58,11 @@ class Record:
         runtime: ProcessRuntime,
         project: Callable[[], ProjectConfiguration],
         log_with: Any,
-        clock: Progress,
+        clock: UpdateCounter,
         notes: dict[str, Any],
         has_checkpoints: Callable[[], bool],
     ) -> None:
-        self.feed: feeding.Feed | None = None
+        self.feed: feeding.RunFeed | None = None
         self._runtime, self._project = runtime, project
         self._progress, self._notes = clock, notes
         self._has_trackers = log_with is not None
@@ -73,7 +73,7 @@ class Record:
         self._is_begun = False
         self._resumed: events.Happening | None = None
         self._ended: tuple[tuple[str, Path | None], float] | None = None
-        events.subscribe(self._hear)
+        events.subscribe(self._on_event)
 
     def begin(self, project_name: str, config: Any = None, init_kwargs: TrackerKwargs | None = None) -> None:
         """Begin a run in its folder and in the trackers; one that is under way ends first.
@@ -94,16 +94,20 @@ class Record:
         if not choices and not (is_main and folder is not None):
             self.feed = None
             return
-        feed = feeding.Feed(project_name, folder, choices, is_main, lambda: self._progress.num_updates)
-        about = {"world_size": self._runtime.world_size, "device": self._runtime.hardware.kind, "versions": _versions()}
+        feed = feeding.RunFeed(project_name, folder, choices, is_main, lambda: self._progress.num_updates)
+        about = {
+            "world_size": self._runtime.world_size,
+            "device": self._runtime.hardware.kind,
+            "versions": _versions(),
+        }
         same = self._ended is not None and self._ended[0] == (project_name, folder) and self._progress.num_updates > 0
         since = self._ended[1] if self._ended is not None and same else None
         feed.start(values, init_kwargs or {}, about, self._is_continuing(feed), since)
         self.feed, self._at_exit = feed, feeding.flush_at_exit(feed)
         if self._resumed is not None:
-            self._hear(self._resumed)
+            self._on_event(self._resumed)
 
-    def _is_continuing(self, feed: "feeding.Feed") -> bool:
+    def _is_continuing(self, feed: "feeding.RunFeed") -> bool:
         """Is it the run that the log knows, as far as one can tell before the first value?"""
         if self._resumed is not None:
             return True
@@ -121,9 +125,11 @@ class Record:
             StateError: `log_with` was given, but no run was begun.
         """
         flat = told.flatten(values, is_heard=self._has_trackers or self._is_begun)
-        feed = self._ready()
+        feed = self._require_feed()
         if feed is not None and (flat or not values):
-            feed.log({name: told.to_python(value) for name, value in flat.items()}, self._step(step), log_kwargs or {})
+            feed.log(
+                {name: told.to_python(value) for name, value in flat.items()}, self._note_step(step), log_kwargs or {}
+            )
 
     def log_images(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerKwargs | None = None
@@ -134,10 +140,10 @@ class Record:
             TrackingError: another shape or type, with its name.
             StateError: `log_with` was given, but no run was begun.
         """
-        feed = self._ready()
+        feed = self._require_feed()
         if feed is not None:
             images = {name: drawing.pictures(value, name) for name, value in values.items()}
-            feed.log_images(images, self._step(step), log_kwargs or {})
+            feed.log_images(images, self._note_step(step), log_kwargs or {})
 
     def log_artifact(
         self,
@@ -152,19 +158,19 @@ class Record:
             TrackingError: on rank 0: there is nothing.
             StateError: `log_with` was given, but no run was begun.
         """
-        feed = self._ready()
+        feed = self._require_feed()
         if feed is not None:
             where = Path(path).absolute()
             if not where.exists():
                 raise TrackingError(f"log_artifact({str(path)!r}): there is no such file or folder; write it first")
-            feed.log_artifact(where, name or where.name, self._step(step), log_kwargs or {})
+            feed.log_artifact(where, name or where.name, self._note_step(step), log_kwargs or {})
 
     def log_event(self, name: str, step: int | None, details: dict[str, Any]) -> None:
         """Note that something happened."""
         if self.feed is not None:
             self.feed.event(name, step, details)
 
-    def _ready(self) -> "feeding.Feed | None":
+    def _require_feed(self) -> "feeding.RunFeed | None":
         if self.feed is None and self._runtime.is_main_process:
             if self._has_trackers:
                 raise StateError(
@@ -174,13 +180,13 @@ class Record:
                 log.warning_once("log() keeps nothing: call accelerator.init_trackers(project_name) first")
         return self.feed
 
-    def _step(self, step: int | None) -> int:
+    def _note_step(self, step: int | None) -> int:
         if step is None:
             return self._progress.num_updates
         self._notes[STEP] = int(step)
         return int(step)
 
-    def _hear(self, happening: events.Happening) -> None:
+    def _on_event(self, happening: events.Happening) -> None:
         """Something happened to this process; on any thread."""
         if happening.source not in (None, self._progress):
             return
@@ -216,7 +222,7 @@ class Record:
         for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
-        known = [each.name if isinstance(each, Tracker) else each[0] for each in self._choices]
+        known = [each.name for each in self._choices]
         if str(name) not in known:
             raise ConfigError(f"get_tracker({name!r}): log_with has {', '.join(known) if known else 'no trackers'}")
         return BlankTracker()

@@ -62,7 +62,7 @@ class RunLog:
         self._lock = threading.Lock()
         self._is_torn = False
         self._attempt = 0
-        self._num_before = _mend(self.path)
+        self._num_before = _remove_torn_line(self.path)
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (closed by close())
 
     @property
@@ -183,7 +183,17 @@ def plain(value: Any, depth: int = 0) -> Any:
     return text if len(text) <= _MAX_REPR else text[:_MAX_REPR] + "..."
 
 
-def _mend(path: Path) -> int:
+def leaves(values: Mapping[str, Any], separator: str = "/", prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, their names joined; an empty mapping stays as it is."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        is_nested = isinstance(value, Mapping) and value
+        more = leaves(value, separator, f"{prefix}{name}{separator}") if is_nested else {f"{prefix}{name}": value}
+        flat.update(more)
+    return flat
+
+
+def _remove_torn_line(path: Path) -> int:
     """Take a torn last line off, and count the process starts."""
     try:
         data = path.read_bytes()
@@ -194,7 +204,7 @@ def _mend(path: Path) -> int:
     opening = b'{"kind":"run"'
     first = next((line for line in lines if line.strip()), tail)
     if first and not (_is_line(first) or (first is tail and opening.startswith(tail[: len(opening)]))):
-        raise TrackingError(_foreign(path))
+        raise TrackingError(_describe_other_file(path))
     if tail:
         if _is_line(tail):
             with open(path, "ab", buffering=0) as file:
@@ -222,7 +232,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return entry if is_timed and (step is None or type(step) is int) else None
 
 
-def _foreign(path: Path) -> str:
+def _describe_other_file(path: Path) -> str:
     return f"{path} is not a run log of Headway's: its first line is not a JSON object with 'kind' and 'time'; give another file"
 
 
@@ -230,7 +240,7 @@ def _foreign(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Event:
+class LoggedEvent:
     """Something that happened.
 
     Attributes:
@@ -247,7 +257,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Medium:
+class LoggedFile:
     """An image or another file that belongs to a run.
 
     Attributes:
@@ -266,7 +276,7 @@ class Medium:
 
 
 @dataclass(frozen=True)
-class Start:
+class ProcessStart:
     """One process start of the run.
 
     Attributes:
@@ -291,7 +301,7 @@ class Start:
 
 
 @dataclass
-class Run:
+class LoggedRun:
     """What a run's log says.
 
     Attributes:
@@ -306,10 +316,10 @@ class Run:
     """
 
     path: Path
-    starts: list[Start] = field(default_factory=list)
+    starts: list[ProcessStart] = field(default_factory=list)
     values: dict[str, list[Point]] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
-    media: list[Medium] = field(default_factory=list)
+    events: list[LoggedEvent] = field(default_factory=list)
+    media: list[LoggedFile] = field(default_factory=list)
     summary: dict[str, Any] | None = None
     last_time: float = 0.0
     damaged: list[int] = field(default_factory=list)
@@ -330,7 +340,7 @@ class Run:
         return self.summary is not None
 
 
-def read_run(path: str | Path) -> Run:
+def read_run(path: str | Path) -> LoggedRun:
     """Read a run's log, also that of a run that is going on or was killed.
 
     Args:
@@ -341,18 +351,18 @@ def read_run(path: str | Path) -> Run:
     """
     file = _locate(Path(path))
     lines = file.read_bytes().split(b"\n")
-    run, reader = Run(file), None
+    run, reader = LoggedRun(file), None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         entry = _parse(line)
         if entry is None and reader is None and number < len(lines):
-            raise TrackingError(_foreign(file))
+            raise TrackingError(_describe_other_file(file))
         if entry is None:
             if number < len(lines):
                 run.damaged.append(number)
             continue
-        reader = reader or _Reader(run)
+        reader = reader or _LogReader(run)
         try:
             reader.take(entry)
         except TrackingError:
@@ -361,7 +371,7 @@ def read_run(path: str | Path) -> Run:
             run.damaged.append(number)
     if reader is None:
         if lines[0].strip() and not lines[0].startswith(b'{"kind":"run"'[: len(lines[0])]):
-            raise TrackingError(_foreign(file))
+            raise TrackingError(_describe_other_file(file))
         raise TrackingError(f"{file} has no complete line yet; has the run begun?")
     reader.finish()
     return run
@@ -378,13 +388,13 @@ def _locate(path: Path) -> Path:
     raise TrackingError(f"{path} does not exist; give a run's folder or its {FILE}")
 
 
-class _Reader:
+class _LogReader:
     """Takes lines in order; keeps with each point the era it came from, which a start or a step that is gone back to begins."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: LoggedRun) -> None:
         self.run = run
         self.points: dict[str, list[tuple[int, Point]]] = {}
-        self.media: list[tuple[int, Medium]] = []
+        self.media: list[tuple[int, LoggedFile]] = []
         self.attempt = 0
         # By era: the attempt, and the step that was gone back to at its beginning.
         self.eras: list[tuple[int, float]] = [(0, math.inf)]
@@ -401,13 +411,13 @@ class _Reader:
                 if isinstance(known, int | float | str):
                     self.points.setdefault(name, []).append((len(self.eras) - 1, (step, moment, known)))
         elif kind == "event":
-            event = Event(str(entry["event"]), entry.get("step"), moment, dict(entry.get("details") or {}))
+            event = LoggedEvent(str(entry["event"]), entry.get("step"), moment, dict(entry.get("details") or {}))
             self.run.events.append(event)
             if event.name in SUPERSEDING and event.step is not None:
                 self.eras.append((self.attempt, event.step))
         elif kind in ("image", "artifact"):
             where = self.run.path.parent / str(entry["file"])
-            medium = Medium(kind, str(entry["name"]), entry.get("step"), moment, where)
+            medium = LoggedFile(kind, str(entry["name"]), entry.get("step"), moment, where)
             self.media.append((len(self.eras) - 1, medium))
         elif kind == "reopened":
             self.run.summary = None
@@ -424,7 +434,7 @@ class _Reader:
         self.eras.append((self.attempt, math.inf))
         is_after_end, self.run.summary = self.run.summary is not None, None
         self.run.starts.append(
-            Start(
+            ProcessStart(
                 moment,
                 self.attempt,
                 str(entry.get("project", "")),

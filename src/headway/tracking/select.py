@@ -1,6 +1,5 @@
 """From `log_with=` to trackers: the built-in ones, those of entry points, and the user's own."""
 
-from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from enum import Enum
 from importlib import import_module
@@ -19,20 +18,19 @@ GROUP = "headway.trackers"
 
 _ALWAYS = "jsonl"
 _BUILT_IN = {
-    "tensorboard": ("headway.tracking.tensorboard", "TensorBoardTracker"),
-    "wandb": ("headway.tracking.wandb", "WandbTracker"),
-    "mlflow": ("headway.tracking.mlflow", "MLflowTracker"),
-    "comet_ml": ("headway.tracking.comet", "CometTracker"),
-    "aim": ("headway.tracking.aim", "AimTracker"),
-    "clearml": ("headway.tracking.clearml", "ClearMLTracker"),
-    "dvclive": ("headway.tracking.dvclive", "DVCLiveTracker"),
-    "swanlab": ("headway.tracking.swanlab", "SwanLabTracker"),
-    "trackio": ("headway.tracking.trackio", "TrackioTracker"),
+    "tensorboard": "local.TensorBoardAdapter",
+    "wandb": "services.WandbAdapter",
+    "mlflow": "local.MLflowAdapter",
+    "comet_ml": "services.CometAdapter",
+    "aim": "local.AimAdapter",
+    "clearml": "services.ClearMLAdapter",
+    "dvclive": "local.DVCLiveAdapter",
+    "swanlab": "services.SwanLabAdapter",
+    "trackio": "local.TrackioAdapter",
 }
-_IN_EXTRA = ("tensorboard", "wandb", "mlflow")
 
-Choice = Tracker | tuple[str, Callable[..., Tracker]]
-"""A user's own tracker, or the name and the class of one that is built when a run begins."""
+Choice = Tracker | TrackerMaker
+"""A user's own tracker, or what builds one when a run begins."""
 
 
 def select_trackers(log_with: object, *, has_folder: bool, is_main: bool = True) -> list[Choice]:
@@ -48,33 +46,28 @@ def select_trackers(log_with: object, *, has_folder: bool, is_main: bool = True)
         OptionalDependencyMissing: a package that was asked for by name is not installed.
     """
     chosen: dict[str, Choice] = {}
-    for each in _as_list(log_with):
-        if isinstance(each, Tracker):
-            name = getattr(each, "name", None)
+    for each in log_with if isinstance(log_with, list | tuple | set) else [_ALWAYS if log_with is None else log_with]:
+        choices: list[Any] = []
+        if isinstance(each, Tracker | TrackerMaker):
+            choices = [each]
+        elif (asked := _read_name(each)) == "all":
+            choices = [maker for maker in _find_installed(has_folder, is_main) if maker.name not in chosen]
+        elif asked != _ALWAYS:
+            choices = [_make_by_name(asked, is_main)]
+        for choice in choices:
+            name = getattr(choice, "name", None)
             if not isinstance(name, str):
-                raise ConfigError(f"the tracker {type(each).__name__} needs a `name`: a text to find it by")
-            if each.requires_logging_directory and not has_folder:
-                raise _needs_folder(name)
-            chosen[name] = each
-        elif isinstance(each, TrackerMaker):
-            if each.requires_logging_directory and not has_folder:
-                raise _needs_folder(each.name)
-            chosen[each.name] = each.name, each.make
-        elif _text(each) == "all":
-            for name, choice in _installed(has_folder, is_main):
-                chosen.setdefault(name, choice)
-        elif (name := _text(each)) != _ALWAYS:
-            chosen[name] = name, _by_name(name, has_folder, is_main)
+                raise ConfigError(f"the tracker {type(choice).__name__} needs a `name`: a text to find it by")
+            if choice.requires_logging_directory and not has_folder:
+                raise ConfigError(
+                    f"log_with={name!r} writes files and needs a place: pass project_dir= to the Accelerator, or "
+                    "project_config=ProjectConfiguration(logging_dir=...)"
+                )
+            chosen[name] = choice
     return list(chosen.values())
 
 
-def _as_list(log_with: object) -> Iterable[Any]:
-    if log_with is None:
-        return []
-    return log_with if isinstance(log_with, list | tuple | set) else [log_with]
-
-
-def _text(each: object) -> str:
+def _read_name(each: object) -> str:
     name = each.value if isinstance(each, Enum) else each
     if not isinstance(name, str):
         raise ConfigError(
@@ -88,49 +81,36 @@ def _names() -> list[str]:
     return sorted({*_BUILT_IN, *(each.name for each in entry_points(group=GROUP))})
 
 
-def _by_name(name: str, has_folder: bool, is_main: bool) -> Callable[..., Tracker]:
+def _make_by_name(name: str, is_main: bool) -> TrackerMaker:
     if name not in _names():
         near = get_close_matches(name, _names(), 1)
         raise ConfigError(
             f"log_with={name!r}: no such tracker{f' (did you mean {near[0]!r}?)' if near else ''}; allowed: "
             f"{', '.join(_names())}, 'all', or an instance of headway.Tracker"
         )
-    kind = _load(name)
-    if getattr(kind, "requires_logging_directory", False) and not has_folder:
-        raise _needs_folder(name)
+    maker = _load_maker(name)
     if is_main and name in _BUILT_IN and not available(name):
-        line = "'headway[trackers]'" if name in _IN_EXTRA else name
+        extra = getattr(maker.make, "installed_by", "")
+        line = f"'{extra}'" if extra else name
         raise OptionalDependencyMissing(f"log_with={name!r} needs {name}, which is not installed: pip install {line}")
-    return kind
+    return maker
 
 
-def _load(name: str) -> Callable[..., Tracker]:
-    for each in entry_points(group=GROUP):
-        if each.name == name:
-            found: Callable[..., Tracker] = each.load()
-            return found
-    module, attribute = _BUILT_IN[name]
-    built_in: Callable[..., Tracker] = getattr(import_module(module), attribute)
-    return built_in
+def _load_maker(name: str) -> TrackerMaker:
+    plugged = [each for each in entry_points(group=GROUP) if each.name == name]
+    if plugged:
+        kind = plugged[0].load()
+    else:
+        module, _, attribute = _BUILT_IN[name].partition(".")
+        kind = getattr(import_module(f"headway.tracking.{module}"), attribute)
+    return TrackerMaker(name, kind, getattr(kind, "requires_logging_directory", False))
 
 
-def _installed(has_folder: bool, is_main: bool) -> list[tuple[str, Choice]]:
-    found: list[tuple[str, Choice]] = []
-    for name in _names():
-        if name in _BUILT_IN and not available(name):
-            continue
-        kind = _load(name)
-        if getattr(kind, "requires_logging_directory", False) and not has_folder:
-            log.info("log_with='all' leaves %s out: it needs a logging_dir", name)
-            continue
-        found.append((name, (name, kind)))
+def _find_installed(has_folder: bool, is_main: bool) -> list[TrackerMaker]:
+    found = [_load_maker(name) for name in _names() if name not in _BUILT_IN or available(name)]
     if not found and is_main:
         log.warning("log_with='all' found no tracker installed: pip install 'headway[trackers]'")
-    return found
-
-
-def _needs_folder(name: str) -> ConfigError:
-    return ConfigError(
-        f"log_with={name!r} writes files and needs a place: pass project_dir= to the Accelerator, or "
-        "project_config=ProjectConfiguration(logging_dir=...)"
-    )
+    for maker in found:
+        if maker.requires_logging_directory and not has_folder:
+            log.info("log_with='all' leaves %s out: it needs a logging_dir", maker.name)
+    return [maker for maker in found if has_folder or not maker.requires_logging_directory]

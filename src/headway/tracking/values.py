@@ -37,16 +37,8 @@ def flatten(values: Mapping[str, object], prefix: str = "", is_heard: bool = Tru
         else:
             raise TrackingError(
                 f"log() got {_describe(value)} for {name!r}; allowed: numbers, text, 0-d tensors and numpy scalars, and "
-                f"mappings of them{_hint(value)}"
+                f"mappings of them{_suggest(value)}"
             )
-    return flat
-
-
-def leaves(values: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, names joined with '/', whatever the values are."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= leaves(value, f"{prefix}{name}/") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return flat
 
 
@@ -80,7 +72,7 @@ def _describe(value: object) -> str:
     return f"{type(value).__name__} {str(value)[:60]!r}"
 
 
-def _hint(value: object) -> str:
+def _suggest(value: object) -> str:
     if isinstance(value, torch.Tensor | numpy.ndarray) and value.ndim:
         return "; reduce it first (.mean(), .sum(), .item())"
     return ""

@@ -17,7 +17,7 @@ from headway.log import get_logger
 from headway.runtime import heartbeat, process, pulse
 from headway.runtime.control import Control, current
 from headway.watch import judge
-from headway.watch.views import View, decode, encode, view_of
+from headway.watch.views import RankView, decode, encode, view_of
 
 _ANSWER = 4.0
 """Seconds for the others to post where they are."""
@@ -27,7 +27,7 @@ _ASKED = "hang/asked"
 log = get_logger(__name__)
 
 
-class Watch:
+class PeerWatch:
     """One process's watch; it lives as long as the control plane.
 
     Args:
@@ -59,23 +59,23 @@ class Watch:
         interval = min(2.0, max(0.2, self._patience / 8))
         while not self._over.wait(interval):
             try:
-                self._look()
+                self._check_ranks()
             except (ControlPlaneError, RuntimeError) as error:  # torch's DistError among them: its host is gone
                 if not self._over.is_set():
                     log.info("the hang watch ends with the control plane: %s", str(error).splitlines()[0])
                 return
 
-    def _look(self) -> None:
-        me = self._view()
+    def _check_ranks(self) -> None:
+        me = self._read_view()
         if self._control.has(f"{_ASKED}/{self._round}"):
-            self._answer(me)
+            self._post_view(me)
         elif me.wait is not None and (me.wait.age or 0.0) > self._patience:
             asked = self._round
             self._control.set(f"{_ASKED}/{asked}", b"")
-            self._answer(me)
+            self._post_view(me)
             self._judge(asked)
 
-    def _answer(self, me: View) -> None:
+    def _post_view(self, me: RankView) -> None:
         self._control.set(f"hang/{self._round}/{me.rank}", json.dumps(encode(me)).encode())
         self._round += 1
 
@@ -88,12 +88,12 @@ class Watch:
                 time.sleep(0.1)
             is_there = self._control.has(key)
             content = self._control.get(key, timedelta(seconds=5)) if is_there else b""
-            views.append(decode(json.loads(content)) if is_there else View(rank, state="?"))
+            views.append(decode(json.loads(content)) if is_there else RankView(rank, state="?"))
         verdict = judge.judge(views, self._patience)
         if verdict is not None and not self._over.is_set():
             self._control.abort(judge.text(verdict))
 
-    def _view(self) -> View:
+    def _read_view(self) -> RankView:
         """Where this process is; a debugger excuses it for another patience."""
         now = time.monotonic()
         view = view_of(self._control.rank, pulse.own().read(), now)
@@ -102,8 +102,8 @@ class Watch:
         return replace(view, excused_age=now - self._excused)
 
 
-def _of_this_process() -> Watch:
-    return Watch(current(), process.current().patience.total_seconds())
+def _of_this_process() -> PeerWatch:
+    return PeerWatch(current(), process.current().patience.total_seconds())
 
 
 def start(runtime: process.ProcessRuntime) -> None:

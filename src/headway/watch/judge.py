@@ -13,11 +13,11 @@ from typing import Any
 from headway.runtime.callers import SAVE, missed_save
 from headway.units import format_seconds
 from headway.watch import frames as stacks
-from headway.watch.views import LATE, Call, View
+from headway.watch.views import LATE, CollectiveCall, RankView
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangDiagnosis:
     """A hang.
 
     Attributes:
@@ -28,13 +28,13 @@ class Verdict:
     """
 
     patience: float
-    waiting: tuple[View, ...]
-    missing: tuple[View, ...]
+    waiting: tuple[RankView, ...]
+    missing: tuple[RankView, ...]
     world_size: int
     notes: tuple[str, ...] = field(default=())
 
 
-def judge(views: Sequence[View], patience: float, world_size: int | None = None) -> Verdict | None:
+def judge(views: Sequence[RankView], patience: float, world_size: int | None = None) -> HangDiagnosis | None:
     """Does the run hang, and for whom?
 
     Args:
@@ -61,32 +61,32 @@ def judge(views: Sequence[View], patience: float, world_size: int | None = None)
     members = [view for view in absent if first.members is None or view.rank in first.members]
     missing = [view for view in members or absent if min(_age(waiting[0]), view.excused_age) > patience]
     if missing:
-        return Verdict(patience, tuple(waiting), tuple(missing), total, _lenience_note(lenience))
+        return HangDiagnosis(patience, tuple(waiting), tuple(missing), total, _lenience_note(lenience))
     if len(waiting) == len(views) and min(min(_age(view), view.excused_age) for view in views) > patience:
-        return Verdict(patience, tuple(waiting), (), total, _lenience_note(lenience))
+        return HangDiagnosis(patience, tuple(waiting), (), total, _lenience_note(lenience))
     return None
 
 
-def excuse(view: View, patience: float) -> str:
+def excuse(view: RankView, patience: float) -> str:
     """Why the others must wait for this rank without complaint; "" where there is no reason."""
     if view.state == "t" or stacks.is_in_debugger(view.frames):
         return "a debugger holds it"
     return "it writes a file" if is_writing(view) and view.writing_age < patience else ""
 
 
-def is_writing(view: View) -> bool:
+def is_writing(view: RankView) -> bool:
     """Is it inside code that writes a checkpoint or weights, and not waiting there for other ranks?"""
     is_at_the_door = view.wait is not None and view.wait.group in ("headway", "")
     return not is_at_the_door and (stacks.is_saving(view.frames) or view.phase.startswith("saving"))
 
 
-def is_stuck_writing(view: View, seconds: float) -> bool:
+def is_stuck_writing(view: RankView, seconds: float) -> bool:
     """Has a write inside a library's code, not in a hook or `state_dict` of the user's, moved no byte for so long?"""
     is_still = seconds < min(view.writing_age, view.still_age) and view.writing_age < math.inf
     return is_still and is_writing(view) and stacks.is_in_saver(view.frames)
 
 
-def lingering(views: Sequence[View], patience: float, world_size: int) -> Verdict | None:
+def lingering(views: Sequence[RankView], patience: float, world_size: int) -> HangDiagnosis | None:
     """All scripts are over; does a process that does nothing any more keep the run from ending?
 
     A thread that still uploads something is at work and may take its time; one that waits for ever is idle.
@@ -101,10 +101,14 @@ def lingering(views: Sequence[View], patience: float, world_size: int) -> Verdic
     left = tuple(
         view for view in views if view.exit_code is None and view.phase_age > patience and view.idle_age > patience
     )
-    return Verdict(patience, (), left, world_size) if left and all(view.idle_age < math.inf for view in left) else None
+    return (
+        HangDiagnosis(patience, (), left, world_size)
+        if left and all(view.idle_age < math.inf for view in left)
+        else None
+    )
 
 
-def lateness(view: View) -> str:
+def lateness(view: RankView) -> str:
     """What a person should hear of a rank whose script is over, and which does not end."""
     doing = (
         f"a thread or an exit function of it is at {where(view)}" if view.frames else "nothing is known of where it is"
@@ -112,7 +116,7 @@ def lateness(view: View) -> str:
     return f"rank {view.rank}{_who(view)} has come to the end of its script, but has not ended for {_span(view.phase_age)}: {doing}"
 
 
-def silence(views: Sequence[View]) -> str:
+def silence(views: Sequence[RankView]) -> str:
     """What a person should hear of ranks whose checkpoint is not taken by their disk."""
     first, has = views[0], "has" if len(views) == 1 else "have"
     return (
@@ -121,7 +125,7 @@ def silence(views: Sequence[View]) -> str:
     )
 
 
-def _disk(view: View) -> str:
+def _disk(view: RankView) -> str:
     waits = "; the kernel says D: it waits for a disk or a network file system" if view.state == "D" else ""
     return f": its file system does not answer{waits}"
 
@@ -135,12 +139,12 @@ def _lenience_note(lenience: float) -> tuple[str, ...]:
     )
 
 
-def _age(view: View) -> float:
+def _age(view: RankView) -> float:
     wait = view.wait
     return (wait.age or 0.0) if wait is not None else 0.0
 
 
-def _has_passed(view: View, call: Call) -> bool:
+def _has_passed(view: RankView, call: CollectiveCall) -> bool:
     """Has it entered this collective as well, and goes on?"""
     number = view.number_in(call.group)
     return number is not None and number >= call.number > 0 and not view.has_ended and not view.is_mute
@@ -149,7 +153,7 @@ def _has_passed(view: View, call: Call) -> bool:
 # -------------------------------------------------------------------- telling
 
 
-def headline(verdict: Verdict) -> str:
+def headline(verdict: HangDiagnosis) -> str:
     """The hang in one line."""
     waiting, missing = verdict.waiting, verdict.missing
     patience = f"patience {_span(verdict.patience)}"
@@ -172,7 +176,7 @@ def headline(verdict: Verdict) -> str:
     )
 
 
-def text(verdict: Verdict) -> str:
+def text(verdict: HangDiagnosis) -> str:
     """The report as people read it."""
     lines = [headline(verdict)]
     saving = [view for view in verdict.waiting if view.operation == SAVE]
@@ -182,7 +186,7 @@ def text(verdict: Verdict) -> str:
         lines += [line for view in verdict.missing for line in _about_lingering(view)]
     for view in verdict.missing if verdict.waiting else ():
         lines += _about_missing(view, verdict.waiting[0])
-    told: dict[str, list[View]] = {}
+    told: dict[str, list[RankView]] = {}
     for view in verdict.waiting:
         told.setdefault(_place(view), []).append(view)
     for place, views in told.items():
@@ -194,7 +198,7 @@ def text(verdict: Verdict) -> str:
     return "\n".join([*lines, *verdict.notes])
 
 
-def where(view: View) -> str:
+def where(view: RankView) -> str:
     """The user's innermost line, and the library's that it called."""
     own = stacks.users(view.frames)
     if not own:
@@ -202,7 +206,7 @@ def where(view: View) -> str:
     return str(own[0])
 
 
-def _about_missing(view: View, waiting: View) -> list[str]:
+def _about_missing(view: RankView, waiting: RankView) -> list[str]:
     name = f"  rank {view.rank}{_who(view)}"
     if view.has_ended:
         text = f"{name} has finished its script"
@@ -219,7 +223,7 @@ def _about_missing(view: View, waiting: View) -> list[str]:
     return lines
 
 
-def _about_lingering(view: View) -> list[str]:
+def _about_lingering(view: RankView) -> list[str]:
     lines = [f"  {lateness(view)}"]
     own = stacks.users(view.frames)
     if own and own[0].source:
@@ -230,7 +234,7 @@ def _about_lingering(view: View) -> list[str]:
     ]
 
 
-def _doing(view: View) -> str:
+def _doing(view: RankView) -> str:
     at = where(view)
     if view.is_stopped:
         return (
@@ -249,7 +253,7 @@ def _doing(view: View) -> str:
     return f"is at {at}" + (f", for {_span(view.still_age)}" if view.still_age >= 1 else "")
 
 
-def _advice(view: View) -> str:
+def _advice(view: RankView) -> str:
     own = stacks.users(view.frames)
     if view.state == "?":
         return "start the run with `headway launch`, whose watch sees such a rank from outside"
@@ -274,7 +278,7 @@ def _span(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else format_seconds(seconds)
 
 
-def _who(view: View) -> str:
+def _who(view: RankView) -> str:
     parts = [f"host {view.host}"] if view.host else []
     parts += [f"pid {view.pid}"] if view.pid else []
     if view.update or view.micro_step:
@@ -282,7 +286,7 @@ def _who(view: View) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def _place(view: View) -> str:
+def _place(view: RankView) -> str:
     wait = view.wait
     assert wait is not None
     number = f" #{wait.number}" if wait.number else ""
@@ -290,19 +294,19 @@ def _place(view: View) -> str:
     return f"{view.operation}{number}{during} at {where(view)}"
 
 
-def _operations(waiting: Sequence[View]) -> str:
+def _operations(waiting: Sequence[RankView]) -> str:
     names = dict.fromkeys(view.operation for view in waiting)
     return " and ".join(names)
 
 
-def _for_what(waiting: Sequence[View]) -> str:
+def _for_what(waiting: Sequence[RankView]) -> str:
     calls = {(view.wait.group, view.wait.number, view.wait.operation) for view in waiting if view.wait is not None}
     if len(calls) == 1:
         return "in the same operation: the network between them is the suspect"
     return "but not in the same operation: their order differs"
 
 
-def _ranks(views: Sequence[View]) -> str:
+def _ranks(views: Sequence[RankView]) -> str:
     numbers = sorted(view.rank for view in views)
     parts: list[list[int]] = []
     for number in numbers:
@@ -314,10 +318,10 @@ def _ranks(views: Sequence[View]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {listed}"
 
 
-def encode(verdict: Verdict) -> dict[str, Any]:
+def encode(verdict: HangDiagnosis) -> dict[str, Any]:
     """The hang for failure.json."""
 
-    def one(view: View) -> dict[str, Any]:
+    def one(view: RankView) -> dict[str, Any]:
         wait = view.wait
         return {
             "rank": view.rank,

@@ -18,8 +18,8 @@ from headway.runtime import pulse
 from headway.runtime.heartbeat import LIVE_SIGNAL
 from headway.watch import frames as stacks
 from headway.watch import judge
-from headway.watch.judge import Verdict
-from headway.watch.views import View, decode, encode, view_of
+from headway.watch.judge import HangDiagnosis
+from headway.watch.views import RankView, decode, encode, view_of
 
 GRACE = 4
 """Seconds that ranks get to end in, once the run hangs."""
@@ -74,7 +74,7 @@ class Worker:
 
     def look(self, now: float) -> None:
         """Note whether it has done something since the last look."""
-        num_written, cpu = _bytes_written(self.pid, self.path), _cpu_seconds(self.pid)
+        num_written, cpu = _count_bytes_written(self.pid, self.path), _read_cpu_seconds(self.pid)
         if num_written > self.num_written:
             self.num_written, self.written = num_written, now
         # Threads that only look at a clock now and then do not count.
@@ -91,7 +91,7 @@ class Hang:
         dumps: the stacks of all threads, by rank, of this machine's ranks.
     """
 
-    verdict: Verdict
+    verdict: HangDiagnosis
     dumps: Mapping[int, str]
 
 
@@ -140,12 +140,12 @@ class HangWatch:
         while True:
             time.sleep(interval)
             if self.found is None:
-                self._look(self._workers)
+                self._check_ranks(self._workers)
 
-    def _look(self, workers: tuple[Worker, ...]) -> None:
-        views = [self._view(worker) for worker in workers]
+    def _check_ranks(self, workers: tuple[Worker, ...]) -> None:
+        views = [self._read_view(worker) for worker in workers]
         everywhere = list(views)
-        self._say_who_lingers(workers, views)
+        self._report_lingering_ranks(workers, views)
         if self._machines is not None:
             others = self._machines.heard()
             if others is None:
@@ -155,27 +155,29 @@ class HangWatch:
         # A script that sets the timeout itself knows better than the command line.
         self._patience = max((view.patience for view in everywhere if view.patience), default=self._given)
         if self._world_size and judge.lingering(everywhere, self._patience, self._world_size) is not None:
-            self._end_lingering(workers, views, everywhere)
+            self._stop_lingering_ranks(workers, views, everywhere)
             return
         if len(everywhere) < self._world_size or judge.judge(everywhere, self._patience) is None:
-            self._say_whom_to_wait_for(everywhere)
+            self._report_missing_ranks(everywhere)
             return
-        dumps = _ask(workers, views)
+        dumps = _dump_stacks(workers, views)
         # Judged again: who was only late has come meanwhile.
-        views = [_with_live(self._view(worker), dumps.get(worker.rank, "")) for worker in workers]
+        views = [_use_live_stack(self._read_view(worker), dumps.get(worker.rank, "")) for worker in workers]
         verdict = judge.judge([*views, *everywhere[len(workers) :]], self._patience)
         if verdict is not None and workers == self._workers:
             self.found = Hang(verdict, dumps)
 
-    def _end_lingering(self, workers: tuple[Worker, ...], views: Sequence[View], everywhere: Sequence[View]) -> None:
-        dumps = _ask(workers, views, of_ended=True)
+    def _stop_lingering_ranks(
+        self, workers: tuple[Worker, ...], views: Sequence[RankView], everywhere: Sequence[RankView]
+    ) -> None:
+        dumps = _dump_stacks(workers, views, of_ended=True)
         verdict = judge.lingering(
-            [*_with_any_stack(views, dumps), *everywhere[len(views) :]], self._patience, self._world_size
+            [*_use_any_stack(views, dumps), *everywhere[len(views) :]], self._patience, self._world_size
         )
         if verdict is not None and workers == self._workers:
             self.found = Hang(verdict, dumps)
 
-    def _say_who_lingers(self, workers: tuple[Worker, ...], views: Sequence[View]) -> None:
+    def _report_lingering_ranks(self, workers: tuple[Worker, ...], views: Sequence[RankView]) -> None:
         """Tell once where a process is that keeps the launcher waiting though its script is over."""
         late = [
             (worker, view)
@@ -188,7 +190,7 @@ class HangWatch:
         if not late:
             return
         found = [view for _, view in late]
-        for view in _with_any_stack(found, _ask([worker for worker, _ in late], found, of_ended=True)):
+        for view in _use_any_stack(found, _dump_stacks([worker for worker, _ in late], found, of_ended=True)):
             self._said.add((view.rank, _LINGERS))
             self._say(f"headway: {judge.lateness(view)}. It is waited for")
 
@@ -201,7 +203,7 @@ class HangWatch:
                 return view.has_ended and min(view.phase_age, now - worker.active) > seconds
         return False
 
-    def _view(self, worker: Worker) -> View:
+    def _read_view(self, worker: Worker) -> RankView:
         if worker.reader is None:
             worker.reader = pulse.Pulse(worker.path, is_writer=False)
         now = time.monotonic()
@@ -211,7 +213,7 @@ class HangWatch:
             view,
             pid=worker.pid,
             exit_code=worker.exit_code,
-            state=_state(worker.pid),
+            state=_read_state(worker.pid),
             writing_age=now - worker.written,
             idle_age=now - worker.active,
         )
@@ -221,7 +223,7 @@ class HangWatch:
             worker.excused = max(worker.excused, worker.written) if judge.is_writing(view) else now
         return replace(view, excused_age=now - worker.excused)
 
-    def _say_whom_to_wait_for(self, views: Sequence[View]) -> None:
+    def _report_missing_ranks(self, views: Sequence[RankView]) -> None:
         """Tell once that a rank in a debugger keeps the others waiting, or that a disk keeps a rank."""
         writing = [view for view in views if judge.is_stuck_writing(view, -1.0)]
         stuck = [view for view in writing if judge.is_stuck_writing(view, self._patience)]
@@ -246,7 +248,7 @@ def progress(path: Path) -> str:
     return f"update {reading.update}, micro-step {reading.micro_step}" if reading.update or reading.micro_step else ""
 
 
-def _ask(workers: Sequence[Worker], views: Sequence[View], *, of_ended: bool = False) -> dict[int, str]:
+def _dump_stacks(workers: Sequence[Worker], views: Sequence[RankView], *, of_ended: bool = False) -> dict[int, str]:
     """The live stacks of all threads, by rank, of the ranks that can tell."""
     started: dict[int, tuple[Path, int]] = {}
     for worker, view in zip(workers, views):
@@ -267,7 +269,7 @@ def _ask(workers: Sequence[Worker], views: Sequence[View], *, of_ended: bool = F
     return found
 
 
-def _with_live(view: View, dump: str) -> View:
+def _use_live_stack(view: RankView, dump: str) -> RankView:
     """The view with the live stack where the last heartbeat's is old."""
     live = stacks.parse(dump)
     if not live or not view.is_mute:
@@ -278,7 +280,7 @@ def _with_live(view: View, dump: str) -> View:
     )
 
 
-def _with_any_stack(views: Sequence[View], dumps: Mapping[int, str]) -> list[View]:
+def _use_any_stack(views: Sequence[RankView], dumps: Mapping[int, str]) -> list[RankView]:
     """The views with the stack that shows what holds a process: the main thread's where the user's code runs in it."""
     found = []
     for view in views:
@@ -288,16 +290,12 @@ def _with_any_stack(views: Sequence[View], dumps: Mapping[int, str]) -> list[Vie
     return found
 
 
-def _state(pid: int) -> str:
+def _read_state(pid: int) -> str:
     """The kernel's letter for a process; "" where it does not say."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    return _read_stat_fields(pid)[0]
 
 
-def _bytes_written(pid: int, path: Path) -> int:
+def _count_bytes_written(pid: int, path: Path) -> int:
     """Bytes that the process with this pulse has written, but for the stacks that it was asked for."""
     try:
         with open(f"/proc/{pid}/io") as file:
@@ -309,11 +307,15 @@ def _bytes_written(pid: int, path: Path) -> int:
         return 0
 
 
-def _cpu_seconds(pid: int) -> float:
+def _read_cpu_seconds(pid: int) -> float:
     """Processor time of all threads; 0.0 where the kernel does not say."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return 0.0
+    user, system = _read_stat_fields(pid)[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _read_stat_fields(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on; "" for the state and zeros where it says nothing."""
+    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        if fields := file.read().rpartition(")")[2].split():
+            return fields
+    return ["", *("0" for _ in range(12))]

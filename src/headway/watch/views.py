@@ -29,7 +29,7 @@ LATE = 3.0
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """The latest collective of a rank in one group.
 
     Attributes:
@@ -47,7 +47,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class View:
+class RankView:
     """What is known about one rank.
 
     Attributes:
@@ -84,7 +84,7 @@ class View:
     frames: tuple[Frame, ...] = ()
     frames_age: float = 0.0
     still_age: float = 0.0
-    calls: tuple[Call, ...] | None = ()
+    calls: tuple[CollectiveCall, ...] | None = ()
     writing_age: float = math.inf
     excused_age: float = math.inf
     phase_age: float = 0.0
@@ -108,17 +108,17 @@ class View:
         return self.state in ("T", "?") or (self.beat_age is not None and self.beat_age > LATE)
 
     @property
-    def wait(self) -> Call | None:
+    def wait(self) -> CollectiveCall | None:
         """What it is inside of: a transfer between two ranks, or a collective, the ledger's before torch's."""
         if self.transfer:
-            return Call("", 0, self.transfer, self.transfer_age)
+            return CollectiveCall("", 0, self.transfer, self.transfer_age)
         inside = [call for call in self.calls or () if call.age is not None]
         if inside:
             return min(inside, key=lambda call: (call.group != "headway", -(call.age or 0.0)))
         if stacks.is_meeting(self.frames):
-            return Call("", 0, stacks.meeting(self.frames) or self.frames[0].function, self.still_age)
+            return CollectiveCall("", 0, stacks.meeting(self.frames) or self.frames[0].function, self.still_age)
         if self.phase == pulse.PARTS:
-            return Call("", 0, "the commit of a checkpoint", self.phase_age)
+            return CollectiveCall("", 0, "the commit of a checkpoint", self.phase_age)
         return None
 
     @property
@@ -132,13 +132,13 @@ class View:
         return next((call.number for call in self.calls or () if call.group == group), None)
 
 
-def view_of(rank: int, reading: pulse.Reading, now: float) -> View:
+def view_of(rank: int, reading: pulse.Reading, now: float) -> RankView:
     """What a pulse says, in ages."""
     note = reading.note
-    calls: tuple[Call, ...] | None = None
+    calls: tuple[CollectiveCall, ...] | None = None
     if isinstance(note.get("torch"), list) or not note:
         calls = tuple(
-            Call(
+            CollectiveCall(
                 one["group"],
                 one["number"],
                 one["operation"],
@@ -149,9 +149,9 @@ def view_of(rank: int, reading: pulse.Reading, now: float) -> View:
         )
     if reading.calls:
         last = reading.calls[-1]
-        own = Call("headway", last.number, last.operation, None if last.left else now - last.entered)
+        own = CollectiveCall("headway", last.number, last.operation, None if last.left else now - last.entered)
         calls = (own, *(calls or ()))
-    return View(
+    return RankView(
         rank,
         socket.gethostname(),
         reading.pid,
@@ -171,24 +171,24 @@ def view_of(rank: int, reading: pulse.Reading, now: float) -> View:
     )
 
 
-def encode(view: View) -> dict[str, Any]:
+def encode(view: RankView) -> dict[str, Any]:
     """A view as JSON, for another machine; frames that nobody reads are left out."""
     kept = [*view.frames[:6], *stacks.users(view.frames[6:])][:12]
     finite = {name: value for name, value in asdict(replace(view, frames=())).items() if value != math.inf}
     return {**finite, "frames": [[frame.file, frame.line, frame.function] for frame in kept]}
 
 
-def decode(content: Mapping[str, Any]) -> View:
+def decode(content: Mapping[str, Any]) -> RankView:
     """Read `encode`'s JSON."""
     calls = content["calls"]
-    return View(
+    return RankView(
         **{
             **content,
             "frames": tuple(Frame(*frame) for frame in content["frames"]),
             "calls": None
             if calls is None
             else tuple(
-                Call(**{**call, "members": None if call["members"] is None else tuple(call["members"])})
+                CollectiveCall(**{**call, "members": None if call["members"] is None else tuple(call["members"])})
                 for call in calls
             ),
         }

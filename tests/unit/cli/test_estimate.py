@@ -1,6 +1,5 @@
 """`headway estimate`: sizes, placement and the ceiling, printed for real folders; the arithmetic with given bandwidths."""
 
-import inspect
 import json
 import re
 
@@ -9,9 +8,9 @@ import torch
 import transformers
 
 from headway import infer_auto_device_map
+from headway.cli import estimate as command
 from headway.cli import main
-from headway.cli.estimate_cheapest import _NOT_FOR_THIS, ranked
-from headway.cli.estimate_training import trained
+from headway.cli.estimate_training import NOT_FOR_RANKING
 from headway.errors import DeviceMapError
 from headway.placement import bandwidth, estimate
 from headway.placement.estimate import Bandwidths, Sizing, ceiling, expert_share, size_up, skeleton_from, traffic
@@ -80,7 +79,7 @@ def test_a_checkpoint_and_a_workload(run, tmp_path, monkeypatch):
     monkeypatch.setattr(bandwidth, "_PIECE", 1 << 14)
     config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
     transformers.LlamaForCausalLM(config).half().save_pretrained(tmp_path, max_shard_size="100kB")
-    said = run(tmp_path, "--num_tokens", "64", "--batch-size", "3", "--dtype", "float16")
+    said = run(tmp_path, "--sequence", "64", "--batch-size", "3", "--dtype", "float16")
     assert re.search(r"stored: .* KiB in \d file\(s\), float16", said)
     cache = 2 * 2 * 3 * 64 * 64 * 2  # keys and values, layers, samples, tokens, width, bytes
     logits = 3 * 64 * 100 * 2
@@ -151,7 +150,7 @@ def test_the_cache_is_that_of_a_real_generation(name):
 
 def test_what_cannot_be_estimated_says_why(run, tmp_path, folder):
     assert "no folder with a config.json" in run(tmp_path / "none", code=2)
-    assert "needs --num_tokens" in run(folder, "--batch_size", 2, code=2)
+    assert "needs --sequence" in run(folder, "--batch_size", 2, code=2)
     (folder / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
     assert "transformers cannot build a model from its config.json" in run(folder, code=2)
     (folder / "config.json").write_text("[" * 200_000)
@@ -231,7 +230,7 @@ def test_bandwidths_are_measured(tmp_path):
 
 
 def test_training_on_a_card_that_is_not_here(run, folder):
-    told = run(folder, "--device", "a100-40gb", "--batch_size", 2, "--sequence", 32, "--recompute")
+    told = run(folder, "--device", "a100-40gb", "--batch_size", 2, "--sequence", 32, "--activation-checkpointing")
     assert "a100-40gb, batch 2" in told
     assert "2 x 32 tokens" in told
     assert "optimizer state" in told
@@ -255,8 +254,21 @@ def test_the_cheapest_way_is_one_gpus(run, folder):
     options = ("--device", "t4", "--sequence", 32, "--global_batch_size", 64)
     assert "`headway plan` ranks layouts" in run(folder, *options, "--ranks", 8, "--strategy", "fsdp", code=2)
     # Any other option of a forecast is either one of its own or refused with a reason.
-    own, forecasts = (set(inspect.signature(each).parameters) for each in (ranked, trained))
-    assert forecasts - own == set(_NOT_FOR_THIS)
+    own = {"global_batch_size", "device", "budget", "sequence", "optimizer", "precision", "attention", "as_json"}
+    others = {"folder", "arguments", "script", "calibrate", "inference", "dtype", "activation_checkpointing"}
+    assert {each.name for each in command.command.params} == own | others | NOT_FOR_RANKING.keys()
+
+
+def test_earlier_names_of_options_are_accepted_and_not_shown(run, folder):
+    options = ("--device", "t4", "--json")
+    earlier = json.loads(run(folder, *options, "--num_tokens", 32, "--recompute"))
+    now = json.loads(run(folder, *options, "--sequence", 32, "--activation_checkpointing"))
+    assert {name: now[name] for name in ("allocated", "split")} == {
+        name: earlier[name] for name in ("allocated", "split")
+    }
+    said = run("--help")
+    assert "--sequence" in said
+    assert not any(name in said for name in ("--num_tokens", "--recompute"))
 
 
 def test_a_page_and_the_longest_sequence(run, folder, tmp_path):

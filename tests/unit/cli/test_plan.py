@@ -27,7 +27,7 @@ def folder(tmp_path):
 
 
 def test_layouts_beside_each_other(run, folder):
-    said = run(folder, "--ranks", 16, "--memory", "80GB")
+    said = run(folder, "--ranks", 16, "--budget", "80GB")
     rows = [line.split()[0] for line in said.splitlines()[4:] if line]
     assert sorted(rows) == ["ddp", "fsdp", "fsdp+tp=8:", "hsdp=8"]  # four heads do not divide among 8
     assert "LlamaForCausalLM" in said
@@ -35,7 +35,7 @@ def test_layouts_beside_each_other(run, folder):
 
 
 def test_one_layout_in_full(run, folder):
-    said = run(folder / "config.json", "--ranks", 4, "--strategy", "fsdp+tp=2", "--sequence", 32, "--batch", 2)
+    said = run(folder / "config.json", "--ranks", 4, "--strategy", "fsdp+tp=2", "--sequence", 32, "--batch_size", 2)
     for word in ("2 shard x 2 tp", "all_gather", "reduce_scatter", "all_reduce", "2 x 32 tokens", "at least"):
         assert word in said
 

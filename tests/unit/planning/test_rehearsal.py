@@ -202,7 +202,7 @@ def test_wrong_use(tmp_path):
     command = [sys.executable, "-m", "headway", "estimate"]
     for flags, said in ((["--script", "no.py", "--device", "t4"], "there is no script no.py"),
                         (["--script", "no.py"], "--script needs --device"),
-                        (["--script", "no.py", "--device", "t4", "--recompute"], "--recompute is decided by the script"),
+                        (["--script", "no.py", "--device", "t4", "--recompute"], "--activation_checkpointing is decided by"),
                         (["llama", "--", "3"], "only a script takes arguments")):  # fmt: skip
         ended = subprocess.run([*command, *flags], capture_output=True, text=True, cwd=tmp_path, timeout=120)
         assert ended.returncode == 2

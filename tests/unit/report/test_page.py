@@ -95,6 +95,8 @@ def test_a_reader_without_scripts_gets_the_figures(one, tmp_path):
         "Memory": [["in use", *["1.0 GiB"] * 4, "6", "-"]],
     }
     assert len(figures(one)) == 9
+    columns = ["Line", "First", "Lowest", "Highest", "Last", "Values", "Not finite"]
+    assert re.findall(r"<th>([^<]*)</th>", page)[:7] == columns
 
 
 def test_nothing_is_fetched_and_only_its_own_script_may_run(one):
@@ -181,6 +183,7 @@ def test_several_runs(three):
     Reader(three)
     assert "3 runs" in three
     assert "2 of 3 finished" in three
+    assert re.findall(r"<th>([A-Z][^<]*)</th>", three)[:4] == ["Run", "State", "Updates", "Duration"]
     assert '<span class="pill bad"' in three
     assert "killed in the middle of a line" in three
     assert {line["colour"] for line in payload(three)["panels"][0]["lines"]} == {0, 1, 2}

@@ -13,7 +13,7 @@ from headway.errors import ConfigError
 from headway.runtime import events
 from headway.throughput.meter import Throughput
 from headway.throughput.peak import Peak, measured, peak_of, stated
-from headway.throughput.stragglers import Pace, find_stragglers
+from headway.throughput.stragglers import RankPace, find_stragglers
 
 
 class Ticker:
@@ -258,20 +258,20 @@ def test_a_cpu_is_measured():
 
 
 def test_stragglers():
-    even = [Pace(rank, 50, 0.010, 0.02) for rank in range(4)]
+    even = [RankPace(rank, 50, 0.010, 0.02) for rank in range(4)]
     assert find_stragglers(even, 1.3) == {}
     assert find_stragglers(even[:1], 1.3) == {}
-    slow = [*even[:3], Pace(3, 50, 0.021, 0.02)]
+    slow = [*even[:3], RankPace(3, 50, 0.021, 0.02)]
     assert find_stragglers(slow, 1.3) == {
         3: "rank 3 holds up the others: it takes 21 ms for a forward, 2.1 times the median"
     }
-    hungry = [*even[:3], Pace(3, 50, 0.010, 0.42)]
+    hungry = [*even[:3], RankPace(3, 50, 0.010, 0.42)]
     assert find_stragglers(hungry, 1.3) == {
         3: "rank 3 holds up the others: it waits for data 42% of its time, the median is 2%"
     }
     # Of two, the faster one is the measure; and a clock too coarse to see anything accuses nobody.
-    assert list(find_stragglers([Pace(0, 1, 0.02, 0), Pace(1, 1, 0.01, 0)], 1.3)) == [0]
-    assert find_stragglers([Pace(0, 1, 0.0, 0), Pace(1, 1, 0.01, 0)], 1.3) == {}
+    assert list(find_stragglers([RankPace(0, 1, 0.02, 0), RankPace(1, 1, 0.01, 0)], 1.3)) == [0]
+    assert find_stragglers([RankPace(0, 1, 0.0, 0), RankPace(1, 1, 0.01, 0)], 1.3) == {}
 
 
 def test_one_process_tells_nobody():

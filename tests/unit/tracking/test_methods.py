@@ -210,7 +210,7 @@ def test_failures_in_between_are_forgiven():
 
 
 def test_one_that_cannot_begin_or_be_built_is_dropped_at_once(caplog, monkeypatch):
-    monkeypatch.setattr("headway.tracking.tensorboard.TensorBoardTracker.__init__", lambda self: 1 / 0)
+    monkeypatch.setattr("headway.tracking.local.TensorBoardAdapter.__init__", lambda self: 1 / 0)
     accelerator = build("tensorboard", Own(fails=["begin"]))
     accelerator.init_trackers("p")
     accelerator.log({"loss": 1.0})

@@ -125,7 +125,7 @@ def test_clearml(monkeypatch, tmp_path, caplog):
     quiet = {"auto_connect_frameworks": False, "auto_resource_monitoring": False, "auto_connect_streams": False}
     with caplog.at_level(logging.INFO, "headway"):
         accelerator = start("clearml", **quiet)
-    assert "clearml is not set up here, so the task is written offline" in caplog.text
+    assert "clearml is not configured here, so the task is written offline" in caplog.text
     task = accelerator.get_tracker("clearml", unwrap=True)
     assert accelerator.get_tracker("clearml").task is task
     assert accelerator.get_tracker("clearml").identity is None

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from headway.errors import TrackingError
-from headway.tracking.pictures import file_name, pictures, write_png
+from headway.tracking.pictures import file_name, numbered, pictures, write_png
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,10 @@ def test_other_programs_read_the_files(tmp_path, channels):
 
 
 def test_files_have_names_that_file_systems_have():
-    one, two = [numpy.zeros((1, 1, 1), numpy.uint8)], [numpy.zeros((1, 1, 1), numpy.uint8)] * 2
-    assert file_name("eval/../über 1", 12, 0, one) == "eval_.._über_1-00000012.png"
-    assert file_name("..", None, 1, two) == "image-1.png"
+    assert file_name("eval/../über 1", "", 12) == "eval_.._über_1-00000012.png"
+    assert file_name("..", "/1", None) == "image-1.png"
+
+
+def test_several_images_of_one_name_are_numbered():
+    found = [(name, part) for name, part, _ in numbered({"a": torch.zeros(2, 2), "b": torch.zeros(2, 3, 4, 4)})]
+    assert found == [("a", ""), ("b", "/0"), ("b", "/1")]

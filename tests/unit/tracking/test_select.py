@@ -27,8 +27,7 @@ def plugged(monkeypatch):
 
 
 def names(*args, has_folder=True, **kwargs):
-    chosen = select_trackers(*args, has_folder=has_folder, **kwargs)
-    return [each.name if isinstance(each, Tracker) else each[0] for each in chosen]
+    return [each.name for each in select_trackers(*args, has_folder=has_folder, **kwargs)]
 
 
 def test_names_enums_and_objects(plugged):
@@ -43,8 +42,8 @@ def test_names_enums_and_objects(plugged):
         "tensorboard",
         "own",
     ]
-    ((_, kind),) = select_trackers("plug", has_folder=False)
-    assert kind.__name__ == "Plug"
+    (maker,) = select_trackers("plug", has_folder=False)
+    assert maker.make.__name__ == "Plug"
 
 
 def test_all_are_those_installed_and_each_once(plugged, monkeypatch):

@@ -12,19 +12,21 @@ from headway.checkpoint import writer
 from headway.runtime import pulse
 from headway.watch import judge as hang
 from headway.watch.judge import judge
-from headway.watch.views import Call, View, decode, encode
+from headway.watch.views import CollectiveCall, RankView, decode, encode
 
 WRITER = (Frame(writer.__file__, 9, "join"), Frame("/u/t.py", 7, "main"))
 SITE, STDLIB = sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")
 
 
 def inside(rank, age, *, number=5, operation="all_reduce", group="0", **more):
-    call = Call(group, number, operation, age, more.pop("members", None))
-    return View(rank, **{"beat_age": 0.5, "state": "S", "calls": (call,), **more})
+    call = CollectiveCall(group, number, operation, age, more.pop("members", None))
+    return RankView(rank, **{"beat_age": 0.5, "state": "S", "calls": (call,), **more})
 
 
 def outside(rank, *, number=4, group="0", **more):
-    return View(rank, **{"beat_age": 0.5, "state": "R", "calls": (Call(group, number, "all_reduce"),), **more})
+    return RankView(
+        rank, **{"beat_age": 0.5, "state": "R", "calls": (CollectiveCall(group, number, "all_reduce"),), **more}
+    )
 
 
 def missing(views, patience=10.0):
@@ -120,27 +122,27 @@ def test_a_group_of_some_ranks():
 
 def test_the_ledger_tells_before_torch():
     view = inside(0, 11, group="headway", operation="objects")
-    view = dataclasses.replace(view, calls=(*view.calls, Call("0", 9, "all_gather", 11.0)))
+    view = dataclasses.replace(view, calls=(*view.calls, CollectiveCall("0", 9, "all_gather", 11.0)))
     assert view.operation == "gather_object"
     assert view.number_in("0") == 9
 
 
 def test_meeting_is_waiting():
     frame = Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 9, "init_process_group")
-    waits = View(0, beat_age=0.1, frames=(frame, Frame("/u/t.py", 3, "main")), still_age=11)
-    verdict = judge([waits, View(1, beat_age=0.1, frames=(Frame("/u/t.py", 1, "main"),))], 10)
+    waits = RankView(0, beat_age=0.1, frames=(frame, Frame("/u/t.py", 3, "main")), still_age=11)
+    verdict = judge([waits, RankView(1, beat_age=0.1, frames=(Frame("/u/t.py", 1, "main"),))], 10)
     assert verdict is not None
     assert "missing from init_process_group" in hang.headline(verdict)
 
 
 def test_excuses():
-    bug = View(1, frames=(Frame(f"{STDLIB}/pdb.py", 3, "cmdloop"),))
+    bug = RankView(1, frames=(Frame(f"{STDLIB}/pdb.py", 3, "cmdloop"),))
     assert hang.excuse(bug, 10) == "a debugger holds it"
-    assert hang.excuse(View(1, state="t"), 10) == "a debugger holds it"
-    saves = View(1, frames=(Frame(f"{SITE}/torch/serialization.py", 3, "save"),), writing_age=1)
+    assert hang.excuse(RankView(1, state="t"), 10) == "a debugger holds it"
+    saves = RankView(1, frames=(Frame(f"{SITE}/torch/serialization.py", 3, "save"),), writing_age=1)
     assert hang.excuse(saves, 10) == "it writes a file"
     assert hang.excuse(dataclasses.replace(saves, writing_age=11), 10) == ""
-    assert hang.excuse(View(1, writing_age=0), 10) == ""
+    assert hang.excuse(RankView(1, writing_age=0), 10) == ""
 
 
 def test_ranks_are_counted_together():
@@ -150,12 +152,12 @@ def test_ranks_are_counted_together():
 
 
 CALLS = st.builds(
-    Call, st.sampled_from(["headway", "0", "1"]), st.integers(1, 9), st.sampled_from(["gather", "barrier"]),
+    CollectiveCall, st.sampled_from(["headway", "0", "1"]), st.integers(1, 9), st.sampled_from(["gather", "barrier"]),
     st.none() | st.floats(0, 100), st.none() | st.just((0, 1)),
 )  # fmt: skip
 AGES = st.floats(0, 100) | st.just(math.inf)
 VIEWS = st.builds(
-    View, st.just(0), host=st.just("h"), exit_code=st.sampled_from([None, None, None, 0, 1]),
+    RankView, st.just(0), host=st.just("h"), exit_code=st.sampled_from([None, None, None, 0, 1]),
     state=st.sampled_from(["", "R", "S", "T", "t", "D"]), beat_age=st.none() | st.floats(0, 100),
     phase=st.sampled_from(["", "", "ended"]),
     frames=st.lists(st.builds(Frame, st.sampled_from(["/u/t.py", f"{SITE}/torch/distributed/rendezvous.py"]),
@@ -208,8 +210,8 @@ def test_a_view_travels_between_machines(views):
 
 
 def test_waiting_for_the_parts_of_others_is_no_collective_and_still_a_wait():
-    commits = View(0, beat_age=0.1, phase=pulse.PARTS, phase_age=11, frames=WRITER, writing_age=11)
-    writes = View(1, beat_age=0.1, frames=WRITER, writing_age=11, still_age=11, excused_age=11)
+    commits = RankView(0, beat_age=0.1, phase=pulse.PARTS, phase_age=11, frames=WRITER, writing_age=11)
+    writes = RankView(1, beat_age=0.1, frames=WRITER, writing_age=11, still_age=11, excused_age=11)
     verdict = judge([commits, writes], 10)
     assert verdict is not None
     assert [view.rank for view in verdict.missing] == [1]
@@ -222,16 +224,16 @@ def test_waiting_for_the_parts_of_others_is_no_collective_and_still_a_wait():
 
 
 def test_a_hook_of_the_users_is_not_a_slow_disk():
-    hooked = View(1, beat_age=0.1, frames=(Frame("/u/t.py", 3, "hook"), *WRITER), writing_age=11, still_age=11)
+    hooked = RankView(1, beat_age=0.1, frames=(Frame("/u/t.py", 3, "hook"), *WRITER), writing_age=11, still_age=11)
     assert hang.is_writing(hooked)  # bytes would excuse it
     assert not hang.is_stuck_writing(hooked, 10)
     assert hang.is_stuck_writing(dataclasses.replace(hooked, frames=WRITER), 10)
-    assert not hang.is_stuck_writing(View(1, frames=WRITER, still_age=11), 10)  # nobody has looked at its bytes
+    assert not hang.is_stuck_writing(RankView(1, frames=WRITER, still_age=11), 10)  # nobody has looked at its bytes
 
 
 def test_who_lingers():
-    over = View(0, exit_code=0, phase="ended", phase_age=11, idle_age=11)
-    stuck = View(1, phase="ended", phase_age=11, idle_age=11, frames=(Frame("/u/t.py", 3, "tidy"),))
+    over = RankView(0, exit_code=0, phase="ended", phase_age=11, idle_age=11)
+    stuck = RankView(1, phase="ended", phase_age=11, idle_age=11, frames=(Frame("/u/t.py", 3, "tidy"),))
     verdict = hang.lingering([over, stuck], 10, 2)
     assert verdict is not None
     assert [view.rank for view in verdict.missing] == [1]
@@ -242,7 +244,7 @@ def test_who_lingers():
     for calm in (
         [over, dataclasses.replace(stuck, idle_age=2)],  # an upload is at work
         [over, dataclasses.replace(stuck, phase_age=2)],
-        [View(0, phase=""), stuck],  # others still train
+        [RankView(0, phase=""), stuck],  # others still train
         [dataclasses.replace(over, exit_code=1), stuck],  # a failure, which is told as such
         [over],
     ):

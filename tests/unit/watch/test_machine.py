@@ -35,7 +35,7 @@ class Ranks:
     def look(self):
         for one in self.pulses:
             one.beat(2)  # a busy machine must not make them late
-        self.watch._look(self.watch._workers)
+        self.watch._check_ranks(self.watch._workers)
         return None if self.watch.found is None else HangReport(self.watch.found)
 
 
@@ -83,12 +83,12 @@ def test_a_write_excuses_up_to_its_last_byte(tmp_path, said):
     ranks = Ranks(tmp_path, said, patience=1.0)
     ranks.beat(1, writer.__file__, 3)
     ranks.pulses[0].enter("gather", "/u/train.py:7")
-    ranks.watch._view(ranks.workers[1])
+    ranks.watch._read_view(ranks.workers[1])
     began = time.monotonic()
-    view = ranks.watch._view(ranks.workers[1])
+    view = ranks.watch._read_view(ranks.workers[1])
     while view.excused_age <= 1.0 and time.monotonic() - began < 10:
         time.sleep(0.05)
-        view = ranks.watch._view(ranks.workers[1])
+        view = ranks.watch._read_view(ranks.workers[1])
     assert view.excused_age == pytest.approx(view.writing_age)
 
 
@@ -164,4 +164,4 @@ def test_a_restart_begins_anew(tmp_path, said):
     assert watch._thread is None  # a patience of 0 watches nobody
     watch.note_ended({1: 0})
     assert ranks.workers[1].exit_code == 0
-    assert encode(ranks.watch._view(ranks.workers[1]))["exit_code"] == 0
+    assert encode(ranks.watch._read_view(ranks.workers[1]))["exit_code"] == 0

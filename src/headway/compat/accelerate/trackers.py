@@ -11,17 +11,9 @@ from headway.errors import ConfigError
 from headway.log import get_logger
 from headway.optional import available
 from headway.tracking import base
-from headway.tracking.aim import AimTracker as Aim
 from headway.tracking.base import LoggerType, TrackedRun, Tracker, TrackerMaker, on_main_process
-from headway.tracking.clearml import ClearMLTracker as ClearML
-from headway.tracking.clearml import title_and_series
-from headway.tracking.comet import CometTracker as Comet
-from headway.tracking.dvclive import DVCLiveTracker as DVCLive
-from headway.tracking.mlflow import MLflowTracker as MLflow
-from headway.tracking.swanlab import SwanLabTracker as SwanLab
-from headway.tracking.tensorboard import TensorBoardTracker as TensorBoard
-from headway.tracking.trackio import TrackioTracker as Trackio
-from headway.tracking.wandb import WandbTracker as Wandb
+from headway.tracking.local import AimAdapter, DVCLiveAdapter, MLflowAdapter, TensorBoardAdapter, TrackioAdapter
+from headway.tracking.services import ClearMLAdapter, CometAdapter, SwanLabAdapter, WandbAdapter, title_and_series
 
 log = get_logger(__name__)
 
@@ -90,7 +82,7 @@ class _Named(Tracker if TYPE_CHECKING else object):  # type: ignore[misc]
         super().finish()
 
 
-class TensorBoardTracker(_Named, TensorBoard, GeneralTracker):
+class TensorBoardTracker(_Named, TensorBoardAdapter, GeneralTracker):
     """TensorBoard's, in `logging_dir/run_name`; other arguments are for SummaryWriter."""
 
     def __init__(self, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
@@ -98,7 +90,7 @@ class TensorBoardTracker(_Named, TensorBoard, GeneralTracker):
         self.run_name, self.logging_dir = run_name, logging_dir
 
 
-class WandBTracker(_Named, Wandb, GeneralTracker):
+class WandBTracker(_Named, WandbAdapter, GeneralTracker):
     """W&B's, of the project `run_name`; other arguments are for `wandb.init`."""
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
@@ -119,7 +111,7 @@ class WandBTracker(_Named, Wandb, GeneralTracker):
         self.log({table_name: self._package.Table(columns=columns, data=data, dataframe=dataframe)}, step, **kwargs)
 
 
-class TrackioTracker(_Named, Trackio, GeneralTracker):
+class TrackioTracker(_Named, TrackioAdapter, GeneralTracker):
     """Trackio's, of the project `run_name`; other arguments are for `trackio.init`."""
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
@@ -127,7 +119,7 @@ class TrackioTracker(_Named, Trackio, GeneralTracker):
         self.run_name = run_name
 
 
-class CometMLTracker(_Named, Comet, GeneralTracker):
+class CometMLTracker(_Named, CometAdapter, GeneralTracker):
     """Comet's, of the project `run_name`; other arguments are for `comet_ml.start`."""
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
@@ -135,7 +127,7 @@ class CometMLTracker(_Named, Comet, GeneralTracker):
         self.run_name = run_name
 
 
-class AimTracker(_Named, Aim, GeneralTracker):
+class AimTracker(_Named, AimAdapter, GeneralTracker):
     """Aim's, in the repository `logging_dir`; other arguments are for `aim.Run`."""
 
     def __init__(self, run_name: str, logging_dir: Any = ".", **kwargs: Any) -> None:
@@ -143,7 +135,7 @@ class AimTracker(_Named, Aim, GeneralTracker):
         self.run_name, self.logging_dir = run_name, logging_dir
 
 
-class MLflowTracker(_Named, MLflow, GeneralTracker):
+class MLflowTracker(_Named, MLflowAdapter, GeneralTracker):
     """MLflow's. The variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS and MLFLOW_NESTED_RUN win over arguments.
 
     Args:
@@ -188,9 +180,9 @@ class MLflowTracker(_Named, MLflow, GeneralTracker):
         """Start a run, in a new experiment with the given place for artifacts where there is none of that name."""
         if self._artifacts is not None and self._experiment:
             if self._uri is not None:
-                self._mlflow.set_tracking_uri(str(self._uri))
-            if self._mlflow.get_experiment_by_name(self._experiment) is None:
-                self._mlflow.create_experiment(self._experiment, artifact_location=str(self._artifacts))
+                self._package.set_tracking_uri(str(self._uri))
+            if self._package.get_experiment_by_name(self._experiment) is None:
+                self._package.create_experiment(self._experiment, artifact_location=str(self._artifacts))
         super().begin(run)
 
     @on_main_process
@@ -201,20 +193,20 @@ class MLflowTracker(_Named, MLflow, GeneralTracker):
         if step is not _UNSET:  # the Accelerator's own call, with the artifact's name
             super().log_artifact(Path(local_path), artifact_path or Path(local_path).name, step, **kwargs)
         else:
-            self._mlflow.log_artifact(str(local_path), artifact_path, run_id=self._run.info.run_id)
+            self._package.log_artifact(str(local_path), artifact_path, run_id=self._run.info.run_id)
 
     @on_main_process
     def log_artifacts(self, local_dir: Any, artifact_path: str | None = None) -> None:
         """Keep all files of a folder."""
-        self._mlflow.log_artifacts(str(local_dir), artifact_path, run_id=self._run.info.run_id)
+        self._package.log_artifacts(str(local_dir), artifact_path, run_id=self._run.info.run_id)
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
         """Keep a figure of matplotlib or plotly."""
-        self._mlflow.log_figure(figure, artifact_file, **save_kwargs)
+        self._package.log_figure(figure, artifact_file, **save_kwargs)
 
 
-class ClearMLTracker(_Named, ClearML, GeneralTracker):
+class ClearMLTracker(_Named, ClearMLAdapter, GeneralTracker):
     """ClearML's; project and task are called `run_name` unless told otherwise; other arguments are for `Task.init`."""
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
@@ -240,10 +232,10 @@ class ClearMLTracker(_Named, ClearML, GeneralTracker):
             raise ConfigError("log_table() got neither data= nor dataframe=; give one of them")
         rows = dataframe if dataframe is not None else [*([list(columns)] if columns else []), *(data or ())]
         title, series = title_and_series(table_name)
-        self.task.get_logger().report_table(title=title, series=series, iteration=step, table_plot=rows, **kwargs)
+        self._run.get_logger().report_table(title=title, series=series, iteration=step, table_plot=rows, **kwargs)
 
 
-class DVCLiveTracker(_Named, DVCLive, GeneralTracker):
+class DVCLiveTracker(_Named, DVCLiveAdapter, GeneralTracker):
     """DVCLive's; `run_name` is ignored, as in Accelerate; other arguments are for `dvclive.Live`."""
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
@@ -251,7 +243,7 @@ class DVCLiveTracker(_Named, DVCLive, GeneralTracker):
         self.run_name = run_name
 
 
-class SwanLabTracker(_Named, SwanLab, GeneralTracker):
+class SwanLabTracker(_Named, SwanLabAdapter, GeneralTracker):
     """SwanLab's, of the project `run_name`; other arguments are for `swanlab.init`."""
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:

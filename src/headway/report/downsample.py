@@ -1,4 +1,4 @@
-"""Makes long series short enough to draw: buckets that keep every extreme, smoothing, marks for nan and inf.
+"""Makes long series short enough to draw: buckets that keep every extreme, marks for nan and inf.
 
 A chart is some hundred pixels wide. Of a million values it can show, in each column of pixels, the lowest, the highest and
 where the bulk lies; so a bucket keeps just these: minimum, maximum and mean. The envelope covers the very pixels that the
@@ -21,7 +21,7 @@ MAX_MARKS = 150
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class NonFiniteMark:
     """A stretch of values that are not finite numbers.
 
     Attributes:
@@ -38,7 +38,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduced:
+class DownsampledSeries:
     """A series as it is drawn.
 
     Attributes:
@@ -57,7 +57,7 @@ class Reduced:
     lows: list[float | None] = field(default_factory=list)
     highs: list[float | None] = field(default_factory=list)
     count: int = 0
-    marks: list[Mark] = field(default_factory=list)
+    marks: list[NonFiniteMark] = field(default_factory=list)
 
     def bounds(self) -> tuple[float, float] | None:
         """The lowest and the highest finite value; None where there is none."""
@@ -66,7 +66,7 @@ class Reduced:
         return (min(low), max(high)) if low else None
 
 
-def reduce(points: Sequence[Point], limit: int) -> Reduced:
+def downsample(points: Sequence[Point], limit: int) -> DownsampledSeries:
     """Put the values into at most `limit` buckets of equal count.
 
     The first and the last bucket stand where the first and the last point do, so that a line is as long as its run.
@@ -77,27 +77,27 @@ def reduce(points: Sequence[Point], limit: int) -> Reduced:
     """
     count = len(points)
     steps, times, values = zip(*points, strict=True) if points else ((), (), ())
-    marks = [] if all(map(math.isfinite, values)) else _marks(points)
+    marks = [] if all(map(math.isfinite, values)) else _find_marks(points)
     if count <= limit:
         means = [value if math.isfinite(value) else None for value in values]
-        return Reduced(list(steps), list(times), means, count=count, marks=marks)
-    found = Reduced([], [], [], count=count, marks=marks)
-    for index, (start, end) in enumerate(_edges(count, limit)):
+        return DownsampledSeries(list(steps), list(times), means, count=count, marks=marks)
+    found = DownsampledSeries([], [], [], count=count, marks=marks)
+    for index, (start, end) in enumerate(_split_evenly(count, limit)):
         place = {0: start, limit - 1: end - 1}.get(index, (start + end) // 2)
         finite = [value for value in values[start:end] if math.isfinite(value)] if marks else values[start:end]
         found.steps.append(steps[place])
         found.times.append(times[place])
-        found.means.append(_mean(finite))
+        found.means.append(_average(finite))
         found.lows.append(min(finite, default=None))
         found.highs.append(max(finite, default=None))
     return found
 
 
-def _edges(count: int, limit: int) -> Iterator[tuple[int, int]]:
+def _split_evenly(count: int, limit: int) -> Iterator[tuple[int, int]]:
     return ((index * count // limit, (index + 1) * count // limit) for index in range(limit))
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _average(values: Sequence[float]) -> float | None:
     if not values:
         return None
     total = sum(values)
@@ -105,61 +105,9 @@ def _mean(values: Sequence[float]) -> float | None:
     return total / len(values) if math.isfinite(total) else sum(value / len(values) for value in values)
 
 
-def smooth(values: Sequence[float | None], share: float) -> list[float | None]:
-    """The line that fits best around each value (Cleveland, "Robust Locally Weighted Regression", 1979, with Gaussian weights).
-
-    Unlike an exponential average it does not lag behind the data, and unlike a plain one it keeps its slope at both ends. A spike
-    makes no hill: see `_without_spikes`.
-
-    Args:
-        values: None is a gap, which stays one.
-        share: the standard deviation of the weights as a share of the number of values, so that short series are hardly changed.
-    """
-    width = share * len(values)
-    if width < 0.5:
-        return list(values)
-    reach = min(math.ceil(3 * width), len(values))
-    offsets = [(offset / width, math.exp(-0.5 * (offset / width) ** 2)) for offset in range(-reach, reach + 1)]
-    kept = _without_spikes(values)
-    return [
-        None
-        if value is None
-        else _fit(kept[max(0, index - reach) : index + reach + 1], offsets[max(0, reach - index) :])
-        for index, value in enumerate(values)
-    ]
-
-
-def _without_spikes(values: Sequence[float | None]) -> list[float | None]:
-    """Values that stand out from ten neighbours by eight times their median deviation, set to the median (Hampel's filter)."""
-    kept = list(values)
-    for index, value in enumerate(values):
-        if value is None:
-            continue
-        near = sorted(other for other in values[max(0, index - 5) : index + 6] if other is not None)
-        middle = near[len(near) // 2]
-        deviation = sorted(abs(other - middle) for other in near)[len(near) // 2]
-        if abs(value - middle) > 8 * deviation > 0:
-            kept[index] = middle
-    return kept
-
-
-def _fit(values: Sequence[float | None], offsets: Sequence[tuple[float, float]]) -> float:
-    """A weighted line's value at offset 0. `offsets`: a distance and a weight for each value; more are not looked at."""
-    weight = first = second = total = leaning = 0.0
-    for value, (offset, share) in zip(values, offsets):
-        if value is not None:
-            weight += share
-            first += share * offset
-            second += share * offset * offset
-            total += share * value
-            leaning += share * offset * value
-    spread = weight * second - first * first
-    return (second * total - first * leaning) / spread if spread > 1e-9 * weight * weight else total / weight
-
-
-def _marks(points: Sequence[Point]) -> list[Mark]:
+def _find_marks(points: Sequence[Point]) -> list[NonFiniteMark]:
     """Stretches of neighbours that are not finite, and of one kind."""
-    found: list[Mark] = []
+    found: list[NonFiniteMark] = []
     previous = -2
     for index, (step, seconds, value) in enumerate(points):
         if math.isfinite(value):
@@ -167,19 +115,19 @@ def _marks(points: Sequence[Point]) -> list[Mark]:
         kind = "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
         if index == previous + 1 and found[-1].kind == kind:
             last = found.pop()
-            found.append(Mark(kind, (last.steps[0], step), (last.times[0], seconds), last.count + 1))
+            found.append(NonFiniteMark(kind, (last.steps[0], step), (last.times[0], seconds), last.count + 1))
         else:
-            found.append(Mark(kind, (step, step), (seconds, seconds), 1))
+            found.append(NonFiniteMark(kind, (step, step), (seconds, seconds), 1))
         previous = index
     if len(found) <= MAX_MARKS:
         return found
-    return [_together(found[start:end]) for start, end in _edges(len(found), MAX_MARKS)]
+    return [_merge_marks(found[start:end]) for start, end in _split_evenly(len(found), MAX_MARKS)]
 
 
-def _together(marks: Sequence[Mark]) -> Mark:
+def _merge_marks(marks: Sequence[NonFiniteMark]) -> NonFiniteMark:
     kinds = {mark.kind for mark in marks}
     first, last = marks[0], marks[-1]
-    return Mark(
+    return NonFiniteMark(
         kinds.pop() if len(kinds) == 1 else "mixed",
         (first.steps[0], last.steps[1]),
         (first.times[0], last.times[1]),

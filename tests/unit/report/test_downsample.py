@@ -3,7 +3,7 @@ import math
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headway.report.reduce import MAX_MARKS, reduce, smooth
+from headway.report.downsample import MAX_MARKS, downsample
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -26,7 +26,7 @@ def highs(series):
 @given(st.lists(anything, min_size=1, max_size=300), st.integers(2, 40))
 def test_extremes_ends_and_gaps_are_kept(values, limit):
     known = [value for value in values if math.isfinite(value)]
-    series = reduce(points(values), limit)
+    series = downsample(points(values), limit)
     assert len(series.means) <= limit
     assert series.count == len(values)
     assert (series.steps[0], series.steps[-1]) == (0.0, len(values) - 1.0)
@@ -42,13 +42,13 @@ def test_extremes_ends_and_gaps_are_kept(values, limit):
 @unhurried
 @given(st.lists(finite, min_size=1, max_size=100))
 def test_a_short_series_is_itself(values):
-    series = reduce(points(values), 100)
+    series = downsample(points(values), 100)
     assert series.means == values
     assert not series.lows
 
 
 def test_every_bucket_holds_its_own_values():
-    series = reduce(points([float(value) for value in range(1000)]), 10)
+    series = downsample(points([float(value) for value in range(1000)]), 10)
     assert series.lows == [0, 100, 200, 300, 400, 500, 600, 700, 800, 900]
     assert series.highs == [99, 199, 299, 399, 499, 599, 699, 799, 899, 999]
     assert series.means == [49.5 + 100 * index for index in range(10)]
@@ -56,7 +56,7 @@ def test_every_bucket_holds_its_own_values():
 
 def test_neighbours_that_are_not_finite_are_one_mark():
     nan, inf = math.nan, math.inf
-    series = reduce(points([1, nan, nan, inf, 2, -inf]), 100)
+    series = downsample(points([1, nan, nan, inf, 2, -inf]), 100)
     assert [(mark.kind, mark.steps, mark.count) for mark in series.marks] == [
         ("nan", (1.0, 2.0), 2), ("inf", (3.0, 3.0), 1), ("-inf", (5.0, 5.0), 1),
     ]  # fmt: skip
@@ -65,30 +65,7 @@ def test_neighbours_that_are_not_finite_are_one_mark():
 
 def test_many_marks_are_drawn_together_and_none_is_lost():
     values = [math.nan if index % 2 else 1.0 for index in range(5000)]
-    series = reduce(points(values), 100)
+    series = downsample(points(values), 100)
     assert len(series.marks) == MAX_MARKS
     assert sum(mark.count for mark in series.marks) == 2500
     assert {mark.kind for mark in series.marks} == {"nan"}
-
-
-def test_smoothing_keeps_straight_lines_and_gaps_and_passes_spikes_by():
-    line = [2.0 * index + 1 for index in range(100)]
-    assert all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(smooth(line, 0.03), line))
-    assert [value is None for value in smooth([1.0, None] * 50, 0.05)] == [False, True] * 50
-    wave = [math.sin(index / 10) for index in range(200)]
-    spiked = [*wave[:100], 1e6, *wave[101:]]
-    assert max(abs(a - b) for a, b in zip(smooth(spiked, 0.02), smooth(wave, 0.02))) < 0.1
-    assert smooth(wave[:10], 0.02) == wave[:10]
-
-
-def test_smoothing_takes_noise_away():
-    noise = [(-1.0) ** index for index in range(300)]
-    assert max(map(abs, smooth(noise, 0.02)[20:-20])) < 0.01
-
-
-@unhurried
-@given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), max_size=60), st.floats(0, 0.2))
-def test_smoothing_has_no_gap_of_its_own(values, share):
-    smoothed = smooth(values, share)
-    assert [value is None for value in smoothed] == [value is None for value in values]
-    assert all(value is None or math.isfinite(value) for value in smoothed)
