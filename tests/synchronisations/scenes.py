@@ -161,9 +161,9 @@ def figures(fake: FakeDevice) -> list[str]:
     seconds, found = [0.0], []
     meter = Throughput(accelerator._training_step, LoaderEvents(), Clock(), accelerator.runtime, now=lambda: seconds[0])
     for number in range(1, 5):
-        meter._begin_backward()
+        meter._on_backward()
         seconds[0] = float(number)
-        meter._close(seconds[0])
+        meter._end_lap(seconds[0])
         meter.add(tokens=torch.tensor(100 * number).to(DEVICE))
         fake.start_over()
         found.append(f"{meter.fact()}; {fake.num_waits} waits")
