@@ -11,6 +11,8 @@ struct Device {
 };
 
 static const Device KINDS[] = {
+    {"b200", "NVIDIA B200", 183359, 10, 0, 148},
+    {"b100", "NVIDIA B100", 183359, 10, 0, 132},
     {"h100", "NVIDIA H100 80GB HBM3", 81559, 9, 0, 132},
     {"h200", "NVIDIA H200", 143771, 9, 0, 132},
     {"a100-80gb", "NVIDIA A100-SXM4-80GB", 81920, 8, 0, 108},
