@@ -42,11 +42,11 @@ MODELS = ("transformers",)
 """Where a step has its models from."""
 
 STEPS = (
-    Step("synchronisations", "How often does an update wait for the device, compared with a hand-written loop?", 25),
+    Step("synchronisations", "How often does an update wait for the device, compared with a hand-written loop?", 35),
     Step(
         "gpt2",
         "How fast is GPT-2 124M in bf16 in a hand-written loop, with Headway and with Accelerate?",
-        65,
+        60,
         needs=MODELS,
     ),
     Step(
@@ -83,7 +83,7 @@ STEPS = (
         65,
         needs=MODELS,
     ),
-    Step("tests", "Do the tests that need an accelerator pass?", 80, needs=("pytest",)),
+    Step("tests", "Do the tests that need an accelerator pass?", 75, needs=("pytest",)),
 )
 
 
