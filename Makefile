@@ -75,8 +75,9 @@ bench: setup
 	$(BIN)/python benchmarks/run.py
 
 # All that only an accelerator can show, in ten minutes; without one: make gpu ARGS="--device cpu" (CONTRIBUTING.md).
-gpu: setup
-	$(BIN)/python -m benchmarks.gpu $(ARGS)
+# Installs nothing, since such a machine may have no network: .venv's Python where there is one, else the one that has torch.
+gpu:
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu $(ARGS)
 
 # torch's CUDA build over a simulated runtime (tests/simulated_cuda), without a card: an environment of its own, 1.7 GB.
 cuda: $(CUDA)/.installed

@@ -19,6 +19,7 @@ CASES = [  # model, batch, tokens, precision, recomputed, device
     ("gpt2", 8, 1024, "no", False, "h100"),
     ("gpt2", 8, 1024, "bf16", False, "h100"),
     ("gpt2", 4, 1024, "no", False, "t4"),
+    ("gpt2", 2, 1024, "bf16", False, "t4"),
     ("bert", 16, 512, "no", False, "a100-80gb"),
     ("llama", 2, 1024, "bf16", False, "a100-80gb"),
     ("llama", 2, 1024, "bf16", True, "h100"),

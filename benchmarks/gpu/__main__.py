@@ -1,7 +1,6 @@
 """The command line: `python -m benchmarks.gpu` runs all steps, `python -m benchmarks.gpu gpt2 saves` some, `--list` names them."""
 
 import argparse
-import importlib.util
 import signal
 import subprocess
 import sys
@@ -10,26 +9,34 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu.plan import ON_CPU, SIZES, STEPS, TOTAL, named
+from benchmarks.gpu.plan import ON_CPU, SIZES, STEPS, TOTAL, lacking, named
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 sys.path.insert(0, str(ROOT / "src"))  # on a bare machine nothing is installed
 NEEDED = ("torch", "numpy", "safetensors", "xxhash", "click", "cloudpickle", "rich", "psutil", "yaml")
 """Nothing runs without these."""
-USED = ("transformers", "accelerate", "pytest", "pytest_timeout")
-"""Some steps use these."""
-
-
-def lacking(modules: Sequence[str]) -> list[str]:
-    """Those that cannot be imported here."""
-    return [name for name in modules if importlib.util.find_spec(name) is None]
+USED = ("transformers", "accelerate", "pytest", "triton")
+"""Some steps, or rows of them, use these."""
 
 
 def accelerator() -> str:
-    """The kind of accelerator that torch finds; empty: none. Asked in another process, so that this one holds no device memory."""
+    """The kind of accelerator that torch finds; empty: none. Asked in another process, so that this one holds no device memory.
+
+    Raises:
+        ValueError: torch fails.
+    """
     code = "import torch; found = torch.accelerator.current_accelerator(check_available=True); print(found.type if found else '')"
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if ran.returncode:
+        raise ValueError(f"torch does not work here: {(ran.stderr.strip() or 'it said nothing').splitlines()[-1]}")
+    return ran.stdout.strip()
+
+
+def kind_of(device: str) -> str:
+    """Under which name the results are kept."""
+    kind = device.partition(":")[0]
+    return "simulated" if kind == "cuda" and not lacking(["simulated_cuda"]) else kind
 
 
 def unpack(wheels: Path | None, folder: str) -> list[str]:
@@ -76,7 +83,10 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
         return given
     if lacking(["torch"]):
         parser.error(f"{sys.executable} has no torch; use a Python that has it")
-    given.device = given.device or accelerator()
+    try:
+        given.device = given.device or accelerator()
+    except ValueError as error:
+        parser.error(str(error))
     if not given.device:
         parser.error(
             "torch finds no accelerator on this machine; `--device cpu` runs the steps on the CPU at a small size"
@@ -98,14 +108,21 @@ def main(words: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory() as folder:
         path = unpack(given.wheels, folder)
-        for name in lacking((*NEEDED, *USED)):
-            sys.stdout.write(f"this machine lacks {name}; bring its wheel, and pass the folder with --wheels\n")
+        if missing := lacking((*NEEDED, *USED)):
+            told = (
+                "nothing runs without " + ", ".join(lacking(NEEDED))
+                if lacking(NEEDED)
+                else "what needs them is left out"
+            )
+            sys.stdout.write(
+                f"not installed: {', '.join(missing)}: {told}; install them, or bring their wheels (--wheels)\n"
+            )
         if lacking(NEEDED):
             return 2
         from benchmarks.gpu.record import Record
         from benchmarks.gpu.runner import run_all
 
-        record = Record(given.out, given.device.partition(":")[0])
+        record = Record(given.out, kind_of(given.device))
         ended_well = run_all(given.steps, given.device, given.size, record, 60 * given.minutes, path)
     sys.stdout.write("\n" + record.summary([step.name for step in given.steps]))
     sys.stdout.write(f"\n{record.json}\n{record.table}\n")

@@ -1,8 +1,10 @@
 """What a step is given: the device, the size, the clock, and the way to tell what it found."""
 
 import gc
+import importlib.util
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -74,6 +76,22 @@ class Bench:
         return self.device.type == "cpu"
 
     @property
+    def is_simulated(self) -> bool:
+        """torch's CUDA build over tests/simulated_cuda: no card, and nothing is as fast as one."""
+        return not self.is_cpu and importlib.util.find_spec("simulated_cuda") is not None
+
+    @property
+    def no_compiler(self) -> str:
+        """Why inductor cannot generate code for this device; empty where it can."""
+        if self.is_cpu:
+            return (
+                ""
+                if shutil.which("g++")
+                else "left out: torch.compile needs a C++ compiler on a CPU, and there is none"
+            )
+        return "" if importlib.util.find_spec("triton") else "left out: triton is not installed"
+
+    @property
     def module(self) -> Any:
         """torch's module for this kind of device."""
         return torch.get_device_module(self.device.type)
@@ -117,6 +135,10 @@ class Bench:
 
     def _machine(self) -> dict[str, Any]:
         about = {"device": str(self.device), **machine()}
+        if self.is_simulated:
+            about["simulated"] = (
+                "with values" if os.environ.get("SIMULATED_CUDA_VALUES", "1") != "0" else "without values"
+            )
         for key, name, told in (("device", "get_device_name", str), ("device_GiB", "mem_get_info", _whole_gib)):
             ask = None if self.is_cpu else getattr(self.module, name, None)
             if ask is not None:
@@ -131,8 +153,11 @@ class Bench:
             self.module.synchronize()
 
     def release(self) -> None:
-        """Give back memory that nothing refers to."""
+        """Give back memory that nothing refers to, cuBLAS's workspaces included, which otherwise stay from case to case."""
         gc.collect()
+        if self.device.type == "cuda":
+            self.synchronize()
+            torch._C._cuda_clearCublasWorkspaces()
         if not self.is_cpu:
             self.module.empty_cache()
 

@@ -1,5 +1,7 @@
 """The steps in their order, and the seconds that each is promised of the ten minutes that a lent machine gives to a command."""
 
+import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 TOTAL = 540.0
@@ -21,12 +23,14 @@ class Step:
         question: what it answers.
         seconds: what it may take at least, whatever the steps before it did; what those leave is its own too.
         module: where its `run` is.
+        needs: packages beside Headway's own; without one of them it is left out.
     """
 
     name: str
     question: str
     seconds: float
     module: str = ""
+    needs: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -34,20 +38,58 @@ class Step:
         return self.module or f"benchmarks.gpu.steps.{self.name}"
 
 
+MODELS = ("transformers",)
+"""Where a step has its models from."""
+
 STEPS = (
     Step("synchronisations", "How often does an update wait for the device, compared with a hand-written loop?", 35),
-    Step("gpt2", "How fast is GPT-2 124M in bf16 in a hand-written loop, with Headway and with Accelerate?", 70),
-    Step("float8", "How much faster than bf16 are wide layers in float8, and how far do the losses part?", 45),
-    Step("out_of_memory", "Does a first step that runs out of memory give the same bits when it is repeated?", 35),
-    Step("microbatching", "Which size does automatic micro-batching find, compared with bisection?", 40),
-    Step("notebook", "How much memory do the notebook's four configurations need here, and how fast are they?", 45),
-    Step("weights", "How close do weights streamed from host memory come to the link's bandwidth?", 45),
-    Step("activations", "What does keeping activations in host memory cost, compared with recomputing them?", 40),
-    Step("saves", "How long does a background save stall GPT-2 XL with AdamW, compared with dcp.async_save?", 50),
-    Step("ranks", "Do two ranks on one device train the same model as one process?", 35),
-    Step("forecast", "How close do forecasts of memory come to twelve real runs, and to a card's own record?", 50),
-    Step("tests", "Do the tests that need an accelerator pass?", 50),
+    Step(
+        "gpt2",
+        "How fast is GPT-2 124M in bf16 in a hand-written loop, with Headway and with Accelerate?",
+        60,
+        needs=MODELS,
+    ),
+    Step(
+        "float8",
+        "How much faster than bf16 are wide layers in float8, and how far do the losses part?",
+        45,
+        needs=MODELS,
+    ),
+    Step("out_of_memory", "Does a first step that runs out of memory give the same bits when it is repeated?", 30),
+    Step("microbatching", "Which size does automatic micro-batching find, compared with bisection?", 35, needs=MODELS),
+    Step(
+        "notebook",
+        "How much memory do the notebook's four configurations need here, and how fast are they?",
+        40,
+        needs=MODELS,
+    ),
+    Step("weights", "How close do weights streamed from host memory come to the link's bandwidth?", 40, needs=MODELS),
+    Step(
+        "activations",
+        "What does keeping activations in host memory cost, compared with recomputing them?",
+        35,
+        needs=MODELS,
+    ),
+    Step(
+        "saves",
+        "How long does a background save stall GPT-2 XL with AdamW, compared with dcp.async_save?",
+        50,
+        needs=MODELS,
+    ),
+    Step("ranks", "Do two ranks on one device train the same model as one process?", 30),
+    Step(
+        "forecast",
+        "How close do forecasts of memory come to real runs, and to a card's own record?",
+        65,
+        needs=MODELS,
+    ),
+    Step("tests", "Do the tests that need an accelerator pass?", 75, needs=("pytest",)),
 )
+
+
+def lacking(modules: Sequence[str]) -> list[str]:
+    """Those that cannot be imported here."""
+    return [name for name in modules if importlib.util.find_spec(name) is None]
 
 
 def named(names: list[str]) -> tuple[Step, ...]:

@@ -13,6 +13,11 @@ NO_GPU = (
     "fast a GPU is.**"
 )
 
+SIMULATED = (
+    "**Run on torch's CUDA build over a simulated runtime (tests/simulated_cuda), without a card. Memory is what torch's "
+    "allocator takes; nothing here is a time or a speed.**"
+)
+
 BEGUN = "begun, and not ended"
 
 
@@ -83,6 +88,8 @@ def markdown(kind: str, steps: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     if kind == "cpu":
         lines += ["", NO_GPU]
+    if kind == "simulated":
+        lines += ["", SIMULATED]
     for name, step in steps.items():
         lines += [
             "",

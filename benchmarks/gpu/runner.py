@@ -15,7 +15,7 @@ from time import monotonic
 
 import psutil
 
-from benchmarks.gpu.plan import Step
+from benchmarks.gpu.plan import Step, lacking
 from benchmarks.gpu.record import Record
 from headway.launch.processes import end_sessions
 
@@ -38,6 +38,11 @@ def run_all(
     """
     begun, ended_well = monotonic(), True
     for index, step in enumerate(steps):
+        if missing := lacking(step.needs):
+            record.begin(step.name, step.question, size)
+            record.end(step.name, f"left out: {', '.join(missing)} not installed", 0.0)
+            ended_well = False
+            continue
         promised = sum(later.seconds for later in steps[index + 1 :])
         limit = max(step.seconds, total - (monotonic() - begun) - promised)
         sys.stdout.write(f"\n== {step.name}: {step.question} (at most {limit:.0f} s)\n")

@@ -91,7 +91,8 @@ class Host:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.pids():
             time.sleep(0.1)
-        return [" ".join(psutil.Process(pid).cmdline()) for pid in self.pids() if psutil.pid_exists(pid)]
+        left = set(self.pids())
+        return [" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]) if one.pid in left]
 
     def destroy(self) -> None:
         """End what runs here and take the namespace away."""

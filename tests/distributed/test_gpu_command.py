@@ -11,9 +11,9 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.gpu.__main__ import lacking, unpack
+from benchmarks.gpu.__main__ import unpack
 from benchmarks.gpu.cap import capped
-from benchmarks.gpu.plan import STEPS, TOTAL, Step, named
+from benchmarks.gpu.plan import STEPS, TOTAL, Step, lacking, named
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.runner import ROOT, run_all
 from benchmarks.gpu.waits import waits
@@ -87,6 +87,34 @@ def test_a_run_that_is_ended_leaves_what_it_found(tmp_path):
     assert found["state"] == "begun, and not ended"
     assert found["rows"][0]["what"] == "by hand, bf16"
     assert "| by hand, bf16 |" in (tmp_path / "cpu.md").read_text()
+
+
+def test_a_step_whose_packages_are_missing_is_left_out(tmp_path):
+    record = Record(tmp_path, "cpu")
+    step = Step("sound", "sound?", 30, f"{STEP}.sound", needs=("json", "no_such_module"))
+    assert not run_all([step], "cpu", "smallest", record, total=0)
+    assert record.steps["sound"]["state"] == "left out: no_such_module not installed"
+
+
+def test_a_machine_that_lacks_something_is_answered_in_one_line(tmp_path):
+    """Without the environment's packages: a torch that does not work, then nothing but torch."""
+
+    def told(torch, *words):
+        (tmp_path / "torch.py").write_text(torch)
+        ran = subprocess.run(
+            [sys.executable, "-S", "-m", "benchmarks.gpu", *words],
+            cwd=ROOT,
+            env={"PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode == 2
+        return (ran.stdout + ran.stderr).splitlines()[-1]
+
+    assert told("raise ImportError('no driver')").endswith("error: torch does not work here: ImportError: no driver")
+    lacks = told("", "--device", "cpu")
+    assert lacks.startswith("not installed: numpy, safetensors, xxhash, click, ")
+    assert "nothing runs without numpy, " in lacks
 
 
 # ---------------------------------------------------------------- what only a card runs, here with its calls recorded

@@ -55,7 +55,10 @@ def wait_until_gone(pids: list[int], seconds: float = 10) -> list[int]:
 
 
 def _is_running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_one_process_is_python_itself(tmp_path):

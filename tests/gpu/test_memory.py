@@ -110,6 +110,22 @@ def test_offloaded_and_selective_gradients_are_equal_and_take_less(kind) -> None
     assert less < peak
 
 
+def test_host_memory_of_offloaded_activations_is_hardly_rounded_up() -> None:
+    inputs = torch.randn(3 << 20, device="cuda", requires_grad=True)  # 12 MiB, which torch would round up to 16
+    torch.cuda.synchronize()
+    held = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+
+    def total() -> torch.Tensor:
+        return inputs.sin().sum() + inputs.view(2, -1)[:, ::3].exp().sum()
+
+    with offloading():
+        loss = total()
+    parked = sum(copy._host.nbytes for copy in scope.own(_Copies).values())
+    assert parked >= 12 * MIB
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] - held <= parked * 9 // 8
+    assert torch.equal(*torch.autograd.grad(loss, inputs), *torch.autograd.grad(total(), inputs))
+
+
 def test_offloading_under_autocast_parks_each_activation_once_and_no_weights() -> None:
     model = blocks(2).cuda()
     inputs = torch.randn(8192, 1024, device="cuda")

@@ -40,6 +40,7 @@ def test_the_driver_tells_what_is_free_and_opens_no_context():
     done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=True)
     has_context, free, total = done.stdout.split()
     last = torch.cuda.device_count() - 1
+    torch.cuda.empty_cache()
     by_cuda = torch.cuda.mem_get_info(last)
     assert has_context == "False"
     assert abs(int(free) - by_cuda[0]) < 2 << 30  # contexts, and what others do meanwhile

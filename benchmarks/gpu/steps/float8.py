@@ -30,7 +30,7 @@ def lacking(bench: Bench) -> str:
         return "left out: torchao is not installed (pip install 'torchao>=0.18')"
     if not bench.is_cpu and torch.cuda.get_device_capability() < (8, 9):
         return "left out: this GPU has no float8 matrix units"
-    return ""
+    return "" if bench.is_cpu else bench.no_compiler
 
 
 def compare(bench: Bench) -> None:

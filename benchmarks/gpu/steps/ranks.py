@@ -33,6 +33,8 @@ def run(bench: Bench) -> None:
     with bench.attempt("one process"):
         alone = ranks(bench, 1, "gloo", num_updates)[0]
         bench.row(Row("one process", alone["updates_per_second"], "updates/s"))
+    if bench.has_failed:
+        return
     own = dist.Backend.default_device_backend_map.get(bench.device.type, "gloo")
     if own == "gloo":
         bench.row(Row("the device's own backend", note=f"left out: {bench.device.type} has none but gloo"))

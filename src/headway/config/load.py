@@ -135,7 +135,7 @@ def payload(
     Args:
         num_processes: over all machines.
         min_processes: with how many the run goes on where machines are lost; None: with all.
-        device: torch's type of the devices that this machine's workers were counted by; None: no accelerator.
+        device: torch's type of the devices that this machine's workers were counted by; None: they were not counted.
         ranks_per_machine: for layouts that follow the machines; None: one machine.
     """
     settings = {
@@ -198,7 +198,7 @@ def asked_num_processes() -> range | None:
 
 
 def promised_device() -> str | None:
-    """The type of device that the launcher found for this process; None where it found none, and without the launcher."""
+    """The type of device that the launcher found for this process, "cpu" where it found no other; None: nobody counted."""
     found = (_read_payload() or {}).get("device")
     return None if found is None else str(found)
 

@@ -49,6 +49,12 @@ class _Block:
     def key(self) -> tuple[int, int]:
         return self.size, self.address
 
+    @property
+    def reach(self) -> int:
+        """Its size, with the room behind it that has no memory yet; only an expandable segment has such room."""
+        room = self.after
+        return self.size + (room.size if room is not None and not room.is_mapped else 0)
+
 
 @dataclass(slots=True, eq=False)
 class _Pool:
@@ -72,8 +78,14 @@ class _Pool:
         del self.blocks[block.address]
 
     def best(self, size: int) -> _Block | None:
-        index = bisect_left(self.free, (size, 0))
-        return self.blocks[self.free[index][1]] if index < len(self.free) else None
+        """The smallest free block of at least `size` bytes, or the next larger ones while each reaches less far (get_free_block)."""
+        found: _Block | None = None
+        for index in range(bisect_left(self.free, (size, 0)), len(self.free)):
+            block = self.blocks[self.free[index][1]]
+            if found is not None and block.reach >= found.reach:
+                break
+            found = block
+        return found
 
 
 def rounded(num_bytes: int) -> int:
@@ -254,19 +266,19 @@ class Allocator:
             if mapped is None:
                 return None
             block = mapped
-        while block.size < size:
-            gap = block.after
-            assert gap is not None
-            if not gap.is_mapped:
-                mapped = self._mapped(pool, gap, min(gap.size, size - block.size))
-                if mapped is None:
+        while True:
+            following = block.after
+            if following is not None and following.is_free and following.is_mapped:
+                pool.take(following)
+            elif block.size < size:
+                assert following is not None
+                following = self._mapped(pool, following, min(following.size, size - block.size))
+                if following is None:
                     pool.add(block)
                     return None
-                gap = mapped
             else:
-                pool.take(gap)
-            self._merge(block, gap)
-        return block
+                return block
+            self._merge(block, following)
 
     def _mapped(self, pool: _Pool, gap: _Block, size: int) -> _Block | None:
         """Pages at the start of a gap; None where the card has none left."""

@@ -115,6 +115,8 @@ DEVICES = {
         _assumed("a100-80gb", 81920, (8, 0), _rates(19.5, 312, 2039)),
         _assumed("h100", 81559, (9, 0), _rates(67, 989, 3350), _HOPPER),
         _assumed("h200", 143771, (9, 0), _rates(67, 989, 4800), _HOPPER),
+        _assumed("b100", 183359, (10, 0), _rates(60, 1750, 8000), _HOPPER),
+        _assumed("b200", 183359, (10, 0), _rates(75, 2250, 8000), _HOPPER),
     )
 }
 

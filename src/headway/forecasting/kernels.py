@@ -33,13 +33,20 @@ def _flash_backward(args: tuple[Any, ...]) -> list[int]:
 
 
 def _efficient_backward(args: tuple[Any, ...]) -> list[int]:
-    """A row of sums for each query; in half precision also the gradients in float32 while they are summed up."""
+    """A row of sums for each query; in half precision gradients in float32, of wide heads also those of keys and values.
+
+    Gradients of grouped heads are those of all heads until they are summed up.
+    """
     query, key = args[1], args[2]
     samples, heads, length, width = query.shape
-    sums = samples * heads * length * 4
-    if query.dtype not in _HALVES:
-        return [sums]
-    return [sums, samples * heads * (length + 2 * key.shape[2]) * width * 4]
+    found = [samples * heads * length * 4]
+    if key.shape[1] != heads:
+        found += [samples * heads * key.shape[2] * width * key.element_size()] * 2
+    if query.dtype in _HALVES:
+        is_wide = width > 128
+        padded = -(-width // 128) * 128 if is_wide else -(-width // 64) * 64
+        found.append(samples * heads * (length + is_wide * 2 * key.shape[2]) * padded * 4)
+    return found
 
 
 def _embedding_backward(args: tuple[Any, ...]) -> list[int]:
@@ -113,6 +120,7 @@ SCRATCH_OF_CPU: dict[str, Sizes] = {
 SCRATCH_OF_CUDA: dict[str, Sizes] = {
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten::_scaled_dot_product_cudnn_attention_backward": _flash_backward,
     "aten::embedding_dense_backward": _embedding_backward,
     "aten::mse_loss": _before_reduction,
     "aten::smooth_l1_loss": _before_reduction,
@@ -130,6 +138,9 @@ MATMUL = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_scaled_mm"
 UNKNOWN_SCRATCH: dict[str, str] = {
     "aten::convolution": "cuDNN's workspaces for convolutions are not counted: it takes what the algorithm it chooses wants",
     "aten::convolution_backward": "cuDNN's workspaces for convolutions are not counted: it takes what the algorithm it chooses wants",
+    "aten::_scaled_dot_product_cudnn_attention_backward": (
+        "cuDNN's workspace for attention's backward is assumed to be as large as FlashAttention's"
+    ),
     "aten::_cudnn_rnn": "cuDNN's reserve of recurrent layers is not counted",
     "aten::lstm": "cuDNN's reserve of recurrent layers is not counted",
     "aten::gru": "cuDNN's reserve of recurrent layers is not counted",
@@ -148,28 +159,47 @@ NAMESPACES = (
 
 @dataclass(frozen=True)
 class Choice:
-    """How attention is computed.
+    """How attention is computed, as `torch._fused_sdp_choice` chooses on CUDA.
 
     Attributes:
-        flash: the card has it (compute capability 8.0 or more).
-        efficient: the memory-efficient kernel.
+        capability: of the device.
+        version: of torch.
     """
 
-    flash: bool
-    efficient: bool = True
+    capability: tuple[int, int]
+    version: tuple[int, ...]
 
     def kernel(
-        self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, enable_gqa: bool, causal: bool
+        self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, p: float, causal: bool, trains: bool
     ) -> str:
-        """ "flash", "efficient" or "math", as torch chooses on CUDA."""
-        if query.dim() != 4 or query.shape[-1] != key.shape[-1] or 0 in query.shape:
+        """ "cudnn", "flash", "efficient" or "math"."""
+        width, is_half = query.shape[-1], query.dtype in _HALVES
+        if (
+            query.dim() != 4
+            or width != key.shape[-1]
+            or 0 in query.shape
+            or query.dtype not in (*_HALVES, torch.float32)
+        ):
             return "math"
-        if self.flash and mask is None and query.dtype in _HALVES and query.shape[-1] <= FLASH_MAX_HEAD:
+        if is_half and self._takes_cudnn(width, mask, p, trains):
+            return "cudnn"
+        has_tensor_cores = self.capability >= (8, 0)
+        fits = width <= FLASH_MAX_HEAD and not (causal and query.shape[2] != key.shape[2])
+        if has_tensor_cores and is_half and mask is None and fits:
             return "flash"
-        is_refused = enable_gqa and query.shape[1] != key.shape[1]
-        if not self.efficient or is_refused or (mask is not None and (mask.requires_grad or causal)):
+        aligned = 16 // query.element_size() if has_tensor_cores or is_half else 1
+        is_refused = query.shape[1] != key.shape[1] and self.version < (2, 14)
+        if width % aligned or is_refused or (query.dtype == torch.bfloat16 and not has_tensor_cores):
             return "math"
         return "efficient"
+
+    def _takes_cudnn(self, width: int, mask: torch.Tensor | None, p: float, trains: bool) -> bool:
+        if self.capability not in ((9, 0), (10, 0)) or width % 8 or width > FLASH_MAX_HEAD:
+            return False
+        if mask is not None and mask.requires_grad:
+            return False
+        has_dropout = p > 0 and self.version >= (2, 12)
+        return not has_dropout and not (trains and 128 < width < FLASH_MAX_HEAD and self.version >= (2, 14))
 
 
 @contextmanager
@@ -180,7 +210,7 @@ def substituted(device: Device, precision: str) -> Iterator[None]:
         # Registered kernels stay until this is called.
         stack.callback(library._destroy)
         if device.is_cuda:
-            choice = Choice(flash=device.capability >= (8, 0))
+            choice = Choice(device.capability, tuple(map(int, torch.__version__.split(".")[:2])))
             library.impl("dropout", _dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
             library.impl("scaled_dot_product_attention", _attention(choice), "AutogradCPU")  # type: ignore[no-untyped-call]
             if precision != "no":
@@ -214,9 +244,13 @@ def _attention(choice: Choice) -> Callable[..., Any]:
     ) -> Any:
         if not isinstance(query, FakeTensor):
             return _plain(query, key, value, mask, p, causal, scale, enable_gqa)
-        kernel = choice.kernel(query, key, mask, enable_gqa, causal)
+        trains = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+        kernel = choice.kernel(query, key, mask, p, causal, trains)
         if kernel == "math":
             return _math(query, key, value, mask, p, causal, scale, enable_gqa)
+        if kernel == "cudnn":
+            mask = _added(mask, query)
+            return aten._scaled_dot_product_cudnn_attention(query, key, value, mask, trains, p, causal, scale=scale)[0]
         if mask is not None:
             mask = _prepared(mask, query, key)
         width = query.shape[-1]
@@ -226,18 +260,21 @@ def _attention(choice: Choice) -> Callable[..., Any]:
             ]
             scale = width**-0.5 if scale is None else scale
             return aten._scaled_dot_product_flash_attention(*padded, p, causal, False, scale=scale)[0][..., :width]
-        wants_sums = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-        return aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, wants_sums, p, causal, scale=scale
-        )[0]
+        return aten._scaled_dot_product_efficient_attention(query, key, value, mask, trains, p, causal, scale=scale)[0]
 
     return attention
 
 
+def _added(mask: Any, query: torch.Tensor) -> Any:
+    """A mask of bools becomes one to add."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
 def _prepared(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A mask of bools becomes one to add, and rows are aligned to 16 bytes, as the memory-efficient kernel wants them."""
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    """A mask to add, its rows aligned to 16 bytes, as the memory-efficient kernel wants them."""
+    mask = _added(mask, query)
     length = key.shape[2]
     if mask.shape[-1] == length and length % 8:
         mask = torch.nn.functional.pad(mask, (0, -length % 8))[..., :length]
@@ -263,8 +300,7 @@ def _attention_of_cpu(
         return _plain(query, key, value, mask, p, causal, scale, enable_gqa)
     if mask is not None and mask.requires_grad:
         return _math(query, key, value, mask, p, causal, scale, enable_gqa)
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    mask = _added(mask, query)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, p, causal, attn_mask=mask, scale=scale
     )[0]
@@ -273,8 +309,7 @@ def _attention_of_cpu(
 def _math(
     query: Any, key: Any, value: Any, mask: Any, p: float, causal: bool, scale: float | None, enable_gqa: bool
 ) -> Any:
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    mask = _added(mask, query)
     math = torch.ops.aten._scaled_dot_product_attention_math
     return math(query, key, value, mask, p, causal, None, scale=scale, enable_gqa=enable_gqa)[0]
 

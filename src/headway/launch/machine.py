@@ -128,6 +128,8 @@ def _accelerators(root: Path) -> tuple[str | None, int]:
         num_devices = _nvidia(root)
         if num_devices:
             return "cuda", num_devices
+    if (root / "dev/nvhost-gpu").exists() or (root / "dev/nvgpu").exists():
+        return "cuda", 1  # Jetson: one GPU on the chip, which NVML does not know
     if (root / "dev/kfd").exists():
         nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
         num_devices = sum(re.search(r"^simd_count [1-9]", _text(node), re.MULTILINE) is not None for node in nodes)

@@ -159,7 +159,7 @@ def make(
     layout = spread.layout(resolved, num_machines, num_local)
     threads = _threads(resolved, machine, num_local, environment)
     fewest = num_local * resolved.get("min_machines", num_machines)
-    device = machine.torch_device if machine.accelerator else None
+    device = None if resolved.get("cpu", False) else machine.torch_device
     additions = {env.PAYLOAD: payload(resolved, world_size, min(fewest, world_size), device, num_local)}
     if machine.accelerator and machine.device_ids != present.device_ids:
         additions[_visible_variable(resolved, machine)] = ",".join(machine.device_ids)

@@ -21,13 +21,15 @@ if found is not None:
 def accelerator(environment: Mapping[str, str], folders: Iterable[str] | None = None) -> tuple[str, int] | None:
     """The kind of such a device and how many there are; None where no package adds one, or its driver finds none.
 
-    Without such a package this costs a look at what is installed (milliseconds); with one, an import of torch.
+    Without such a package this costs a look at what is installed (milliseconds); with one, an import of torch. HEADWAY_DEVICE has
+    torch asked in any case: on some machines with NVIDIA's devices only CUDA itself shows them.
 
     Args:
         environment: the variables that a process would start with.
         folders: where packages are installed; None: where this interpreter looks for them.
     """
-    if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0" or not is_installed(folders):
+    is_loaded = environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "0"
+    if not (is_loaded and is_installed(folders)) and environment.get("HEADWAY_DEVICE", "cpu") == "cpu":
         return None
     try:
         asked = subprocess.run(

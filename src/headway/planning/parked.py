@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from headway.forecasting.fake import Spread
 from headway.forecasting.step import Alone, Engine
-from headway.recompute.offload import Lane, Names, Ways, pretending
+from headway.recompute.offload import Host, Lane, Names, Ways, pretending
 
 
 class TracedLane(Lane):
@@ -37,9 +37,10 @@ class TracedLane(Lane):
         self._under_way = tensor
         return host, None
 
-    def to_device(self, host: torch.Tensor, ready: Any) -> torch.Tensor:
+    def to_device(self, host: torch.Tensor | Host, ready: Any) -> torch.Tensor:
         """A tensor on the device again."""
         self._under_way = None
+        assert isinstance(host, torch.Tensor)
         return host.clone()
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from headway import scope
+from headway.runtime.arenas import pieces
 
 MIN_BYTES = 1 << 20
 """Smaller tensors stay on the device: copying them costs more than they take."""
@@ -25,6 +26,24 @@ _SAME_VALUES = frozenset(
     )
 )
 """Operations whose result holds nothing but the values of their one input, as autograd's nodes are called."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """Values in pinned host memory, in pieces of sizes that torch does not round up by much.
+
+    Attributes:
+        pieces: one after the other, each a row.
+        shape: of the tensor.
+    """
+
+    pieces: tuple[torch.Tensor, ...]
+    shape: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
 
 
 class Lane:
@@ -47,19 +66,22 @@ class Lane:
         self._leaving: deque[tuple[torch.Event, torch.Stream, torch.Tensor]] = deque()
         self._returned: deque[tuple[torch.Event, int]] = deque()
 
-    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Event | None]:
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor | Host, torch.Event | None]:
         """A copy in host memory, and what is set when it is complete; None where it already is."""
         if self._stream is None:
             return tensor.to("cpu", copy=True), None
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        row = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        parts = row.split_with_sizes([size // row.itemsize for size in pieces(row.nbytes)])
+        host = Host(tuple(torch.empty_like(part, device="cpu", pin_memory=True) for part in parts), tensor.shape)
         compute = torch.accelerator.current_stream(self._device)
         self._stream.wait_stream(compute)
         with self._stream:
-            host.copy_(tensor, non_blocking=True)
+            for piece, part in zip(host.pieces, parts):
+                piece.copy_(part, non_blocking=True)
             ready = self._stream.record_event()
         # Its memory is free once what computes waits for the copy: also for a host that is far ahead.
-        self._leaving.append((ready, compute, tensor))
-        self._largest = max(self._largest, tensor.nbytes)
+        self._leaving.append((ready, compute, row))
+        self._largest = max(self._largest, row.nbytes)
         self._let_go(_MOST * self._largest)
         return host, ready
 
@@ -71,10 +93,11 @@ class Lane:
             compute.wait_event(ready)
             held -= tensor.nbytes
 
-    def to_device(self, host: torch.Tensor, ready: torch.Event | None) -> torch.Tensor:
+    def to_device(self, host: torch.Tensor | Host, ready: torch.Event | None) -> torch.Tensor:
         """The copy on the device again; before it is used it must have `arrived`."""
-        if self._stream is None:
+        if isinstance(host, torch.Tensor):
             return host.to(self._device)
+        assert self._stream is not None
         self._let_go(0)
         self._returned.append((torch.accelerator.current_stream(self._device).record_event(), host.nbytes))
         # Its memory is the copying stream's, and free when what computes has used it: the host stays that near to the device.
@@ -83,7 +106,11 @@ class Lane:
         with self._stream:
             if ready is not None:
                 self._stream.wait_event(ready)
-            return host.to(self._device, non_blocking=True)
+            lengths = [piece.numel() for piece in host.pieces]
+            row = host.pieces[0].new_empty(sum(lengths), device=self._device)
+            for part, piece in zip(row.split_with_sizes(lengths), host.pieces):
+                part.copy_(piece, non_blocking=True)
+            return row.view(host.shape)
 
     def arrived(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, in order for what is computed next on the stream in use, which may be another one each time."""

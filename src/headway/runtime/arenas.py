@@ -32,6 +32,16 @@ def arenas(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, list[tuple[i
         yield num_bytes, part
 
 
+def pieces(size: int) -> list[int]:
+    """Sizes of pieces that hold `size` bytes: powers of two, and a last one that is rounded up by less than an eighth of them all."""
+    found: list[int] = []
+    rest = size
+    while rest > 0:
+        found.append(_floor(rest) if 8 * rest > size else rest)
+        rest -= found[-1]
+    return found
+
+
 def _floor(number: int) -> int:
     """The largest power of two that is not larger; 0 for 0."""
     return 1 << (number.bit_length() - 1) if number > 0 else 0

@@ -395,10 +395,16 @@ def has_control_link() -> bool:
 
 
 def _check_promise(hardware: Hardware) -> None:
-    """Is there the device that the launcher counted on? Else the run would go on the CPU, and nothing would say so."""
+    """Is the device the one that the launcher counted on? Else the run would go on another one, and nothing would say so."""
     promised = promised_device()
     if promised in (None, hardware.kind):
         return
+    if promised == CPU.kind:
+        raise DeviceUnavailable(
+            "`headway launch` found no accelerator on this machine and started this process for the CPU, but torch "
+            f"{torch.__version__} finds {hardware.num_devices()} of {hardware.kind} here. Start with HEADWAY_DEVICE={hardware.kind} "
+            "in the environment, and the launcher counts what torch finds; --cpu computes on the CPU"
+        )
     names = [name for name in env.snapshot() if name.endswith("VISIBLE_DEVICES") or name == "ZE_AFFINITY_MASK"]
     said = ", ".join(f"{name}={env.get(name)!r}" for name in sorted(names)) or "no variable hides it"
     raise DeviceUnavailable(

@@ -23,6 +23,8 @@ static const Device KINDS[] = {
     {"t4", "Tesla T4", 15360, 7, 5, 40},
     {"v100-32gb", "Tesla V100-SXM2-32GB", 32768, 7, 0, 80},
     {"v100-16gb", "Tesla V100-SXM2-16GB", 16384, 7, 0, 80},
+    {"b200", "NVIDIA B200", 183359, 10, 0, 148},
+    {"b100", "NVIDIA B100", 183359, 10, 0, 132},
 };
 
 }  // namespace stand_in

@@ -122,6 +122,28 @@ def test_expandable_segments_grow_by_pages_and_do_not_fragment_at_the_end():
     assert allocator.reserved == 82 * MIB
 
 
+def test_a_block_of_an_expandable_segment_counts_as_large_as_it_can_grow():
+    allocator = Allocator(expandable=True)
+    allocator.allocate("a", 24 * MIB)  # 40 taken
+    allocator.allocate("b", 5 * MIB)  # 11 left, with all the addresses there are behind them
+    allocator.free("a")
+    allocator.allocate("c", 10 * MIB)  # of the 24 that cannot grow
+    allocator.allocate("d", 24 * MIB)  # of the 11, which grow by a page
+    assert allocator.reserved == 60 * MIB
+
+
+def test_a_gap_that_is_filled_again_is_one_block_with_the_free_one_behind_it():
+    allocator = Allocator(expandable=True)
+    for key, size in enumerate((15, 50, 15)):
+        allocator.allocate(key, size * MIB)
+    allocator.free(1)
+    allocator.release()  # two pages; 5 stay in front of them, and 5 behind
+    assert allocator.reserved == 40 * MIB
+    allocator.allocate("a", 42 * MIB)
+    allocator.allocate("b", 8 * MIB)
+    assert allocator.reserved == 80 * MIB
+
+
 def test_expandable_segments_give_pages_back_from_the_middle_and_use_the_gap_again():
     allocator = Allocator(capacity=100 * MIB, expandable=True)
     for key in "abc":

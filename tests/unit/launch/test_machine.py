@@ -41,6 +41,13 @@ def test_nvidia(root, torch_flavour):
     assert look({"CUDA_VISIBLE_DEVICES": ""}, root).accelerator is None
 
 
+@pytest.mark.parametrize("node", ["nvhost-gpu", "nvgpu"])
+def test_jetson(root, torch_flavour, node):
+    (root / "dev" / node).touch()
+    here = look({}, root)
+    assert (here.accelerator, here.device_ids) == ("cuda", ("0",))
+
+
 def test_variables_that_name_no_device_that_exists_are_told(root, torch_flavour):
     _nvidia(root, 2)
     assert look({"CUDA_VISIBLE_DEVICES": "7"}, root).hidden_by == "CUDA_VISIBLE_DEVICES='7'"

@@ -110,7 +110,7 @@ def test_devices_that_variables_hide_by_mistake_are_no_run_on_the_cpu():
 def test_ranks_are_told_which_device_they_were_counted_by():
     assert json.loads(plan(GPUS).additions["HEADWAY_RUN"])["device"] == "cuda"
     assert "device" not in json.loads(plan(GPUS, cpu=True).additions["HEADWAY_RUN"])
-    assert "device" not in json.loads(plan().additions["HEADWAY_RUN"])
+    assert json.loads(plan().additions["HEADWAY_RUN"])["device"] == "cpu"
 
 
 @pytest.mark.parametrize("text", ["4", "0,0", "0,,1", "x", ","])

@@ -33,5 +33,7 @@ def test_torch_answers_and_may_say_none(tmp_path, monkeypatch):
         python.chmod(0o755)
         assert plugged.accelerator({}, [str(tmp_path)]) == found
         assert plugged.accelerator({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, [str(tmp_path)]) is None
+        assert plugged.accelerator({"HEADWAY_DEVICE": "npu"}, [str(tmp_path / "empty")]) == found  # by the user's word
+        assert plugged.accelerator({"HEADWAY_DEVICE": "cpu"}, [str(tmp_path / "empty")]) is None
     python.unlink()
     assert plugged.accelerator({}, [str(tmp_path)]) is None

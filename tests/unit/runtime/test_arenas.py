@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from headway.runtime.arenas import ARENA, arenas
+from headway.runtime.arenas import ARENA, arenas, pieces
 
 
 @settings(max_examples=200, deadline=None)
@@ -20,6 +20,14 @@ def test_arenas_are_powers_of_two_within_the_limit(sizes, limit):
         assert num_bytes <= ARENA or any(sizes[index] > ARENA for index, _ in part)
     if limit > 4 * sum(max(size, 256) for size in sizes):
         assert sum(len(part) for _, part in found) == len(sizes)
+
+
+@given(st.integers(1, 3 * ARENA))
+def test_pieces_lose_less_than_an_eighth(size):
+    found = pieces(size)
+    assert sum(found) == size
+    assert len(found) <= 4
+    assert sum(1 << (piece - 1).bit_length() for piece in found) <= 9 * size // 8 + 1
 
 
 def test_little_is_lost_to_rounding():

@@ -57,6 +57,17 @@ def test_a_device_that_the_launcher_promised_must_be_there(monkeypatch):
     assert process.start().hardware is device.CPU
 
 
+def test_a_device_that_the_launcher_has_not_found_is_refused(monkeypatch):
+    """The launcher, which counts without torch, said "2 processes on cpu", and both computed on CUDA devices."""
+    monkeypatch.setattr(process, "detect", lambda: device.Hardware("cuda"))  # a device is not here
+    monkeypatch.setattr(device.Hardware, "num_devices", lambda self: 2)
+    monkeypatch.setenv("HEADWAY_RUN", payload(resolve([]), 1, device="cpu"))
+    told = r"found no accelerator.*for the CPU, but torch .* finds 2 of cuda here\. Start with HEADWAY_DEVICE=cuda .*; --cpu "
+    with pytest.raises(DeviceUnavailable, match=told):
+        process.start()
+    assert process.start(cpu=True).hardware is device.CPU
+
+
 def test_what_is_not_here_is_refused_with_what_is():
     missing = next(name for name in ("xpu", "mps") if not device.HARDWARE[name].is_available())
     with pytest.raises(DeviceUnavailable, match=rf"'{missing}' is not on this machine; available here: cpu"):

@@ -1,0 +1,35 @@
+"""`python -m benchmarks.gpu` here: its results are kept apart from a card's, and the record of each run of a forecast is whole."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_forecasts_beside_real_runs(tmp_path: Path) -> None:
+    pytest.importorskip("simulated_cuda")
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "forecast", "--size", "smallest", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "SIMULATED_CUDA_VALUES": "0"},
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
+    assert "without a card" in (tmp_path / "simulated.md").read_text()
+    step = json.loads((tmp_path / "simulated.json").read_text())["steps"]["forecast"]
+    assert step["machine"]["simulated"] == "without values"
+    rows = {row["what"]: row for row in step["rows"]}
+    cases = [what.removesuffix(": tensors") for what in rows if what.endswith(": tensors")]
+    assert len(cases) == 3
+    for case in cases:
+        replayed = rows[f"{case}: recorded requests, replayed"]
+        # Nothing is left of the case before: what was recorded is all that the allocator took.
+        assert replayed["value"] == rows[f"{case}: allocator"]["value"]
+        assert replayed["beside"] == replayed["value"]
+        assert rows[f"{case}: tensors"]["holds"]
