@@ -150,7 +150,8 @@ void run(Shared& shared, const Call& call) {
 
 // -------------------------------------------------------------------- faults
 // SIMULATED_CUDA_NCCL_FAULT=KIND:RANK:N: the N-th call of the process with that RANK fails when it is made ("error", or
-// "memory" where NCCL itself finds none), while it runs ("async"), or never ends ("hang").
+// "memory" where NCCL itself finds none), while it runs ("async"), never ends ("hang"), or does not
+// even return ("stuck").
 std::string last_error = "of the simulated NCCL";
 
 std::string fault_of_this_call() {
@@ -198,6 +199,7 @@ int enqueue(Pending one) {
   if (!one.shared) return INVALID_USAGE;
   simulated_cuda_count((std::string("NCCL ") + (one.is_transfer ? (one.transfer.is_send ? "Send" : "Recv") : one.call.name)).c_str());
   one.fault = fault_of_this_call();
+  for (; one.fault == "stuck";) sleep(1);
   if (one.fault == "error") return last_error = "a simulated failure of the network", SYSTEM_ERROR;
   if (one.fault == "memory") return last_error = "Cuda failure 2 'out of memory'", CUDA_ERROR;
   if (open_groups) pending.push_back(one);
@@ -260,8 +262,11 @@ NCCL ncclCommSplit(void* parent, int color, int key, void** comm, void*) {
 }
 NCCL ncclCommDestroy(void*) { return SUCCESS; }  // work of streams may still use it: its memory ends with the process
 NCCL ncclCommFinalize(void*) { return SUCCESS; }
-NCCL ncclCommAbort(void* comm) { return ((Shared*)comm)->abort(), SUCCESS; }
-NCCL ncclCommRevoke(void* comm, int) { return ((Shared*)comm)->abort(), SUCCESS; }
+NCCL ncclCommAbort(void* comm) {
+  if (comm) ((Shared*)comm)->abort();
+  return SUCCESS;
+}
+NCCL ncclCommRevoke(void* comm, int) { return ncclCommAbort(comm); }
 NCCL ncclCommCount(void* comm, int* n) { return *n = ((Shared*)comm)->size, SUCCESS; }
 NCCL ncclCommUserRank(void* comm, int* rank) { return *rank = ((Shared*)comm)->rank, SUCCESS; }
 NCCL ncclCommGetAsyncError(void* comm, int* error) { return *error = ((Shared*)comm)->is_broken ? REMOTE_ERROR : SUCCESS, SUCCESS; }
