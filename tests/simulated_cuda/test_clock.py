@@ -158,6 +158,39 @@ print(json.dumps([timed(lambda: torch.mm(a, a, out=out)), timed(graph.replay)]))
     assert four == pytest.approx(4 * one, rel=0.05)
 
 
+OFFLOAD = """
+import os
+from headway import Accelerator
+accelerator = Accelerator()
+blocks = (torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512)) for _ in range(12))
+model = torch.nn.Sequential(*blocks)
+if "OFFLOADED" in os.environ:
+    accelerator.checkpoint_activations(model, policy="keep_all", offload=True)
+model = accelerator.prepare(model)
+x = torch.zeros(8192, 512, device="cuda")
+for _ in range(2):
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    begin = simulated_cuda.clock()
+    accelerator.backward(model(x).square().mean())
+torch.cuda.synchronize()
+found = torch.cuda.memory_stats()
+names = ("active_bytes.all.peak", "reserved_bytes.all.peak")
+print(json.dumps([*(found[name] / 2**20 for name in names), simulated_cuda.clock() - begin]))
+"""
+
+
+def test_offloaded_activations_take_the_same_however_slow_copies_and_kernels_are() -> None:
+    clocks: list[dict[str, str]] = [{}, {"SIMULATED_CUDA_COPY_TIME": "16"}, {"SIMULATED_CUDA_KERNEL_TIME": "16"}]
+    kept = seen(OFFLOAD, SIMULATED_CUDA_VALUES="0")
+    found = [seen(OFFLOAD, SIMULATED_CUDA_VALUES="0", OFFLOADED="1", **clock) for clock in clocks]
+    assert found[1][2] > 4 * found[0][2]
+    for active, reserved, _ in found:
+        assert (active, reserved) == pytest.approx(found[0][:2], rel=0.1)
+        assert active < 0.6 * kept[0]
+        assert reserved < 0.6 * kept[1]
+
+
 def a_rank() -> None:
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)

@@ -23,6 +23,8 @@ static cudaError_t launch(const void* kernel, void** arguments, cudaStream_t s) 
   return cudaSuccess;
 }
 
+EXPORT void simulated_cuda_launch(cudaStream_t s) { launch(nullptr, nullptr, s); }  // by the driver
+
 EXPORT void** __cudaRegisterFatBinary(void*) { static void* handle[4]; return handle; }
 EXPORT void __cudaRegisterFatBinaryEnd(void**) {}
 EXPORT void __cudaUnregisterFatBinary(void**) {}

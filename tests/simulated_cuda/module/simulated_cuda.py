@@ -6,6 +6,7 @@ import sysconfig
 from pathlib import Path
 
 _LIBRARIES = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "lib"
+os.environ.setdefault("TRITON_LIBCUDA_PATH", str(_LIBRARIES))
 _RUNTIME = ctypes.CDLL(str(_LIBRARIES / "libcudart.so.13"))
 _RUNTIME.simulated_cuda_pinned_bytes.restype = ctypes.c_size_t
 _RUNTIME.simulated_cuda_has_clock.restype = ctypes.c_bool
