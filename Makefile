@@ -79,7 +79,7 @@ bench: setup
 gpu:
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu $(ARGS)
 
-# torch's CUDA build over a simulated runtime (tests/simulated_cuda), without a card: an environment of its own, 1.7 GB.
+# torch's CUDA build over a simulated runtime (tests/simulated_cuda), without a card: an environment of its own, 2.2 GB.
 cuda: $(CUDA)/.installed
 	@if [ -e $(CUDA)/missing ]; then cat $(CUDA)/missing; else tests/simulated_cuda/run; fi
 

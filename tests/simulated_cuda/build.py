@@ -16,7 +16,16 @@ SITE = Path(sysconfig.get_paths()["purelib"])
 TARGET = SITE / "nvidia" / "cu13" / "lib"
 INCLUDE = SITE / "nvidia" / "cu13" / "include"
 
-RUNTIME = ["devices.cpp", "counters.cpp", "streams.cpp", "memory.cpp", "kernels.cpp", "driver.cpp"]
+RUNTIME = [
+    "devices.cpp",
+    "counters.cpp",
+    "streams.cpp",
+    "clock.cpp",
+    "graphs.cpp",
+    "memory.cpp",
+    "kernels.cpp",
+    "driver.cpp",
+]
 """In libcudart, beside which the others are small."""
 OWN = {"libcuda.so.1": ["libcuda.cpp"], "libnvidia-ml.so.1": ["libnvml.cpp"], "libnccl.so.2": ["libnccl.cpp"]}
 VALUES = ["values.cpp", "special.cpp", "attention.cpp"]

@@ -13,15 +13,21 @@ import torch
 
 from headway.forecasting.devices import DEVICES
 
-KINDS = re.findall(
-    r'\{"([\w-]+)", "[^"]+", (\d+), (\d+), (\d+), \d+\}', (Path(__file__).parent / "libraries/kinds.h").read_text()
-)
+TABLE = (Path(__file__).parent / "libraries/kinds.h").read_text()
+KINDS = re.findall(r'\{"([\w-]+)", "[^"]+", (\d+), (\d+), (\d+), \d+, ([\d.]+), ([\d.]+), (\d+), \d+\}', TABLE)
 MIB = 1 << 20
 
 
 def test_the_kinds_are_those_of_a_forecast() -> None:
-    ours = {name: (int(mib) * MIB, (int(major), int(minor))) for name, mib, major, minor in KINDS}
-    assert ours == {name: (kind.memory, kind.capability) for name, kind in DEVICES.items() if kind.is_cuda}
+    ours = {
+        name: (int(mib) * MIB, (int(major), int(minor)), [float(rate) for rate in rates])
+        for name, mib, major, minor, *rates in KINDS
+    }
+    assert ours == {
+        name: (kind.memory, kind.capability, [rate.full / 1e12, rate.half / 1e12, rate.bandwidth / 1e9])
+        for name, kind in DEVICES.items()
+        if kind.is_cuda and (rate := kind.rates)
+    }
 
 
 def seen(code: str, **environment: str) -> Any:

@@ -59,7 +59,7 @@ def test_a_batch_in_pieces_has_the_weights_of_whole_batches() -> None:
     assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-7) for one, other in zip(found, wanted))
 
 
-def test_a_foreign_optimizers_later_steps_copy_nothing_to_the_host() -> None:
+def test_a_foreign_optimizers_later_steps_copy_only_the_loss_to_the_host() -> None:
     accelerator = Accelerator(microbatching="auto")
     model = torch.nn.Linear(1024, 1024)
     model, optimizer = accelerator.prepare(model, Momentum(model.parameters()))
@@ -69,5 +69,5 @@ def test_a_foreign_optimizers_later_steps_copy_nothing_to_the_host() -> None:
         optimizer.step()
         after = simulated_cuda.counts()
         optimizer.zero_grad()
-        copies = [name for name in after if "copy: device to p" in name and after[name] != before.get(name, 0)]
-        assert bool(copies) == (number < 2), (number, copies)
+        copied = sum(after[name] - before.get(name, 0) for name in after if "bytes: device to p" in name)
+        assert (copied > 4) == (number < 2), (number, copied)  # the loss is read at each, without waiting

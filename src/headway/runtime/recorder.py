@@ -94,8 +94,12 @@ def latest(
         now: the monotonic clock's time.
     """
     groups: dict[str, list[dict[str, Any]]] = {}
+    counts_both = {
+        entry["pg_id"] for entry in entries if entry.get("is_p2p")
+    }  # sends and collectives, by their own numbers
     for entry in entries:
-        if not entry.get("is_p2p"):
+        is_told = engine == _CPU or entry["pg_id"] in counts_both or _is_enqueued(entry, status)
+        if not entry.get("is_p2p") and is_told:
             of_group = groups.setdefault(entry["process_group"][0], [])
             if of_group and of_group[-1]["pg_id"] != entry["pg_id"]:
                 of_group.clear()  # of a group of this name that has been ended
@@ -120,6 +124,12 @@ def latest(
 
 def _is_complete(entry: dict[str, Any]) -> bool:
     return bool(entry.get("retired")) or entry.get("state") == "completed"
+
+
+def _is_enqueued(entry: dict[str, Any], status: dict[str, Any]) -> bool:
+    # NCCL's recorder notes a collective before the device has it, and takes an event that was never recorded for a reached one.
+    last = status.get(str(entry["pg_id"]), {}).get("last_enqueued_collective")
+    return last is None or int(entry["collective_seq_id"]) <= int(last)
 
 
 def _is_idle(counts: dict[str, str]) -> bool:

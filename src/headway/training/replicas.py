@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from headway.collectives.door import Collectives, digest
 from headway.errors import StateError
 from headway.log import get_logger
+from headway.memory.oom import is_out_of_memory
 from headway.strategies.base import Strategy
 from headway.training.prepared import Prepared
 from headway.training.rows import Rows
@@ -75,8 +76,9 @@ class Replicas:
             return
         self._next = 2 * self._num_reduced
         replicas = [(name, p) for name, p in self._strategy.replicas() if _has_bits(p)]
-        bits, settings = _bits([p for _, p in replicas]), self._settings()
-        own = [digest(repr(bits)), digest(repr(settings)), float(self._rows.take()), float(self._rows.place())]
+        bits, settings = _bits_if_there_is_room([p for _, p in replicas]), self._settings()
+        look = math.nan if bits is None else digest(repr(bits))
+        own = [look, digest(repr(settings)), float(self._rows.take()), float(self._rows.place())]
         parameters, hyperparameters, rows, places = zip(*group.gather_numbers(own))
         if len(set(rows)) > 1:
             self._rows.tell([int(count) for count in rows])
@@ -85,7 +87,9 @@ class Replicas:
             self._warn("places", _PLACES % told)
         if len(set(hyperparameters)) > 1:
             self._compare_settings(group, settings)
-        if len(set(parameters)) > 1:
+        if any(map(math.isnan, parameters)):
+            self._next = self._num_reduced + 1  # a rank has no room to look: all look again at the next update
+        elif bits is not None and len(set(parameters)) > 1:
             self._compare_parameters(group, replicas, bits)
 
     # ---------------------------------------------------------------- hyperparameters
@@ -152,6 +156,16 @@ def _has_bits(parameter: torch.Tensor) -> bool:
     """Does it hold its numbers itself, and no quantised tensor, say, within?"""
     is_plain = parameter.layout is torch.strided and not parameter.is_quantized and not parameter.is_meta
     return is_plain and not is_traceable_wrapper_subclass(parameter)
+
+
+def _bits_if_there_is_room(parameters: Sequence[torch.Tensor]) -> list[int] | None:
+    """The same, or None: the look takes memory that the update itself may do without, and the others wait in the exchange."""
+    try:
+        return _bits(parameters)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 def _bits(parameters: Sequence[torch.Tensor]) -> list[int]:

@@ -303,6 +303,10 @@ def _for_what(waiting: Sequence[RankView]) -> str:
     calls = {(view.wait.group, view.wait.number, view.wait.operation) for view in waiting if view.wait is not None}
     if len(calls) == 1:
         return "in the same operation: the network between them is the suspect"
+    number = min(number for _, number, _ in calls)
+    behind = [view for view in waiting if view.wait is not None and view.wait.number == number]
+    if len({group for group, _, _ in calls}) == 1 and len(behind) < len(waiting):
+        return f"but not in the same operation: {_ranks(behind)} cannot leave an earlier one, or their order differs"
     return "but not in the same operation: their order differs"
 
 

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <atomic>
 #include <climits>
 #include <cmath>
 #include <cstring>
@@ -15,12 +16,13 @@
 #include "nccl_shared.h"
 
 #define NCCL extern "C" __attribute__((visibility("default"))) int
-extern "C" void simulated_cuda_submit(cudaStream_t stream, std::function<void()>* work, bool may_wait);
+extern "C" void simulated_cuda_submit(cudaStream_t stream, std::function<void()>* work, bool may_wait, double ns);
+extern "C" bool simulated_cuda_has_clock();
 extern "C" void simulated_cuda_count(const char* name);
 
 namespace {
 
-enum { SUCCESS = 0, INVALID_USAGE = 5, REMOTE_ERROR = 6 };
+enum { SUCCESS = 0, CUDA_ERROR = 1, SYSTEM_ERROR = 2, INVALID_USAGE = 5, REMOTE_ERROR = 6 };
 enum Type { I8, U8, I32, U32, I64, U64, F16, F32, F64, BF16 };
 enum Operation { SUM, PROD, MAX, MIN, AVG, FIRST_SCALED };
 
@@ -146,6 +148,22 @@ void run(Shared& shared, const Call& call) {
   }
 }
 
+// -------------------------------------------------------------------- faults
+// SIMULATED_CUDA_NCCL_FAULT=KIND:RANK:N: the N-th call of the process with that RANK fails when it is made ("error", or
+// "memory" where NCCL itself finds none), while it runs ("async"), never ends ("hang"), or does not
+// even return ("stuck").
+std::string last_error = "of the simulated NCCL";
+
+std::string fault_of_this_call() {
+  static std::atomic<long> calls{0};
+  static const std::string told = getenv("SIMULATED_CUDA_NCCL_FAULT") ?: "", own = getenv("RANK") ?: "0";
+  const size_t first = told.find(':'), second = told.find(':', first + 1);
+  if (second == std::string::npos) return "";
+  if (told.substr(first + 1, second - first - 1) != own || ++calls != atol(told.c_str() + second + 1)) return "";
+  fprintf(stderr, "tests/simulated_cuda: call %ld to NCCL of rank %s has the fault \"%s\"\n", calls.load(), own.c_str(), told.substr(0, first).c_str());
+  return told.substr(0, first);
+}
+
 // -------------------------------------------------------------------- groups of calls
 struct Pending {
   Shared* shared;
@@ -153,6 +171,7 @@ struct Pending {
   Call call;
   Transfer transfer;
   bool is_transfer;
+  std::string fault;
 };
 thread_local int open_groups = 0;
 thread_local std::vector<Pending> pending;
@@ -162,6 +181,8 @@ void launch(std::vector<Pending> calls) {
   std::function<void()> work = [shared, calls] {
     std::vector<Transfer> transfers;
     for (const Pending& each : calls) {
+      if (each.fault == "async") shared->is_broken = true;
+      if (!each.fault.empty() && !shared->guarded([&] { shared->stop(); })) return;
       if (each.is_transfer) transfers.push_back(each.transfer);
       else if (!shared->guarded([&] { run(*shared, each.call); })) return;
     }
@@ -170,13 +191,17 @@ void launch(std::vector<Pending> calls) {
   // Calls of one communicator run in the order in which they were made, on whatever streams: as NCCL's do.
   if (!shared->last) cudaEventCreateWithFlags(&shared->last, cudaEventDisableTiming);
   cudaStreamWaitEvent(calls[0].stream, shared->last, 0);
-  simulated_cuda_submit(calls[0].stream, &work, shared->size > 1);
+  simulated_cuda_submit(calls[0].stream, &work, shared->size > 1, 0);
   cudaEventRecord(shared->last, calls[0].stream);
 }
 
 int enqueue(Pending one) {
   if (!one.shared) return INVALID_USAGE;
   simulated_cuda_count((std::string("NCCL ") + (one.is_transfer ? (one.transfer.is_send ? "Send" : "Recv") : one.call.name)).c_str());
+  one.fault = fault_of_this_call();
+  for (; one.fault == "stuck";) sleep(1);
+  if (one.fault == "error") return last_error = "a simulated failure of the network", SYSTEM_ERROR;
+  if (one.fault == "memory") return last_error = "Cuda failure 2 'out of memory'", CUDA_ERROR;
   if (open_groups) pending.push_back(one);
   else launch({one});
   return SUCCESS;
@@ -185,6 +210,10 @@ int collective(void* comm, cudaStream_t stream, Call call) { return enqueue({(Sh
 int transfer(void* comm, cudaStream_t stream, Transfer one) { return enqueue({(Shared*)comm, stream, {}, one, true}); }
 
 int join(void** comm, int ranks, const Id& id, int rank) {
+  if (ranks > 1 && simulated_cuda_has_clock()) {
+    fprintf(stderr, "tests/simulated_cuda: the virtual clock is for one process; unset SIMULATED_CUDA_CLOCK for several ranks\n");
+    return INVALID_USAGE;
+  }
   *comm = Shared::open(id.name, ranks, rank);
   return *comm ? SUCCESS : REMOTE_ERROR;
 }
@@ -233,15 +262,24 @@ NCCL ncclCommSplit(void* parent, int color, int key, void** comm, void*) {
 }
 NCCL ncclCommDestroy(void*) { return SUCCESS; }  // work of streams may still use it: its memory ends with the process
 NCCL ncclCommFinalize(void*) { return SUCCESS; }
-NCCL ncclCommAbort(void* comm) { return ((Shared*)comm)->abort(), SUCCESS; }
-NCCL ncclCommRevoke(void* comm, int) { return ((Shared*)comm)->abort(), SUCCESS; }
+NCCL ncclCommAbort(void* comm) {
+  if (comm) ((Shared*)comm)->abort();
+  return SUCCESS;
+}
+NCCL ncclCommRevoke(void* comm, int) { return ncclCommAbort(comm); }
 NCCL ncclCommCount(void* comm, int* n) { return *n = ((Shared*)comm)->size, SUCCESS; }
 NCCL ncclCommUserRank(void* comm, int* rank) { return *rank = ((Shared*)comm)->rank, SUCCESS; }
 NCCL ncclCommGetAsyncError(void* comm, int* error) { return *error = ((Shared*)comm)->is_broken ? REMOTE_ERROR : SUCCESS, SUCCESS; }
 extern "C" __attribute__((visibility("default"))) const char* ncclGetErrorString(int error) {
-  return error == SUCCESS ? "no error" : error == INVALID_USAGE ? "invalid usage" : "remote process exited or there was a network error";
+  switch (error) {
+    case SUCCESS: return "no error";
+    case CUDA_ERROR: return "unhandled cuda error";
+    case SYSTEM_ERROR: return "unhandled system error";
+    case INVALID_USAGE: return "invalid usage";
+    default: return "remote process exited or there was a network error";
+  }
 }
-extern "C" __attribute__((visibility("default"))) const char* ncclGetLastError(void*) { return "of the simulated NCCL"; }
+extern "C" __attribute__((visibility("default"))) const char* ncclGetLastError(void*) { return last_error.c_str(); }
 
 NCCL ncclAllReduce(const void* s, void* r, size_t n, int type, int operation, void* comm, cudaStream_t stream) {
   return collective(comm, stream, {"AllReduce", s, r, n, type, operation});

@@ -152,5 +152,10 @@ struct Shared {
     }
   }
 
+  [[noreturn]] void stop() {  // until the communicator is given up
+    for (; !is_aborted;) usleep(1000);
+    throw Aborted();
+  }
+
   void abort() { is_aborted = true; }
 };

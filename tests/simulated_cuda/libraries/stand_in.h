@@ -18,6 +18,7 @@
 namespace stand_in {
 
 long setting(const char* name, long otherwise);  // of the environment
+double factor(const char* name, double otherwise);
 
 // devices.cpp
 const Device& device();    // all devices of a machine are of one kind: SIMULATED_CUDA
@@ -31,18 +32,35 @@ int& current_device();     // of this thread
 void count(const std::string& name, long by = 1);
 cudaError_t fail(cudaError_t error);  // remembers it as the thread's last error
 
+// clock.cpp: what things cost by the virtual clock (SIMULATED_CUDA_CLOCK); without it all of these do nothing
+enum class Engine { compute, to_device, to_host };  // copies of one direction take turns
+bool has_clock();
+void spend(double us);  // the host's own time
+void poll();            // a look at an event or a stream
+double launch_ns();     // of any kernel
+double kernel_ns(double bytes, double flops = 0, bool is_half = false);
+double copy_ns(double bytes, bool is_pinned);
+
 // streams.cpp
 struct Graph;
+struct Mark;
+struct Work {
+  std::function<void()> run;  // may be none
+  double ns = 0;              // that it takes by the virtual clock
+  Engine engine = Engine::compute;
+  std::shared_ptr<Mark> after;    // begins when this is reached
+  double given = 0, end = -1;     // by the virtual clock
+};
 struct Stream {
-  int device = 0, priority = 0;
-  long submitted = 0, finished = 0, wanted = 0;  // numbers of its work
+  int device = 0, priority = 0, number = 0;
+  long submitted = 0, finished = 0;  // numbers of its work
   struct Queue;
   Queue* queue = nullptr;
   std::shared_ptr<Graph> capture;  // records what is submitted, instead of running it
 };
 Stream* stream_of(cudaStream_t handle);
 // Runs `work` after what the stream was given before: at once where nothing waits, else on the stream's own thread.
-void submit(Stream* stream, std::function<void()> work, bool may_wait = false);
+void submit(Stream* stream, Work work, bool may_wait = false);
 void wait_for(Stream* stream, long number);
 bool is_idle(Stream* stream);
 void wait_for_device(int device);

@@ -1,46 +1,22 @@
-// Streams, events and captured graphs. A stream runs what it is given in order: at once where nothing is before it, else on a thread
-// of its own; with SIMULATED_CUDA_LAG_MS nothing runs before that time has passed, unless somebody waits for it.
+// Streams and events. A stream runs what it is given in order: immediately where nothing is queued before it, otherwise on a thread of its own.
+// With SIMULATED_CUDA_CLOCK the virtual clock says when (clock.cpp).
 #include <chrono>
-#include <condition_variable>
-#include <deque>
-#include <set>
 #include <thread>
-#include <vector>
 
-#include "stand_in.h"
+#include "streams.h"
 
 namespace stand_in {
 
-using Clock = std::chrono::steady_clock;
-
-struct Work {
-  std::function<void()> run;
-  Clock::time_point due;
-};
-struct Stream::Queue {
-  std::deque<Work> waiting;
-  bool is_running = false, has_thread = false;
-};
-struct Graph {
-  unsigned long long id;
-  std::vector<std::function<void()>> nodes;
-};
-
 // Never destroyed: threads of streams outlive main().
-static std::mutex& lock() { static auto* it = new std::mutex; return *it; }
-static std::condition_variable& changed() { static auto* it = new std::condition_variable; return *it; }
-static std::set<Stream*>& streams() { static auto* it = new std::set<Stream*>; return *it; }
-using Held = std::unique_lock<std::mutex>;
-
-static Clock::duration lag() {
-  static const auto it = std::chrono::milliseconds(setting("SIMULATED_CUDA_LAG_MS", 0));
-  return it;
-}
+std::mutex& lock() { static auto* it = new std::mutex; return *it; }
+std::condition_variable& changed() { static auto* it = new std::condition_variable; return *it; }
+std::set<Stream*>& streams() { static auto* it = new std::set<Stream*>; return *it; }
 
 static Stream* made(int device, int priority) {
   auto* stream = new Stream{device, priority};
   stream->queue = new Stream::Queue;
   Held held(lock());
+  stream->number = streams().size();
   streams().insert(stream);
   return stream;
 }
@@ -70,19 +46,14 @@ static void serve(Stream* stream) {
   Stream::Queue& queue = *stream->queue;
   Held held(lock());
   for (;;) {
-    if (queue.waiting.empty() || queue.is_running) {
-      changed().wait(held);
-    } else if (stream->wanted <= stream->finished && Clock::now() < queue.waiting.front().due) {
-      changed().wait_until(held, queue.waiting.front().due);
-    } else {
-      Work next = std::move(queue.waiting.front());
-      queue.waiting.pop_front();
-      run(held, stream, next.run);
-    }
+    changed().wait(held, [&] { return !queue.waiting.empty() && !queue.is_running; });
+    Work next = std::move(queue.waiting.front());
+    queue.waiting.pop_front();
+    run(held, stream, next.run);
   }
 }
 
-void submit(Stream* stream, std::function<void()> work, bool may_wait) {
+void submit(Stream* stream, Work work, bool may_wait) {
   Held held(lock());
   if (stream->capture) {
     stream->capture->nodes.push_back(std::move(work));
@@ -90,8 +61,9 @@ void submit(Stream* stream, std::function<void()> work, bool may_wait) {
   }
   Stream::Queue& queue = *stream->queue;
   stream->submitted++;
-  if (!may_wait && lag() == Clock::duration::zero() && queue.waiting.empty() && !queue.is_running) return run(held, stream, work);
-  queue.waiting.push_back({std::move(work), Clock::now() + lag()});
+  if (has_clock()) return enqueue(held, stream, std::move(work));
+  if (!may_wait && queue.waiting.empty() && !queue.is_running) return run(held, stream, work.run);
+  queue.waiting.push_back(std::move(work));
   if (!queue.has_thread) {
     queue.has_thread = true;
     std::thread(serve, stream).detach();
@@ -101,15 +73,14 @@ void submit(Stream* stream, std::function<void()> work, bool may_wait) {
 
 void wait_for(Stream* stream, long number) {
   Held held(lock());
-  if (stream->finished >= number) return;
-  stream->wanted = std::max(stream->wanted, number);
-  changed().notify_all();
+  if (has_clock()) return settle(held, stream, number);
   changed().wait(held, [&] { return stream->finished >= number; });
 }
 
 bool is_idle(Stream* stream) {
   Held held(lock());
-  return stream->finished == stream->submitted && lag() == Clock::duration::zero();
+  if (has_clock()) settle(held);
+  return stream->finished == stream->submitted;
 }
 
 void wait_for_device(int device) {
@@ -123,21 +94,17 @@ void wait_for_device(int device) {
 }
 
 struct Event {
-  Stream* stream = nullptr;
-  long number = 0;
-  std::shared_ptr<double> at = std::make_shared<double>(0);  // ms
+  std::shared_ptr<Mark> mark;
   std::shared_ptr<Graph> capture;
+  bool is_over() const {
+    Held held(lock());
+    if (has_clock()) settle(held);
+    return !mark || mark->is_reached();
+  }
 };
 
-static bool is_over(const Event& event) {
-  Held held(lock());
-  return !event.stream || event.stream->finished >= event.number;
-}
-
-static void end_capture(const std::shared_ptr<Graph>& graph) {
-  Held held(lock());
-  for (Stream* stream : streams())
-    if (stream->capture == graph) stream->capture = nullptr;
+static double now() {  // ns
+  return has_clock() ? reached_at() : std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 }  // namespace stand_in
@@ -160,9 +127,8 @@ API cudaStreamSynchronize(cudaStream_t s) {
   return cudaSuccess;
 }
 API cudaStreamQuery(cudaStream_t s) {
-  Stream* stream = stream_of(s);
-  Held held(lock());
-  return stream->finished == stream->submitted ? cudaSuccess : cudaErrorNotReady;
+  poll();
+  return is_idle(stream_of(s)) ? cudaSuccess : cudaErrorNotReady;
 }
 API cudaDeviceSynchronize() {
   count("cudaDeviceSynchronize");
@@ -170,16 +136,16 @@ API cudaDeviceSynchronize() {
   return cudaSuccess;
 }
 API cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t function, void* argument) {
-  submit(stream_of(s), [=] { function(argument); });
+  submit(stream_of(s), {[=] { function(argument); }});
   return cudaSuccess;
 }
 API cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t function, void* argument, unsigned) {
-  submit(stream_of(s), [=] { function(s, cudaSuccess, argument); });
+  submit(stream_of(s), {[=] { function(s, cudaSuccess, argument); }});
   return cudaSuccess;
 }
 // For the other stand-ins: work that may have to wait for other processes goes to the stream's own thread.
-EXPORT void simulated_cuda_submit(cudaStream_t s, std::function<void()>* work, bool may_wait) {
-  submit(stream_of(s), std::move(*work), may_wait);
+EXPORT void simulated_cuda_submit(cudaStream_t s, std::function<void()>* work, bool may_wait, double ns) {
+  submit(stream_of(s), {std::move(*work), ns}, may_wait);
 }
 // Not counted: what a kernel of CUDA would not have waited for.
 EXPORT void simulated_cuda_wait(cudaStream_t s) {
@@ -197,85 +163,40 @@ API cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
   Stream* stream = stream_of(s);
   event->capture = stream->capture;
   if (event->capture) return cudaSuccess;
-  auto at = event->at = std::make_shared<double>(0);
+  spend(1);
+  auto mark = std::make_shared<Mark>(Mark{stream});
   {
     Held held(lock());
-    event->stream = stream;
-    event->number = stream->submitted + 1;
+    mark->number = stream->submitted + 1;
   }
-  submit(stream, [at] { *at = std::chrono::duration<double, std::milli>(Clock::now().time_since_epoch()).count(); });
+  event->mark = mark;
+  submit(stream, {[mark] { mark->at = now(); }});
   return cudaSuccess;
 }
 API cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) { return cudaEventRecord(e, s); }
-API cudaEventQuery(cudaEvent_t e) { return is_over(*(Event*)e) ? cudaSuccess : cudaErrorNotReady; }
+API cudaEventQuery(cudaEvent_t e) {
+  poll();
+  return ((Event*)e)->is_over() ? cudaSuccess : cudaErrorNotReady;
+}
 API cudaEventSynchronize(cudaEvent_t e) {
   count("cudaEventSynchronize");
-  auto* event = (Event*)e;
-  if (event->stream) wait_for(event->stream, event->number);
+  if (auto mark = ((Event*)e)->mark) wait_for(mark->stream, mark->number);
   return cudaSuccess;
 }
 API cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
-  if (!is_over(*(Event*)begin) || !is_over(*(Event*)end)) return cudaErrorNotReady;
-  *ms = std::max(0.001, *((Event*)end)->at - *((Event*)begin)->at);
+  auto *from = (Event*)begin, *to = (Event*)end;
+  if (!from->mark || !to->mark) return fail(cudaErrorInvalidResourceHandle);
+  if (!from->is_over() || !to->is_over()) return cudaErrorNotReady;
+  *ms = std::max(0.001, (to->mark->at - from->mark->at) / 1e6);
   return cudaSuccess;
 }
 API cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
-  Event event = *(Event*)e;
+  const Event& event = *(Event*)e;
   Stream* stream = stream_of(s);
   if (event.capture) return stream->capture = event.capture, cudaSuccess;
-  if (!event.stream || event.stream == stream || is_over(event)) return cudaSuccess;
-  submit(stream, [=] { wait_for(event.stream, event.number); }, true);
+  spend(1);
+  auto mark = event.mark;
+  if (!mark || mark->stream == stream || event.is_over()) return cudaSuccess;
+  submit(stream, {[mark] { wait_for(mark->stream, mark->number); }, 0, Engine::compute, mark}, true);
   return cudaSuccess;
 }
-
-// -------------------------------------------------------------------- graphs
-API cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus* status) {
-  *status = stream_of(s)->capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-API cudaStreamGetCaptureInfo(cudaStream_t s, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t* graph,
-                             const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges, size_t* n) {
-  auto capture = stream_of(s)->capture;
-  cudaStreamIsCapturing(s, status);
-  if (id) *id = capture ? capture->id : 0;
-  if (graph) *graph = (cudaGraph_t)capture.get();
-  if (nodes) *nodes = nullptr;
-  if (edges) *edges = nullptr;
-  if (n) *n = 0;
-  return cudaSuccess;
-}
-API cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode) {
-  static std::atomic<unsigned long long> next{1};
-  stream_of(s)->capture = std::make_shared<Graph>(Graph{next++});
-  return cudaSuccess;
-}
-API cudaStreamBeginCaptureToGraph(cudaStream_t s, cudaGraph_t, const cudaGraphNode_t*, const cudaGraphEdgeData*, size_t,
-                                  cudaStreamCaptureMode mode) {
-  return cudaStreamBeginCapture(s, mode);
-}
-API cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* graph) {
-  auto captured = stream_of(s)->capture;
-  end_capture(captured);
-  *graph = (cudaGraph_t) new std::shared_ptr<Graph>(captured);
-  return cudaSuccess;
-}
-API cudaGraphInstantiateWithFlags(cudaGraphExec_t* ready, cudaGraph_t graph, unsigned long long) {
-  *ready = (cudaGraphExec_t) new std::shared_ptr<Graph>(*(std::shared_ptr<Graph>*)graph);
-  return cudaSuccess;
-}
-API cudaGraphLaunch(cudaGraphExec_t ready, cudaStream_t s) {
-  count("cudaGraphLaunch");
-  auto graph = *(std::shared_ptr<Graph>*)ready;
-  submit(stream_of(s), [graph] { for (auto& node : graph->nodes) node(); });
-  return cudaSuccess;
-}
-API cudaGraphDestroy(cudaGraph_t graph) { return delete (std::shared_ptr<Graph>*)graph, cudaSuccess; }
-API cudaGraphExecDestroy(cudaGraphExec_t ready) { return delete (std::shared_ptr<Graph>*)ready, cudaSuccess; }
-API cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* n) {
-  return *n = (*(std::shared_ptr<Graph>*)graph)->nodes.size(), cudaSuccess;
-}
-API cudaStreamUpdateCaptureDependencies(cudaStream_t, cudaGraphNode_t*, const cudaGraphEdgeData*, size_t, unsigned) { return cudaSuccess; }
-API cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
-API cudaGraphRetainUserObject(cudaGraph_t, cudaUserObject_t, unsigned, unsigned) { return cudaSuccess; }
-API cudaUserObjectCreate(cudaUserObject_t* made, void*, cudaHostFn_t, unsigned, unsigned) { return *made = (cudaUserObject_t)1, cudaSuccess; }
-API cudaUserObjectRelease(cudaUserObject_t, unsigned) { return cudaSuccess; }

@@ -12,7 +12,9 @@
 #include <cstdio>
 #include <unordered_map>
 
-extern "C" void simulated_cuda_submit(cudaStream_t stream, std::function<void()>* work, bool may_wait);
+extern "C" void simulated_cuda_submit(cudaStream_t stream, std::function<void()>* work, bool may_wait, double ns);
+extern "C" bool simulated_cuda_has_clock();
+extern "C" double simulated_cuda_kernel_ns(double bytes, double flops, bool is_half);
 extern "C" bool simulated_cuda_is_idle(cudaStream_t stream);
 extern "C" void simulated_cuda_wait(cudaStream_t stream);
 
@@ -21,6 +23,8 @@ namespace {
 
 using c10::IValue;
 const c10::DispatchKeySet CPU(c10::DispatchKey::CPU);
+
+bool has_values = true;  // or costs alone
 
 struct Kernel {
   c10::KernelFunction original;
@@ -167,6 +171,39 @@ std::vector<at::Tensor> tensors_of(const Stack& stack) {
   return found;
 }
 
+// -------------------------------------------------------------------- what it costs
+// Products of matrices, by the places of the two, and attention's, by those of queries and keys.
+double flops_of(const std::string& name, const Stack& given) {
+  static const std::map<std::string, std::pair<int, int>> products = {
+      {"aten::mm", {0, 1}}, {"aten::bmm", {0, 1}}, {"aten::addmm", {1, 2}}, {"aten::baddbmm", {1, 2}}, {"aten::_scaled_mm", {0, 1}}};
+  auto of = [&](size_t i) { return i < given.size() && given[i].isTensor() ? given[i].toTensor() : at::Tensor(); };
+  const std::string base = name.substr(0, name.find('.'));
+  if (auto at = products.find(base); at != products.end()) return 2.0 * of(at->second.first).numel() * of(at->second.second).size(-1);
+  if (base.rfind("aten::_scaled_dot_product_", 0)) return 0;
+  const bool is_backward = base.find("backward") != std::string::npos;
+  const at::Tensor query = of(is_backward), key = of(is_backward + 1);
+  return query.defined() && key.dim() == 4 ? (is_backward ? 10.0 : 4.0) * query.numel() * key.size(2) : 0;
+}
+
+// ns by the virtual clock: all of its tensors moved once, or its products computed, whichever takes longer.
+double cost(const std::string& name, const Stack& given, const Stack& results) {
+  if (!simulated_cuda_has_clock() || depth) return 0;
+  if (name == "aten::copy_" && (!is_cuda(given[0].toTensor()) || !is_cuda(given[1].toTensor()))) return 0;  // the runtime's copy
+  double bytes = 0;
+  bool is_half = false;
+  for (const Stack* stack : {&given, &results}) each_tensor(*stack, [&](const at::Tensor& tensor) {
+      if (!is_cuda(tensor)) return;
+      bytes += tensor.nbytes();
+      is_half |= tensor.is_floating_point() && tensor.itemsize() <= 2;
+    });
+  return simulated_cuda_kernel_ns(bytes, flops_of(name, given), is_half);
+}
+
+void charge(cudaStream_t stream, double ns) {
+  std::function<void()> nothing;
+  if (ns) simulated_cuda_submit(stream, &nothing, false, ns);
+}
+
 // -------------------------------------------------------------------- the kernels
 at::Device device_of(const Stack& given, const Stack& results) {
   std::optional<at::Device> found;
@@ -182,6 +219,7 @@ void alone(const c10::OperatorHandle& op, const Rule& rule, const Stack& given, 
   const at::Device device = device_of(given, {});
   c10::cuda::CUDAGuard guard(device);
   cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  charge(stream, cost(toString(op.operator_name()), given, {}));
   if (rule.waits) c10::cuda::stream_synchronize(stream);
   Stack results;
   simulated_cuda_wait(stream);
@@ -228,9 +266,9 @@ void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stac
     is_random |= schema.arguments()[i].name() == "generator";
     if (given[i].isGenerator()) generator = given[i].toGenerator();
   }
-  if (is_random && (!generator || generator->device().is_cuda()))
+  if (has_values && is_random && (!generator || generator->device().is_cuda()))
     seed = seed_of(generator ? *generator : at::globalContext().defaultGenerator(device_of(given, {})));
-  if (known.rule.is_replaced) {
+  if (has_values && known.rule.is_replaced) {
     stack->resize(stack->size() - num);
     Stack results;
     alone(op, known.rule, given, &results, seed);
@@ -248,6 +286,8 @@ void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stac
   depth--;
   if (depth && writes) return;  // the outer one writes it
   const Stack results(stack->end() - schema.returns().size(), stack->end());
+  const double ns = cost(name, given, writes ? Stack{} : results);
+  if (!has_values) return charge(c10::cuda::getCurrentCUDAStream(device_of(given, results).index()), ns);
   if (!known.is_computed) return note(op, "there is no kernel of the CPU");
   if (is_copied(name, given)) return;
   c10::cuda::CUDAGuard guard(device_of(given, results));
@@ -274,7 +314,7 @@ void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stac
     }
     depth = before;
   };
-  simulated_cuda_submit(stream, &work, false);
+  simulated_cuda_submit(stream, &work, false, ns);
   if (is_later && name == "aten::copy_" && has_side_on_host(given) && !given[2].toBool()) simulated_cuda_wait(stream);
 }
 
@@ -302,7 +342,8 @@ bool is_left_alone(const c10::OperatorName& op, const c10::FunctionSchema& schem
   return op.name.rfind("aten::", 0) != 0 || names.count(op.name) || is_view(schema);
 }
 
-void install() {
+void install(bool computes) {
+  has_values = computes;
   std::map<std::string, Rule> rules;
   add_rules(rules);
   add_attention(rules);
@@ -329,7 +370,7 @@ void install() {
 }  // namespace
 }  // namespace values
 
-extern "C" __attribute__((visibility("default"))) void simulated_values_install() { values::install(); }
+extern "C" __attribute__((visibility("default"))) void simulated_values_install(bool computes) { values::install(computes); }
 
 // Lines "number name: why" of what was not computed; returns the bytes it needs.
 extern "C" __attribute__((visibility("default"))) size_t simulated_values_missing(char* buffer, size_t size) {

@@ -89,6 +89,17 @@ def test_what_is_complete_on_the_device_is_not_open():
     assert (found["nccl:0"]["number"], found["nccl:0"]["since"]) == (4, None)
 
 
+def test_what_the_program_has_not_given_to_the_device_yet_is_not_complete():
+    """A call that is stuck in NCCL: noted, and its events, never recorded, count as reached."""
+    entries, status = [entry(3, "broadcast", "completed"), entry(4, "all_reduce", "completed")], {"0": {}}
+    status["0"]["last_enqueued_collective"] = "3"
+    (found,) = latest("nccl", [{**each, "retired": False} for each in entries], status, {}, time.monotonic())
+    assert (found["number"], found["operation"], found["since"]) == (3, "broadcast", None)
+    sends = [*entries, entry(1, "send 0->1", "completed", is_p2p=True)]  # which share the counter
+    (found,) = latest("nccl", sends, {"0": {"last_enqueued_collective": "1"}}, {}, time.monotonic())
+    assert found["number"] == 4
+
+
 def test_a_group_of_the_same_name_that_was_aborted_counts_no_more():
     entries = [entry(7, "all_reduce", age=50), entry(1, "broadcast", "completed", pg_id=1)]
     found, _ = found_in(entries)

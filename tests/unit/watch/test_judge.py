@@ -109,6 +109,12 @@ def test_another_order():
     assert "rank 1 waits in broadcast #5" in hang.text(verdict)
 
 
+def test_one_that_cannot_leave_what_the_others_have_left():
+    verdict = judge([inside(0, 11, number=6), inside(1, 12)], 10)
+    assert verdict is not None
+    assert "not in the same operation: rank 1 cannot leave an earlier one, or their order differs" in hang.text(verdict)
+
+
 def test_everybody_is_there():
     verdict = judge([inside(0, 11), inside(1, 12)], 10)
     assert verdict is not None
