@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +18,21 @@ import torch.nn.functional as F
 from torch import nn
 
 import headway
-from headway import Accelerator, DataLoaderConfiguration
+from headway import (
+    Accelerator,
+    DataLoaderConfiguration,
+    PipelineOptions,
+    ShardingOptions,
+    TensorParallelOptions,
+    TorchDynamoPlugin,
+)
+from tests.distributed import cut_models
+from tests.distributed.layouts import MODELS, VOCABULARY, Task, prepared
+from tests.distributed.pipelines import as_function
 
 FEATURES: dict[str, Callable[[], Any]] = {}
 WIDTH = 512
+MODELS["gpt, cut"] = lambda: cut_models.GPT(VOCABULARY)
 
 
 def feature(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
@@ -157,12 +169,52 @@ def average() -> None:
     accelerator.prepare(mean).update_parameters(accelerator.unwrap_model(model))
 
 
-def on_two_ranks(strategy: str) -> Callable[[], None]:
-    return lambda: (train(accelerator := Accelerator(strategy=strategy), net()), accelerator.end_training())[-1]
+@feature("blocks compiled with aot_eager")
+def compiled() -> None:
+    train(Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)), net())
 
 
-for each in ("ddp", "fsdp"):
-    FEATURES[f"{each}, two ranks over NCCL"] = on_two_ranks(each)
+def replicas_or_shards(strategy: str) -> None:
+    accelerator = Accelerator(strategy=strategy)
+    train(accelerator, net())
+    accelerator.end_training()
+
+
+def sequences_in_parts() -> None:
+    """128 tokens, so that each rank has what torch's ring attention takes."""
+    accelerator = Accelerator(strategy="cp", mixed_precision="bf16")
+    torch.manual_seed(0)
+    model = cut_models.llama(max_position_embeddings=128, use_cache=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    ids = torch.randint(0, 30, (4, 128), device=accelerator.device)
+    for _ in range(3):
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+
+
+TENSOR = Task("gpt, cut", updates=4, optimizer="fused", handlers=(TensorParallelOptions(cut_models.GPT_PLAN),))
+SCHEDULE = Task("gpt", updates=4, window=16, handlers=(PipelineOptions(schedule="1f1b", num_microbatches=4),))
+RANKS: dict[str, Callable[[], Any]] = {
+    "ddp, 2": lambda: replicas_or_shards("ddp"),
+    "fsdp, 2": lambda: replicas_or_shards("fsdp"),
+    "hsdp=2, 4": lambda: replicas_or_shards("hsdp=2"),
+    "fsdp in bf16, 2": lambda: prepared(Task("gpt", precision="bf16"), "fsdp"),
+    "fsdp with weights in host memory, 2": lambda: prepared(
+        Task("gpt", handlers=(ShardingOptions(cpu_offload=True),)), "fsdp"
+    ),
+    "tp, 2": lambda: prepared(TENSOR, "tp"),
+    "fsdp+tp=2, 4": lambda: prepared(TENSOR, "fsdp+tp=2"),
+    "cp, torch's ring, 2": sequences_in_parts,
+    "pp, 2": lambda: prepared(Task("gpt", updates=4), "pp"),
+    "pp, 1f1b, 2": lambda: as_function(SCHEDULE, "pp"),
+    "ddp=2+pp=2, 4": lambda: prepared(Task("gpt", updates=4), "ddp=2+pp=2"),
+}
+"""By layout and number of ranks; the models of tests/distributed."""
+for each, run in RANKS.items():
+    FEATURES[f"{each} ranks over NCCL"] = run
 
 
 def main() -> None:
@@ -176,10 +228,13 @@ def main() -> None:
     print("| feature | reports | ended |\n|---|---|---|")
     for name in sys.argv[1:] or FEATURES:
         command = [sys.executable, __file__, "--run", name]
-        if "two ranks" in name:
-            command = [sys.executable, "-m", "headway", "launch", "-n", "2", "-q", *command[1:]]
-        environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1", "SIMULATED_CUDA_DEVICES": "2", "OMP_NUM_THREADS": "1"}
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        if "ranks" in name:
+            command = [sys.executable, "-m", "headway", "launch", "-n", name.split()[-4], "-q", *command[1:]]
+        environment = {
+            **os.environ, "TORCH_CUDA_SANITIZER": "1", "SIMULATED_CUDA_DEVICES": "4", "OMP_NUM_THREADS": "1", "TEST_DEVICE": "cuda",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }  # fmt: skip
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
         reports = ran.stderr.count("CSAN detected a possible data race")
         ended = "yes" if ran.returncode == 0 else ran.stderr.strip().splitlines()[-1][:150]
         print(f"| {name} | {reports} | {ended} |", flush=True)

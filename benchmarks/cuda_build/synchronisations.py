@@ -1,8 +1,7 @@
 """How often the host waits in an update, counted from the calls that the CUDA runtime gets.
 
 `python -m benchmarks.cuda_build.synchronisations`, on the simulated runtime (`make cuda` sets it up). One device: every loop of
-tests/synchronisations, beside what docs/synchronisations.md says. Two ranks: the set-up, an update, a save and a load of each
-layout.
+tests/synchronisations, beside what docs/synchronisations.md says. Several ranks: set-up, updates, saves and a load of each layout.
 """
 
 import json
@@ -11,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import simulated_cuda
 import torch
-import torch.nn.functional as F
 
-from headway import Accelerator
+from headway import Accelerator, TensorParallelOptions
 from headway.runtime import process
+from tests.distributed import cut_models
 from tests.synchronisations.count import NUM_FIRST
 from tests.synchronisations.loops import LOOPS
 from tests.synchronisations.test_counts import table
@@ -64,23 +64,45 @@ def one_device() -> None:
         print(f"| {name} | {said[name]} | " + " | ".join(map(str, most)) + " |", flush=True)
 
 
-def a_rank(strategy: str) -> None:
-    accelerator, found, counter = Accelerator(strategy=strategy), {}, Counter()
+LAYOUTS = {"ddp": 2, "fsdp": 2, "hsdp=2": 4, "tp": 2, "fsdp+tp=2": 4, "cp": 2, "pp": 2}
+"""Ranks by layout."""
+
+
+def build(layout: str) -> tuple[torch.nn.Module, torch.utils.data.Dataset[Any]]:
+    """A model and its data: eight linear layers, or a small GPT where a layout needs attention, blocks or a plan."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    if layout in ("ddp", "fsdp", "hsdp=2"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+        return model, torch.utils.data.TensorDataset(torch.randn(640, 64))
+    return cut_models.GPT(), torch.utils.data.TensorDataset(torch.randint(0, 37, (160, 12)))
+
+
+def a_rank(layout: str) -> None:
+    handlers = [TensorParallelOptions(cut_models.GPT_PLAN)] if "tp" in layout else []
+    # In float32 the simulated runtime computes no attention of a few queries to more keys.
+    precision = "bf16" if layout == "cp" else "no"
+    accelerator = Accelerator(strategy=layout, kwargs_handlers=handlers, mixed_precision=precision)
+    model, data = build(layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = torch.utils.data.TensorDataset(torch.randn(640, 64))
-    model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=8))
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    found, counter = {"parameters": len(list(model.parameters()))}, Counter()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     found["set-up"] = counter.look()
     for number, (x,) in enumerate(loader):
         with accelerator.accumulate(model):
-            accelerator.backward(F.mse_loss(model(x), x))
+            accelerator.backward(model(x).float().square().mean())
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         now = counter.look()
-        if number >= 12:  # DDP times its first ten
-            found["an update"] = [max(pair) for pair in zip(found.get("an update", now), now)]
+        if number < 2:  # optimizers make their state, layouts compare what ranks compute
+            found["the first two updates"] = [
+                sum(pair) for pair in zip(found.get("the first two updates", [0] * 4), now)
+            ]
+        elif number >= 12:  # DDP times its first ten
+            found["a later update, at most"] = [
+                max(pair) for pair in zip(found.get("a later update, at most", now), now)
+            ]
     folder = [tempfile.mkdtemp()]
     torch.distributed.broadcast_object_list(folder)
     counter.look()
@@ -97,19 +119,24 @@ def a_rank(strategy: str) -> None:
     accelerator.end_training()
 
 
-def two_ranks() -> None:
+def several_ranks() -> None:
     print(
-        "\n| two ranks, 16 parameters | | waits | pageable copies | pinned copies | kernels |\n|---|---|---|---|---|---|"
+        "\n| layout | ranks | parameters | | waits | pageable copies | pinned copies | kernels |\n|---|---|---|---|---|---|---|---|"
     )
-    environment = {**os.environ, "SIMULATED_CUDA_DEVICES": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    for strategy in ("ddp", "fsdp"):
-        command = [sys.executable, "-m", "headway", "launch", "-n", "2", "-q", __file__, strategy]
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    environment = {**os.environ, "SIMULATED_CUDA_DEVICES": "4", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for layout, num_ranks in LAYOUTS.items():
+        command = [sys.executable, "-m", "headway", "launch", "-n", str(num_ranks), "-q", __file__, layout]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
         lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
         if not lines:
             sys.exit(ran.stderr)
-        for what, numbers in json.loads(lines[0]).items():
-            print(f"| {strategy} | {what} | " + " | ".join(map(str, numbers)) + " |", flush=True)
+        found = json.loads(lines[0])
+        num_parameters = found.pop("parameters")
+        for what, numbers in found.items():
+            print(
+                f"| {layout} | {num_ranks} | {num_parameters} | {what} | " + " | ".join(map(str, numbers)) + " |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
@@ -117,4 +144,4 @@ if __name__ == "__main__":
         a_rank(sys.argv[1])
     else:
         one_device()
-        two_ranks()
+        several_ranks()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration
 from headway.strategies.gradients import is_distributed
+from tests.devices import ON_CPU
 
 VOCABULARY, LENGTH, ROWS = 50, 12, 37
 PADDING = -100
@@ -204,7 +205,7 @@ def by_hand(task: Task) -> Curve:
 def prepared(task: Task, layout: str) -> Curve:
     """The same through the Accelerator; each window in as many micro-batches as the ranks and steps make of it."""
     accelerator = Accelerator(
-        cpu=True, strategy=layout, gradient_accumulation_steps=task.steps, mixed_precision=task.precision,
+        cpu=ON_CPU, strategy=layout, gradient_accumulation_steps=task.steps, mixed_precision=task.precision,
         dataloader_config=DataLoaderConfiguration(even_batches=False), kwargs_handlers=list(task.handlers), **task.options,
     )  # fmt: skip
     model = build(task, accelerator.process_index)
@@ -246,7 +247,8 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     whole = {}
     for name, tensor in model.state_dict().items():
         tensor = tensor.detach()
-        whole[name] = (tensor.full_tensor() if is_distributed(tensor) else tensor).clone()  # type: ignore[attr-defined]
+        tensor = tensor.full_tensor() if is_distributed(tensor) else tensor
+        whole[name] = (tensor if tensor.is_meta else tensor.cpu()).clone()  # type: ignore[attr-defined]
     return whole
 
 
@@ -259,7 +261,7 @@ def difference(one: Curve, other: Curve) -> dict[str, float]:
 
 
 def start(**options: Any) -> Accelerator:
-    return Accelerator(cpu=True, strategy="fsdp", **options)
+    return Accelerator(cpu=ON_CPU, strategy="fsdp", **options)
 
 
 def text(seed: int = 1, rows: int = 2) -> torch.Tensor:
@@ -272,7 +274,8 @@ def seeded(seed: int, make: Callable[[], Any]) -> Any:
 
 
 def squares(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    return model(ids).float().square().mean()  # type: ignore[no-any-return]
+    device = next(p.device for p in model.parameters() if not p.is_meta)
+    return model(ids.to(device)).float().square().mean()  # type: ignore[no-any-return]
 
 
 def norm(accelerator: Accelerator, model: nn.Module) -> float:

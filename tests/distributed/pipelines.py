@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration
+from tests.devices import ON_CPU
 from tests.distributed.layouts import (
     PADDING,
     Curve,
@@ -24,7 +25,7 @@ def whole_state(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, t
 
 def accelerator_of(task: Task, layout: str) -> Accelerator:
     return Accelerator(
-        cpu=True, strategy=layout, gradient_accumulation_steps=task.steps, mixed_precision=task.precision,
+        cpu=ON_CPU, strategy=layout, gradient_accumulation_steps=task.steps, mixed_precision=task.precision,
         dataloader_config=DataLoaderConfiguration(even_batches=False), kwargs_handlers=list(task.handlers), **task.options,
     )  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""Run a module-level function on several real gloo processes and bring its results, or its first traceback, back."""
+"""Run a module-level function on several real processes and bring its results, or its first traceback, back."""
 
+import io
 import multiprocessing
 import os
-import pickle
 import socket
 import tempfile
 import time
@@ -32,9 +32,9 @@ def _main(
         import torch
 
         torch.set_num_threads(1)
-        payload = pickle.dumps((True, function(*args)))
+        payload = _packed((True, function(*args)))
     except BaseException:
-        payload = pickle.dumps((False, traceback.format_exc()))
+        payload = _packed((False, traceback.format_exc()))
     out.with_suffix(".tmp").write_bytes(payload)
     out.with_suffix(".tmp").rename(out)
     # A group left open would make the exit of one rank an error of the other.
@@ -42,6 +42,22 @@ def _main(
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _packed(result: tuple[bool, Any]) -> bytes:
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(result, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(path: Path) -> tuple[bool, Any]:
+    """A rank's result, its tensors on the CPU."""
+    import torch
+
+    found: tuple[bool, Any] = torch.load(path, map_location="cpu", weights_only=False)
+    return found
 
 
 class RankFailed(AssertionError):
@@ -92,7 +108,7 @@ def _collect(workers: list[Any], folder: Path, deadline: float) -> dict[int, tup
         for rank, worker in enumerate(workers):
             path = folder / f"rank{rank}"
             if rank not in results and path.exists():
-                results[rank] = pickle.loads(path.read_bytes())
+                results[rank] = _unpacked(path)
                 if not results[rank][0]:  # the others may wait for it for ever
                     deadline = min(deadline, time.monotonic() + 5)
             elif rank not in results and not worker.is_alive() and not path.exists():

@@ -19,7 +19,10 @@ from headway import Accelerator, DataLoaderConfiguration
 from headway.config.strategies import GradScalerKwargs
 from headway.errors import ConfigError, LossError
 from headway.training.windows import ConstantDivision
+from tests.devices import DEVICE, ON_CPU
 from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.on_device
 
 
 class Rows(IterableDataset):
@@ -71,7 +74,7 @@ def whole(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tens
 def assert_equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, check_device=False)
 
 
 def check_epoch(loader: DataLoader, edges: list[int], x: torch.Tensor, y: torch.Tensor, steps: int, even: bool) -> None:
@@ -79,7 +82,7 @@ def check_epoch(loader: DataLoader, edges: list[int], x: torch.Tensor, y: torch.
     model = net()
     bare = copy.deepcopy(model)
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=steps, dataloader_config=DataLoaderConfiguration(even_batches=even)
+        cpu=ON_CPU, gradient_accumulation_steps=steps, dataloader_config=DataLoaderConfiguration(even_batches=even)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -135,15 +138,15 @@ def explicit_weights() -> None:
     for seed in range(12):
         draw = random.Random(seed)
         steps, reduction = draw.randint(1, 3), draw.choice(["mean", "sum"])
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+        accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=steps)
         model = accelerator.prepare(nn.Linear(1, 1, bias=False))
         for _ in range(3):
             counts = [[draw.randint(0, 5) * draw.randint(0, 1) for _ in range(2)] for _ in range(steps)]
             model.zero_grad()
             for pair in counts:
-                mask = torch.arange(5).reshape(-1, 1) < pair[accelerator.process_index]
+                mask = torch.arange(5, device=DEVICE).reshape(-1, 1) < pair[accelerator.process_index]
                 with accelerator.accumulate(model):
-                    total = (model(torch.arange(1.0, 6.0).reshape(-1, 1)) * mask).sum()
+                    total = (model(torch.arange(1.0, 6.0, device=DEVICE).reshape(-1, 1)) * mask).sum()
                     loss = total if reduction == "sum" else total / mask.sum()
                     accelerator.backward(loss, weight=mask.sum(), reduction=reduction)
             everything = [value for pair in counts for n in pair for value in range(1, n + 1)]
@@ -157,7 +160,7 @@ def padded_tail() -> None:
     check_epoch(DataLoader(TensorDataset(x, y), batch_size=4), [0, 12], x, y, 2, even=True)
     x, y = data(11)
     bare = net()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=2)
     model, loader = accelerator.prepare(copy.deepcopy(bare), DataLoader(TensorDataset(x, y), batch_size=4))
     for inputs, targets in loader:
         with accelerator.accumulate(model):
@@ -170,7 +173,7 @@ def windows_of_their_own() -> None:
     x, y = data(12)
     d, g = net(1), net(2)
     wanted_d, wanted_g = whole(d, x, y), whole(g, x[4:], y[4:])
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=3)
     d, g, loader = accelerator.prepare(d, g, DataLoader(TensorDataset(x, y), batch_size=2))
     for step, (inputs, targets) in enumerate(loader):
         with accelerator.accumulate(d):
@@ -190,7 +193,7 @@ def two_losses() -> None:
             bare = net()
             reference = copy.deepcopy(bare)
             (mse_loss(reference(x), y) + 0.5 * reference(x).square().mean()).backward()
-            accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+            accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=3)
             model, loader = accelerator.prepare(bare, DataLoader(TensorDataset(x, y), batch_size=batch_size))
             for inputs, targets in loader:
                 with accelerator.accumulate(model):
@@ -205,7 +208,7 @@ def evaluation_inside_training() -> None:
     """It breaks off, and the last look is rank 0's alone."""
     x, y = data(20)
     bare = net()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=8)
+    accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=8)
     model, loader, evaluation = accelerator.prepare(
         copy.deepcopy(bare),
         DataLoader(TensorDataset(x, y), batch_size=2),
@@ -218,21 +221,21 @@ def evaluation_inside_training() -> None:
             break
         if accelerator.is_main_process:
             with torch.no_grad():
-                model(x)
+                model(x.to(DEVICE))
         with accelerator.accumulate(model):
             accelerator.backward(mse_loss(model(inputs), targets))
     assert_equal(grads(model), whole(bare, x, y))
 
 
 def nothing_weighs() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=2)
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(2):
         with accelerator.accumulate(model):
-            accelerator.backward(model(data(2)[0])[:0].mean(), weight=0)
+            accelerator.backward(model(data(2)[0].to(DEVICE))[:0].mean(), weight=0)
             optimizer.step()
             optimizer.zero_grad()
     assert accelerator.optimizer_step_was_skipped
@@ -244,7 +247,7 @@ def skipped_with_continue() -> None:
     x, y = data(18)
     bare = net()
     kept = torch.cat([torch.arange(0, 6), torch.arange(12, 18)])
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=4)
     model, loader = accelerator.prepare(copy.deepcopy(bare), DataLoader(TensorDataset(x, y), batch_size=3))
     for step, (inputs, targets) in enumerate(loader):
         with accelerator.accumulate(model):
@@ -258,7 +261,7 @@ def by_hand() -> None:
     """backward outside accumulate: no_sync and division by hand; then explicit weights that differ between ranks."""
     x, y = data(12)
     bare = net()
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=ON_CPU)
     model, loader = accelerator.prepare(copy.deepcopy(bare), DataLoader(TensorDataset(x, y), batch_size=2))
     for step, (inputs, targets) in enumerate(loader):
         if step < 2:
@@ -271,7 +274,7 @@ def by_hand() -> None:
     for reduction in ("mean", "sum"):
         model.zero_grad()
         piece = slice(0, 5) if accelerator.is_main_process else slice(5, 12)
-        loss = mse_loss(model(x[piece]), y[piece], reduction=reduction)
+        loss = mse_loss(model(x[piece].to(DEVICE)), y[piece].to(DEVICE), reduction=reduction)
         accelerator.backward(loss, weight=len(x[piece]), reduction=reduction)
         assert_equal(grads(model), whole(bare, x, y))
 
@@ -282,20 +285,20 @@ def own_clipping() -> None:
     wanted = whole(bare, x, y)
     norm = torch.stack([g.norm() for g in wanted]).norm()
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=5, dataloader_config=DataLoaderConfiguration(even_batches=False)
+        cpu=ON_CPU, gradient_accumulation_steps=5, dataloader_config=DataLoaderConfiguration(even_batches=False)
     )
     model, loader = accelerator.prepare(copy.deepcopy(bare), DataLoader(TensorDataset(x, y), batch_size=3))
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             accelerator.backward(mse_loss(model(inputs), targets))
-    torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), norm / 3), norm)
+    torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), norm / 3), norm, check_device=False)
     assert_equal(grads(model), [g / 3 for g in wanted])
 
 
 def overflow_on_one_rank() -> None:
     """Both ranks skip, the schedule waits, and the true norm is returned."""
     accelerator = Accelerator(
-        cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2,
+        cpu=ON_CPU, mixed_precision="fp16", gradient_accumulation_steps=2,
         kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
     )  # fmt: skip
     model = nn.Linear(1, 1, bias=False)
@@ -309,7 +312,9 @@ def overflow_on_one_rank() -> None:
             is_bad = number == 2 and not accelerator.is_main_process
             # Sums of 1 + 3 items with gradients 1 and 3: a mean of (1 + 3 * 3) / 4.
             count = 1 + 2 * accelerator.process_index
-            loss = model(torch.full((1, 1), float(count))).float().mean() * (float("inf") if is_bad else 1.0)
+            loss = model(torch.full((1, 1), float(count), device=DEVICE)).float().mean() * (
+                float("inf") if is_bad else 1.0
+            )
             accelerator.backward(loss, weight=count)
             if accelerator.sync_gradients:
                 norms.append(accelerator.clip_grad_norm_(model.parameters(), 100.0).item())
@@ -326,12 +331,12 @@ def overflow_on_one_rank() -> None:
 
 def settings_and_means() -> None:
     x, y = data(32)
-    accelerator = Accelerator(cpu=True, global_batch_size=24)
+    accelerator = Accelerator(cpu=ON_CPU, global_batch_size=24)
     accelerator.prepare(DataLoader(TensorDataset(x, y), batch_size=4))
     assert accelerator.gradient_accumulation_steps == 3
     with pytest.raises(ConfigError, match=r"global_batch_size=4 is not a multiple .*\(8 samples\)"):
-        Accelerator(cpu=True, global_batch_size=4).prepare(DataLoader(TensorDataset(x, y), batch_size=4))
-    split = Accelerator(cpu=True, global_batch_size=24, split_batches=True)
+        Accelerator(cpu=ON_CPU, global_batch_size=4).prepare(DataLoader(TensorDataset(x, y), batch_size=4))
+    split = Accelerator(cpu=ON_CPU, global_batch_size=24, split_batches=True)
     split.prepare(DataLoader(TensorDataset(x, y), batch_size=4))
     assert split.gradient_accumulation_steps == 6
     rank = accelerator.process_index
@@ -349,11 +354,12 @@ def the_plain_recipe() -> None:
     reference = copy.deepcopy(bare)
     for piece in pieces[0] + pieces[1]:
         (mse_loss(reference(x[piece]), y[piece]) / 4).backward()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, loss_policy=ConstantDivision())
+    accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=2, loss_policy=ConstantDivision())
     model = accelerator.prepare(copy.deepcopy(bare))
     for piece in pieces[accelerator.process_index]:
         with accelerator.accumulate(model):
-            accelerator.backward(mse_loss(model(x[piece]), y[piece]), weight=len(x[piece]))
+            loss = mse_loss(model(x[piece].to(DEVICE)), y[piece].to(DEVICE))
+            accelerator.backward(loss, weight=len(x[piece]))
     assert_equal(grads(model), grads(reference))
 
 

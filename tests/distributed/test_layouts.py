@@ -3,8 +3,11 @@
 import pytest
 
 from headway import ActivationCheckpointing, ShardingOptions
+from tests.devices import ON_CPU
 from tests.distributed.layouts import Curve, Task, by_hand, difference, prepared
 from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.on_device
 
 TOLERANCE = 3e-6
 """In losses of about 4 to 12 and norms of about 0.5 to 6; float32 sums of other orders differ by so much."""
@@ -64,5 +67,6 @@ def test_bf16_is_that_of_ddp():
     for task, one, other in zip(tasks, replicated, sharded):
         found, from_float32 = difference(one, other), difference(by_hand(task), one)
         # Our norms stay in float32; Llama's own class computes with bf16 weights.
-        assert found["losses"] < (1e-6 if task.model == "gpt" else 1e-3), found
+        # On accelerators norms within blocks are gathered in bf16, too.
+        assert found["losses"] < (1e-6 if task.model == "gpt" and ON_CPU else 1e-3 if ON_CPU else 5e-3), found
         assert from_float32["losses"] > 1e-4  # it is another format

@@ -13,7 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from headway.errors import PrepareError, UnsupportedError
+from tests.devices import DEVICE, ON_CPU
 from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.on_device
 
 EPOCHS = 3
 
@@ -75,7 +78,7 @@ def make(recipe: Recipe) -> tuple[list[nn.Module], list[torch.optim.Optimizer], 
 
 def result(losses: list[float], norms: list[float], models: list[nn.Module]) -> dict[str, torch.Tensor]:
     weights = torch.cat([p.detach().flatten() for model in models for p in model.parameters()])
-    return {"losses": torch.tensor(losses), "norms": torch.tensor(norms), "weights": weights}
+    return {"losses": torch.tensor(losses), "norms": torch.tensor(norms), "weights": weights.cpu()}
 
 
 def plain(recipe: Recipe) -> dict[str, torch.Tensor]:
@@ -98,7 +101,7 @@ def headway(recipe: Recipe) -> dict[str, torch.Tensor]:
     """The same loop with the five lines changed; the loss curve is the exact mean over each window."""
     models, optimizers, x, y = make(recipe)
     accelerator = Accelerator(
-        cpu=True, mixed_precision=recipe.precision, gradient_accumulation_steps=recipe.steps,
+        cpu=ON_CPU, mixed_precision=recipe.precision, gradient_accumulation_steps=recipe.steps,
         dataloader_config=DataLoaderConfiguration(even_batches=recipe.even),
         kwargs_handlers=[DistributedDataParallelKwargs(**recipe.ddp)],
     )  # fmt: skip
@@ -143,14 +146,14 @@ class Heads(nn.Module):
 def buffers_are_equal() -> None:
     """Running statistics follow rank 0 at each update, as rank 0 alone would have made them."""
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=2)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     generator = torch.Generator().manual_seed(accelerator.process_index)
     for step in range(4):
         with accelerator.accumulate(model):
-            accelerator.backward(model(torch.randn(4, 2, generator=generator)).square().mean(), weight=4)
+            accelerator.backward(model(torch.randn(4, 2, generator=generator).to(DEVICE)).square().mean(), weight=4)
             optimizer.step()
             optimizer.zero_grad()
         mean, count = accelerator.gather((model[1].running_mean[None], model[1].num_batches_tracked))
@@ -159,7 +162,7 @@ def buffers_are_equal() -> None:
 
 
 def ranks_start_from_rank_0() -> None:
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=ON_CPU)
     torch.manual_seed(accelerator.process_index)
     model = accelerator.prepare(nn.Linear(2, 2))
     both = accelerator.gather(model.weight[None])
@@ -167,21 +170,23 @@ def ranks_start_from_rank_0() -> None:
 
 
 def unused_parameters_are_named() -> None:
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=ON_CPU)
     model = accelerator.prepare(Heads())
-    accelerator.backward(model(torch.ones(1, 2)).mean())
+    accelerator.backward(model(torch.ones(1, 2, device=DEVICE)).mean())
     with pytest.raises(UnsupportedError, match=r"of Heads took no part in the last loss: spare.weight, spare.bias\."):
-        model(torch.ones(1, 2))
+        model(torch.ones(1, 2, device=DEVICE))
 
 
 def unused_parameters_can_be_allowed() -> None:
     options = [DistributedDataParallelKwargs(find_unused_parameters=True)]
-    accelerator = Accelerator(cpu=True, kwargs_handlers=options, gradient_accumulation_steps=2)
+    accelerator = Accelerator(cpu=ON_CPU, kwargs_handlers=options, gradient_accumulation_steps=2)
     model = Heads()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(4):
         with accelerator.accumulate(model):
-            accelerator.backward(model(torch.full((1, 2), 1.0 + accelerator.process_index)).mean(), weight=1)
+            accelerator.backward(
+                model(torch.full((1, 2), 1.0 + accelerator.process_index, device=DEVICE)).mean(), weight=1
+            )
             optimizer.step()
             optimizer.zero_grad()
     both = accelerator.gather(model.used.weight[None])
@@ -190,7 +195,7 @@ def unused_parameters_can_be_allowed() -> None:
 
 def frozen_models() -> None:
     """A wholly frozen model needs no engine; a partly frozen one trains, with all of it in the optimizer."""
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=ON_CPU)
     torch.manual_seed(0)
     frozen, model = nn.Linear(2, 2).requires_grad_(False), Heads()
     model.spare.requires_grad_(False)
@@ -198,28 +203,29 @@ def frozen_models() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     frozen, model, optimizer = accelerator.prepare(frozen, model, optimizer)
     for _ in range(2):
-        x = torch.full((1, 2), 1.0 + accelerator.process_index)
+        x = torch.full((1, 2), 1.0 + accelerator.process_index, device=DEVICE)
         accelerator.backward(model(frozen(x)).mean(), weight=1)
         optimizer.step()
         optimizer.zero_grad()
     both = accelerator.gather(model.used.weight[None])
     assert torch.equal(both[0], both[1])
     assert accelerator.num_updates == 2
-    assert all(torch.equal(value, before[name]) for name, value in model.spare.state_dict().items())
+    assert all(torch.equal(value.cpu(), before[name]) for name, value in model.spare.state_dict().items())
 
 
 def what_cannot_be() -> None:
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=ON_CPU)
     with pytest.raises(PrepareError, match="on the meta device"):
         accelerator.prepare(nn.Linear(2, 2, device="meta"))
     with pytest.raises(PrepareError, match="DistributedDataParallel; give the bare model"):
         accelerator.prepare(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
-    compressed = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="bf16")])
-    with pytest.raises(UnsupportedError, match="bf16 communication hook needs NCCL"):
-        compressed.prepare(nn.Linear(2, 2))
+    compressed = Accelerator(cpu=ON_CPU, kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="bf16")])
+    if ON_CPU:
+        with pytest.raises(UnsupportedError, match="bf16 communication hook needs NCCL"):
+            compressed.prepare(nn.Linear(2, 2))
     stranger = accelerator.prepare_optimizer(torch.optim.SGD(nn.Linear(3, 1).parameters(), lr=0.1))
     model = accelerator.prepare_model(nn.Linear(2, 2))
-    accelerator.backward(model(torch.ones(1, 2)).mean())
+    accelerator.backward(model(torch.ones(1, 2, device=DEVICE)).mean())
     with pytest.raises(PrepareError, match="belong to no prepared model"):
         stranger.step()
 

@@ -7,8 +7,11 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration, TensorParallelOptions
+from tests.devices import ON_CPU
 from tests.distributed.layouts import whole_weights
 from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.on_device
 
 ROWS, WINDOW, STEPS = 21, 8, 2
 """The last window has five rows: of the ranks of fsdp, one has more of them than the other."""
@@ -67,7 +70,7 @@ def by_hand() -> dict[str, torch.Tensor]:
 
 def prepared(layout: str) -> dict[str, torch.Tensor]:
     accelerator = Accelerator(
-        cpu=True, strategy=layout, gradient_accumulation_steps=STEPS, kwargs_handlers=[PLAN] if layout == "tp" else [],
+        cpu=ON_CPU, strategy=layout, gradient_accumulation_steps=STEPS, kwargs_handlers=[PLAN] if layout == "tp" else [],
         dataloader_config=DataLoaderConfiguration(even_batches=False),
     )  # fmt: skip
     size = WINDOW // (STEPS * accelerator.strategy.data_shard.count)

@@ -28,6 +28,7 @@ from headway import (
 )
 from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
 from headway.strategies import known
+from tests.devices import ON_CPU
 from tests.distributed import layouts
 from tests.distributed.layouts import GPT, Curve, Task, by_hand, difference, each, prepared, seeded, squares, text
 from tests.distributed.pipelines import as_function, whole_state
@@ -89,12 +90,14 @@ def compare(by_rank: list[dict[str, Curve]], tasks: dict[str, Task], monkeypatch
             assert by_rank[0][name]["weights"].keys() == expected["weights"].keys()
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize(("plain", "functions"), [(PLAIN, {}), ({}, SCHEDULES)], ids=["plain", "schedules"])
 def test_two_stages_reproduce_the_hand_written_loop(plain, functions, monkeypatch):
     by_rank = run_ranks(train, 2, plain, functions, "pp", timeout=280)
     compare(by_rank, plain | functions, monkeypatch)
 
 
+@pytest.mark.on_device
 def test_replicas_of_a_pipeline(monkeypatch):
     plain = {"tied gpt": Task("gpt", updates=4)}
     functions = {"1f1b": Task("gpt2", window=16, updates=4, handlers=options("1f1b", 2))}
@@ -105,7 +108,7 @@ def test_replicas_of_a_pipeline(monkeypatch):
 
 
 def begin(*handlers: Any, model: nn.Module | None = None, **given: Any) -> tuple[Accelerator, Any, Any]:
-    accelerator = Accelerator(cpu=True, strategy="pp", kwargs_handlers=list(handlers), **given)
+    accelerator = Accelerator(cpu=ON_CPU, strategy="pp", kwargs_handlers=list(handlers), **given)
     model = seeded(0, lambda: GPT(num_blocks=2)) if model is None else model
     return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -352,7 +355,7 @@ class Hungry(nn.Linear):
 
 def out_of_memory() -> None:
     """In the micro-batch that goes ahead, on one rank: the others take it for what it is, however late that one says so."""
-    accelerator = Accelerator(cpu=True, strategy="pp", kwargs_handlers=list(options("gpipe", 1)))
+    accelerator = Accelerator(cpu=ON_CPU, strategy="pp", kwargs_handlers=list(options("gpipe", 1)))
     for place in (2, 3):  # the last rank's block, and what comes after the blocks
         tried, seen = [], []
 
@@ -458,7 +461,7 @@ def compiled_blocks() -> None:
     expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
     assert abs(norm - expected) < 1e-5 * expected
     accelerator.end_training()
-    accelerator = Accelerator(cpu=True, strategy="pp", kwargs_handlers=list(options("zbv")), dynamo_plugin=compiling)
+    accelerator = Accelerator(cpu=ON_CPU, strategy="pp", kwargs_handlers=list(options("zbv")), dynamo_plugin=compiling)
     with pytest.raises(UnsupportedError, match="splits backward in two"):
         accelerator.prepare(GPT(num_blocks=4))
     accelerator.end_training()

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from headway import Accelerator, DataLoaderConfiguration, ProjectConfiguration, set_seed
+from tests.devices import ON_CPU
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_launch import launch
 
@@ -52,7 +53,7 @@ def build(folder, *, steps=1, batch=3, workers=0, precision="no", **project):
     )
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, **project)
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=steps, project_config=project, mixed_precision=precision
+        cpu=ON_CPU, gradient_accumulation_steps=steps, project_config=project, mixed_precision=precision
     )
     return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
 
@@ -111,6 +112,7 @@ def all_exact(root):
     return begun
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_resumed_losses_are_bit_equal(world_size, tmp_path):
     begun = run_ranks(all_exact, world_size, str(tmp_path))[0]
@@ -133,6 +135,7 @@ def whole(root):
     return train(f"{root}/whole")
 
 
+@pytest.mark.on_device
 def test_another_world_sees_the_same_samples_in_the_same_order(tmp_path):
     _, expected, _, _ = run_ranks(whole, 2, str(tmp_path))[0]
     _, first, _, _ = run_ranks(half, 2, str(tmp_path))[0]
@@ -176,7 +179,7 @@ def ragged(root, stop_after, kind):
     loading = DataLoaderConfiguration(dispatch_batches=kind == "dispatch", even_batches=False)
     project = ProjectConfiguration(root, automatic_checkpoint_naming=True)
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=4, dataloader_config=loading, project_config=project
+        cpu=ON_CPU, gradient_accumulation_steps=4, dataloader_config=loading, project_config=project
     )
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     restored = accelerator.resume("latest")
@@ -219,6 +222,7 @@ def check_same(kind, whole, parts):
         assert abs(rate - other) < 1e-9, kind
 
 
+@pytest.mark.on_device
 def test_a_global_batch_that_does_not_divide_is_split_raggedly(tmp_path):
     begun = run_ranks(both_ragged, 2, str(tmp_path))[0]
     # On three ranks, three again as after a kill, and one.
@@ -268,7 +272,7 @@ def split(folder, stop_after=None):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
     loader = DataLoader(torch.randn(24, 6), batch_size=6)
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
-    accelerator = Accelerator(cpu=True, split_batches=True, project_config=project)
+    accelerator = Accelerator(cpu=ON_CPU, split_batches=True, project_config=project)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     accelerator.resume("latest")
     rates = []
@@ -286,6 +290,7 @@ def split(folder, stop_after=None):
     return rates
 
 
+@pytest.mark.on_device
 def test_a_schedule_under_split_batches_does_not_count_processes(tmp_path):
     whole = [1.0] * 4 + [0.5] * 4 + [0.25] * 4
     assert run_ranks(split, 2, str(tmp_path), 2)[0] == whole[:2]

@@ -5,7 +5,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration, set_seed
+from tests.devices import ON_CPU
 from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.on_device
 
 
 class Net(torch.nn.Module):
@@ -26,7 +29,9 @@ def train(folder, is_armed, stop_after=None, steps=1):
     """The loss of each batch from where the run begins. Memory is short up to the third update, on rank 0."""
     set_seed(3)
     project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
-    accelerator = Accelerator(cpu=True, microbatching="auto", project_config=project, gradient_accumulation_steps=steps)
+    accelerator = Accelerator(
+        cpu=ON_CPU, microbatching="auto", project_config=project, gradient_accumulation_steps=steps
+    )
     model = Net(is_armed and accelerator.is_main_process)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     data = TensorDataset(torch.randn(96, 3, generator=torch.Generator().manual_seed(1)))

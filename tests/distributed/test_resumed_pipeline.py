@@ -8,7 +8,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, PipelineOptions, ProjectConfiguration, set_seed
+from tests.devices import ON_CPU
 from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.on_device
 
 
 class Block(torch.nn.Module):
@@ -44,7 +47,7 @@ def train(folder, schedule, is_called, stop_after=None):
     set_seed(7)
     options = PipelineOptions(num_microbatches=4, schedule=schedule)
     accelerator = Accelerator(
-        cpu=True,
+        cpu=ON_CPU,
         strategy="pp",
         kwargs_handlers=[options],
         project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True),

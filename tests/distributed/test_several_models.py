@@ -17,8 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator
 from headway.errors import PrepareError, StateError
+from tests.devices import ON_CPU
 from tests.distributed.ranks import run_ranks
 from tests.distributed.scenarios import play
+
+pytestmark = pytest.mark.on_device
 
 BATCH, UPDATES, WIDTH = 8, 4, 4
 
@@ -36,7 +39,7 @@ class Pair:
 
     def weights(self) -> torch.Tensor:
         tensors = [p.detach() for model in (self.g, self.d) for p in model.parameters()]
-        return torch.cat([getattr(t, "full_tensor", lambda t=t: t)().flatten() for t in tensors])
+        return torch.cat([getattr(t, "full_tensor", lambda t=t: t)().flatten().cpu() for t in tensors])
 
 
 def d_loss(pair: Pair, real: torch.Tensor, noise: torch.Tensor, penalty: bool) -> torch.Tensor:
@@ -170,7 +173,7 @@ def prepared(accelerator: Accelerator, pair: Pair, rows: tuple[torch.Tensor, ...
 
 
 def with_headway(loop: Callable[..., None], steps: int, penalty: bool, shares: bool, **options: Any) -> torch.Tensor:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
+    accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=steps, **options)
     pair = Pair(shares)
     count = accelerator.strategy.data_shard.count
     loader = prepared(accelerator, pair, data(), BATCH // steps // count)
@@ -205,7 +208,7 @@ def the_same_whatever_the_cut() -> None:
             rows = data()
             if loop is update_by_update:  # an update's rows come twice: once for D, once for G
                 rows = tuple(t.view(UPDATES, 1, BATCH, WIDTH).expand(-1, 2, -1, -1).reshape(-1, WIDTH) for t in rows)
-            accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+            accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=steps)
             pair = Pair()
             loader = prepared(accelerator, pair, rows, BATCH // steps // accelerator.num_processes)
             ends = (lambda a=accelerator: a.sync_gradients) if loop is update_by_update else lambda: True
@@ -236,7 +239,7 @@ def one_block_is_exact_without_accumulation() -> None:
     both_in_one_block(
         plain, zip(real.split(BATCH), noise.split(BATCH)), lambda *_: nullcontext(), torch.Tensor.backward
     )
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=ON_CPU)
     pair = Pair()
     loader = prepared(accelerator, pair, data(), BATCH // accelerator.num_processes)
     both_in_one_block(pair, loader, accelerator.accumulate, accelerator.backward)
@@ -244,7 +247,7 @@ def one_block_is_exact_without_accumulation() -> None:
 
 
 def one_block_is_refused_with_accumulation() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=2)
     pair = Pair()
     loader = prepared(accelerator, pair, data(), BATCH // 2 // accelerator.num_processes)
     before = pair.weights()
@@ -254,7 +257,7 @@ def one_block_is_refused_with_accumulation() -> None:
 
 
 def zero_grad_between_two_losses_is_refused() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=2)
     pair = Pair()
     loader = prepared(accelerator, pair, data(), BATCH // 2 // accelerator.num_processes)
     real, noise = next(iter(loader))
@@ -268,7 +271,7 @@ def zero_grad_between_two_losses_is_refused() -> None:
 def an_optimizer_whose_model_is_not_named() -> None:
     """Two models of one loss: `accumulate` must name both."""
     for steps in (1, 2):
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+        accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=steps)
         pair = Pair()
         loader = prepared(accelerator, pair, data(), BATCH // steps // accelerator.num_processes)
         _, noise = next(iter(loader))
@@ -288,7 +291,7 @@ def one_optimizer_joins_models() -> None:
         g_loss(plain, part).backward()
         optimizer.step()
     for steps in (1, 2):
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+        accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=steps)
         pair, other = Pair(), nn.Linear(2, 1)
         joint = torch.optim.SGD([*pair.g.parameters(), *pair.d.parameters()], lr=0.1)
         beside = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -309,7 +312,7 @@ def overlapping_windows() -> None:
     rows = data(2)
     bare = Pair()
     steps = 2
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    accelerator = Accelerator(cpu=ON_CPU, gradient_accumulation_steps=steps)
     pair = copy.deepcopy(bare)
     loader = prepared(accelerator, pair, rows, BATCH // steps // accelerator.num_processes)
     found: list[list[torch.Tensor]] = []
@@ -327,8 +330,8 @@ def overlapping_windows() -> None:
     real, noise = (t[:BATCH] for t in rows)
     first = torch.autograd.grad(d_loss(bare, real, noise, False), list(bare.d.parameters()))
     second = torch.autograd.grad(g_loss(bare, noise), list(bare.d.parameters()))
-    torch.testing.assert_close(found[0], list(first))
-    torch.testing.assert_close(found[1], list(second))
+    torch.testing.assert_close(found[0], list(first), check_device=False)
+    torch.testing.assert_close(found[1], list(second), check_device=False)
 
 
 class Crowded(nn.Linear):
@@ -345,7 +348,7 @@ class Crowded(nn.Linear):
 def in_pieces(limit: int) -> None:
     """Automatic micro-batching: a loop over the pieces for each model; the same, whether memory runs out or not."""
     wanted = by_hand(in_turn, 1, False, False)
-    accelerator = Accelerator(cpu=True, microbatching="auto")
+    accelerator = Accelerator(cpu=ON_CPU, microbatching="auto")
     pair = Pair()
     pair.d[0].__class__ = Crowded
     pair.d[0].limit = limit
@@ -373,7 +376,7 @@ def in_pieces_of_two() -> None:
 
 
 def one_loop_over_pieces_is_refused() -> None:
-    accelerator = Accelerator(cpu=True, microbatching="auto")
+    accelerator = Accelerator(cpu=ON_CPU, microbatching="auto")
     pair = Pair()
     (batch,) = list(prepared(accelerator, pair, data(1), BATCH))[:1]
     pieces = accelerator.microbatches(batch)
@@ -436,7 +439,7 @@ def every(options: dict[str, Any]) -> dict[str, str]:
 
 def models_that_share(**options: Any) -> None:
     with pytest.raises(PrepareError, match=r"are spread over the ranks already: it shares them"):
-        prepared(Accelerator(cpu=True, **options), Pair(shares=True), data(), 2)
+        prepared(Accelerator(cpu=ON_CPU, **options), Pair(shares=True), data(), 2)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp=2"])

@@ -16,6 +16,7 @@ from headway.errors import DataError, PrepareError
 from headway.strategies import gradients
 from headway.strategies.gradients import is_distributed, local
 from headway.strategies.tensor_parallel import TensorParallel
+from tests.devices import ON_CPU
 from tests.distributed import cut_models, layouts
 from tests.distributed.cut_models import GPT, GPT_PLAN
 from tests.distributed.layouts import VOCABULARY, Task, by_hand, difference
@@ -55,7 +56,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def crc(tensor: torch.Tensor) -> int:
-    return zlib.crc32(local(tensor).detach().contiguous().numpy().tobytes())
+    return zlib.crc32(local(tensor).detach().contiguous().cpu().numpy().tobytes())
 
 
 def trained(task: Task, layout: str) -> dict[str, Any]:
@@ -68,9 +69,12 @@ def trained(task: Task, layout: str) -> dict[str, Any]:
     return {**curve, "whole": whole}
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("name", TABLE)
 def test_a_cut_model_learns_as_a_whole_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight updates: windows of two micro-batches, ragged, weighed by tokens, clipped; AdamW made before prepare."""
+    if not ON_CPU and "mixtral" in name:
+        pytest.skip("the simulated runtime computes with the CPU's kernels, and it has no histogram of integers")
     layout, num_ranks, task = TABLE[name]
     for model, make in MODELS.items():
         monkeypatch.setitem(layouts.MODELS, model, make)
@@ -328,7 +332,7 @@ class Scaled(nn.Module):
 
 def scaled(is_named: bool) -> float:
     plan = {"up": "colwise", "down": "rowwise", **({"scale": "replicated_with_grad_allreduce"} if is_named else {})}
-    accelerator = Accelerator(cpu=True, strategy="tp", kwargs_handlers=[TensorParallelOptions(plan)])
+    accelerator = Accelerator(cpu=ON_CPU, strategy="tp", kwargs_handlers=[TensorParallelOptions(plan)])
     torch.manual_seed(0)
     whole = Scaled()
     torch.manual_seed(0)
@@ -377,7 +381,7 @@ def adapted(layout: str | None, **lora: Any) -> list[float]:
     """Losses of a Llama with low-rank adapters on all its matrices."""
     from peft import LoraConfig, get_peft_model
 
-    accelerator = Accelerator(cpu=True, strategy=layout)
+    accelerator = Accelerator(cpu=ON_CPU, strategy=layout)
     chosen = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, **lora)
     torch.manual_seed(0)
     model = get_peft_model(cut_models.llama(), chosen)
@@ -410,7 +414,7 @@ def test_low_rank_adapters_learn_as_on_a_whole_model() -> None:
 
 def silenced() -> tuple[bool, float]:
     """A loss of weight 0 that is nan leaves no trace in any parameter, whole or cut."""
-    accelerator = Accelerator(cpu=True, strategy="tp", gradient_accumulation_steps=2, kwargs_handlers=[GIVEN])
+    accelerator = Accelerator(cpu=ON_CPU, strategy="tp", gradient_accumulation_steps=2, kwargs_handlers=[GIVEN])
     torch.manual_seed(0)
     model = GPT()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -436,7 +440,7 @@ def test_a_weightless_loss_that_is_nan_leaves_no_trace() -> None:
 
 def prepared_again() -> list[float]:
     """Logits that stay cut need losses that know them, also after free_memory()."""
-    accelerator = Accelerator(cpu=True, strategy="tp", kwargs_handlers=[replace(GIVEN, loss_parallel=True)])
+    accelerator = Accelerator(cpu=ON_CPU, strategy="tp", kwargs_handlers=[replace(GIVEN, loss_parallel=True)])
     torch.manual_seed(0)
     model, losses = GPT(), []
     for _ in range(2):

@@ -30,7 +30,7 @@ from headway.memory.oom import is_out_of_memory
 from headway.strategies import context_check, crossings, gathered, ring, zigzag
 from headway.strategies.blocks import find_blocks
 from headway.strategies.crossings import Axis
-from headway.strategies.cut_attention import Door, put_in, take_out
+from headway.strategies.cut_attention import RING_STEP, Door, put_in, take_out
 from headway.strategies.cut_labels import Call, Labels
 from headway.strategies.streams import Streams
 
@@ -235,7 +235,7 @@ class ContextParallel:
         kwargs = {**dict(zip(self._parameters, args)), **kwargs}
         args = args[len(self._parameters) :]
         given = self._labels.within(args, kwargs)
-        args, kwargs = context_check.few(args, kwargs, 16 * self._axis.size, self._options.labels)
+        args, kwargs = context_check.few(args, kwargs, RING_STEP * self._axis.size, self._options.labels)
         told = ""
         with context_check.at_rest(self._model):
             if given:

@@ -23,6 +23,8 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 Causal = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None], torch.Tensor]
 """Causal attention of parts of queries, keys and values, with a scale."""
+RING_STEP = 64
+"""Tokens of a rank: torch's ring takes a half at a time, and the memory-efficient kernel pads what it returns of one to 32."""
 
 
 class Door(TorchFunctionMode):
@@ -82,7 +84,7 @@ class Door(TorchFunctionMode):
         query, key, value = _in_one_format(query, key, value)
         is_plain = is_causal and attn_mask is None and not dropout_p and query.dim() == 4
         is_plain = is_plain and (enable_gqa or query.shape[1] == key.shape[1])
-        if is_plain and self._ring is not None:
+        if is_plain and self._ring is not None and query.shape[2] % RING_STEP == 0:
             return self._ring(query, key, value, scale)
         if is_plain and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
             found: torch.Tensor = _CausalOnCpu.apply(query, key, value, self._axis, scale)  # type: ignore[no-untyped-call]

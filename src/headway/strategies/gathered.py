@@ -5,6 +5,7 @@ the whole parameters, not those that the module tree shows at rest. Both are rea
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,21 +65,34 @@ def sum_unused_too(model: torch.nn.Module) -> None:
             module.set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]
 
 
-def awaits_backward(model: torch.nn.Module) -> bool:
-    """Has a forward run, and no backward through it?"""
-    return any(group._post_forward_indices for group in groups(model))
-
-
-def gather(model: torch.nn.Module) -> None:
-    """Gather all units."""
-    for module in shards(model):
-        module.unshard()  # type: ignore[operator]
-
-
 def reshard(model: torch.nn.Module) -> None:
     """Let the module tree show shards again: nothing is gathered any more."""
     for module in shards(model):
         module.reshard()  # type: ignore[operator]
+
+
+@contextmanager
+def kept_whole(model: torch.nn.Module) -> Iterator[None]:
+    """A backward for which all units are gathered beforehand, and whose gradients are reduced afterwards, if at all."""
+    units: list[Any] = list(shards(model))
+    reductions = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups(model)]
+    for unit in units:
+        unit.unshard()
+        unit.set_reshard_after_backward(False, recurse=False)
+        unit.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+        for group, *before in reductions:
+            group.reduce_grads, group.all_reduce_grads = before
+            group.post_backward()
+        for unit in units[:1]:  # of all units
+            unit._get_fsdp_state()._root_post_backward_final_callback()
+    finally:
+        for group, *before in reductions:
+            group.reduce_grads, group.all_reduce_grads = before
+        for unit in units:
+            unit.set_reshard_after_backward(True, recurse=False)
+            unit.reshard()
 
 
 Waiting = tuple[Any, torch.Tensor | None, torch.Tensor | None]

@@ -16,6 +16,7 @@ from headway.log import get_logger
 from headway.runtime import control, events, process
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.readback import Readback
+from headway.strategies.gradients import local
 from headway.training.windows import Clock, Windows
 
 log = get_logger(__name__)
@@ -68,7 +69,7 @@ class Notice:
     def note(self, loss: torch.Tensor) -> None:
         """A loss that is not finite, or lies where it cannot be read at once."""
         if not self._is_told:
-            micro_batch, plain = self._windows.current.num_done, loss.detach()
+            micro_batch, plain = self._windows.current.num_done, local(loss.detach())
             if plain.device.type == "cpu":
                 self._tell(self._clock.num_updates + 1, micro_batch, plain.item())
             else:
