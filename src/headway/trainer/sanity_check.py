@@ -58,7 +58,7 @@ def rows_of(loader: PreparedLoader, num_batches: int) -> Iterator[tuple[Batch, i
     return ((loader.collate_fn([dataset[index] for index in batch]), len(batch)) for batch in batches)
 
 
-class Rehearsal:
+class EvaluationSanityCheck:
     """Tries the evaluations that a training will make.
 
     Args:
