@@ -5,9 +5,9 @@ from typing import Any
 
 import click
 
+from headway.compat.accelerate.launch_flags import refuse
 from headway.config.launch import SETTINGS, Setting
 from headway.config.load import COMMAND_LINE, Value
-from headway.config.retired import refuse
 from headway.config.values import did_you_mean, from_text
 
 

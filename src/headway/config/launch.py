@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 from headway import env
 from headway.config import outside
+from headway.config.context import ROTATIONS
 from headway.config.spelled import DynamoBackend
 
 
@@ -104,8 +105,6 @@ OF_DEEPSPEED = (
 )
 """Settings that only DeepSpeed's engine reads."""
 OFFLOADS = ("none", "cpu", "nvme")
-ROTATIONS = ("allgather", "alltoall")
-"""How keys and values travel under context parallelism."""
 WRAPPING = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 BACKENDS = tuple(name.lower() for name in DynamoBackend.list())
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

@@ -16,9 +16,9 @@ from difflib import get_close_matches
 from math import log2
 from typing import Any
 
-from headway.config.deepspeed import AUTO
 from headway.config.strategies import GradScalerKwargs
 from headway.errors import ConfigError, UnsupportedError
+from headway.strategies.deepspeed.plugin import AUTO
 
 TOP_LEVEL = frozenset(
     """

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from headway.errors import UnsupportedError
-from headway.strategies.zero_engine import ZeroEngine
-from headway.strategies.zero_optimizer import Twin
+from headway.strategies.deepspeed.engine import ZeroEngine
+from headway.strategies.deepspeed.optimizer import Twin
 from headway.weights.partitions import piece_of_range
 from headway.weights.pieces import Piece
 

@@ -1,5 +1,6 @@
 """Flags and keys of other launchers that have no meaning here, and what to use in their place."""
 
+from headway.compat.accelerate.layout_words import explain_key
 from headway.errors import ConfigError
 
 _SHARDING = "set the layout with --strategy fsdp, and see `headway launch --help` for its options"
@@ -63,12 +64,23 @@ _FAMILIES = {
 }
 
 
+_OF_FILES = ("compute_environment", "distributed_type", "use_cpu", "commands", "command_file")
+
+
 def advice(name: str) -> str | None:
     """What to use in the place of the flag or key `name`; None where no other launcher has it either."""
     plain = name.lstrip("-").replace("-", "_")
     if plain in _ONE:
         return _ONE[plain]
     return next((text for prefix, text in _FAMILIES.items() if plain.startswith(prefix)), None)
+
+
+def explain_file_key(key: str) -> str:
+    """What to do about a key of Accelerate's, or a flag of its launcher's, in a config file of Headway's; empty for any other."""
+    if key.endswith("_config") or key in _OF_FILES or advice(key):
+        return "; this looks like a file of Accelerate's: `headway config import FILE` translates it"
+    said = explain_key(key)
+    return "" if said is None else f": {said}"
 
 
 def refuse(flag: str) -> None:

@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO as a strategy: optimizer state (1), gradients (2) and parameters (3) partitioned among the ranks.
 
 The engine needs the model and its optimizer: `setup` takes the model, `adopt` makes the engine when prepare() knows
-both. The model stays the user's own object, and so does the optimizer (`zero_optimizer.py`); the windows' arithmetic goes through
-the engine's loss scale (`zero_engine.py`).
+both. The model stays the user's own object, and so does the optimizer (`optimizer.py`); the windows' arithmetic goes through
+the engine's loss scale (`engine.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,9 +15,6 @@ import torch.distributed as dist
 
 from headway import env
 from headway.collectives.door import Collectives
-from headway.config.deepspeed import DeepSpeedPlugin
-from headway.config.deepspeed_keys import Account, Facts, account_for
-from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
@@ -25,12 +22,15 @@ from headway.optional import require
 from headway.precision.base import Precision
 from headway.runtime import process
 from headway.strategies.base import Capabilities, Engine, Transform
+from headway.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from headway.strategies.deepspeed.engine import ZeroEngine, quieten
+from headway.strategies.deepspeed.from_json import StandIns
+from headway.strategies.deepspeed.keys import Account, Facts, account_for
+from headway.strategies.deepspeed.optimizer import Twin, takes_cpu_adam
+from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
+from headway.strategies.deepspeed.schema import known_keys
+from headway.strategies.deepspeed.state import ZeroState
 from headway.strategies.single import SingleStrategy
-from headway.strategies.zero_engine import ZeroEngine, quieten
-from headway.strategies.zero_optimizer import Twin, takes_cpu_adam
-from headway.strategies.zero_schema import known_keys
-from headway.strategies.zero_stand_ins import StandIns
-from headway.strategies.zero_state import ZeroState
 
 log = get_logger(__name__)
 
