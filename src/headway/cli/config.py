@@ -12,7 +12,7 @@ from headway.cli.options import GroupedCommand, GroupedOption, command_line_laye
 from headway.compat.accelerate.launch_flags import advice, explain_file_key
 from headway.compat.accelerate.layout_words import explain_key
 from headway.config.files import KEYS, default_file, dump, file_layer, load_mapping, read, settings_in, write
-from headway.config.launch import SETTINGS, LaunchConfig, Setting
+from headway.config.launch import SETTINGS, LaunchConfig, LaunchSetting
 from headway.config.load import environment_layer, resolve
 from headway.errors import ConfigError, StateError
 
@@ -28,12 +28,12 @@ def _interactive(config_file: str | None) -> None:
             "`headway config` asks questions and needs a terminal; "
             "without one, `headway config default` writes a file that you can edit"
         )
-    from headway.config.questions import Question, interview
+    from headway.config.questions import ConfigQuestion, interview
     from headway.launch import machine
 
     questionary = optional.require("questionary", "`headway config` asks its questions with", "headway[config]")
 
-    def ask(question: Question) -> str:
+    def ask(question: ConfigQuestion) -> str:
         if question.choices:
             answer = questionary.select(question.text, choices=list(question.choices), default=question.default).ask()
         else:
@@ -97,7 +97,7 @@ def _show(config_file: str | None, as_json: bool) -> None:
         )
 
 
-def _undecided(setting: Setting) -> str:
+def _undecided(setting: LaunchSetting) -> str:
     return f"default: {setting.default or ('off' if setting.kind == 'switch' else 'not set')}"
 
 

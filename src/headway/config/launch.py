@@ -38,7 +38,7 @@ Maybe: TypeAlias = T | Literal[Unset.UNSET]
 
 
 @dataclass(frozen=True)
-class Setting:
+class LaunchSetting:
     """What is known about one field of LaunchConfig.
 
     Attributes:
@@ -115,7 +115,7 @@ _LAYOUT = "Layout"
 def _setting(
     group: str, text: str, *, takes_value: bool = False, is_for_workers: bool | None = None, **more: Any
 ) -> Any:
-    """A field of LaunchConfig, with what `Setting` says of it; workers read those of training and of the layout."""
+    """A field of LaunchConfig, with what `LaunchSetting` says of it; workers read those of training and of the layout."""
     reads = group in (_TRAINING, _LAYOUT) if is_for_workers is None else is_for_workers
     about = {"group": group, "text": text, "is_for_workers": reads, **more}
     return field(default=UNSET, metadata={"setting": about, "takes_value": takes_value})
@@ -300,15 +300,15 @@ class LaunchConfig:
 _KINDS: dict[type, Kind] = {int: "integer", float: "number", bool: "switch", str: "text"}
 
 
-def _describe(name: str, annotation: Any, about: Mapping[str, Any]) -> Setting:
+def _describe(name: str, annotation: Any, about: Mapping[str, Any]) -> LaunchSetting:
     """The setting of a field, whose type says what kind it is."""
     kind = _KINDS[get_args(annotation)[0]]
     if "choices" in about["setting"]:
         kind = "choice"
-    return Setting(name, "truth" if about["takes_value"] else kind, **about["setting"])
+    return LaunchSetting(name, "truth" if about["takes_value"] else kind, **about["setting"])
 
 
-SETTINGS: Mapping[str, Setting] = {
+SETTINGS: Mapping[str, LaunchSetting] = {
     each.name: _describe(each.name, each.type, each.metadata) for each in fields(LaunchConfig)
 }
 """Every setting by name, in the order of the help."""

@@ -26,7 +26,7 @@ log = get_logger(__name__)
 _NUM_TRIAL_UPDATES = 2
 _NUM_MEASURED_ROWS = 512
 _FIRST_SIZE = 8
-"""Rows of the first trial where nothing is forecast, and of the batch that a forecast is made from."""
+"""IndexedRows of the first trial where nothing is forecast, and of the batch that a forecast is made from."""
 _TOLERANCE = 0.05
 """By how much the number that is found may be below the largest; the last 5 % would cost half of the trials."""
 
@@ -200,12 +200,13 @@ def build_loader(
 # ---------------------------------------------------------------- the largest batch
 
 
+@dataclass(frozen=True)
 class LargestBatch:
     """Searches for the most rows of a micro-batch that fit, by updates on the longest rows of the training data.
 
     Where the step can be forecast, the search begins with what the forecast says.
 
-    Args:
+    Attributes:
         args: of the training.
         model: what is trained; its weights are put back.
         signature: what it takes of a batch.
@@ -214,21 +215,12 @@ class LargestBatch:
         create_loader: from rows and their number in a batch to a loader.
     """
 
-    def __init__(
-        self,
-        args: TrainingArguments,
-        model: torch.nn.Module,
-        signature: ForwardSignature,
-        create_accelerator: Callable[[], Accelerator],
-        create_optimizer: Callable[[], torch.optim.Optimizer],
-        create_loader: Callable[[Sequence[Any], int], DataLoader[Any]],
-    ) -> None:
-        self._args = args
-        self._model = model
-        self._signature = signature
-        self._create_accelerator = create_accelerator
-        self._create_optimizer = create_optimizer
-        self._create_loader = create_loader
+    args: TrainingArguments
+    model: torch.nn.Module
+    signature: ForwardSignature
+    create_accelerator: Callable[[], Accelerator]
+    create_optimizer: Callable[[], torch.optim.Optimizer]
+    create_loader: Callable[[Sequence[Any], int], DataLoader[Any]]
 
     def find(self, dataset: Any, num_shards: int) -> int:
         """The number of rows; every rank calls it.
@@ -242,7 +234,7 @@ class LargestBatch:
             ConfigError: a stream.
         """
         rows = self._long_rows(dataset)
-        kept = {name: tensor.detach().cpu().clone() for name, tensor in self._model.state_dict().items()}
+        kept = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
         most = max(1, -(-(length_of(dataset) or 1) // num_shards))
 
         @find_executable_batch_size(
@@ -258,32 +250,32 @@ class LargestBatch:
         try:
             return int(fits())
         finally:
-            self._model.load_state_dict(kept)
+            self.model.load_state_dict(kept)
 
     def _first_size(self, rows: Sequence[Any], most: int) -> int:
         """What a forecast says, the same on all ranks."""
-        accelerator = self._create_accelerator()
+        accelerator = self.create_accelerator()
         accelerator.stop_watching()
         try:
             if accelerator.device.type == "cpu" and free_address_space() is None:
                 found = None  # nothing limits it, so that there is nothing to look for
             else:
-                checkpoint_activations(self._args, accelerator, self._model)
+                checkpoint_activations(self.args, accelerator, self.model)
                 found = self._forecast(accelerator, rows[: min(_FIRST_SIZE, most)])
             said = accelerator.strategy.everyone.gather_numbers([float(_FIRST_SIZE if found is None else found)])
             return min(max(1, int(min(row[0] for row in said))), most)
         finally:
-            release_model(self._args, accelerator, self._model)
+            release_model(self.args, accelerator, self.model)
 
     def _forecast(self, accelerator: Accelerator, rows: Sequence[Any]) -> int | None:
         """The largest batch by a forecast; None, with a line in the log, where there is none."""
         try:
-            inputs, num_items = take_count(next(iter(self._create_loader(rows, len(rows)))))
+            inputs, num_items = take_count(next(iter(self.create_loader(rows, len(rows)))))
             found = accelerator.forecast(
-                self._model,
+                self.model,
                 inputs,
-                optimizer=self._create_optimizer(),
-                forward=lambda model, batch: self._signature.loss_of(model, batch, num_items)[0],
+                optimizer=self.create_optimizer(),
+                forward=lambda model, batch: self.signature.loss_of(model, batch, num_items)[0],
             )
         except (HeadwayError, MemoryError) as error:
             log.info("the largest batch cannot be forecast, so the search begins with %d: %s", _FIRST_SIZE, error)
@@ -297,32 +289,30 @@ class LargestBatch:
             raise ConfigError(
                 "per_device_train_batch_size='largest' tries rows of the training data, and a stream has none to try; give a number"
             )
-        found = drop_columns(dataset, self._signature.kept)
+        found = drop_columns(dataset, self.signature.kept)
         step = max(1, len(found) // _NUM_MEASURED_ROWS)
         rows = [found[index] for index in range(0, len(found), step)]
         return sorted(rows, key=_num_values, reverse=True)
 
     def _try_updates(self, rows: Sequence[Any], batch_size: int) -> None:
-        accelerator = self._create_accelerator()
+        accelerator = self.create_accelerator()
         accelerator.stop_watching()  # a trial has nothing to save
         try:
-            checkpoint_activations(self._args, accelerator, self._model)
+            checkpoint_activations(self.args, accelerator, self.model)
             chosen = [rows[index % len(rows)] for index in range(batch_size * _NUM_TRIAL_UPDATES)]
-            loader = accelerator.prepare(
-                self._create_loader(chosen * accelerator.strategy.data_shard.count, batch_size)
-            )
+            loader = accelerator.prepare(self.create_loader(chosen * accelerator.strategy.data_shard.count, batch_size))
             self._update(accelerator, loader)
         finally:
-            release_model(self._args, accelerator, self._model)
+            release_model(self.args, accelerator, self.model)
 
     def _update(self, accelerator: Accelerator, loader: PreparedLoader) -> None:
-        model, optimizer = accelerator.prepare(self._model, self._create_optimizer())
+        model, optimizer = accelerator.prepare(self.model, self.create_optimizer())
         for batch in loader:
             inputs, num_items = take_count(batch)
             for piece in accelerator.microbatches(inputs):
                 with accelerator.accumulate(model):
                     with accelerator.autocast():
-                        loss, _ = self._signature.loss_of(model, piece, num_items)
+                        loss, _ = self.signature.loss_of(model, piece, num_items)
                     accelerator.backward(loss)
                     optimizer.step()
                     optimizer.zero_grad()

@@ -12,15 +12,15 @@ from headway.trainer.arguments import TrainingArguments
 _BATCHES_AT_ONCE = 50
 
 
-class Rows(Protocol):
-    """Rows that are found by their number: a list, or a dataset of the datasets library."""
+class IndexedRows(Protocol):
+    """IndexedRows that are found by their number: a list, or a dataset of the datasets library."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-Data = Rows | Dataset[Any]
+Data = IndexedRows | Dataset[Any]
 """What a Trainer trains on or evaluates: rows, torch's datasets, streams among them."""
 
 EvalData = Data | dict[str, Data]

@@ -19,7 +19,7 @@ from headway.memory.monitor import MemoryMonitor
 from headway.runtime.seed import set_seed
 from headway.trainer import builder
 from headway.trainer.arguments import TrainingArguments
-from headway.trainer.callbacks import Callbacks, DefaultFlowCallback, Events, TrainerControl, TrainerState
+from headway.trainer.callbacks import DefaultFlowCallback, Events, TrainerControl, TrainerState
 from headway.trainer.collate import Batch, Collate
 from headway.trainer.continuing import Continuation, check_folder
 from headway.trainer.data import Data, EvalData, check_dataset, length_of, train_sampler
@@ -27,12 +27,12 @@ from headway.trainer.display import PrinterCallback, ProgressCallback
 from headway.trainer.evaluator import Evaluator, StepOutput, num_rows_of, per_sample
 from headway.trainer.legacy import LegacyMembers, check_overrides
 from headway.trainer.log import Log, TrainingLog
-from headway.trainer.loop import Prepared, Training, count_updates
+from headway.trainer.loop import PreparedTraining, Training, count_updates
 from headway.trainer.loss import LossBook, LossFunction, call, loss_among, without_loss
 from headway.trainer.metrics import Measure
 from headway.trainer.optimizer import create_optimizer, create_schedule, decaying_names, stretch_schedule, without_state
-from headway.trainer.records import Record, settings_of
-from headway.trainer.results import EvalLoopOutput, Files, Metrics, PredictionOutput, TrainOutput
+from headway.trainer.records import TrainerRecord, settings_of
+from headway.trainer.results import EvalLoopOutput, Metrics, PredictionOutput, TrainerFiles, TrainOutput
 from headway.trainer.sanity_check import EvaluationSanityCheck
 from headway.training.optimizer import PreparedOptimizer
 from headway.training.scheduler import PreparedScheduler
@@ -160,8 +160,9 @@ class Trainer(LegacyMembers):
         self._train_batch_size = size if isinstance(size, int) else 1
         self._takes_count = "num_items_in_batch" in inspect.signature(self.compute_loss).parameters
         shown = PrinterCallback() if args.disable_tqdm else ProgressCallback()
-        told = Callbacks([DefaultFlowCallback()], [*(callbacks or ()), shown], self._get_callback_arguments)
-        self._events = Events(args, told, self._new_state())
+        self._events = Events(
+            args, [DefaultFlowCallback()], [*(callbacks or ()), shown], self._get_callback_arguments, self._new_state()
+        )
         self._log_to(Log(args, self.accelerator, self._events))
         self.tell("on_init_end")
 
@@ -252,10 +253,10 @@ class Trainer(LegacyMembers):
             self._train_batch_size = self.find_largest_batch_size()
             set_seed(args.seed)
 
-    def _prepare_training(self, losses: LossBook) -> Prepared:
+    def _prepare_training(self, losses: LossBook) -> PreparedTraining:
         """Prepare everything, always in the same order: a resumed run finds it by that."""
         accelerator, args, model = self.accelerator, self.args, self.model
-        self._events.begin(self._new_state())
+        self._events.start(self._new_state())
         self.state.train_batch_size = self._train_batch_size
         settings = settings_of(args, model)
         builder.checkpoint_activations(args, accelerator, model)
@@ -269,11 +270,11 @@ class Trainer(LegacyMembers):
         )
         if args.eval_strategy != "no" or args.eval_on_start:
             self._own_eval_loaders()
-        accelerator.register_for_checkpointing(Record(self._events, losses, settings))
+        accelerator.register_for_checkpointing(TrainerRecord(self._events, losses, settings))
         set_seed(args.seed, device_specific=True)  # dropout differs from rank to rank
-        return Prepared(accelerator, model, self.optimizer, self.lr_scheduler, loader)
+        return PreparedTraining(accelerator, model, self.optimizer, self.lr_scheduler, loader)
 
-    def _resume_training(self, continuation: Continuation, prepared: Prepared) -> None:
+    def _resume_training(self, continuation: Continuation, prepared: PreparedTraining) -> None:
         continuation.resume(self.accelerator)
         # On another number of processes updates consist of other batches, to keep the global batch.
         count_updates(self.state, self.args, prepared.num_batches, self.accelerator.gradient_accumulation_steps)
@@ -586,7 +587,7 @@ class Trainer(LegacyMembers):
         return self.evaluation_loop(*args, **kwargs)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """Rows of a loader's dataset; without a length: batches times their size."""
+        """IndexedRows of a loader's dataset; without a length: batches times their size."""
         rows = length_of(getattr(dataloader, "dataset", None))
         return rows if rows is not None else len(dataloader) * self.args.per_device_eval_batch_size
 
@@ -655,9 +656,9 @@ class Trainer(LegacyMembers):
     # ---------------------------------------------------------------- events and the log
 
     @property
-    def callbacks(self) -> Callbacks:
-        """Who is told of events."""
-        return self._events.callbacks
+    def callbacks(self) -> Events:
+        """The callbacks, and what they are told."""
+        return self._events
 
     callback_handler = callbacks
 
@@ -739,8 +740,8 @@ class Trainer(LegacyMembers):
         folder = Path(output_dir or self.args.output_dir or ".")
         self._files().save_model(self.model, self.processing_class, folder, state_dict)
 
-    def _files(self) -> Files:
-        return Files(self.args, self.accelerator)
+    def _files(self) -> TrainerFiles:
+        return TrainerFiles(self.args, self.accelerator)
 
     def save_state(self) -> None:
         """Write `trainer_state.json`: how far the training is, and all that was logged. Checkpoints hold the rest."""

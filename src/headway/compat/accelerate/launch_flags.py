@@ -11,59 +11,33 @@ _FP8 = "float8 runs through torchao: --mixed_precision fp8, and its options in t
 _TPU = "TPUs need torch_xla, which Headway does not drive"
 _SAGEMAKER = "Headway does not talk to SageMaker; run `headway launch` inside the job's container"
 _MPI = "start the launcher through MPI itself: mpirun -n MACHINES headway launch SCRIPT"
-_TORCHRUN_RANKS = "use -n for the processes of all machines together"
 
-_ONE = {
-    "use_megatron_lm": _MEGATRON,
-    "tp_size": _MESH,
-    "tensor_parallel_size": _MESH,
-    "dp_shard_size": _MESH,
-    "dp_replicate_size": _MESH,
-    "cp_size": _MESH,
-    "pp_size": _MESH,
-    "sp_size": _MESH,
-    "fsdp": _SHARDING,
-    "deepspeed": _DEEPSPEED,
-    "deepspeed_config": _DEEPSPEED,
-    "hsdp": _SHARDING,
-    "tp": _MESH,
-    "layout": "use --strategy",
-    "tpu": _TPU,
-    "tpu_cluster": _TPU,
-    "no_tpu_cluster": _TPU,
-    "tpu_use_sudo": _TPU,
-    "vm": _TPU,
-    "env": f"{_TPU}; set variables before the command: NAME=value headway launch SCRIPT",
-    "main_training_function": f"{_TPU}; other runs start SCRIPT itself",
-    "downcast_bf16": _TPU,
-    "same_network": "it has no effect here: machines meet at --main_process_ip and --main_process_port",
-    "ipex": "Intel's extension is part of torch now; take the flag out",
-    "use_xpu": "accelerators are found by themselves; take the flag out",
-    "use_mps_device": "accelerators are found by themselves; take the flag out",
-    "mpirun_hostfile": _MPI,
-    "mpirun_ccl": _MPI,
-    "offload_params": "use --fsdp_offload_params true",
-    "nproc_per_node": _TORCHRUN_RANKS,
-    "nproc": _TORCHRUN_RANKS,
-    "nnodes": "use --num_machines",
-    "node_rank": "use --machine_rank",
-    "master_addr": "use --main_process_ip",
-    "master_port": "use --main_process_port",
-    "rdzv_endpoint": "use --main_process_ip and --main_process_port",
-    "standalone": "take it out: on one machine the launcher binds a free port by itself",
-    "aws_access_key_id": _SAGEMAKER,
-    "aws_secret_access_key": _SAGEMAKER,
-    "num_gpus": "use -n",
+_BY_ANSWER = {
+    _SHARDING: "fsdp hsdp",
+    _DEEPSPEED: "deepspeed deepspeed_config",
+    _MESH: "tp tp_size tensor_parallel_size dp_shard_size dp_replicate_size cp_size pp_size sp_size",
+    _MEGATRON: "use_megatron_lm",
+    _TPU: "tpu tpu_cluster no_tpu_cluster tpu_use_sudo vm downcast_bf16",
+    f"{_TPU}; set variables before the command: NAME=value headway launch SCRIPT": "env",
+    f"{_TPU}; other runs start SCRIPT itself": "main_training_function",
+    _SAGEMAKER: "aws_access_key_id aws_secret_access_key",
+    _MPI: "mpirun_hostfile mpirun_ccl",
+    "accelerators are found by themselves; take the flag out": "use_xpu use_mps_device",
+    "Intel's extension is part of torch now; take the flag out": "ipex",
+    "it has no effect here: machines meet at --main_process_ip and --main_process_port": "same_network",
+    "take it out: on one machine the launcher binds a free port by itself": "standalone",
+    "use --strategy": "layout",
+    "use --fsdp_offload_params true": "offload_params",
+    "use -n": "num_gpus",
+    "use -n for the processes of all machines together": "nproc_per_node nproc",
+    "use --num_machines": "nnodes",
+    "use --machine_rank": "node_rank",
+    "use --main_process_ip": "master_addr",
+    "use --main_process_port": "master_port",
+    "use --main_process_ip and --main_process_port": "rdzv_endpoint",
 }
-
-_FAMILIES = {
-    "megatron_lm_": _MEGATRON,
-    "fp8_": _FP8,
-    "sagemaker_": _SAGEMAKER,
-    "tpu_": _TPU,
-}
-
-
+_ONE = {name: answer for answer, names in _BY_ANSWER.items() for name in names.split()}
+_FAMILIES = {"megatron_lm_": _MEGATRON, "fp8_": _FP8, "sagemaker_": _SAGEMAKER, "tpu_": _TPU}
 _OF_FILES = ("compute_environment", "distributed_type", "use_cpu", "commands", "command_file")
 
 

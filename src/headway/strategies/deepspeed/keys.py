@@ -83,7 +83,7 @@ class Facts:
 
 
 @dataclass
-class Account:
+class DeepSpeedConfigReport:
     """The JSON as DeepSpeed gets it, and what became of each key.
 
     Attributes:
@@ -104,7 +104,9 @@ class Account:
         return [f"{kind}: {', '.join(keys)}" for kind, keys in kinds.items()]
 
 
-def account_for(given: Mapping[str, Any], facts: Facts, known: Callable[[str], list[str] | None]) -> Account:
+def complete_config(
+    given: Mapping[str, Any], facts: Facts, known: Callable[[str], list[str] | None]
+) -> DeepSpeedConfigReport:
     """Fill DeepSpeed's JSON, and say what became of each key.
 
     Args:
@@ -119,7 +121,7 @@ def account_for(given: Mapping[str, Any], facts: Facts, known: Callable[[str], l
     config = deepcopy(dict(given))
     if "bfloat16" in config:
         config["bf16"] = config.pop("bfloat16")
-    account = Account(config)
+    account = DeepSpeedConfigReport(config)
     _check_known(config, known)
     _check_served(config)
     musts, mays = _musts(config, facts), _mays(facts)
@@ -187,7 +189,7 @@ def _mays(facts: Facts) -> dict[str, Any]:
     return found
 
 
-def _fill(account: Account, key: str, answers: Mapping[str, Any]) -> None:
+def _fill(account: DeepSpeedConfigReport, key: str, answers: Mapping[str, Any]) -> None:
     section, _, name = key.rpartition(".")
     node = account.config if not section else _value(account.config, section)
     if key in answers:
@@ -202,7 +204,7 @@ def _fill(account: Account, key: str, answers: Mapping[str, Any]) -> None:
         raise ConfigError(f"{key}='auto' in DeepSpeed's JSON: Headway does not know what to fill in; give a value")
 
 
-def _add(account: Account, facts: Facts, musts: Mapping[str, Any]) -> None:
+def _add(account: DeepSpeedConfigReport, facts: Facts, musts: Mapping[str, Any]) -> None:
     """What DeepSpeed needs to be told and the JSON does not say."""
     config = account.config
     stage = _value(config, "zero_optimization.stage")

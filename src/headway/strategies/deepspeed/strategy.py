@@ -25,7 +25,7 @@ from headway.strategies.base import Capabilities, Engine, Transform
 from headway.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from headway.strategies.deepspeed.engine import ZeroEngine, quieten
 from headway.strategies.deepspeed.from_json import StandIns
-from headway.strategies.deepspeed.keys import Account, Facts, account_for
+from headway.strategies.deepspeed.keys import DeepSpeedConfigReport, Facts, complete_config
 from headway.strategies.deepspeed.optimizer import Twin, takes_cpu_adam
 from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
 from headway.strategies.deepspeed.schema import known_keys
@@ -62,7 +62,7 @@ class DeepSpeedStrategy(SingleStrategy):
         super().__init__(collectives)
         require("deepspeed", "strategy='deepspeed' needs", "deepspeed")
         self.gradient_divisor = collectives.world_size
-        self.account: Account | None = None
+        self.account: DeepSpeedConfigReport | None = None
         self._stage = int(plugin.zero_stage or 0)
         if self._stage == 3:
             self.capabilities = replace(self.capabilities, copies=False)
@@ -123,7 +123,7 @@ class DeepSpeedStrategy(SingleStrategy):
             self._stand_ins.optimizer, self._stand_ins.scheduler,
         )  # fmt: skip
         _check_shapes(self._model)
-        account = account_for(plugin.deepspeed_config, facts, known_keys)
+        account = complete_config(plugin.deepspeed_config, facts, known_keys)
         is_own = self._stand_ins.optimizer and account.config.pop("optimizer", None) is not None
         account.config.pop("scheduler", None)
         if not is_own and "optimizer" in account.config:
@@ -142,7 +142,7 @@ class DeepSpeedStrategy(SingleStrategy):
         """The optimizer or schedule that the JSON defines."""
         return self._stand_ins.real(dummy, share)
 
-    def _make_twin(self, face: torch.optim.Optimizer, account: Account) -> Twin:
+    def _make_twin(self, face: torch.optim.Optimizer, account: DeepSpeedConfigReport) -> Twin:
         config = account.config
         is_offloaded = (config["zero_optimization"].get("offload_optimizer") or {}).get("device") in ("cpu", "nvme")
         uses_kernel = is_offloaded and takes_cpu_adam(face) and config.get("zero_force_ds_cpu_optimizer", True)
@@ -152,7 +152,7 @@ class DeepSpeedStrategy(SingleStrategy):
         config["zero_force_ds_cpu_optimizer"] = bool(uses_kernel)
         return twin
 
-    def _initialise(self, model: torch.nn.Module, twin: Twin, account: Account) -> ZeroEngine:
+    def _initialise(self, model: torch.nn.Module, twin: Twin, account: DeepSpeedConfigReport) -> ZeroEngine:
         import deepspeed
 
         quieten()

@@ -8,7 +8,7 @@ import pytest
 import headway
 from headway.config.strategies import EngineOptions, GradScalerKwargs
 from headway.errors import ConfigError, UnsupportedError
-from headway.strategies.deepspeed.keys import TOP_LEVEL, Facts, account_for
+from headway.strategies.deepspeed.keys import TOP_LEVEL, Facts, complete_config
 from headway.strategies.deepspeed.plugin import DeepSpeedPlugin, HfDeepSpeedConfig, chosen_plugin, unscaled
 
 ZERO = {"zero_optimization": {"stage": 2}}
@@ -16,7 +16,7 @@ FACTS = Facts(num_ranks=4, num_steps=3, precision="no", micro_batch=2)
 
 
 def account(config: dict[str, Any], facts: Facts = FACTS) -> Any:
-    return account_for({**ZERO, **config}, facts, lambda section: None)
+    return complete_config({**ZERO, **config}, facts, lambda section: None)
 
 
 # ---------------------------------------------------------------- the JSON
@@ -216,7 +216,7 @@ def test_unknown_keys_get_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"'gradient_cliping' \(did you mean 'gradient_clipping'\?\)"):
         account({"gradient_cliping": 1.0})
     with pytest.raises(ConfigError, match=r"'zero_optimization.stagge' \(did you mean 'stage'\?\)"):
-        account_for(
+        complete_config(
             {"zero_optimization": {"stage": 1, "stagge": 2}}, FACTS, lambda section: ["stage"] if section else None
         )
 
