@@ -87,21 +87,18 @@ DEFAULT_GRACE = 300.0
 """Seconds that ranks get to save in after a signal to the launcher, where nobody says."""
 
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
-OF_SHARDS = (
-    "fsdp_reshard_after_forward",
-    "fsdp_offload_params",
-    "fsdp_auto_wrap_policy",
-    "fsdp_transformer_layer_cls_to_wrap",
-    "fsdp_min_num_params",
+OF_SHARDS = tuple(
+    """
+    fsdp_reshard_after_forward fsdp_offload_params fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap
+    fsdp_min_num_params
+    """.split()  # noqa: SIM905
 )
 """Settings that have no meaning in a layout without shards."""
-OF_DEEPSPEED = (
-    "deepspeed_config_file",
-    "offload_optimizer_device",
-    "offload_param_device",
-    "offload_optimizer_nvme_path",
-    "offload_param_nvme_path",
-    "gradient_clipping",
+OF_DEEPSPEED = tuple(
+    """
+    deepspeed_config_file offload_optimizer_device offload_param_device offload_optimizer_nvme_path
+    offload_param_nvme_path gradient_clipping
+    """.split()  # noqa: SIM905
 )
 """Settings that only DeepSpeed's engine reads."""
 OFFLOADS = ("none", "cpu", "nvme")

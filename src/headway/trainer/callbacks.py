@@ -7,22 +7,11 @@ from typing import Any
 from headway.errors import ConfigError
 from headway.trainer.arguments import TrainingArguments
 
-EVENTS = (
-    "on_init_end",
-    "on_train_begin",
-    "on_train_end",
-    "on_epoch_begin",
-    "on_epoch_end",
-    "on_step_begin",
-    "on_substep_end",
-    "on_pre_optimizer_step",
-    "on_optimizer_step",
-    "on_step_end",
-    "on_log",
-    "on_evaluate",
-    "on_prediction_step",
-    "on_predict",
-    "on_save",
+EVENTS = tuple(
+    """
+    on_init_end on_train_begin on_train_end on_epoch_begin on_epoch_end on_step_begin on_substep_end
+    on_pre_optimizer_step on_optimizer_step on_step_end on_log on_evaluate on_prediction_step on_predict on_save
+    """.split()  # noqa: SIM905
 )
 
 

@@ -13,28 +13,15 @@ from headway.config.values import did_you_mean, from_file
 from headway.errors import ConfigError
 
 _RENAMED = {"use_cpu": "cpu"}
-_SAME = (
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "gpu_ids",
-    "mixed_precision",
-    "rdzv_backend",
-    "enable_cpu_affinity",
-    "debug",
-    "gradient_accumulation_steps",
+_SAME = tuple(
+    """
+    num_processes num_machines machine_rank main_process_ip main_process_port gpu_ids mixed_precision rdzv_backend
+    enable_cpu_affinity debug gradient_accumulation_steps
+    """.split()  # noqa: SIM905
 )
 _COMPILER = tuple(name for name in SETTINGS if name.startswith("dynamo_"))
 # Sections most lines of which would mean something that this version does not do.
-_SECTIONS = (
-    "megatron_lm_config",
-    "fp8_config",
-    "dynamo_config",
-    "mpirun_config",
-    "ipex_config",
-)
+_SECTIONS = tuple("megatron_lm_config fp8_config dynamo_config mpirun_config ipex_config".split())  # noqa: SIM905
 _RENAMED_OPTIONS = {"backward_prefetch_policy": "backward_prefetch"}
 """What older versions of Accelerate wrote."""
 _TYPES = {

@@ -46,15 +46,10 @@ _REFUSED = {
 }
 _NEEDLESS_OF_DEEPSPEED = {
     "zero3_save_16bit_model": "save_model() writes whole weights",
-    **dict.fromkeys(
-        (
-            "deepspeed_hostfile",
-            "deepspeed_exclusion_filter",
-            "deepspeed_inclusion_filter",
-            "deepspeed_multinode_launcher",
-        ),
-        "`headway launch` starts the processes, with one launcher per machine",
-    ),
+    **{
+        f"deepspeed_{name}": "`headway launch` starts the processes, with one launcher per machine"
+        for name in ("hostfile", "exclusion_filter", "inclusion_filter", "multinode_launcher")
+    },
 }
 _REFUSED_OF_DEEPSPEED = {
     "zero3_init_flag": (
