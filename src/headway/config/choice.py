@@ -99,7 +99,7 @@ class RequestedLayout:
         for name, plugin in self._plugins.items():
             if getattr(plugin, "argument", None) != name:
                 raise _wrong_type(name, plugin, f"headway.{_PLUGINS[name]}(...)")
-        self._strategy = None if strategy is None else self._spelled(strategy)
+        self._strategy = None if strategy is None else self._normalise(strategy)
         for plugin in self._plugins.values():
             plugin.request_layout(self.request)
         if uses_deepspeed:
@@ -108,7 +108,7 @@ class RequestedLayout:
             raise UnsupportedError(f"{key}: {reason}")
         self._asked = self.request.strategy()
 
-    def _spelled(self, strategy: str) -> str:
+    def _normalise(self, strategy: str) -> str:
         try:
             return outside.spelled(strategy)
         except ConfigError as error:
@@ -148,10 +148,10 @@ class RequestedLayout:
                 return Layout(replicate=num_ranks)  # as far as it is known here
             return survivors.on_ranks(mesh.parse(text), num_ranks, ranks_per_machine() or ranks_on_machine)
 
-        said = self._said(resolve)
+        said = self._find_script_strategy(resolve)
         launched, told_by = run_setting("strategy", UNSET, None)
         if said is not None and launched is not None:
-            said = self._against(said, launched, told_by, resolve)
+            said = self._match_launched(said, launched, told_by, resolve)
         origin = (
             self.origin if self._strategy is not None or self._asked is None else f"{self._asked[1]} of {self.origin}"
         )
@@ -161,7 +161,7 @@ class RequestedLayout:
         except ConfigError as error:
             raise ConfigError(f"{error} ({found_by})") from None
 
-    def _said(self, resolve: Callable[[str], Layout]) -> str | None:
+    def _find_script_strategy(self, resolve: Callable[[str], Layout]) -> str | None:
         """What the script says, `strategy` and plugins together."""
         if self._strategy is None or self._asked is None:
             return self._strategy if self._asked is None else self._asked[0]
@@ -182,7 +182,7 @@ class RequestedLayout:
             )
         return self._strategy
 
-    def _against(self, said: str, launched: str, told_by: str, resolve: Callable[[str], Layout]) -> str:
+    def _match_launched(self, said: str, launched: str, told_by: str, resolve: Callable[[str], Layout]) -> str:
         """The script's word in the launcher's spelling, where the two agree."""
         if said == launched:
             return said
@@ -211,11 +211,13 @@ class RequestedLayout:
             raise ConfigError(
                 f"ShardingOptions in kwargs_handlers contradicts {keys} in {self.origin}; keep one of them"
             )
-        sharding = self._sharding(given.sharding or ShardingOptions(), layout)
-        checkpointing = self._checkpointing(given.checkpointing, sharding)
-        return replace(given, sharding=sharding, checkpointing=checkpointing, context=self._context(given.context))
+        sharding = self._build_sharding(given.sharding or ShardingOptions(), layout)
+        checkpointing = self._build_checkpointing(given.checkpointing, sharding)
+        return replace(
+            given, sharding=sharding, checkpointing=checkpointing, context=self._build_context(given.context)
+        )
 
-    def _context(self, given: TorchContextParallelConfig | None) -> TorchContextParallelConfig:
+    def _build_context(self, given: TorchContextParallelConfig | None) -> TorchContextParallelConfig:
         """Options of context parallelism: of `kwargs_handlers` or of the ParallelismConfig."""
         handler = self.request.context
         if given is not None and handler is not None and given != handler:
@@ -229,15 +231,15 @@ class RequestedLayout:
         )
         return replace(found, cp_comm_strategy=word)
 
-    def _setting(self, name: str, code: Any = UNSET) -> Any:
+    def _decide_setting(self, name: str, code: Any = UNSET) -> Any:
         value, key = self.request.settings.get(name, (code, name))
         found, _ = run_setting(name, value, None, code_origin=f"{key} of {self.origin}")
         return found
 
-    def _sharding(self, given: ShardingOptions, layout: Layout) -> ShardingOptions:
-        reshard = self._setting("fsdp_reshard_after_forward", _unless_default(given, "reshard_after_forward"))
-        offload = self._setting("fsdp_offload_params", _unless_default(given, "cpu_offload"))
-        units, number = self._units(given)
+    def _build_sharding(self, given: ShardingOptions, layout: Layout) -> ShardingOptions:
+        reshard = self._decide_setting("fsdp_reshard_after_forward", _unless_default(given, "reshard_after_forward"))
+        offload = self._decide_setting("fsdp_offload_params", _unless_default(given, "cpu_offload"))
+        units, number = self._choose_units(given)
         chosen = replace(
             given,
             # Accelerate's True is what None is here: all blocks, and not the root, which backward needs at once.
@@ -251,12 +253,14 @@ class RequestedLayout:
             chosen.check(layout.num_shards)
         return chosen
 
-    def _units(self, given: ShardingOptions) -> tuple[tuple[Any, ...], int]:
+    def _choose_units(self, given: ShardingOptions) -> tuple[tuple[Any, ...], int]:
         """What is gathered together: class names or a number of parameters."""
         says_itself = bool(given.units or given.min_num_params)
-        policy = self._setting("fsdp_auto_wrap_policy")
-        names = self._setting("fsdp_transformer_layer_cls_to_wrap", ",".join(map(_name, given.units)) or UNSET)
-        number = self._setting("fsdp_min_num_params", given.min_num_params or UNSET)
+        policy = self._decide_setting("fsdp_auto_wrap_policy")
+        names = self._decide_setting(
+            "fsdp_transformer_layer_cls_to_wrap", ",".join(map(_get_name, given.units)) or UNSET
+        )
+        number = self._decide_setting("fsdp_min_num_params", given.min_num_params or UNSET)
         if says_itself:
             return given.units, given.min_num_params
         classes = tuple(name.strip() for name in names.split(",") if name.strip()) if names else ()
@@ -272,11 +276,13 @@ class RequestedLayout:
             return (), number or _PARAMETERS
         return (), WHOLE_MODEL if policy == WRAPPING[2] else 0
 
-    def _checkpointing(
+    def _build_checkpointing(
         self, given: ActivationCheckpointing | None, sharding: ShardingOptions
     ) -> ActivationCheckpointing | None:
-        wanted = self._setting("fsdp_activation_checkpointing", UNSET if given is None else True)
-        offload = self._setting("fsdp_activation_checkpointing_offload", UNSET if given is None else given.offload)
+        wanted = self._decide_setting("fsdp_activation_checkpointing", UNSET if given is None else True)
+        offload = self._decide_setting(
+            "fsdp_activation_checkpointing_offload", UNSET if given is None else given.offload
+        )
         if given is not None or not wanted:
             if offload and not wanted:
                 raise ConfigError(
@@ -314,7 +320,7 @@ def _unless_default(options: ShardingOptions, name: str) -> Any:
     return UNSET if value == default else value
 
 
-def _name(unit: Any) -> str:
+def _get_name(unit: Any) -> str:
     return str(getattr(unit, "__name__", unit))
 
 
