@@ -158,30 +158,26 @@ if TYPE_CHECKING:
     from headway.compat.accelerate.models import load as load
     from headway.compat.accelerate.models import save as save
     from headway.compat.accelerate.models import set_module_tensor_to_device as set_module_tensor_to_device
+    from headway.compat.accelerate.plugins import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+    from headway.compat.accelerate.plugins import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from headway.compat.accelerate.plugins import ParallelismConfig as ParallelismConfig
+    from headway.compat.accelerate.plugins import TorchTensorParallelConfig as TorchTensorParallelConfig
+    from headway.compat.accelerate.plugins import TorchTensorParallelPlugin as TorchTensorParallelPlugin
     from headway.compat.accelerate.state import AcceleratorState as AcceleratorState
     from headway.compat.accelerate.state import GradientState as GradientState
     from headway.compat.accelerate.state import PartialState as PartialState
     from headway.compat.accelerate.state import wait_for_everyone as wait_for_everyone
     from headway.compiling.regions import compile_regions as compile_regions
     from headway.config.compiling import TorchDynamoPlugin as TorchDynamoPlugin
-    from headway.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
-    from headway.config.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
+    from headway.config.context import TorchContextParallelConfig as TorchContextParallelConfig
     from headway.config.float8 import AORecipeKwargs as AORecipeKwargs
     from headway.config.float8 import Float8Options as Float8Options
-    from headway.config.layouts import ParallelismConfig as ParallelismConfig
     from headway.config.pipeline import PipelineOptions as PipelineOptions
-    from headway.config.plugins import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
-    from headway.config.plugins import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-    from headway.config.plugins import TorchContextParallelConfig as TorchContextParallelConfig
-    from headway.config.plugins import TorchTensorParallelConfig as TorchTensorParallelConfig
-    from headway.config.plugins import TorchTensorParallelPlugin as TorchTensorParallelPlugin
     from headway.config.preemption import Preemption as Preemption
     from headway.config.run import DataLoaderConfiguration as DataLoaderConfiguration
     from headway.config.run import GradientAccumulationPlugin as GradientAccumulationPlugin
     from headway.config.run import ProjectConfiguration as ProjectConfiguration
     from headway.config.sharding import ShardingOptions as ShardingOptions
-    from headway.config.stand_ins import DummyOptim as DummyOptim
-    from headway.config.stand_ins import DummyScheduler as DummyScheduler
     from headway.config.strategies import ActivationCheckpointing as ActivationCheckpointing
     from headway.config.strategies import AutocastKwargs as AutocastKwargs
     from headway.config.strategies import DDPCommunicationHookType as DDPCommunicationHookType
@@ -239,6 +235,10 @@ if TYPE_CHECKING:
     from headway.planning.forecast import forecast as forecast
     from headway.progress import track as track
     from headway.runtime.seed import set_seed as set_seed
+    from headway.strategies.deepspeed.dummies import DummyOptim as DummyOptim
+    from headway.strategies.deepspeed.dummies import DummyScheduler as DummyScheduler
+    from headway.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+    from headway.strategies.deepspeed.plugin import HfDeepSpeedConfig as HfDeepSpeedConfig
     from headway.strategies.pippy import prepare_pippy as prepare_pippy
     from headway.tracking.base import GeneralTracker as GeneralTracker
     from headway.tracking.base import LoggerType as LoggerType

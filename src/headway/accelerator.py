@@ -15,15 +15,13 @@ from headway.collectives.door import Collectives
 from headway.collectives.ranks import RankAware
 from headway.collectives.streams import stream_names
 from headway.collectives.tree import Tree
-from headway.config import deepspeed
 from headway.config.arguments import caller, is_automatic, loading_settings, project_settings, windows
-from headway.config.choice import Wish
+from headway.config.choice import RequestedLayout
 from headway.config.compiling import Backend, TorchDynamoPlugin, compiler
 from headway.config.float8 import Float8Options
-from headway.config.layouts import ParallelismConfig, check_layouts
 from headway.config.load import UNSET, run_setting
-from headway.config.plugins import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 from headway.config.preemption import Preemption, preemption_settings
+from headway.config.request import LayoutPlugin
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from headway.config.strategies import ActivationCheckpointing, AutocastKwargs, ProfileKwargs, collect_options
 from headway.config.values import known_keywords
@@ -45,6 +43,7 @@ from headway.runtime import events, process, pulse
 from headway.runtime.control import note_progress
 from headway.runtime.seed import Reader
 from headway.strategies.build import choose_strategy
+from headway.strategies.deepspeed import plugin as deepspeed
 from headway.tracking.base import Tracker
 from headway.tracking.record import RunRecorder, TrackerKwargs
 from headway.training.guard import Guard, Notice, Skips
@@ -147,8 +146,8 @@ class Accelerator(RankAware):
         cpu: bool | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: deepspeed.DeepSpeedPlugin | None = None,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
-        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        fsdp_plugin: LayoutPlugin | None = None,
+        torch_tp_plugin: LayoutPlugin | None = None,
         megatron_lm_plugin: None = None,
         rng_types: Sequence[str] | None = ("generator",),
         log_with: Any = None,
@@ -160,7 +159,7 @@ class Accelerator(RankAware):
         dynamo_backend: Backend | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: "Mapping[str, deepspeed.DeepSpeedPlugin] | None" = None,
-        parallelism_config: ParallelismConfig | None = None,
+        parallelism_config: LayoutPlugin | None = None,
         # Accelerate's end here; what follows is Headway's own.
         adjust_scheduler_to_accumulation: bool = False,
         scheduler_ticks: str | TickRule | None = None,
@@ -173,18 +172,18 @@ class Accelerator(RankAware):
     ) -> None:
         traces.install(lambda: not is_debugging())
         origin = caller()
-        check_layouts(megatron_lm_plugin)
         compiling = compiler(dynamo_backend, dynamo_plugin)
         options = collect_options(kwargs_handlers)
         engine = deepspeed_plugin or deepspeed_plugins
-        wish = Wish(strategy, fsdp_plugin, torch_tp_plugin, parallelism_config, origin, engine)
+        plugins = (fsdp_plugin, parallelism_config, torch_tp_plugin, megatron_lm_plugin)
+        requested = RequestedLayout(strategy, origin, *plugins, uses_deepspeed=engine is not None)
         on_cpu, _ = run_setting("cpu", UNSET if cpu is None else cpu, False, code_origin=origin)
         group = options.process_group
         runtime = process.start(cpu=on_cpu, backend=group.backend, init_method=group.init_method, timeout=group.timeout)
         watch.start()
         super().__init__(runtime, Collectives(runtime))
         asked = str(mixed_precision) if mixed_precision else UNSET
-        chosen = wish.decide(options, runtime.world_size, runtime.local_world_size)
+        chosen = deepspeed.resolve(requested, options, runtime, engine)
         self.options = options = chosen.options
         zero = chosen.deepspeed
         self.mixed_precision, _ = run_setting("mixed_precision", asked, deepspeed.precision(zero), code_origin=origin)

@@ -152,7 +152,7 @@ def test_a_killed_training_goes_on_bit_for_bit(tmp_path):
             assert resumed[rank][2:] == whole[rank][2:]
 
 
-def rehearse(folder):
+def check_evaluation(folder):
     """A metric that raises on rank 1 only; both ranks are told before the first update."""
 
     def metrics(prediction):
@@ -174,8 +174,8 @@ def rehearse(folder):
     return str(told.value), trainer.state.global_step
 
 
-def test_a_rehearsal_that_fails_on_one_rank_ends_all(tmp_path):
-    (first, step), (second, other) = run_ranks(rehearse, 2, tmp_path)
+def test_a_sanity_check_that_fails_on_one_rank_ends_all(tmp_path):
+    (first, step), (second, other) = run_ranks(check_evaluation, 2, tmp_path)
     assert (step, other) == (0, 0)
     assert "the evaluation failed on another rank: MetricError: compute_metrics raised KeyError: 'f1'" in first
     assert second.startswith("compute_metrics raised KeyError: 'f1'")

@@ -9,11 +9,11 @@ import click
 
 from headway import env, optional
 from headway.cli.options import JSON, GroupedCommand, command_line_layer, examples, option, underscored
+from headway.compat.accelerate.launch_flags import advice, explain_file_key
+from headway.compat.accelerate.layout_words import explain_key
 from headway.config.files import KEYS, default_file, dump, file_layer, load_mapping, read, settings_in, write
-from headway.config.foreign import in_a_file
-from headway.config.launch import SETTINGS, LaunchConfig, Setting
+from headway.config.launch import SETTINGS, LaunchConfig, LaunchSetting
 from headway.config.load import environment_layer, resolve
-from headway.config.retired import advice
 from headway.errors import ConfigError, StateError
 
 
@@ -28,12 +28,12 @@ def _interactive(config_file: str | None) -> None:
             "`headway config` asks questions and needs a terminal; "
             "without one, `headway config default` writes a file that you can edit"
         )
-    from headway.config.questions import Question, interview
+    from headway.config.questions import ConfigQuestion, interview
     from headway.launch import machine
 
     questionary = optional.require("questionary", "`headway config` asks its questions with", "headway[config]")
 
-    def ask(question: Question) -> str:
+    def ask(question: ConfigQuestion) -> str:
         if question.choices:
             answer = questionary.select(question.text, choices=list(question.choices), default=question.default).ask()
         else:
@@ -68,17 +68,17 @@ def _update(config_file: str | None) -> None:
     data = load_mapping(read(path), str(path))
     kept = {}
     for key, value in data.items():
-        text = advice(key) or in_a_file(key) if key not in KEYS else None
+        text = advice(key) or explain_key(key) if key not in KEYS else None
         if text is None:
             kept[key] = value
         else:
             click.echo(f"taken out: {key}: {text}")
-    _write(resolve([settings_in(kept, str(path))]).config, path)
+    _write(resolve([settings_in(kept, str(path), explain_file_key)]).config, path)
 
 
 def _show(config_file: str | None, as_json: bool) -> None:
     environment = env.snapshot()
-    resolved = resolve([environment_layer(environment), file_layer(config_file, environment)])
+    resolved = resolve([environment_layer(environment), file_layer(config_file, environment, explain_file_key)])
     names = [setting.name for setting in SETTINGS.values() if setting.is_for_files]
     if as_json:
         shown: dict[str, Any] = {
@@ -97,12 +97,12 @@ def _show(config_file: str | None, as_json: bool) -> None:
         )
 
 
-def _undecided(setting: Setting) -> str:
+def _undecided(setting: LaunchSetting) -> str:
     return f"default: {setting.default or ('off' if setting.kind == 'switch' else 'not set')}"
 
 
 def _import(foreign: str, config_file: str | None, force: bool) -> None:
-    from headway.config.translate import translate
+    from headway.compat.accelerate.config_file import translate
 
     made = translate(load_mapping(read(Path(foreign)), foreign), foreign)
     width = max((len(key) for key, _ in made.lines), default=0)

@@ -10,6 +10,7 @@ import click
 
 from headway import env
 from headway.cli.options import JSON, GroupedCommand
+from headway.compat.accelerate.launch_flags import explain_file_key
 from headway.config.files import default_file, file_layer
 from headway.config.load import environment_layer, resolve
 from headway.errors import HeadwayError
@@ -51,7 +52,7 @@ def facts() -> dict[str, str]:
 def _describe_layout(environment: dict[str, str]) -> str:
     """The strategy that a launch here starts with, and who says so."""
     try:
-        resolved = resolve([environment_layer(environment), file_layer(None, environment)])
+        resolved = resolve([environment_layer(environment), file_layer(None, environment, explain_file_key)])
     except HeadwayError as error:  # what is wrong there must not hide the rest
         return f"unknown: {error}"
     return f"{resolved.get('strategy', 'ddp')} ({resolved.origin('strategy')})"

@@ -150,10 +150,11 @@ def settings(
         detected: what the cluster says.
         foreign: what flags by Accelerate's words come to.
     """
+    from headway.compat.accelerate.launch_flags import explain_file_key
     from headway.config.files import file_layer
 
     typed = {**command_line_layer(given), **(foreign or {})}
-    layers = [typed, environment_layer(environment), file_layer(config_file, environment), detected]
+    layers = [typed, environment_layer(environment), file_layer(config_file, environment, explain_file_key), detected]
     return resolve(layers, force=force)
 
 

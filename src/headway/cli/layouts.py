@@ -6,19 +6,25 @@ from typing import Any
 import click
 
 from headway.cli.options import GroupedOption
-from headway.config.foreign import DEEPSPEED_KEYS, FSDP_KEYS, SIZE_KEYS, Foreign
+from headway.compat.accelerate.layout_words import (
+    DEEPSPEED_KEYS,
+    FSDP_KEYS,
+    SIZE_KEYS,
+    read_deepspeed,
+    read_fsdp,
+    read_size,
+)
 from headway.config.launch import SETTINGS
 from headway.config.load import COMMAND_LINE, Value
 from headway.config.mesh import ENGINES
+from headway.config.request import LayoutRequest
 from headway.errors import ConfigError
 
 _SWITCHES = ("use_fsdp", "use_parallelism_config", "use_deepspeed")
-_ONLY_OF_PLUGINS = (
-    "limit_all_gathers",
-    "param_init_fn",
-    "state_dict_config",
-    "optim_state_dict_config",
-    "mixed_precision_policy",
+_ONLY_OF_PLUGINS = tuple(
+    """
+    limit_all_gathers param_init_fn state_dict_config optim_state_dict_config mixed_precision_policy
+    """.split()  # noqa: SIM905
 )
 _VALUES = (
     *(f"fsdp_{key}" for key in FSDP_KEYS if key not in _ONLY_OF_PLUGINS),
@@ -49,20 +55,20 @@ def take_foreign(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Va
     """
     mine = {name: value for name, value in given.items() if name in _SWITCHES or name in _VALUES}
     rest = {name: value for name, value in given.items() if name not in mine}
-    read = Foreign()
+    read = LayoutRequest()
     for name, value in mine.items():
         if value is None:
             continue
         if name == "use_fsdp":
-            read.use_fsdp("--use_fsdp")
+            read.use_shards("--use_fsdp")
         elif name == "use_deepspeed":
             read.use_deepspeed("--use_deepspeed")
         elif name in DEEPSPEED_KEYS:
-            read.deepspeed(name, value, f"--{name}")
+            read_deepspeed(read, name, value, f"--{name}")
         elif name.startswith("fsdp_"):
-            read.fsdp(name.removeprefix("fsdp_"), value, f"--{name}")
+            read_fsdp(read, name.removeprefix("fsdp_"), value, f"--{name}")
         elif name != "use_parallelism_config":
-            read.size(name.removeprefix("parallelism_config_"), value, f"--{name}")
+            read_size(read, name.removeprefix("parallelism_config_"), value, f"--{name}")
     for key, reason in read.refused.items():
         raise ConfigError(f"{key}: {reason}")
     layer = {name: Value(value, f"{COMMAND_LINE}: {key}") for name, (value, key) in read.settings.items()}
@@ -71,10 +77,7 @@ def take_foreign(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Va
         _check_one(rest.get("strategy"), asked)
         if rest.get("strategy") is None:
             layer["strategy"] = Value(asked[0], f"{COMMAND_LINE}: {asked[1]}")
-    needless = [
-        f"{key} ({text.removeprefix('not needed: ')})" for key, text in read.lines if text.startswith("not needed")
-    ]
-    return rest, layer, ((f"without effect: {'; '.join(needless)}",) if needless else ())
+    return rest, layer, ((f"without effect: {'; '.join(read.ignored)}",) if read.ignored else ())
 
 
 def _check_one(typed: str | None, asked: tuple[str, str]) -> None:

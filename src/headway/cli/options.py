@@ -5,9 +5,9 @@ from typing import Any
 
 import click
 
-from headway.config.launch import SETTINGS, Setting
+from headway.compat.accelerate.launch_flags import refuse
+from headway.config.launch import SETTINGS, LaunchSetting
 from headway.config.load import COMMAND_LINE, Value
-from headway.config.retired import refuse
 from headway.config.values import did_you_mean, from_text
 
 
@@ -117,7 +117,7 @@ def setting_options() -> list[click.Parameter]:
     return [_option(setting) for setting in SETTINGS.values()]
 
 
-def _option(setting: Setting) -> click.Option:
+def _option(setting: LaunchSetting) -> click.Option:
     flags = [setting.short, setting.flag] if setting.short else [setting.flag]
     text = setting.text + (f"  [default: {setting.default}]" if setting.default else "")
     if setting.kind == "switch":

@@ -3,23 +3,16 @@
 Code wins over the config file and the environment; code against the command line is an error, as for every setting.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from headway.config import deepspeed, mesh, outside, survivors
-from headway.config.deepspeed import DeepSpeedPlugin
-from headway.config.foreign import Foreign
+from headway.config import mesh, outside, survivors
+from headway.config.context import TorchContextParallelConfig
 from headway.config.launch import OF_DEEPSPEED, OF_SHARDS, UNSET, WRAPPING
-from headway.config.layouts import ParallelismConfig
 from headway.config.load import COMMAND_LINE, ranks_per_machine, run_setting
 from headway.config.mesh import Layout
-from headway.config.plugins import (
-    FullyShardedDataParallelPlugin,
-    TorchContextParallelConfig,
-    TorchTensorParallelPlugin,
-)
+from headway.config.request import LayoutPlugin, LayoutRequest
 from headway.config.sharding import ShardingOptions
 from headway.config.strategies import ActivationCheckpointing, EngineOptions
 from headway.errors import ConfigError, UnsupportedError
@@ -33,112 +26,95 @@ _PARAMETERS = 100_000_000
 """Of a module that is gathered on its own, where the policy is by size and no size is given: Accelerate's."""
 
 
+MEGATRON = (
+    "Megatron-LM is not there yet. It is planned; until then leave the plugin out: strategy='tp' or 'fsdp+tp=2' cuts matrices "
+    "(docs/tensor_parallel.md)"
+)
+_PLUGINS = {
+    "fsdp_plugin": "FullyShardedDataParallelPlugin",
+    "parallelism_config": "ParallelismConfig",
+    "torch_tp_plugin": "TorchTensorParallelPlugin",
+}
+
+
 @dataclass(frozen=True)
-class Chosen:
+class ResolvedLayout:
     """How a run is spread.
 
     Attributes:
         text: the layout as it is written.
         layout: on these ranks.
         options: of the engines.
-        fsdp, tensor_parallel: the plugins that were given.
-        given: sizes, as they were given.
+        plugins: those that were given, by the Accelerator's argument; views for another library may be added.
         deepspeed: its settings, where it is the engine.
     """
 
     text: str
     layout: Layout
     options: EngineOptions
-    fsdp: FullyShardedDataParallelPlugin | None = None
-    tensor_parallel: TorchTensorParallelPlugin | None = None
-    given: ParallelismConfig | None = None
-    deepspeed: DeepSpeedPlugin | None = None
+    plugins: dict[str, Any] = field(default_factory=dict)
+    deepspeed: Any = None
 
     @property
     def is_deepspeed(self) -> bool:
         """Does DeepSpeed's engine run it?"""
         return self.text in mesh.ENGINES
 
-    @cached_property
-    def parallelism(self) -> ParallelismConfig | None:
-        """What was given, with the sizes that the run has; None where nothing was, and ranks are replicas."""
-        if (self.layout.is_replicas_only or self.is_deepspeed) and self.given is None:
-            return None
-        found, has = self.given or ParallelismConfig(), self.layout
-        found.dp_replicate_size, found.dp_shard_size = has.replicate, has.shard
-        found.tp_size, found.cp_size = has.tp, has.cp
-        return found
 
-    @cached_property
-    def plugin(self) -> FullyShardedDataParallelPlugin:
-        """What was given, or one that says what the run does."""
-        sharding, checkpointing = self.options.sharding or ShardingOptions(), self.options.checkpointing
-        return self.fsdp or FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            reshard_after_forward=sharding.reshard_after_forward is not False,
-            cpu_offload=sharding.cpu_offload,
-            activation_checkpointing=checkpointing is not None,
-            activation_checkpointing_offload=checkpointing is not None and checkpointing.offload,
-        )
-
-
-class Wish:
+class RequestedLayout:
     """What the script says of the layout.
 
     Args:
         strategy: as `Accelerator(strategy=...)`.
-        fsdp, tensor_parallel, parallelism: Accelerate's plugins.
         origin: what errors call the script's line.
-        zero: DeepSpeed's plugin, or several by name.
+        fsdp_plugin, parallelism_config, torch_tp_plugin, megatron_lm_plugin: the Accelerator's arguments.
+        uses_deepspeed: a plugin of DeepSpeed's is given.
 
     Attributes:
-        needless: what was given and changes nothing, each with its reason.
+        request: what the plugins ask for.
 
     Raises:
         ConfigError: an argument of another type, or two that contradict each other.
-        UnsupportedError: a field that cannot be served.
+        UnsupportedError: a plugin or a field that cannot be served.
     """
 
     def __init__(
         self,
         strategy: str | None,
-        fsdp: FullyShardedDataParallelPlugin | None,
-        tensor_parallel: TorchTensorParallelPlugin | None,
-        parallelism: ParallelismConfig | None,
         origin: str,
-        zero: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        fsdp_plugin: LayoutPlugin | None = None,
+        parallelism_config: LayoutPlugin | None = None,
+        torch_tp_plugin: LayoutPlugin | None = None,
+        megatron_lm_plugin: object = None,
+        uses_deepspeed: bool = False,
     ) -> None:
-        _check_kind("strategy", strategy, str)
-        _check_kind("fsdp_plugin", fsdp, FullyShardedDataParallelPlugin)
-        _check_kind("torch_tp_plugin", tensor_parallel, TorchTensorParallelPlugin)
-        _check_kind("parallelism_config", parallelism, ParallelismConfig)
-        self._fsdp, self._tensor_parallel, self._parallelism = fsdp, tensor_parallel, parallelism
+        if megatron_lm_plugin is not None:
+            raise UnsupportedError(MEGATRON)
+        if not isinstance(strategy, str | None):
+            raise _wrong_type("strategy", strategy, "'fsdp'")
         self.origin = origin
-        self._zero = zero
-        self._strategy = None if strategy is None else self._spelled(strategy)
-        read = Foreign() if fsdp is None else fsdp.read("fsdp_plugin")
-        if parallelism is not None:
-            for name, size in parallelism.sizes.items():
-                if size > 1:
-                    read.size(f"{name}_size", size, f"parallelism_config.{name}_size")
-        if tensor_parallel is not None:
-            _add_tensor_parallel(read, tensor_parallel, parallelism)
-        if zero is not None:
-            read.use_deepspeed("deepspeed_plugin")
-        for key, reason in read.refused.items():
+        self.request = LayoutRequest()
+        given = dict(zip(_PLUGINS, (fsdp_plugin, parallelism_config, torch_tp_plugin)))
+        self._plugins = {name: plugin for name, plugin in given.items() if plugin is not None}
+        for name, plugin in self._plugins.items():
+            if getattr(plugin, "argument", None) != name:
+                raise _wrong_type(name, plugin, f"headway.{_PLUGINS[name]}(...)")
+        self._strategy = None if strategy is None else self._normalise(strategy)
+        for plugin in self._plugins.values():
+            plugin.request_layout(self.request)
+        if uses_deepspeed:
+            self.request.use_deepspeed("deepspeed_plugin")
+        for key, reason in self.request.refused.items():
             raise UnsupportedError(f"{key}: {reason}")
-        self._read, self._asked = read, read.strategy()
-        self.needless = [
-            f"{key} ({text.split(': ', 1)[1]})" for key, text in read.lines if text.startswith("not needed")
-        ]
+        self._asked = self.request.strategy()
 
-    def _spelled(self, strategy: str) -> str:
+    def _normalise(self, strategy: str) -> str:
         try:
             return outside.spelled(strategy)
         except ConfigError as error:
             raise ConfigError(f"{error} ({self.origin})") from None
 
-    def decide(self, given: EngineOptions, num_ranks: int, ranks_on_machine: int) -> Chosen:
+    def resolve(self, given: EngineOptions, num_ranks: int, ranks_on_machine: int) -> ResolvedLayout:
         """The layout on so many ranks, and the options that the run has then.
 
         Args:
@@ -154,21 +130,9 @@ class Wish:
             _check_typed(text, layout)
         elif outside.find(text) is None:
             survivors.tell(text, layout, num_ranks, ranks_per_machine() or ranks_on_machine)
-        if self.needless:
-            log.warning_once("%s: these have no effect here: %s", self.origin, "; ".join(self.needless))
-        options, zero = (
-            self.options(given, layout),
-            deepspeed.chosen_plugin(text, self._given_zero(), launched_deepspeed()),
-        )
-        return Chosen(text, layout, options, self._fsdp, self._tensor_parallel, self._parallelism, zero)
-
-    def _given_zero(self) -> DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None:
-        """The script's plugin; None where the command line may say its options instead (`--force`)."""
-        given = self._zero
-        for name in OF_DEEPSPEED if given is not None else ():
-            _, by = run_setting(name, self._zero, None, code_origin=f"deepspeed_plugin of {self.origin}")
-            given = given if by.startswith("code") else None
-        return given
+        if self.request.ignored:
+            log.warning_once("%s: these have no effect here: %s", self.origin, "; ".join(self.request.ignored))
+        return ResolvedLayout(text, layout, self.options(given, layout), dict(self._plugins))
 
     # ---------------------------------------------------------------- the layout
 
@@ -184,10 +148,10 @@ class Wish:
                 return Layout(replicate=num_ranks)  # as far as it is known here
             return survivors.on_ranks(mesh.parse(text), num_ranks, ranks_per_machine() or ranks_on_machine)
 
-        said = self._said(resolve)
+        said = self._find_script_strategy(resolve)
         launched, told_by = run_setting("strategy", UNSET, None)
         if said is not None and launched is not None:
-            said = self._against(said, launched, told_by, resolve)
+            said = self._match_launched(said, launched, told_by, resolve)
         origin = (
             self.origin if self._strategy is not None or self._asked is None else f"{self._asked[1]} of {self.origin}"
         )
@@ -197,7 +161,7 @@ class Wish:
         except ConfigError as error:
             raise ConfigError(f"{error} ({found_by})") from None
 
-    def _said(self, resolve: Callable[[str], Layout]) -> str | None:
+    def _find_script_strategy(self, resolve: Callable[[str], Layout]) -> str | None:
         """What the script says, `strategy` and plugins together."""
         if self._strategy is None or self._asked is None:
             return self._strategy if self._asked is None else self._asked[0]
@@ -206,7 +170,7 @@ class Wish:
         asked = mesh.parse("ddp" if is_outside else self._strategy)
         if wanted == "deepspeed":
             fits = self._strategy in mesh.ENGINES
-        elif self._read.has_sizes:
+        elif self.request.has_sizes:
             fits = resolve(self._strategy) == resolve(wanted)
         elif wanted == "ddp":
             fits = not asked.sizes.keys() - {"replicate"}
@@ -218,11 +182,11 @@ class Wish:
             )
         return self._strategy
 
-    def _against(self, said: str, launched: str, told_by: str, resolve: Callable[[str], Layout]) -> str:
+    def _match_launched(self, said: str, launched: str, told_by: str, resolve: Callable[[str], Layout]) -> str:
         """The script's word in the launcher's spelling, where the two agree."""
         if said == launched:
             return said
-        is_only_sharded = self._strategy is None and not self._read.has_sizes and said == "fsdp"
+        is_only_sharded = self._strategy is None and not self.request.has_sizes and said == "fsdp"
         if is_only_sharded and outside.find(launched) is None and "shard" in mesh.parse(launched).sizes:
             return launched
         if said == "deepspeed" and launched in mesh.ENGINES:
@@ -242,18 +206,20 @@ class Wish:
         Raises:
             ConfigError: two say different things, or an option was typed for a layout that does not have it.
         """
-        if given.sharding is not None and (self._read.settings or self._read.dtypes):
-            keys = ", ".join(key for _, key in self._read.settings.values()) or "fsdp_plugin.mixed_precision_policy"
+        if given.sharding is not None and (self.request.settings or self.request.dtypes):
+            keys = ", ".join(key for _, key in self.request.settings.values()) or "fsdp_plugin.mixed_precision_policy"
             raise ConfigError(
                 f"ShardingOptions in kwargs_handlers contradicts {keys} in {self.origin}; keep one of them"
             )
-        sharding = self._sharding(given.sharding or ShardingOptions(), layout)
-        checkpointing = self._checkpointing(given.checkpointing, sharding)
-        return replace(given, sharding=sharding, checkpointing=checkpointing, context=self._context(given.context))
+        sharding = self._build_sharding(given.sharding or ShardingOptions(), layout)
+        checkpointing = self._build_checkpointing(given.checkpointing, sharding)
+        return replace(
+            given, sharding=sharding, checkpointing=checkpointing, context=self._build_context(given.context)
+        )
 
-    def _context(self, given: TorchContextParallelConfig | None) -> TorchContextParallelConfig:
+    def _build_context(self, given: TorchContextParallelConfig | None) -> TorchContextParallelConfig:
         """Options of context parallelism: of `kwargs_handlers` or of the ParallelismConfig."""
-        handler = None if self._parallelism is None else self._parallelism.cp_handler
+        handler = self.request.context
         if given is not None and handler is not None and given != handler:
             raise ConfigError(
                 f"kwargs_handlers and parallelism_config.cp_handler of {self.origin} hold two TorchContextParallelConfig; keep one"
@@ -265,15 +231,15 @@ class Wish:
         )
         return replace(found, cp_comm_strategy=word)
 
-    def _setting(self, name: str, code: Any = UNSET) -> Any:
-        value, key = self._read.settings.get(name, (code, name))
+    def _decide_setting(self, name: str, code: Any = UNSET) -> Any:
+        value, key = self.request.settings.get(name, (code, name))
         found, _ = run_setting(name, value, None, code_origin=f"{key} of {self.origin}")
         return found
 
-    def _sharding(self, given: ShardingOptions, layout: Layout) -> ShardingOptions:
-        reshard = self._setting("fsdp_reshard_after_forward", _unless_default(given, "reshard_after_forward"))
-        offload = self._setting("fsdp_offload_params", _unless_default(given, "cpu_offload"))
-        units, number = self._units(given)
+    def _build_sharding(self, given: ShardingOptions, layout: Layout) -> ShardingOptions:
+        reshard = self._decide_setting("fsdp_reshard_after_forward", _unless_default(given, "reshard_after_forward"))
+        offload = self._decide_setting("fsdp_offload_params", _unless_default(given, "cpu_offload"))
+        units, number = self._choose_units(given)
         chosen = replace(
             given,
             # Accelerate's True is what None is here: all blocks, and not the root, which backward needs at once.
@@ -281,18 +247,20 @@ class Wish:
             cpu_offload=bool(offload),
             units=units,
             min_num_params=number,
-            **self._read.dtypes,
+            **self.request.dtypes,
         )
         if layout.num_shards > 1:
             chosen.check(layout.num_shards)
         return chosen
 
-    def _units(self, given: ShardingOptions) -> tuple[tuple[Any, ...], int]:
+    def _choose_units(self, given: ShardingOptions) -> tuple[tuple[Any, ...], int]:
         """What is gathered together: class names or a number of parameters."""
         says_itself = bool(given.units or given.min_num_params)
-        policy = self._setting("fsdp_auto_wrap_policy")
-        names = self._setting("fsdp_transformer_layer_cls_to_wrap", ",".join(map(_name, given.units)) or UNSET)
-        number = self._setting("fsdp_min_num_params", given.min_num_params or UNSET)
+        policy = self._decide_setting("fsdp_auto_wrap_policy")
+        names = self._decide_setting(
+            "fsdp_transformer_layer_cls_to_wrap", ",".join(map(_get_name, given.units)) or UNSET
+        )
+        number = self._decide_setting("fsdp_min_num_params", given.min_num_params or UNSET)
         if says_itself:
             return given.units, given.min_num_params
         classes = tuple(name.strip() for name in names.split(",") if name.strip()) if names else ()
@@ -308,11 +276,13 @@ class Wish:
             return (), number or _PARAMETERS
         return (), WHOLE_MODEL if policy == WRAPPING[2] else 0
 
-    def _checkpointing(
+    def _build_checkpointing(
         self, given: ActivationCheckpointing | None, sharding: ShardingOptions
     ) -> ActivationCheckpointing | None:
-        wanted = self._setting("fsdp_activation_checkpointing", UNSET if given is None else True)
-        offload = self._setting("fsdp_activation_checkpointing_offload", UNSET if given is None else given.offload)
+        wanted = self._decide_setting("fsdp_activation_checkpointing", UNSET if given is None else True)
+        offload = self._decide_setting(
+            "fsdp_activation_checkpointing_offload", UNSET if given is None else given.offload
+        )
         if given is not None or not wanted:
             if offload and not wanted:
                 raise ConfigError(
@@ -322,15 +292,6 @@ class Wish:
             return given if wanted else None
         names = tuple(unit for unit in sharding.units if isinstance(unit, str))
         return ActivationCheckpointing(offload=bool(offload), blocks=names)
-
-
-def launched_deepspeed() -> dict[str, Any]:
-    """What the launcher says for a DeepSpeedPlugin, by its fields; empty where it says nothing."""
-    told = {name: run_setting(name, UNSET, None)[0] for name in OF_DEEPSPEED}
-    found = {name: value for name, value in told.items() if value is not None}
-    if "deepspeed_config_file" in found:
-        found["hf_ds_config"] = found.pop("deepspeed_config_file")
-    return found
 
 
 def _check_typed(text: str, layout: Layout) -> None:
@@ -353,36 +314,16 @@ def _check_typed(text: str, layout: Layout) -> None:
                 )
 
 
-def _add_tensor_parallel(
-    read: Foreign, plugin: TorchTensorParallelPlugin, parallelism: ParallelismConfig | None
-) -> None:
-    if plugin.torch_device_mesh is not None:
-        read.refuse("torch_tp_plugin.torch_device_mesh", "the Accelerator creates the mesh; give only sizes")
-    said = 1 if parallelism is None else parallelism.sizes["tp"]
-    if said not in (1, plugin.tp_size):
-        raise ConfigError(
-            f"parallelism_config.tp_size={said} contradicts torch_tp_plugin.tp_size={plugin.tp_size}; keep one of them"
-        )
-    if plugin.tp_size > 1:
-        read.size("tp_size", plugin.tp_size, "torch_tp_plugin.tp_size")
-
-
 def _unless_default(options: ShardingOptions, name: str) -> Any:
     value = getattr(options, name)
     default = next(each.default for each in fields(options) if each.name == name)
     return UNSET if value == default else value
 
 
-def _name(unit: Any) -> str:
+def _get_name(unit: Any) -> str:
     return str(getattr(unit, "__name__", unit))
 
 
-def _check_kind(name: str, given: object, kind: type) -> None:
-    if given is None or isinstance(given, kind):
-        return
-    example = "'fsdp'" if kind is str else f"headway.{kind.__name__}(...)"
-    raise ConfigError(
-        f"{name} is of type {type(given).__module__}.{type(given).__qualname__}; give {name}={example}".replace(
-            "builtins.", ""
-        )
-    )
+def _wrong_type(name: str, given: object, example: str) -> ConfigError:
+    kind = f"{type(given).__module__}.{type(given).__qualname__}".removeprefix("builtins.")
+    return ConfigError(f"{name} is of type {kind}; give {name}={example}")

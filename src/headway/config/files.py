@@ -1,23 +1,19 @@
 """The config file: where it is, what it may hold, reading it as a layer of settings, and writing it."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from headway import atomic
-from headway.config.foreign import in_a_file
 from headway.config.launch import SETTINGS, LaunchConfig
 from headway.config.load import Value
-from headway.config.retired import advice
 from headway.config.values import did_you_mean, from_file
 from headway.errors import ConfigError
 from headway.untrusted import read_regular, shown
 
 FILE_NAME = "default_config.yaml"
 KEYS = tuple(setting.name for setting in SETTINGS.values() if setting.is_for_files)
-
-_FOREIGN = ("compute_environment", "distributed_type", "use_cpu", "commands", "command_file")
 
 _LARGEST = 2**20
 """Bytes of a config file, at most."""
@@ -41,12 +37,23 @@ def default_file(environment: Mapping[str, str]) -> Path:
     return folder / FILE_NAME
 
 
-def file_layer(named: str | None, environment: Mapping[str, str]) -> dict[str, Value]:
+Explain = Callable[[str], str]
+"""From a key that is no setting to what to do, such as "; did you mean cpu?"; empty where nothing is known."""
+
+
+def _explain_nothing(key: str) -> str:
+    return ""
+
+
+def file_layer(
+    named: str | None, environment: Mapping[str, str], explain: Explain = _explain_nothing
+) -> dict[str, Value]:
     """What the config file decides.
 
     Args:
         named: the file that was asked for; None: the default one, and nothing where it does not exist.
         environment: says where the default one is.
+        explain: answers for keys that are another library's.
 
     Raises:
         ConfigError: a named file does not exist, or the file cannot be read, or holds an unknown key or a wrong value.
@@ -54,7 +61,7 @@ def file_layer(named: str | None, environment: Mapping[str, str]) -> dict[str, V
     path = Path(named) if named is not None else default_file(environment)
     if named is None and not os.path.exists(path):  # which a name that is too long does not either
         return {}
-    return parse(read(path), str(path))
+    return parse(read(path), str(path), explain)
 
 
 def read(path: Path) -> bytes:
@@ -120,7 +127,7 @@ def _check_shape(events: Iterable[Any], name: str) -> None:
             )
 
 
-def parse(content: bytes, name: str) -> dict[str, Value]:
+def parse(content: bytes, name: str, explain: Explain = _explain_nothing) -> dict[str, Value]:
     """The settings that a config file's content decides.
 
     Args:
@@ -130,10 +137,10 @@ def parse(content: bytes, name: str) -> dict[str, Value]:
     Raises:
         ConfigError: not readable, an unknown key, or a wrong value.
     """
-    return settings_in(load_mapping(content, name), name)
+    return settings_in(load_mapping(content, name), name, explain)
 
 
-def settings_in(mapping: Mapping[str, Any], name: str) -> dict[str, Value]:
+def settings_in(mapping: Mapping[str, Any], name: str, explain: Explain = _explain_nothing) -> dict[str, Value]:
     """The settings that a config file's mapping decides.
 
     Raises:
@@ -143,18 +150,11 @@ def settings_in(mapping: Mapping[str, Any], name: str) -> dict[str, Value]:
     for key, value in mapping.items():
         origin = f"file: {name} key {key}"
         if key not in KEYS:
-            raise ConfigError(f"{key} ({origin}) is not a setting{_what_to_do(key)}")
+            hint = explain(key) or did_you_mean(key, list(KEYS)) or f"; there are {', '.join(KEYS)}"
+            raise ConfigError(f"{key} ({origin}) is not a setting{hint}")
         if value is not None:  # `key:` with nothing behind it decides nothing
             layer[key] = Value(from_file(SETTINGS[key], value, origin), origin)
     return layer
-
-
-def _what_to_do(key: str) -> str:
-    if key in _FOREIGN or key.endswith("_config") or advice(key):
-        return "; this looks like a file of Accelerate's: `headway config import FILE` translates it"
-    if (said := in_a_file(key)) is not None:
-        return f": {said}"
-    return did_you_mean(key, list(KEYS)) or f"; there are {', '.join(KEYS)}"
 
 
 def dump(config: LaunchConfig) -> str:

@@ -25,7 +25,7 @@ _SHARED = {"fsdp+tp": "matrix", "fsdp+cp": "sequence"}
 
 
 @dataclass(frozen=True)
-class Question:
+class ConfigQuestion:
     """One question.
 
     Attributes:
@@ -64,7 +64,7 @@ def _check_group(text: str, num_processes: int | None) -> None:
         asked.resolve(num_processes)
 
 
-Ask = Callable[[Question], str]
+Ask = Callable[[ConfigQuestion], str]
 
 
 def interview(ask: Ask, accelerator: str | None, num_devices: int, device_ids: tuple[str, ...] = ()) -> LaunchConfig:
@@ -79,7 +79,7 @@ def interview(ask: Ask, accelerator: str | None, num_devices: int, device_ids: t
     answers: dict[str, str] = {}
 
     def put(name: str, text: str, default: str, choices: tuple[str, ...] = ()) -> str:
-        answers[name] = ask(Question(name, text, default, choices))
+        answers[name] = ask(ConfigQuestion(name, text, default, choices))
         return answers[name]
 
     num_machines = int(put("num_machines", "How many machines take part in a run?", "1"))
@@ -110,7 +110,7 @@ def interview(ask: Ask, accelerator: str | None, num_devices: int, device_ids: t
 
 def _ask_spread(ask: Ask, answers: dict[str, str], num_processes: int, per_machine: int) -> None:
     """The layout: what is cut, and over how many processes where that is a choice."""
-    text = ask(Question("spread", "How should the model be split?", SPREADS["ddp"], tuple(SPREADS.values())))
+    text = ask(ConfigQuestion("spread", "How should the model be split?", SPREADS["ddp"], tuple(SPREADS.values())))
     kind = text.partition(":")[0]
     if kind in _SIZED:
         shared = _SHARED.get(kind)
@@ -119,7 +119,7 @@ def _ask_spread(ask: Ask, answers: dict[str, str], num_processes: int, per_machi
         )
         groups = [n for n in range(2, num_processes) if num_processes % n == 0 and (shared or n <= per_machine)] or [2]
         offered = str(groups[0] if shared else groups[-1])
-        size = ask(Question("group", over, offered, written=_SIZED[kind], num_processes=num_processes))
+        size = ask(ConfigQuestion("group", over, offered, written=_SIZED[kind], num_processes=num_processes))
         kind = _SIZED[kind].format(size.strip())
     if kind != "ddp":
         answers["strategy"] = kind

@@ -9,9 +9,9 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
+from headway.config.context import TorchContextParallelConfig
 from headway.config.float8 import AORecipeKwargs, Float8Options
 from headway.config.pipeline import PipelineOptions
-from headway.config.plugins import TorchContextParallelConfig
 from headway.config.sharding import ShardingOptions
 from headway.config.tensor import TensorParallelOptions
 from headway.config.values import known_keywords

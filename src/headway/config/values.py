@@ -5,7 +5,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from headway import env
-from headway.config.launch import Setting
+from headway.config.launch import LaunchSetting
 from headway.errors import CallError, ConfigError
 from headway.untrusted import shown
 
@@ -54,7 +54,7 @@ def known_keywords(kind: Class) -> Class:
     return kind
 
 
-def from_text(setting: Setting, text: str, origin: str) -> Any:
+def from_text(setting: LaunchSetting, text: str, origin: str) -> Any:
     """Read a value that was written as text: on the command line or in the environment.
 
     Args:
@@ -78,7 +78,7 @@ def from_text(setting: Setting, text: str, origin: str) -> Any:
     return _checked(setting, value, origin)
 
 
-def from_file(setting: Setting, value: Any, origin: str) -> Any:
+def from_file(setting: LaunchSetting, value: Any, origin: str) -> Any:
     """Check a value that a config file holds, with its YAML type.
 
     A bare `no` is False in YAML, and meant as the word where words are the choice.
@@ -107,7 +107,7 @@ def from_file(setting: Setting, value: Any, origin: str) -> Any:
     return _checked(setting, float(value) if setting.kind == "number" else value, origin)
 
 
-def _checked(setting: Setting, value: Any, origin: str) -> Any:
+def _checked(setting: LaunchSetting, value: Any, origin: str) -> Any:
     is_good = not setting.choices or value in setting.choices
     if setting.minimum is not None:
         is_good = setting.minimum <= value <= setting.maximum  # written so that NaN fails
@@ -123,13 +123,13 @@ def _checked(setting: Setting, value: Any, origin: str) -> Any:
     return value
 
 
-def _error(setting: Setting, value: Any, origin: str) -> ConfigError:
+def _error(setting: LaunchSetting, value: Any, origin: str) -> ConfigError:
     if setting.choices:
         allowed = f"one of {', '.join(setting.choices)}"
     else:
         allowed = _KINDS[setting.kind]
         if setting.minimum is not None:
-            is_bounded = setting.maximum != Setting.maximum or (
+            is_bounded = setting.maximum != LaunchSetting.maximum or (
                 isinstance(value, (int, float)) and value > setting.maximum
             )
             allowed += f", {setting.minimum} to {setting.maximum}" if is_bounded else f", {setting.minimum} or more"

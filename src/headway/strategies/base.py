@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 
 from headway.collectives.door import Collectives
-from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.data.shard import Shard
 from headway.errors import UnsupportedError
 from headway.precision.base import Precision
 from headway.runtime.trail import Step
+from headway.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 
 Transform = Callable[[torch.nn.Module], torch.nn.Module]
 """Something done to a model before it is wrapped: activation checkpointing, compile, sharding."""

@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 
 from headway.collectives.door import Collectives
 from headway.config import mesh, outside
-from headway.config.choice import Chosen
-from headway.config.deepspeed import DeepSpeedPlugin
+from headway.config.choice import ResolvedLayout
 from headway.config.float8 import Float8Options
 from headway.config.mesh import Layout
 from headway.config.pipeline import PipelineOptions
@@ -14,6 +13,7 @@ from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.strategies.base import Strategy
 from headway.strategies.ddp import DDPStrategy
+from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
 from headway.strategies.replica import ReplicaStrategy
 from headway.strategies.single import SingleStrategy
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def choose_strategy(
-    chosen: Chosen, collectives: Collectives, number_format: str = "no", is_deferred: bool = False
+    chosen: ResolvedLayout, collectives: Collectives, number_format: str = "no", is_deferred: bool = False
 ) -> Strategy:
     """The strategy that is asked for: a layout of Headway's own, or what a package has registered.
 
@@ -154,6 +154,6 @@ def _deepspeed(
         raise UnsupportedError(
             "microbatching='auto' is not supported with DeepSpeed; leave it out, or use strategy='fsdp'"
         )
-    from headway.strategies.deepspeed import DeepSpeedStrategy
+    from headway.strategies.deepspeed.strategy import DeepSpeedStrategy
 
     return DeepSpeedStrategy(collectives, plugin, options)

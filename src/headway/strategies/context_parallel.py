@@ -23,7 +23,7 @@ import torch
 
 from headway.collectives import tree
 from headway.collectives.door import Collectives
-from headway.config.plugins import TorchContextParallelConfig
+from headway.config.context import TorchContextParallelConfig
 from headway.errors import DataError, PrepareError, UnsupportedError
 from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory

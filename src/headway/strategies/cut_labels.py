@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from headway.collectives.door import Collectives
-from headway.config.plugins import TorchContextParallelConfig
+from headway.config.context import TorchContextParallelConfig
 from headway.errors import DataError, PrepareError
 from headway.strategies import context_check, zigzag
 from headway.strategies.crossings import Axis

@@ -13,9 +13,9 @@ import torch
 
 from headway import scope, traces
 from headway.collectives.door import Collectives
+from headway.config.context import TorchContextParallelConfig
 from headway.config.float8 import Float8Options
 from headway.config.mesh import DATA_AXES, Layout, written
-from headway.config.plugins import TorchContextParallelConfig
 from headway.config.sharding import ShardingOptions
 from headway.config.tensor import TensorParallelOptions
 from headway.data.shard import Shard

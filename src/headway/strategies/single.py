@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from headway.collectives.door import Collectives
-from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.data.shard import Shard
 from headway.errors import CollectiveError, PrepareError
 from headway.precision.base import Precision
 from headway.runtime.trail import Step
 from headway.strategies.base import Capabilities, Engine, Transform
+from headway.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from headway.weights.moving import move
 
 _NOTHING = nullcontext()

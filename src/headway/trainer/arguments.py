@@ -2,14 +2,22 @@
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from headway import env
+from headway.collectives.door import Collectives
+from headway.collectives.ranks import RankAware
 from headway.config.strategies import ActivationCheckpointing
 from headway.errors import ConfigError
-from headway.trainer.argument_names import Surroundings, with_other_spellings
+from headway.runtime import process
 from headway.trainer.checking import checked
+from headway.trainer.legacy import UnknownMembers, accepting_other_names
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "eval_strategy": ("no", "steps", "epoch"),
@@ -19,34 +27,24 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "log_level": (None, "passive", "debug", "detail", "info", "warning", "error", "critical"),
     "optim": ("adamw_torch_fused", "adamw_torch", "adam", "nadamw", "radam", "adafactor", "sgd", "adagrad", "rmsprop"),
     "lr_scheduler_type": (
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "cosine_with_min_lr",
-        "polynomial",
-        "constant",
-        "constant_with_warmup",
-        "inverse_sqrt",
-        "warmup_stable_decay",
-        "reduce_lr_on_plateau",
+        *(
+            "linear",
+            "cosine",
+            "cosine_with_restarts",
+            "cosine_with_min_lr",
+            "polynomial",
+            "constant",
+            "constant_with_warmup",
+        ),
+        *("inverse_sqrt", "warmup_stable_decay", "reduce_lr_on_plateau"),
     ),
 }
 """The words that an argument may be; `optimizer.py` knows what those of the last two mean."""
 
 
-_WORDS = (
-    "eval_strategy",
-    "save_strategy",
-    "logging_strategy",
-    "lr_scheduler_type",
-    "optim",
-    "train_sampling_strategy",
-)
-
-
-@with_other_spellings
+@accepting_other_names
 @dataclass
-class TrainingArguments(Surroundings):
+class TrainingArguments(UnknownMembers):
     """How a `Trainer` trains. A name that is not known here is an error that says the nearest one.
 
     Attributes:
@@ -179,7 +177,7 @@ class TrainingArguments(Surroundings):
 
     def __post_init__(self) -> None:
         self.output_dir = "trainer_output" if self.output_dir is None else self.output_dir
-        for name in _WORDS:
+        for name in CHOICES.keys() - {"log_level"}:
             value = getattr(self, name)
             # Enumerations of other libraries carry the word as their value.
             setattr(self, name, str(getattr(value, "value", value)).lower())
@@ -317,13 +315,9 @@ class TrainingArguments(Surroundings):
         value = self.logging_steps if name == "eval_steps" and self.eval_steps is None else getattr(self, name)
         return int(value) if value >= 1 else max(1, math.ceil(value * num_updates))
 
-    def num_warmup_updates(self, num_updates: int) -> int:
-        """`warmup_steps` in updates."""
-        return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(self.warmup_steps * num_updates)
-
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """The same by transformers' name."""
-        return self.num_warmup_updates(num_training_steps)
+        """`warmup_steps` in updates."""
+        return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(self.warmup_steps * num_training_steps)
 
     def to_dict(self) -> dict[str, Any]:
         """All arguments, as JSON has them."""
@@ -340,6 +334,72 @@ class TrainingArguments(Surroundings):
     def to_json_string(self) -> str:
         """The same as text."""
         return json.dumps(self.to_dict(), indent=2, default=str)
+
+    # ---------------------------------------------------------------- this process
+
+    @property
+    def device(self) -> torch.device:
+        """This process's; the process's runtime starts where it has not yet."""
+        return process.start(cpu=self.use_cpu).device
+
+    @property
+    def n_gpu(self) -> int:
+        """GPUs that this process computes on: 1, or 0 on a CPU."""
+        return int(self.device.type != "cpu")
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return env.world_size()
+
+    @property
+    def process_index(self) -> int:
+        """This process's rank."""
+        return env.rank()
+
+    @property
+    def local_process_index(self) -> int:
+        """Its rank on its machine."""
+        return env.local_rank()
+
+    @property
+    def local_rank(self) -> int:
+        """Its rank on its machine; -1 where there is one process, as scripts ask for `local_rank != -1`."""
+        return env.local_rank() if env.world_size() > 1 else -1
+
+    @property
+    def train_batch_size(self) -> int | str:
+        """Samples of a micro-batch on this process."""
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Likewise in evaluations."""
+        return self.per_device_eval_batch_size
+
+    @property
+    def should_save(self) -> bool:
+        """Does this process write what is written once, and speak? Rank 0 does; checkpoints are written by all."""
+        return env.rank() == 0
+
+    should_log = should_save
+
+    def get_process_log_level(self) -> int:
+        """A level for `logging`: informative on rank 0, warnings on others."""
+        return 20 if env.rank() == 0 else 30
+
+    @contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """The first process runs the block before all others.
+
+        Args:
+            local: of each machine; False: of all.
+            desc: accepted for the name's sake.
+        """
+        runtime = process.start(cpu=self.use_cpu)
+        ranks = RankAware(runtime, Collectives(runtime))
+        with ranks.local_main_process_first() if local else ranks.main_process_first():
+            yield
 
 
 def _without_objects(arguments: TrainingArguments) -> TrainingArguments:

@@ -17,7 +17,7 @@ from headway.log import get_logger
 from headway.memory.free import free_address_space
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.collate import Collate, Collating, Collator, drop_columns, find_label_names, kept_columns
-from headway.trainer.data import length_of, make_loader
+from headway.trainer.data import length_of
 from headway.trainer.loss import LossFunction, LossOf, take_count
 from headway.trainer.records import next_number
 
@@ -26,12 +26,36 @@ log = get_logger(__name__)
 _NUM_TRIAL_UPDATES = 2
 _NUM_MEASURED_ROWS = 512
 _FIRST_SIZE = 8
-"""Rows of the first trial where nothing is forecast, and of the batch that a forecast is made from."""
+"""IndexedRows of the first trial where nothing is forecast, and of the batch that a forecast is made from."""
 _TOLERANCE = 0.05
 """By how much the number that is found may be below the largest; the last 5 % would cost half of the trials."""
 
 
-# ---------------------------------------------------------------- the model
+# ---------------------------------------------------------------- what is given
+
+
+def checked_arguments(model: Any, args: Any) -> TrainingArguments:
+    """The arguments, or the defaults.
+
+    Raises:
+        ConfigError: something else, or in the model's place.
+    """
+    if isinstance(model, TrainingArguments):
+        raise ConfigError(
+            "Trainer(model, args): the arguments came in the model's place; give Trainer(model, args, ...)"
+        )
+    if args is not None and not isinstance(args, TrainingArguments):
+        what = f"{type(args).__module__.partition('.')[0]}'s {type(args).__name__}"
+        hint = "; make it headway.TrainingArguments(...) with the same arguments" if "Argument" in what else ""
+        raise ConfigError(f"the Trainer got {what} as args, which are headway.TrainingArguments{hint}")
+    return TrainingArguments() if args is None else args
+
+
+def check_given_once(**pairs: tuple[Any, str, Any]) -> None:
+    """Refuse what was given twice by two names: name=(value, other name, its value)."""
+    for name, (value, other, its_value) in pairs.items():
+        if value is not None and its_value is not None:
+            raise ConfigError(f"{name} and {other} are two names of one thing; give one")
 
 
 def chosen_model(model: torch.nn.Module | None, model_init: Callable[[], torch.nn.Module] | None) -> torch.nn.Module:
@@ -58,7 +82,7 @@ def default_collator(model: torch.nn.Module, processing_class: object) -> Collat
 
 
 @dataclass(frozen=True)
-class Intake:
+class ForwardSignature:
     """What a model takes of a batch, as its forward says.
 
     Attributes:
@@ -72,7 +96,7 @@ class Intake:
     loss_of: LossOf
 
 
-def intake_of(model: torch.nn.Module, args: TrainingArguments, function: LossFunction | None) -> Intake:
+def read_signature(model: torch.nn.Module, args: TrainingArguments, function: LossFunction | None) -> ForwardSignature:
     """Read off a model's forward what it takes.
 
     Args:
@@ -82,7 +106,7 @@ def intake_of(model: torch.nn.Module, args: TrainingArguments, function: LossFun
     """
     names = list(args.label_names or find_label_names(model))
     kept = kept_columns(model, names) if args.remove_unused_columns else None
-    return Intake(names, kept, LossOf(model, function, args.label_smoothing_factor, names))
+    return ForwardSignature(names, kept, LossOf(model, function, args.label_smoothing_factor, names))
 
 
 # ---------------------------------------------------------------- the Accelerator
@@ -121,14 +145,14 @@ def create_accelerator(args: TrainingArguments) -> Accelerator:
     return Accelerator(**{**settings, **(args.accelerator_config or {})})
 
 
-def recompute_activations(args: TrainingArguments, accelerator: Accelerator, model: torch.nn.Module) -> None:
+def checkpoint_activations(args: TrainingArguments, accelerator: Accelerator, model: torch.nn.Module) -> None:
     """Let the model compute activations again in backward, if the arguments say so."""
     if args.gradient_checkpointing:
         plan = args.checkpointing_plan()
         accelerator.checkpoint_activations(model, plan.every, plan.policy, plan.offload, plan.blocks)
 
 
-def undo(args: TrainingArguments, accelerator: Accelerator, model: torch.nn.Module) -> None:
+def release_model(args: TrainingArguments, accelerator: Accelerator, model: torch.nn.Module) -> None:
     """Give the model its own class, forward and memory back."""
     if args.gradient_checkpointing:
         accelerator.keep_activations(model)
@@ -140,74 +164,63 @@ def undo(args: TrainingArguments, accelerator: Accelerator, model: torch.nn.Modu
 # ---------------------------------------------------------------- loaders
 
 
-class Builder:
-    """Builds loaders of one model's batches.
+def build_loader(
+    args: TrainingArguments,
+    signature: ForwardSignature,
+    dataset: Any,
+    batch_size: int,
+    collate: Collate,
+    sampler: Sampler[int] | None = None,
+    drop_last: bool = False,
+) -> DataLoader[Any]:
+    """A loader of the batches that a model takes, not yet prepared.
 
     Args:
-        args: sizes, workers.
-        intake: what the model takes of a batch.
+        args: workers.
+        signature: what the model takes of a batch.
+        dataset: the rows, with all of their columns.
+        batch_size: rows of a batch.
+        collate: from rows to a batch.
+        sampler: their order; None: as they are.
+        drop_last: leave out a last batch with fewer rows.
     """
-
-    def __init__(self, args: TrainingArguments, intake: Intake) -> None:
-        self._args = args
-        self._intake = intake
-
-    def loader(
-        self,
-        dataset: Any,
-        batch_size: int,
-        collate: Collate,
-        sampler: Sampler[int] | None = None,
-        drop_last: bool = False,
-    ) -> DataLoader[Any]:
-        """A loader of the dataset's rows, not yet prepared.
-
-        Args:
-            dataset: the rows, with all of their columns.
-            batch_size: rows of a batch.
-            collate: from rows to a batch.
-            sampler: their order; None: as they are.
-            drop_last: leave out a last batch with fewer rows.
-        """
-        intake = self._intake
-        labels = {*intake.label_names, "labels", "label", "label_ids"}
-        collating = Collating(collate, intake.kept, intake.loss_of.count, labels)
-        rows = drop_columns(dataset, intake.kept, labels)
-        return make_loader(rows, self._args, batch_size, collating, sampler, drop_last)
+    labels = {*signature.label_names, "labels", "label", "label_ids"}
+    return DataLoader(
+        drop_columns(dataset, signature.kept, labels),
+        batch_size=batch_size,
+        sampler=sampler,
+        collate_fn=Collating(collate, signature.kept, signature.loss_of.count, labels),
+        drop_last=drop_last,
+        num_workers=args.dataloader_num_workers,
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+    )
 
 
 # ---------------------------------------------------------------- the largest batch
 
 
+@dataclass(frozen=True)
 class LargestBatch:
     """Searches for the most rows of a micro-batch that fit, by updates on the longest rows of the training data.
 
     Where the step can be forecast, the search begins with what the forecast says.
 
-    Args:
+    Attributes:
         args: of the training.
         model: what is trained; its weights are put back.
-        intake: what it takes of a batch.
+        signature: what it takes of a batch.
         create_accelerator: makes the Accelerator of a trial.
         create_optimizer: makes its optimizer.
         create_loader: from rows and their number in a batch to a loader.
     """
 
-    def __init__(
-        self,
-        args: TrainingArguments,
-        model: torch.nn.Module,
-        intake: Intake,
-        create_accelerator: Callable[[], Accelerator],
-        create_optimizer: Callable[[], torch.optim.Optimizer],
-        create_loader: Callable[[Sequence[Any], int], DataLoader[Any]],
-    ) -> None:
-        self._args = args
-        self._model = model
-        self._intake = intake
-        self._create_accelerator = create_accelerator
-        self._create_optimizer = create_optimizer
-        self._create_loader = create_loader
+    args: TrainingArguments
+    model: torch.nn.Module
+    signature: ForwardSignature
+    create_accelerator: Callable[[], Accelerator]
+    create_optimizer: Callable[[], torch.optim.Optimizer]
+    create_loader: Callable[[Sequence[Any], int], DataLoader[Any]]
 
     def find(self, dataset: Any, num_shards: int) -> int:
         """The number of rows; every rank calls it.
@@ -221,7 +234,7 @@ class LargestBatch:
             ConfigError: a stream.
         """
         rows = self._long_rows(dataset)
-        kept = {name: tensor.detach().cpu().clone() for name, tensor in self._model.state_dict().items()}
+        kept = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
         most = max(1, -(-(length_of(dataset) or 1) // num_shards))
 
         @find_executable_batch_size(
@@ -237,32 +250,32 @@ class LargestBatch:
         try:
             return int(fits())
         finally:
-            self._model.load_state_dict(kept)
+            self.model.load_state_dict(kept)
 
     def _first_size(self, rows: Sequence[Any], most: int) -> int:
         """What a forecast says, the same on all ranks."""
-        accelerator = self._create_accelerator()
+        accelerator = self.create_accelerator()
         accelerator.stop_watching()
         try:
             if accelerator.device.type == "cpu" and free_address_space() is None:
                 found = None  # nothing limits it, so that there is nothing to look for
             else:
-                recompute_activations(self._args, accelerator, self._model)
+                checkpoint_activations(self.args, accelerator, self.model)
                 found = self._forecast(accelerator, rows[: min(_FIRST_SIZE, most)])
             said = accelerator.strategy.everyone.gather_numbers([float(_FIRST_SIZE if found is None else found)])
             return min(max(1, int(min(row[0] for row in said))), most)
         finally:
-            undo(self._args, accelerator, self._model)
+            release_model(self.args, accelerator, self.model)
 
     def _forecast(self, accelerator: Accelerator, rows: Sequence[Any]) -> int | None:
         """The largest batch by a forecast; None, with a line in the log, where there is none."""
         try:
-            inputs, num_items = take_count(next(iter(self._create_loader(rows, len(rows)))))
+            inputs, num_items = take_count(next(iter(self.create_loader(rows, len(rows)))))
             found = accelerator.forecast(
-                self._model,
+                self.model,
                 inputs,
-                optimizer=self._create_optimizer(),
-                forward=lambda model, batch: self._intake.loss_of(model, batch, num_items)[0],
+                optimizer=self.create_optimizer(),
+                forward=lambda model, batch: self.signature.loss_of(model, batch, num_items)[0],
             )
         except (HeadwayError, MemoryError) as error:
             log.info("the largest batch cannot be forecast, so the search begins with %d: %s", _FIRST_SIZE, error)
@@ -276,32 +289,30 @@ class LargestBatch:
             raise ConfigError(
                 "per_device_train_batch_size='largest' tries rows of the training data, and a stream has none to try; give a number"
             )
-        found = drop_columns(dataset, self._intake.kept)
+        found = drop_columns(dataset, self.signature.kept)
         step = max(1, len(found) // _NUM_MEASURED_ROWS)
         rows = [found[index] for index in range(0, len(found), step)]
         return sorted(rows, key=_num_values, reverse=True)
 
     def _try_updates(self, rows: Sequence[Any], batch_size: int) -> None:
-        accelerator = self._create_accelerator()
+        accelerator = self.create_accelerator()
         accelerator.stop_watching()  # a trial has nothing to save
         try:
-            recompute_activations(self._args, accelerator, self._model)
+            checkpoint_activations(self.args, accelerator, self.model)
             chosen = [rows[index % len(rows)] for index in range(batch_size * _NUM_TRIAL_UPDATES)]
-            loader = accelerator.prepare(
-                self._create_loader(chosen * accelerator.strategy.data_shard.count, batch_size)
-            )
+            loader = accelerator.prepare(self.create_loader(chosen * accelerator.strategy.data_shard.count, batch_size))
             self._update(accelerator, loader)
         finally:
-            undo(self._args, accelerator, self._model)
+            release_model(self.args, accelerator, self.model)
 
     def _update(self, accelerator: Accelerator, loader: PreparedLoader) -> None:
-        model, optimizer = accelerator.prepare(self._model, self._create_optimizer())
+        model, optimizer = accelerator.prepare(self.model, self.create_optimizer())
         for batch in loader:
             inputs, num_items = take_count(batch)
             for piece in accelerator.microbatches(inputs):
                 with accelerator.accumulate(model):
                     with accelerator.autocast():
-                        loss, _ = self._intake.loss_of(model, piece, num_items)
+                        loss, _ = self.signature.loss_of(model, piece, num_items)
                     accelerator.backward(loss)
                     optimizer.step()
                     optimizer.zero_grad()

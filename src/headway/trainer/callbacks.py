@@ -1,28 +1,17 @@
 """Callbacks: the events of a training, what they are told, what they may ask for; the rules of the arguments, and early stopping."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from headway.errors import ConfigError
 from headway.trainer.arguments import TrainingArguments
 
-EVENTS = (
-    "on_init_end",
-    "on_train_begin",
-    "on_train_end",
-    "on_epoch_begin",
-    "on_epoch_end",
-    "on_step_begin",
-    "on_substep_end",
-    "on_pre_optimizer_step",
-    "on_optimizer_step",
-    "on_step_end",
-    "on_log",
-    "on_evaluate",
-    "on_prediction_step",
-    "on_predict",
-    "on_save",
+EVENTS = tuple(
+    """
+    on_init_end on_train_begin on_train_end on_epoch_begin on_epoch_end on_step_begin on_substep_end
+    on_pre_optimizer_step on_optimizer_step on_step_end on_log on_evaluate on_prediction_step on_predict on_save
+    """.split()  # noqa: SIM905
 )
 
 
@@ -98,19 +87,12 @@ class TrainerControl:
 
     def flags(self) -> list[bool]:
         """All of them, in this order."""
-        return [
-            self.should_training_stop,
-            self.should_epoch_stop,
-            self.should_save,
-            self.should_evaluate,
-            self.should_log,
-        ]
+        return list(asdict(self).values())
 
     def set_flags(self, flags: Sequence[bool]) -> None:
         """The reverse."""
-        (self.should_training_stop, self.should_epoch_stop, self.should_save, self.should_evaluate, self.should_log) = (
-            flags
-        )
+        for each, flag in zip(fields(TrainerControl), flags):
+            setattr(self, each.name, flag)
 
 
 Answer = TrainerControl | None
@@ -198,22 +180,41 @@ class TrainerCallback:
         """A checkpoint is taken; it is written behind the loop."""
 
 
-class Callbacks:
-    """The callbacks of one Trainer, in the order in which they are told.
+class Events:
+    """One Trainer's events: the callbacks that are told, how far the training is, and what they have asked for.
 
     Args:
-        own: the Trainer's, as objects.
+        args: the Trainer's.
+        own: the Trainer's callbacks, as objects.
         given: the user's, as objects or classes.
-        about: what every event is given by name.
+        get_arguments: what every event is given by name.
+        state: of a training that has not begun.
+
+    Attributes:
+        all: the callbacks, in the order in which they are told.
+        state: how far the training is.
+        control: what the loop does next; a callback may put another object in its place.
     """
 
-    def __init__(self, own: Sequence[Any], given: Sequence[Any], about: Callable[[], dict[str, object]]) -> None:
+    def __init__(
+        self,
+        args: TrainingArguments,
+        own: Sequence[Any],
+        given: Sequence[Any],
+        get_arguments: Callable[[], dict[str, object]],
+        state: TrainerState,
+    ) -> None:
         self.all: list[Any] = list(own)
-        self._num_own = len(self.all)
-        self._about = about
+        self._args = args
+        self._get_arguments = get_arguments
         self._listening: dict[str, list[Callable[..., Any]]] = {}
+        self.start(state)
         for callback in given:
             self.add(callback)
+
+    def start(self, state: TrainerState) -> None:
+        """A training begins."""
+        self.state, self.control = state, TrainerControl()
 
     def add(self, callback: Any) -> None:
         """Add an object, or an object of a class.
@@ -246,15 +247,12 @@ class Callbacks:
         """Are there any besides the Trainer's own, so that ranks may disagree on what comes next?"""
         return any(not type(callback).__module__.startswith("headway.") for callback in self.all)
 
-    def tell(
-        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object
-    ) -> TrainerControl:
-        """Call the event of everyone who has it; returns the control, or the one that a callback returned."""
-        for method in self._methods(event):
-            control = method(args, state, control, **self._about(), **more) or control
-        return control
+    def tell(self, event: str, **more: object) -> None:
+        """Call the event of everyone who has it; they may change the control, or return another."""
+        for method in self._find_methods(event):
+            self.control = method(self._args, self.state, self.control, **self._get_arguments(), **more) or self.control
 
-    def _methods(self, event: str) -> list[Callable[..., Any]]:
+    def _find_methods(self, event: str) -> list[Callable[..., Any]]:
         """Those that do something: most callbacks leave most events to the base class."""
         found = self._listening.get(event)
         if found is None:
@@ -285,34 +283,6 @@ class Callbacks:
 
 def _has_state(callback: Any) -> bool:
     return all(callable(getattr(callback, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-class Events:
-    """One Trainer's events: who is told, how far the training is, and what the callbacks have asked for.
-
-    Args:
-        args: the Trainer's.
-        callbacks: who is told.
-        state: of a training that has not begun.
-
-    Attributes:
-        state: how far the training is.
-        control: what the loop does next; a callback may put another object in its place.
-    """
-
-    def __init__(self, args: TrainingArguments, callbacks: Callbacks, state: TrainerState) -> None:
-        self.callbacks = callbacks
-        self.state = state
-        self.control = TrainerControl()
-        self._args = args
-
-    def begin(self, state: TrainerState) -> None:
-        """A training begins."""
-        self.state, self.control = state, TrainerControl()
-
-    def tell(self, event: str, **more: object) -> None:
-        """Tell the callbacks of an event; they may change the control."""
-        self.control = self.callbacks.tell(event, self._args, self.state, self.control, **more)
 
 
 # ---------------------------------------------------------------- when to log, evaluate, save and stop

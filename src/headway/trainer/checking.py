@@ -3,10 +3,10 @@
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import numpy
 
@@ -26,23 +26,16 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class Range:
-    """What a number may be.
-
-    Attributes:
-        low: the lowest allowed.
-        below: what it must be smaller than; infinity: any number.
-        also: a value that is allowed besides.
-        meaning: of that value, or of the range.
-    """
+class Range(NamedTuple):
+    """What a number may be: from `low` to less than `below`, or `also`; with what that means."""
 
     low: float
     below: float = math.inf
     also: float | None = None
     meaning: str = ""
 
-    def __contains__(self, value: float) -> bool:
+    def holds(self, value: float) -> bool:
+        """Is the value allowed?"""
         return self.low <= value < self.below or value == self.also
 
     def __str__(self) -> str:
@@ -52,28 +45,19 @@ class Range:
         return text + (f" ({self.meaning})" if self.meaning else "")
 
 
-_ANY, _ONE = Range(0), Range(1)
+_NOT_NEGATIVE = """
+    num_train_epochs learning_rate weight_decay adam_epsilon max_grad_norm eval_delay warmup_steps dataloader_num_workers
+"""
+_POSITIVE = """
+    per_device_eval_batch_size gradient_accumulation_steps eval_accumulation_steps save_total_limit dataloader_prefetch_factor
+"""
 RANGES = {
-    "per_device_eval_batch_size": _ONE,
-    "gradient_accumulation_steps": _ONE,
-    "num_train_epochs": _ANY,
+    **dict.fromkeys(_NOT_NEGATIVE.split(), Range(0)),
+    **dict.fromkeys(_POSITIVE.split(), Range(1)),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), Range(0, 1)),
+    **dict.fromkeys(("seed", "data_seed"), Range(0, 2**32)),
     "max_steps": Range(0, also=-1, meaning="-1 and 0: as many as num_train_epochs says"),
-    "learning_rate": _ANY,
-    "warmup_steps": _ANY,
     "warmup_ratio": Range(0, 1, meaning="a share of all updates"),
-    "weight_decay": _ANY,
-    "adam_beta1": Range(0, 1),
-    "adam_beta2": Range(0, 1),
-    "adam_epsilon": _ANY,
-    "max_grad_norm": _ANY,
-    "label_smoothing_factor": Range(0, 1),
-    "eval_delay": _ANY,
-    "eval_accumulation_steps": _ONE,
-    "save_total_limit": _ONE,
-    "seed": Range(0, 2**32),
-    "data_seed": Range(0, 2**32),
-    "dataloader_num_workers": _ANY,
-    "dataloader_prefetch_factor": _ONE,
 }
 
 
@@ -105,7 +89,7 @@ def _checked(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
     limits = RANGES.get(name)
     for kind in sorted(kinds, key=list(_WORDS).index):
         fits, found = _as_kind(value, kind)
-        if fits and (limits is None or isinstance(found, bool | str | None) or found in limits):
+        if fits and (limits is None or isinstance(found, bool | str | None) or limits.holds(found)):
             return found
     words = [_WORDS[kind] for kind in kinds if kind is not type(None)]
     allowed = " or ".join(words) + (f", {limits}" if limits else "") + (", or None" if type(None) in kinds else "")

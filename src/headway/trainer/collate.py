@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -81,30 +82,27 @@ def drop_columns(dataset: Any, kept: set[str] | None, labels: Collection[str] = 
     Raises:
         DataError: nothing would be left but labels.
     """
-    if kept is not None and isinstance(dataset, list) and dataset and isinstance(dataset[0], Mapping):
-        unused = [name for name in dataset[0] if name not in kept]
-        if unused:
-            _check_left(list(dataset[0]), kept, labels)
-            _say_dropped(unused)
-        return dataset  # the collator leaves them out
-    columns = getattr(dataset, "column_names", None)
-    if kept is None or not isinstance(columns, list) or not hasattr(dataset, "remove_columns"):
+    is_list = isinstance(dataset, list) and bool(dataset) and isinstance(dataset[0], Mapping)
+    columns = list(dataset[0]) if is_list else getattr(dataset, "column_names", None)
+    if kept is None or not isinstance(columns, list) or not (is_list or hasattr(dataset, "remove_columns")):
         return dataset
     unused = [name for name in columns if name not in kept]
-    _check_left(columns, kept, labels)
+    if unused or not is_list:
+        _check_inputs_left(columns, kept, labels)
     if unused:
-        _say_dropped(unused)
-    return dataset.remove_columns(unused) if unused else dataset
+        _warn_of_dropped(unused)
+    # The collator leaves those of a list out.
+    return dataset.remove_columns(unused) if unused and not is_list else dataset
 
 
-def _say_dropped(unused: Sequence[str]) -> None:
+def _warn_of_dropped(unused: Sequence[str]) -> None:
     log.warning_once(
         "columns that the model's forward does not take are left out: %s; remove_unused_columns=False keeps them",
         ", ".join(sorted(unused)),
     )
 
 
-def _check_left(columns: Sequence[str], kept: set[str], labels: Collection[str]) -> None:
+def _check_inputs_left(columns: Sequence[str], kept: set[str], labels: Collection[str]) -> None:
     """Is anything left that a model can predict from?"""
     if any(name in kept and name not in labels for name in columns):
         return
@@ -210,27 +208,21 @@ def _stack(name: str, values: list[Any]) -> torch.Tensor:
         ) from error
 
 
+@dataclass(frozen=True)
 class Collating:
     """What the Trainer's loaders call: drops columns, collates, and counts labels while they are on the host.
 
-    Args:
+    Attributes:
         collate: the user's collator, or a `Collator`.
         kept: the columns that stay; None: all.
         count: from a batch to the number of each row's labels that count; None: a mean over samples.
         labels: the names of labels.
     """
 
-    def __init__(
-        self,
-        collate: Collate,
-        kept: set[str] | None,
-        count: Callable[[Batch], Counts | None] | None,
-        labels: Collection[str] = _LABELS,
-    ) -> None:
-        self.labels = labels
-        self.collate = collate
-        self.kept = kept
-        self.count = count
+    collate: Collate
+    kept: set[str] | None
+    count: Callable[[Batch], Counts | None] | None
+    labels: Collection[str] = _LABELS
 
     def __call__(self, rows: list[Any]) -> Batch:
         """The batch, with `NUM_ITEMS` where labels are counted."""
@@ -238,9 +230,9 @@ class Collating:
         if kept is not None and isinstance(rows[0], Mapping):
             unused = [name for name in rows[0] if name not in kept]
             if unused:
-                _check_left(list(rows[0]), kept, self.labels)
+                _check_inputs_left(list(rows[0]), kept, self.labels)
                 if get_worker_info() is None:  # each worker would say it, in each epoch
-                    _say_dropped(unused)
+                    _warn_of_dropped(unused)
                 rows = [{name: value for name, value in row.items() if name in kept} for row in rows]
         batch = self.collate(rows)
         if self.count is not None and isinstance(batch, MutableMapping):
@@ -250,15 +242,15 @@ class Collating:
         return batch
 
 
+@dataclass(frozen=True)
 class LabelCount:
     """Counts the labels of a batch that its loss is a mean over: integers that are not -100.
 
-    Args:
+    Attributes:
         is_shifted: the model predicts each label from what stands before it, so a row's first one does not count.
     """
 
-    def __init__(self, is_shifted: bool) -> None:
-        self.is_shifted = is_shifted
+    is_shifted: bool
 
     def __call__(self, batch: Batch) -> Counts | None:
         """The number in each row; None where the batch has no integer labels."""

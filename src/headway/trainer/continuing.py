@@ -25,12 +25,12 @@ log = get_logger(__name__)
 FILE = "preempted.json"
 
 
-class Begun(Counter[str]):
+class TrainingCounts(Counter[str]):
     """How many trainings this process has begun in each folder."""
 
 
 @dataclass(frozen=True)
-class Mark:
+class PreemptionMarker:
     """What is known of the training that was asked to end.
 
     Attributes:
@@ -55,15 +55,15 @@ class Mark:
 def begin(output_dir: str | Path) -> int:
     """Count a training of this process in the folder; returns its number, 1 for the first."""
     place = os.path.abspath(output_dir)
-    begun = scope.own(Begun)
+    begun = scope.own(TrainingCounts)
     begun[place] += 1
     return begun[place]
 
 
-def read_mark(output_dir: str | Path) -> Mark | None:
+def read_marker(output_dir: str | Path) -> PreemptionMarker | None:
     """The folder's mark; None where there is none, or it cannot be read."""
     try:
-        return Mark(**parse_json((Path(output_dir) / FILE).read_text()))
+        return PreemptionMarker(**parse_json((Path(output_dir) / FILE).read_text()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
@@ -71,7 +71,7 @@ def read_mark(output_dir: str | Path) -> Mark | None:
         return None
 
 
-def leave_mark(
+def write_marker(
     output_dir: str | Path, checkpoint: str | Path, training: int, asked: str | Path | bool | None, update: int
 ) -> None:
     """Write the mark of a training whose checkpoint has just been committed; one process of each machine calls it."""
@@ -81,19 +81,21 @@ def leave_mark(
     folder = None if asked is None or isinstance(asked, bool) else str(asked)
     path = Path(output_dir) / FILE
     try:
-        atomic.write_text(path, json.dumps(asdict(Mark(run, training, folder, update))) + "\n", has_rivals=True)
+        atomic.write_text(
+            path, json.dumps(asdict(PreemptionMarker(run, training, folder, update))) + "\n", has_rivals=True
+        )
     except OSError as error:
         log.warning("%s cannot be written (%s): give resume_from_checkpoint=%r to resume", path, error, str(checkpoint))
 
 
-def remove_mark(output_dir: str | Path, training: int) -> None:
+def remove_marker(output_dir: str | Path, training: int) -> None:
     """Take the mark away, where it is that of the process's training number `training`."""
-    mark = read_mark(output_dir)
+    mark = read_marker(output_dir)
     if mark is not None and mark.training == training:
         (Path(output_dir) / FILE).unlink(missing_ok=True)
 
 
-def agreed(marks: Sequence[Mark | None]) -> Mark | None:
+def choose_marker(marks: Sequence[PreemptionMarker | None]) -> PreemptionMarker | None:
     """The mark that all ranks go by, of what each finds on its disk: the first one found."""
     return next((mark for mark in marks if mark is not None), None)
 
@@ -125,9 +127,9 @@ class Continuation:
             CheckpointError: the checkpoint is damaged, or does not fit.
         """
         asked = self._asked
-        mark = agreed(accelerator.collectives.gather_objects(read_mark(self._folder)))
+        mark = choose_marker(accelerator.collectives.gather_objects(read_marker(self._folder)))
         if mark is not None and mark.is_meant(self.training, asked):
-            self._resume_marked(accelerator, mark)
+            self._resume_preempted(accelerator, mark)
             return
         self.end_well(accelerator)
         if asked:
@@ -140,7 +142,7 @@ class Continuation:
                 accelerator.save_iteration,
             )
 
-    def _resume_marked(self, accelerator: Accelerator, mark: Mark) -> None:
+    def _resume_preempted(self, accelerator: Accelerator, mark: PreemptionMarker) -> None:
         log.warning(
             "the run in %s was preempted after update %d and resumes from its newest checkpoint; resume_from_checkpoint=False "
             "starts from the beginning",
@@ -165,12 +167,12 @@ class Continuation:
         if self._asked is False:
             log.warning("the next start is from the beginning, as resume_from_checkpoint=False says; True resumes")
         elif accelerator.is_local_main_process:
-            leave_mark(self._folder, checkpoint, self.training, self._asked, update)
+            write_marker(self._folder, checkpoint, self.training, self._asked, update)
 
     def end_well(self, accelerator: Accelerator) -> None:
         """Nothing is left to go on with: a mark of an earlier start is taken away."""
         if accelerator.is_local_main_process:
-            remove_mark(self._folder, self.training)
+            remove_marker(self._folder, self.training)
 
 
 def check_folder(accelerator: Accelerator, asked: str | Path | bool | None, output_dir: str | Path) -> None:

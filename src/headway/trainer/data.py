@@ -1,27 +1,26 @@
-"""The Trainer's loaders, and the sampler that puts rows of like length into one batch."""
+"""What a Trainer reads: datasets, their lengths, and the sampler that puts rows of similar length into one batch."""
 
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from headway.errors import DataError
 from headway.trainer.arguments import TrainingArguments
-from headway.trainer.collate import Collate
 
 _BATCHES_AT_ONCE = 50
 
 
-class Rows(Protocol):
-    """Rows that are found by their number: a list, or a dataset of the datasets library."""
+class IndexedRows(Protocol):
+    """IndexedRows that are found by their number: a list, or a dataset of the datasets library."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-Data = Rows | Dataset[Any]
+Data = IndexedRows | Dataset[Any]
 """What a Trainer trains on or evaluates: rows, torch's datasets, streams among them."""
 
 EvalData = Data | dict[str, Data]
@@ -111,27 +110,6 @@ def train_sampler(dataset: Data, args: TrainingArguments, batch_size: int) -> Sa
         return LengthGroupedSampler(find_lengths(dataset, args.length_column_name), batch_size)
     assert isinstance(dataset, Sized)  # `check_dataset` has seen to it
     return (SequentialSampler if args.train_sampling_strategy == "sequential" else RandomSampler)(dataset)
-
-
-def make_loader(
-    dataset: Any,
-    args: TrainingArguments,
-    batch_size: int,
-    collate: Collate,
-    sampler: Sampler[int] | None,
-    drop_last: bool,
-) -> DataLoader[Any]:
-    """A DataLoader by the arguments."""
-    return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        sampler=sampler,
-        collate_fn=collate,
-        drop_last=drop_last,
-        num_workers=args.dataloader_num_workers,
-        persistent_workers=args.dataloader_persistent_workers,
-        prefetch_factor=args.dataloader_prefetch_factor,
-    )
 
 
 def length_of(data: object) -> int | None:

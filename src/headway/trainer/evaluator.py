@@ -24,7 +24,7 @@ StepOutput = tuple[torch.Tensor | None, Tree, Tree]
 Step = Callable[[Batch], StepOutput]
 
 
-class Steps(Protocol):
+class PredictionMethods(Protocol):
     """What an evaluation calls of the Trainer, where a subclass may have a method of its own."""
 
     def prediction_step(
@@ -117,7 +117,9 @@ class Evaluator:
         is_in_training: the model is prepared already, and the Trainer's own loaders are prepared once and kept.
     """
 
-    def __init__(self, accelerator: Accelerator, events: Events, log: Log, steps: Steps, is_in_training: bool) -> None:
+    def __init__(
+        self, accelerator: Accelerator, events: Events, log: Log, steps: PredictionMethods, is_in_training: bool
+    ) -> None:
         self._accelerator = accelerator
         self._events = events
         self._log = log

@@ -29,7 +29,7 @@ from headway.training.scheduler import PreparedScheduler
 log = get_logger(__name__)
 
 
-class Steps(Protocol):
+class TrainingMethods(Protocol):
     """What the loop calls of the Trainer, where a subclass may have methods of its own."""
 
     def training_step(
@@ -45,7 +45,7 @@ class Steps(Protocol):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedTraining:
     """What a training works with, prepared by one Accelerator.
 
     Attributes:
@@ -118,11 +118,11 @@ class Training:
     def __init__(
         self,
         args: TrainingArguments,
-        prepared: Prepared,
+        prepared: PreparedTraining,
         events: Events,
         log: TrainingLog,
         losses: LossBook,
-        steps: Steps,
+        steps: TrainingMethods,
         ignored: list[str] | None,
     ) -> None:
         self.newest = ""
@@ -137,7 +137,7 @@ class Training:
         self._meter = prepared.accelerator.throughput
         self._began_at, self._first_update = time.monotonic(), events.state.global_step
         self._last_logged, self._last_saved = self._first_update, -1
-        self._made_up_at = -1
+        self._caught_up_at = -1
         self._num_samples = 0
         self._of_update: dict[str, torch.Tensor | float] = {}
 
@@ -149,15 +149,15 @@ class Training:
         if args.eval_on_start and not events.state.global_step:
             events.control.should_evaluate = True
         owes = events.control.should_evaluate
-        self._obey()  # also what a run that was asked to end in an evaluation still owes
-        self._made_up_at = events.state.global_step if owes else -1
+        self._log_evaluate_and_save()  # also what a run that was asked to end in an evaluation still owes
+        self._caught_up_at = events.state.global_step if owes else -1
         num_epochs = sys.maxsize if args.max_steps > 0 else events.state.num_train_epochs
         if not events.control.should_training_stop:
             for epoch in self._accelerator.epochs(num_epochs):
                 events.control.should_epoch_stop = False
                 events.state.owes_epoch_end = True
                 events.tell("on_epoch_begin")
-                self._epoch(epoch)
+                self._train_epoch(epoch)
                 if self._loader.is_stopped:  # by the guard against non-finite losses, or from outside
                     break
                 self._end_epoch()
@@ -165,15 +165,15 @@ class Training:
                     break
         elif events.state.owes_epoch_end:  # ended between the last update's checkpoint and the epoch's end
             self._end_epoch()
-        return self._finish()
+        return self._finish_training()
 
     def _end_epoch(self) -> None:
         self._events.state.owes_epoch_end = False
         self._events.tell("on_epoch_end")
-        self._agree()
-        self._obey()
+        self._synchronize_control()
+        self._log_evaluate_and_save()
 
-    def _epoch(self, epoch: int) -> None:
+    def _train_epoch(self, epoch: int) -> None:
         """One pass over the data, or what is left of it."""
         loader, accelerator, events = self._loader, self._accelerator, self._events
         state, num_batches = events.state, self._prepared.num_batches
@@ -182,7 +182,7 @@ class Training:
         for index, batch in enumerate(loader, first + 1):
             if accelerator.sync_gradients:
                 events.tell("on_step_begin")
-            self._micro_batch(batch)
+            self._train_on_batch(batch)
             state.epoch = epoch + (index / num_batches if num_batches else index / state.max_steps)
             self._num_samples += sum(loader.valid_counts or ())
             if accelerator.num_updates == state.global_step:
@@ -192,14 +192,14 @@ class Training:
                 events.tell("on_step_end")
                 if accelerator.preempted:  # with Preemption(exits=False); else the process has ended
                     events.control.should_save = events.control.should_training_stop = True
-                self._agree()
-                self._obey()
+                self._synchronize_control()
+                self._log_evaluate_and_save()
             if events.control.should_epoch_stop or events.control.should_training_stop:
                 break
         if index == first and not is_resumed and not loader.is_stopped:
             raise DataError("an epoch of the training data had no batch; give data, or fewer max_steps")
 
-    def _micro_batch(self, batch: Batch) -> None:
+    def _train_on_batch(self, batch: Batch) -> None:
         """Forward and backward; and the update, where a window ends."""
         accelerator, loader = self._accelerator, self._loader
         num_rows = loader.num_rows or 1
@@ -233,27 +233,27 @@ class Training:
 
     # ---------------------------------------------------------------- after an update
 
-    def _agree(self) -> None:
+    def _synchronize_control(self) -> None:
         """Where callbacks of others decide, what one rank asks for is done by all."""
         accelerator, events = self._accelerator, self._events
-        if accelerator.num_processes > 1 and events.callbacks.has_foreign:
+        if accelerator.num_processes > 1 and events.has_foreign:
             # Over the host's own way: the device is asked for nothing.
             flags = accelerator.collectives.reduce_numbers([float(flag) for flag in events.control.flags()], "max")
             events.control.set_flags([flag > 0 for flag in flags])
 
-    def _obey(self) -> None:
+    def _log_evaluate_and_save(self) -> None:
         """Log, evaluate and save as the control says; not again what was owed, where the end of an epoch comes once more."""
         events, state = self._events, self._events.state
         if events.control.should_log and state.global_step > self._last_logged:
             self._log_training()
         events.control.should_log = False
         metrics: Metrics = {}
-        if events.control.should_evaluate and state.global_step != self._made_up_at:
+        if events.control.should_evaluate and state.global_step != self._caught_up_at:
             metrics = self._evaluate()
         events.control.should_evaluate = False
         is_due, events.control.should_save = events.control.should_save and state.global_step != self._last_saved, False
         if is_due:
-            self._checkpoint(metrics)
+            self._save_checkpoint(metrics)
 
     def _evaluate(self) -> Metrics:
         # Given only where it is there: an override may not know it.
@@ -275,7 +275,7 @@ class Training:
         self._last_logged = self._events.state.global_step
         self._steps.log(logs)
 
-    def _checkpoint(self, metrics: Metrics) -> None:
+    def _save_checkpoint(self, metrics: Metrics) -> None:
         """Take a checkpoint, and write it behind the loop."""
         state, args, accelerator = self._events.state, self._args, self._accelerator
         value = metrics.get(args.wanted_metric or "")
@@ -288,7 +288,7 @@ class Training:
 
     # ---------------------------------------------------------------- the end
 
-    def _finish(self) -> TrainOutput:
+    def _finish_training(self) -> TrainOutput:
         accelerator, state, args = self._accelerator, self._events.state, self._args
         seconds = time.monotonic() - self._began_at
         accelerator.wait_for_save()

@@ -5,6 +5,7 @@ import copy
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ def read_settings(text: str | None) -> dict[str, Any]:
 # ---------------------------------------------------------------- after the training
 
 
-def at_rest(optimizer: Any, schedule: Any) -> tuple[Any, Any]:
+def without_state(optimizer: Any, schedule: Any) -> tuple[Any, Any]:
     """(optimizer, schedule) to read after a training: groups, rates and settings, without the optimizer's state.
 
     They are copies; the state is freed with the training's own, as nobody else holds it. Reading it is an error instead of an
@@ -139,7 +140,7 @@ def at_rest(optimizer: Any, schedule: Any) -> tuple[Any, Any]:
     kept.state = defaultdict(dict)
     kept.param_groups = [dict(group) for group in optimizer.param_groups]
     kept._optimizer_state_dict_pre_hooks = OrderedDict({0: _refuse_state})
-    return kept, _schedule_of(kept, schedule)
+    return kept, _copy_schedule(kept, schedule)
 
 
 def _refuse_state(optimizer: torch.optim.Optimizer) -> None:
@@ -149,7 +150,7 @@ def _refuse_state(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
-def _schedule_of(optimizer: torch.optim.Optimizer, schedule: Any) -> Any:
+def _copy_schedule(optimizer: torch.optim.Optimizer, schedule: Any) -> Any:
     """A copy of a schedule that has that optimizer in place of its own; of one made of several, all of them."""
     if not isinstance(schedule, LRScheduler):
         return schedule
@@ -157,67 +158,52 @@ def _schedule_of(optimizer: torch.optim.Optimizer, schedule: Any) -> Any:
     kept.optimizer = optimizer
     parts = getattr(kept, "_schedulers", None)
     if isinstance(parts, list | tuple):
-        kept.__dict__["_schedulers"] = [_schedule_of(optimizer, part) for part in parts]
+        kept.__dict__["_schedulers"] = [_copy_schedule(optimizer, part) for part in parts]
     return kept
 
 
 # ---------------------------------------------------------------- schedules
 
-# Each factor is a function of the number of updates made. `num_training_steps` is a keyword by that name because a
-# prepared schedule is asked for its length by it.
-
-
-def _warm(update: int, num_warmup_steps: int) -> float | None:
-    return update / max(1, num_warmup_steps) if update < num_warmup_steps else None
+# Each factor is a function of the updates made after the warm-up, of which `Factor` takes care. `num_training_steps` is a keyword by
+# that name because a prepared schedule is asked for its length by it.
 
 
 def _progress(update: int, num_warmup_steps: int, num_training_steps: int) -> float:
-    return min(1.0, (update - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps))
+    return (update - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
 
 
 def _linear(update: int, *, num_warmup_steps: int, num_training_steps: int) -> float:
-    warm = _warm(update, num_warmup_steps)
-    return 1.0 - _progress(update, num_warmup_steps, num_training_steps) if warm is None else warm
+    return 1.0 - min(1.0, _progress(update, num_warmup_steps, num_training_steps))
 
 
 def _cosine(
     update: int, *, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5, min_lr_rate: float = 0.0
 ) -> float:
-    warm = _warm(update, num_warmup_steps)
-    if warm is not None:
-        return warm
-    done = (update - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
-    wave = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * done))
-    return max(0.0, wave * (1 - min_lr_rate) + min_lr_rate)
+    done = _progress(update, num_warmup_steps, num_training_steps)
+    return max(0.0, _half_wave(num_cycles * 2.0 * done) * (1 - min_lr_rate) + min_lr_rate)
+
+
+def _half_wave(turns: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * turns))
 
 
 def _cosine_with_restarts(update: int, *, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1) -> float:
-    warm = _warm(update, num_warmup_steps)
-    if warm is not None:
-        return warm
     done = _progress(update, num_warmup_steps, num_training_steps)
-    return 0.0 if done >= 1 else max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * done) % 1.0))))
+    return 0.0 if done >= 1 else max(0.0, _half_wave((num_cycles * done) % 1.0))
 
 
 def _polynomial(
     update: int, *, num_warmup_steps: int, num_training_steps: int, power: float = 1.0, end_share: float = 0.0
 ) -> float:
-    warm = _warm(update, num_warmup_steps)
-    if warm is not None:
-        return warm
-    left = 1.0 - _progress(update, num_warmup_steps, num_training_steps)
+    left = 1.0 - min(1.0, _progress(update, num_warmup_steps, num_training_steps))
     return float((1.0 - end_share) * left**power + end_share)
 
 
 def _constant(update: int, *, num_warmup_steps: int) -> float:
-    warm = _warm(update, num_warmup_steps)
-    return 1.0 if warm is None else warm
+    return 1.0
 
 
 def _inverse_sqrt(update: int, *, num_warmup_steps: int, timescale: int | None = None) -> float:
-    warm = _warm(update, num_warmup_steps)
-    if warm is not None:
-        return warm
     scale = timescale or num_warmup_steps or 10_000
     return 1.0 / math.sqrt((update + scale - num_warmup_steps) / scale)
 
@@ -226,11 +212,8 @@ def _warmup_stable_decay(
     update: int, *, num_warmup_steps: int, num_training_steps: int, num_decay_steps: int, min_lr_ratio: float = 0.0
 ) -> float:
     """Hu et al., MiniCPM, 2024: warm-up from the lowest rate, a plateau, and half a cosine at its end."""
-    warm = _warm(update, num_warmup_steps)
-    if warm is None:
-        done = (update - (num_training_steps - num_decay_steps)) / max(1, num_decay_steps)
-        warm = 0.5 * (1.0 + math.cos(math.pi * min(1.0, max(0.0, done))))
-    return warm * (1 - min_lr_ratio) + min_lr_ratio
+    done = (update - (num_training_steps - num_decay_steps)) / max(1, num_decay_steps)
+    return _half_wave(min(1.0, max(0.0, done))) * (1 - min_lr_ratio) + min_lr_ratio
 
 
 SCHEDULES: dict[str, Callable[..., float] | None] = {
@@ -259,6 +242,7 @@ class Factor:
     __slots__ = ("__dict__", "_function")
 
     def __init__(self, function: Callable[..., float], **settings: Any) -> None:
+        signature(function).bind(0, **settings)  # a wrong keyword is an error now, not after the warm-up
         self._function = function
         vars(self).update(settings)
 
@@ -269,7 +253,11 @@ class Factor:
 
     def __call__(self, update: int) -> float:
         """The factor after so many updates."""
-        return self._function(update, **vars(self))
+        settings = vars(self)
+        if update < settings["num_warmup_steps"]:
+            lowest = float(settings.get("min_lr_ratio", 0.0))
+            return update / float(settings["num_warmup_steps"]) * (1 - lowest) + lowest
+        return self._function(update, **settings)
 
 
 _WITHOUT_END = ("constant", "constant_with_warmup", "inverse_sqrt")
@@ -304,5 +292,5 @@ def stretch_schedule(schedule: Any, args: TrainingArguments, num_updates: int) -
 
 def _lengths(args: TrainingArguments, num_updates: int) -> dict[str, int]:
     name = args.lr_scheduler_type
-    warmup = 0 if name == "constant" else args.num_warmup_updates(num_updates)
+    warmup = 0 if name == "constant" else args.get_warmup_steps(num_updates)
     return {"num_warmup_steps": warmup} | ({} if name in _WITHOUT_END else {"num_training_steps": num_updates})

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,66 +26,46 @@ log = get_logger(__name__)
 
 FOLDER = "checkpoints"
 _OF_THE_PLACE = frozenset(
-    [
-        "output_dir",
-        "logging_dir",
-        "run_name",
-        "report_to",
-        "log_level",
-        "disable_tqdm",
-        "use_cpu",
-        "do_train",
-        "do_eval",
-        "do_predict",
-        "resume_from_checkpoint",
-        "ignore_data_skip",
-        "skip_memory_metrics",
-        "save_total_limit",
-        "eval_accumulation_steps",
-        "per_device_eval_batch_size",
-        "logging_strategy",
-        "logging_steps",
-        "logging_first_step",
-        "dataloader_num_workers",
-        "dataloader_pin_memory",
-        "dataloader_persistent_workers",
-        "dataloader_prefetch_factor",
-        "eval_rehearsal",
-    ]
+    """
+    output_dir logging_dir run_name report_to log_level disable_tqdm use_cpu do_train do_eval do_predict
+    resume_from_checkpoint ignore_data_skip skip_memory_metrics save_total_limit eval_accumulation_steps
+    per_device_eval_batch_size logging_strategy logging_steps logging_first_step dataloader_num_workers
+    dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor eval_rehearsal
+    """.split()  # noqa: SIM905
 )
 """Arguments that a run may be continued with other values of: they change nothing of what is learned."""
 _MODEL = "model/0/"
 
 
-class Record:
+@dataclass(frozen=True)
+class TrainerRecord:
     """Registered with the Accelerator: the state, the losses and the callbacks' states.
 
-    Args:
+    Attributes:
         events: the Trainer's, with the state and the control.
         losses: of the training.
         settings: the model and the arguments, as `settings_of` writes them.
     """
 
-    def __init__(self, events: Events, losses: LossBook, settings: dict[str, str]) -> None:
-        self._events = events
-        self._losses = losses
-        self._settings = settings
+    events: Events
+    losses: LossBook
+    settings: dict[str, str]
 
     def state_dict(self) -> dict[str, Any]:
         """All of it."""
-        events = self._events
+        events = self.events
         return {
             "state": events.state.state_dict(),
-            "losses": self._losses.state_dict(),
-            "callbacks": events.callbacks.state_dict(),
+            "losses": self.losses.state_dict(),
+            "callbacks": events.state_dict(),
             # Not empty where the run was asked to end in an evaluation, for example: the resumed one owes it.
             "owed": events.control.flags()[2:],
-            "settings": self._settings,
+            "settings": self.settings,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from it; where the run that has saved it was another, that is said."""
-        told = differences(state.get("settings", {}), self._settings)
+        told = differences(state.get("settings", {}), self.settings)
         if told:
             log.warning(
                 "this run is not the one that it continues: %s. It goes on with what is given now; what the checkpoint holds "
@@ -92,10 +73,10 @@ class Record:
                 "resume_from_checkpoint=False starts from the beginning",
                 ", ".join(told),
             )
-        self._events.state.load_state_dict(state["state"])
-        self._losses.load_state_dict(state["losses"])
-        self._events.callbacks.load_state_dict(state["callbacks"])
-        self._events.control.set_flags([False, False, *state["owed"]])
+        self.events.state.load_state_dict(state["state"])
+        self.losses.load_state_dict(state["losses"])
+        self.events.load_state_dict(state["callbacks"])
+        self.events.control.set_flags([False, False, *state["owed"]])
 
 
 def settings_of(args: TrainingArguments, model: torch.nn.Module) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,22 +102,22 @@ def format_line(values: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------- files
 
 
-class Files:
+@dataclass(frozen=True)
+class TrainerFiles:
     """Writes what a Trainer leaves beside its checkpoints.
 
-    Args:
+    Attributes:
         args: the folder; they are written too.
         accelerator: whose main process writes.
     """
 
-    def __init__(self, args: TrainingArguments, accelerator: Accelerator) -> None:
-        self._args = args
-        self._accelerator = accelerator
+    args: TrainingArguments
+    accelerator: Accelerator
 
     def folder(self, given: str | Path | None = None) -> Path:
         """The folder given, or that of the arguments; it is there on the main process."""
-        folder = Path(given or self._args.output_dir or ".")
-        if self._accelerator.is_main_process:
+        folder = Path(given or self.args.output_dir or ".")
+        if self.accelerator.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -138,25 +138,25 @@ class Files:
         """
         save: Any = getattr(model, "save_pretrained", None)
         if state_dict is None or not callable(save):
-            self._accelerator.save_model(model, folder)
+            self.accelerator.save_model(model, folder)
         else:
             save(folder, state_dict=state_dict)
-        if not self._accelerator.is_main_process:
+        if not self.accelerator.is_main_process:
             return
         for part in (getattr(model, "config", None), getattr(model, "generation_config", None), processing_class):
             write: Any = getattr(part, "save_pretrained", None)
             if callable(write):
                 write(folder)
-        (folder / "training_args.json").write_text(self._args.to_json_string() + "\n")
+        (folder / "training_args.json").write_text(self.args.to_json_string() + "\n")
 
     def save_state(self, state: TrainerState) -> None:
         """Write `trainer_state.json`."""
-        if self._accelerator.is_main_process:
+        if self.accelerator.is_main_process:
             _write(self.folder() / "trainer_state.json", asdict(state))
 
     def save_metrics(self, split: str, metrics: Metrics, combined: bool) -> None:
         """Write `<split>_results.json`, and add the metrics to `all_results.json` if they are to be combined."""
-        if not self._accelerator.is_main_process:
+        if not self.accelerator.is_main_process:
             return
         _write(self.folder() / f"{split}_results.json", metrics)
         if combined:
@@ -165,7 +165,7 @@ class Files:
 
     def save_card(self, model: torch.nn.Module, state: TrainerState, about: dict[str, object]) -> None:
         """Write `README.md`: what was trained, what else is said about it, and the last evaluation."""
-        if not self._accelerator.is_main_process:
+        if not self.accelerator.is_main_process:
             return
         folder = self.folder()
         name = about.pop("model_name", None) or folder.absolute().name

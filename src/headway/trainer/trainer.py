@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from headway.accelerator import Accelerator
-from headway.collectives.tree import Tree, to_device
+from headway.collectives.tree import Tree
 from headway.config.values import known_keywords
 from headway.data.loader import PreparedLoader
 from headway.errors import CheckpointError, ConfigError, DataError, Preempted
@@ -19,22 +19,21 @@ from headway.memory.monitor import MemoryMonitor
 from headway.runtime.seed import set_seed
 from headway.trainer import builder
 from headway.trainer.arguments import TrainingArguments
-from headway.trainer.callbacks import Callbacks, DefaultFlowCallback, Events, TrainerControl, TrainerState
+from headway.trainer.callbacks import DefaultFlowCallback, Events, TrainerControl, TrainerState
 from headway.trainer.collate import Batch, Collate
 from headway.trainer.continuing import Continuation, check_folder
 from headway.trainer.data import Data, EvalData, check_dataset, length_of, train_sampler
 from headway.trainer.display import PrinterCallback, ProgressCallback
 from headway.trainer.evaluator import Evaluator, StepOutput, num_rows_of, per_sample
-from headway.trainer.given import NOT_SERVED, check_hooks, check_pairs, checked_arguments
+from headway.trainer.legacy import LegacyMembers, check_overrides
 from headway.trainer.log import Log, TrainingLog
-from headway.trainer.loop import Prepared, Training, count_updates
+from headway.trainer.loop import PreparedTraining, Training, count_updates
 from headway.trainer.loss import LossBook, LossFunction, call, loss_among, without_loss
 from headway.trainer.metrics import Measure
-from headway.trainer.optimizer import at_rest, create_optimizer, create_schedule, decaying_names, stretch_schedule
-from headway.trainer.other_names import OtherNames
-from headway.trainer.records import Record, settings_of
-from headway.trainer.rehearsal import Rehearsal
-from headway.trainer.results import EvalLoopOutput, Files, Metrics, PredictionOutput, TrainOutput
+from headway.trainer.optimizer import create_optimizer, create_schedule, decaying_names, stretch_schedule, without_state
+from headway.trainer.records import TrainerRecord, settings_of
+from headway.trainer.results import EvalLoopOutput, Metrics, PredictionOutput, TrainerFiles, TrainOutput
+from headway.trainer.sanity_check import EvaluationSanityCheck
 from headway.training.optimizer import PreparedOptimizer
 from headway.training.scheduler import PreparedScheduler
 from headway.weights.moving import move
@@ -43,7 +42,7 @@ log = get_logger(__name__)
 
 
 @known_keywords
-class Trainer(OtherNames):
+class Trainer(LegacyMembers):
     """Trains a model by `TrainingArguments`; evaluates and predicts with it.
 
     The whole loop, with each event of a callback where it fires::
@@ -125,11 +124,18 @@ class Trainer(OtherNames):
         loss_function: LossFunction | None = None,
         tokenizer: Any = None,
     ) -> None:
-        check_hooks(type(self))
-        self.args = args = checked_arguments(model, args)
-        check_pairs(
-            args, compute_loss_func, loss_function, processing_class, tokenizer, optimizers, optimizer_cls_and_kwargs
+        check_overrides(type(self))
+        self.args = args = builder.checked_arguments(model, args)
+        builder.check_given_once(
+            compute_loss_func=(compute_loss_func, "loss_function", loss_function),
+            processing_class=(processing_class, "tokenizer", tokenizer),
+            optimizers=(optimizers[0], "optimizer_cls_and_kwargs", optimizer_cls_and_kwargs),
         )
+        if optimizers[0] is not None and args.per_device_train_batch_size == "largest":
+            raise ConfigError(
+                "per_device_train_batch_size='largest' tries updates, which would change the optimizer that you give; let the "
+                "Trainer make it (optim, optimizer_cls_and_kwargs), or give a number"
+            )
         if args.log_level not in (None, "passive"):
             get_logger("headway", "debug" if args.log_level == "detail" else args.log_level)
         self.accelerator = self.create_accelerator()
@@ -137,7 +143,7 @@ class Trainer(OtherNames):
         set_seed(args.seed)
         self._model_init = model_init
         self._function = compute_loss_func if loss_function is None else loss_function
-        self._take(builder.chosen_model(model, model_init))
+        self._set_model(builder.chosen_model(model, model_init))
         self.processing_class = tokenizer if processing_class is None else processing_class
         own = builder.default_collator(self.model, self.processing_class)
         self.data_collator: Collate = own if data_collator is None else data_collator
@@ -154,15 +160,16 @@ class Trainer(OtherNames):
         self._train_batch_size = size if isinstance(size, int) else 1
         self._takes_count = "num_items_in_batch" in inspect.signature(self.compute_loss).parameters
         shown = PrinterCallback() if args.disable_tqdm else ProgressCallback()
-        told = Callbacks([DefaultFlowCallback()], [*(callbacks or ()), shown], self._about)
-        self._events = Events(args, told, self._new_state())
-        self._report_to(Log(args, self.accelerator, self._events))
+        self._events = Events(
+            args, [DefaultFlowCallback()], [*(callbacks or ()), shown], self._get_callback_arguments, self._new_state()
+        )
+        self._log_to(Log(args, self.accelerator, self._events))
         self.tell("on_init_end")
 
-    def _take(self, model: torch.nn.Module) -> None:
+    def _set_model(self, model: torch.nn.Module) -> None:
         self.model = model
-        self._intake = builder.intake_of(model, self.args, self._function)
-        self.label_names = self._intake.label_names
+        self._signature = builder.read_signature(model, self.args, self._function)
+        self.label_names = self._signature.label_names
 
     def _new_state(self) -> TrainerState:
         return TrainerState(
@@ -201,21 +208,24 @@ class Trainer(OtherNames):
         """
         args, folder = self.args, self.args.output_dir or "."
         if trial is not None:
-            raise ConfigError(f"train(trial=...): {NOT_SERVED['hyperparameter_search']}")
+            raise ConfigError(
+                "train(trial=...): a search is not built in; give Optuna's study.optimize a function that makes arguments and "
+                "a Trainer(model_init=...) from a trial, and returns a metric"
+            )
         asked = args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         check_folder(self.accelerator, asked, folder)
         continuation = Continuation(folder, asked, "data" if args.ignore_data_skip else ())
-        self._begin()
+        self._start_training()
         try:
             with MemoryMonitor(by_phase=not args.skip_memory_metrics) as monitor:
                 run_log = TrainingLog(args, self.accelerator, self._events, monitor)
                 losses = LossBook(self.accelerator)
                 self.is_in_train = True
-                self._report_to(run_log)
+                self._log_to(run_log)
                 self.accelerator.start_watching()
-                prepared = self._prepare(losses)
+                prepared = self._prepare_training(losses)
                 self.check_evaluation()
-                self._resume(continuation, prepared)
+                self._resume_training(continuation, prepared)
                 training = Training(args, prepared, self._events, run_log, losses, self, ignore_keys_for_eval)
                 output = training.run()
                 if self.accelerator.preempted:  # with Preemption(exits=False)
@@ -227,9 +237,9 @@ class Trainer(OtherNames):
             continuation.preempted(self.accelerator, told.checkpoint, self.state.global_step)
             raise
         finally:
-            self._release()
+            self._release_training()
 
-    def _begin(self) -> None:
+    def _start_training(self) -> None:
         """An Accelerator of its own for each training, streams from the seed, the model, and its batch size."""
         args = self.args
         if self._has_trained:
@@ -238,18 +248,18 @@ class Trainer(OtherNames):
         self._has_trained = True
         set_seed(args.seed)
         if self._model_init is not None:
-            self._take(builder.chosen_model(None, self._model_init))
+            self._set_model(builder.chosen_model(None, self._model_init))
         if args.per_device_train_batch_size == "largest":
             self._train_batch_size = self.find_largest_batch_size()
             set_seed(args.seed)
 
-    def _prepare(self, losses: LossBook) -> Prepared:
+    def _prepare_training(self, losses: LossBook) -> PreparedTraining:
         """Prepare everything, always in the same order: a resumed run finds it by that."""
         accelerator, args, model = self.accelerator, self.args, self.model
-        self._events.begin(self._new_state())
+        self._events.start(self._new_state())
         self.state.train_batch_size = self._train_batch_size
         settings = settings_of(args, model)
-        builder.recompute_activations(args, accelerator, model)
+        builder.checkpoint_activations(args, accelerator, model)
         self.train_dataloader = loader = accelerator.prepare_data_loader(self.get_train_dataloader())
         count_updates(self.state, args, length_of(loader), args.gradient_accumulation_steps)
         move(model, accelerator.device)
@@ -260,11 +270,11 @@ class Trainer(OtherNames):
         )
         if args.eval_strategy != "no" or args.eval_on_start:
             self._own_eval_loaders()
-        accelerator.register_for_checkpointing(Record(self._events, losses, settings))
+        accelerator.register_for_checkpointing(TrainerRecord(self._events, losses, settings))
         set_seed(args.seed, device_specific=True)  # dropout differs from rank to rank
-        return Prepared(accelerator, model, self.optimizer, self.lr_scheduler, loader)
+        return PreparedTraining(accelerator, model, self.optimizer, self.lr_scheduler, loader)
 
-    def _resume(self, continuation: Continuation, prepared: Prepared) -> None:
+    def _resume_training(self, continuation: Continuation, prepared: PreparedTraining) -> None:
         continuation.resume(self.accelerator)
         # On another number of processes updates consist of other batches, to keep the global batch.
         count_updates(self.state, self.args, prepared.num_batches, self.accelerator.gradient_accumulation_steps)
@@ -276,7 +286,7 @@ class Trainer(OtherNames):
             # The first step tells readers of the log that this is not a continuation of what may stand in it.
             self.accelerator.log({"epoch": 0.0}, step=0)
 
-    def _release(self) -> None:
+    def _release_training(self) -> None:
         """Give the model its own class and forward back, and let go of gradients and of the optimizer made here."""
         accelerator = self.accelerator
         self.is_in_train = False
@@ -289,16 +299,16 @@ class Trainer(OtherNames):
             if isinstance(callback, ProgressCallback):
                 callback.close()
         self.model.zero_grad(set_to_none=True)
-        self._put_optimizer_to_rest()
-        builder.undo(self.args, accelerator, self.model)
+        self._drop_optimizer_state()
+        builder.release_model(self.args, accelerator, self.model)
         accelerator.stop_watching()  # an evaluation that follows has nothing to save
         self.train_dataloader = None
-        self._report_to(Log(self.args, accelerator, self._events))
+        self._log_to(Log(self.args, accelerator, self._events))
 
-    def _put_optimizer_to_rest(self) -> None:
+    def _drop_optimizer_state(self) -> None:
         """Those given are the user's again; of those made here groups and rates can be read, and the state is freed."""
         made, schedule = self.optimizer, self.lr_scheduler
-        made, schedule = at_rest(
+        made, schedule = without_state(
             made.optimizer if isinstance(made, PreparedOptimizer) else made,
             schedule.scheduler if isinstance(schedule, PreparedScheduler) else schedule,
         )
@@ -306,7 +316,7 @@ class Trainer(OtherNames):
         self.optimizer = made if given is None else given
         self.lr_scheduler = schedule if given_schedule is None else given_schedule
 
-    def _report_to(self, run_log: Log) -> None:
+    def _log_to(self, run_log: Log) -> None:
         """Log there, and evaluate with the Accelerator that is in use now: in a training, or outside one."""
         self._log = run_log
         self._evaluator = Evaluator(self.accelerator, self._events, run_log, self, self.is_in_train)
@@ -344,16 +354,12 @@ class Trainer(OtherNames):
         Raises:
             LossError: the model gives none.
         """
-        loss, outputs = self._intake.loss_of(model, inputs, num_items_in_batch)
+        loss, outputs = self._signature.loss_of(model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def _prepare_inputs(self, inputs: Batch) -> Batch:
         """What each step does with its batch first; one of a prepared loader is on the device already. May be overridden."""
         return inputs
-
-    def _prepare_input(self, data: Tree) -> Tree:
-        """On the device."""
-        return to_device(data, self.accelerator.device)
 
     # ---------------------------------------------------------------- what a training is built of, for subclasses
 
@@ -361,21 +367,12 @@ class Trainer(OtherNames):
         """The Accelerator of one training, by the arguments."""
         return builder.create_accelerator(self.args)
 
-    def call_model_init(self, trial: Any = None) -> torch.nn.Module:
-        """A new model of `model_init`.
-
-        Raises:
-            ConfigError: there is no `model_init`.
-        """
-        if self._model_init is None:
-            raise ConfigError("call_model_init: the Trainer was given a model and no model_init")
-        return self._model_init()
-
     def _loader(
         self, dataset: Data, batch_size: int, sampler: Sampler[int] | None = None, drop_last: bool = False
     ) -> DataLoader[Any]:
-        built = builder.Builder(self.args, self._intake)
-        return built.loader(dataset, batch_size, self.data_collator, sampler, drop_last)
+        return builder.build_loader(
+            self.args, self._signature, dataset, batch_size, self.data_collator, sampler, drop_last
+        )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The training data, not yet prepared.
@@ -393,10 +390,12 @@ class Trainer(OtherNames):
     def _get_train_sampler(self, train_dataset: Data | None = None) -> Sampler[int] | None:
         """The order of the training data; None for a stream. May be overridden."""
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        size = (
-            self._train_batch_size * self.args.gradient_accumulation_steps * self.accelerator.strategy.data_shard.count
-        )
-        return train_sampler(check_dataset(dataset), self.args, size)
+        return train_sampler(check_dataset(dataset), self.args, self.get_total_train_batch_size())
+
+    def get_total_train_batch_size(self, args: TrainingArguments | None = None) -> int:
+        """Samples of one update, over all processes."""
+        num_shards = self.accelerator.strategy.data_shard.count
+        return self._train_batch_size * self.args.gradient_accumulation_steps * num_shards
 
     def _get_eval_sampler(self, eval_dataset: Data) -> Sampler[int] | None:
         """The order of evaluation data; None: as it is. May be overridden."""
@@ -465,7 +464,7 @@ class Trainer(OtherNames):
             BatchSizeError: not even one row fits.
         """
         search = builder.LargestBatch(
-            self.args, self.model, self._intake, self.create_accelerator, self.create_optimizer, self._loader
+            self.args, self.model, self._signature, self.create_accelerator, self.create_optimizer, self._loader
         )
         return search.find(self.train_dataset, self.accelerator.strategy.data_shard.count)
 
@@ -541,7 +540,7 @@ class Trainer(OtherNames):
     def check_evaluation(self) -> None:
         """Try the evaluation on a few rows before the first update; `train` calls it where evaluations are to come.
 
-        It leaves no trace in the training (`headway.trainer.rehearsal` says what is put back). Streams are not tried, since
+        It leaves no trace in the training (`headway.trainer.sanity_check` says what is put back). Streams are not tried, since
         that would read them, nor is an `evaluate` or `evaluation_loop` of a subclass. `eval_rehearsal=False` switches it off.
         Nothing is tried while `headway estimate --script` forecasts, where tensors have no values.
 
@@ -554,8 +553,9 @@ class Trainer(OtherNames):
             return
         if not self._overrides("evaluate", "evaluation_loop"):
             shared = (self, self.train_dataset, self.eval_dataset, self.processing_class)
-            rehearsal = Rehearsal(args, self.accelerator, self.model, self._evaluator, self, self._measure(), shared)
-            rehearsal.run(self._own_eval_loaders())
+            EvaluationSanityCheck(
+                args, self.accelerator, self.model, self._evaluator, self, self._measure(), shared
+            ).run(self._own_eval_loaders())
 
     def evaluation_loop(
         self,
@@ -586,6 +586,11 @@ class Trainer(OtherNames):
         """The old name of `evaluation_loop`."""
         return self.evaluation_loop(*args, **kwargs)
 
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """IndexedRows of a loader's dataset; without a length: batches times their size."""
+        rows = length_of(getattr(dataloader, "dataset", None))
+        return rows if rows is not None else len(dataloader) * self.args.per_device_eval_batch_size
+
     def prediction_step(
         self, model: torch.nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> StepOutput:
@@ -598,19 +603,19 @@ class Trainer(OtherNames):
             ignore_keys: outputs that are not predictions; None: what the model's config says.
         """
         inputs = self._prepare_inputs(inputs)
-        bare, labels = self._intake.loss_of.split(inputs)
+        bare, labels = self._signature.loss_of.split(inputs)
         with self.accelerator.autocast():
             if labels is not None:
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
             else:
                 outputs = call(model, bare)
-                loss = loss_among(outputs) if self._intake.loss_of.function is None else None
+                loss = loss_among(outputs) if self._signature.loss_of.function is None else None
         if prediction_loss_only:
             return loss, None, None
         if ignore_keys is None:
             config = getattr(self.model, "config", None)
             ignore_keys = list(getattr(config, "keys_to_ignore_at_inference", None) or ())
-        has_loss = loss is not None and self._intake.loss_of.function is None
+        has_loss = loss is not None and self._signature.loss_of.function is None
         num_rows = self._evaluator.num_rows()
         predictions = per_sample(without_loss(outputs, has_loss, ignore_keys), num_rows)
         return loss, predictions, per_sample(labels, num_rows)
@@ -651,9 +656,11 @@ class Trainer(OtherNames):
     # ---------------------------------------------------------------- events and the log
 
     @property
-    def callbacks(self) -> Callbacks:
-        """Who is told of events."""
-        return self._events.callbacks
+    def callbacks(self) -> Events:
+        """The callbacks, and what they are told."""
+        return self._events
+
+    callback_handler = callbacks
 
     @property
     def state(self) -> TrainerState:
@@ -677,7 +684,7 @@ class Trainer(OtherNames):
         """Tell the callbacks of an event; they may change the control."""
         self._events.tell(event, **more)
 
-    def _about(self) -> dict[str, object]:
+    def _get_callback_arguments(self) -> dict[str, object]:
         return {
             "model": self.model,
             "processing_class": self.processing_class,
@@ -707,14 +714,6 @@ class Trainer(OtherNames):
         """
         self._log.write(logs)
 
-    def is_world_process_zero(self) -> bool:
-        """Is this process rank 0 of all machines?"""
-        return self.accelerator.is_main_process
-
-    def is_local_process_zero(self) -> bool:
-        """Is this the first process of its machine?"""
-        return self.accelerator.is_local_main_process
-
     # ---------------------------------------------------------------- files
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
@@ -741,8 +740,8 @@ class Trainer(OtherNames):
         folder = Path(output_dir or self.args.output_dir or ".")
         self._files().save_model(self.model, self.processing_class, folder, state_dict)
 
-    def _files(self) -> Files:
-        return Files(self.args, self.accelerator)
+    def _files(self) -> TrainerFiles:
+        return TrainerFiles(self.args, self.accelerator)
 
     def save_state(self) -> None:
         """Write `trainer_state.json`: how far the training is, and all that was logged. Checkpoints hold the rest."""
@@ -757,18 +756,6 @@ class Trainer(OtherNames):
             combined: add them to `all_results.json`, too.
         """
         self._files().save_metrics(split, metrics, combined)
-
-    def log_metrics(self, split: str, metrics: Metrics) -> None:
-        """Print metrics, one a line, from the main process."""
-        if self.accelerator.is_main_process:
-            print(f"***** {split} metrics *****")
-            for name, value in sorted(self.metrics_format(metrics).items()):
-                print(f"  {name} = {value}")
-
-    @staticmethod
-    def metrics_format(metrics: Metrics) -> Metrics:
-        """Metrics as `log_metrics` prints them."""
-        return dict(metrics)
 
     def create_model_card(self, **about: object) -> None:
         """Write `README.md`: what was trained, and the last evaluation.

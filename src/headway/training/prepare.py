@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from headway.batch_size import attempt
 from headway.collectives.streams import share_streams, synchronize_rng_states
 from headway.config.run import DataLoaderConfiguration
-from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.data.build import prepare_loader
 from headway.data.draws import LoaderStream
 from headway.data.loader import LoaderEvents, PreparedLoader
@@ -23,6 +22,7 @@ from headway.offload.spread import spread_over
 from headway.runtime.lone import LoneCalls
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
+from headway.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from headway.training import model as prepared_model
 from headway.training.alike import check_alike, compare_data
 from headway.training.global_batch import derive_steps

@@ -4,7 +4,7 @@ import weakref
 from typing import Any, ClassVar
 
 from headway.collectives.door import Collectives
-from headway.config.choice import Chosen
+from headway.config.choice import ResolvedLayout
 from headway.config.compiling import TorchDynamoPlugin
 from headway.training.windows import Windows
 
@@ -30,7 +30,7 @@ class Run:
         mixed_precision: str,
         accumulation: Windows,
         adjust_scheduler: bool,
-        chosen: Chosen,
+        chosen: ResolvedLayout,
         dynamo_plugin: TorchDynamoPlugin,
         device_mesh: Any = None,
     ) -> None:

@@ -1,6 +1,7 @@
 """Which layout a run takes: what the script says, what the launcher says, and what is said when the two differ."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,22 +11,24 @@ from headway import (
     ParallelismConfig,
     TorchTensorParallelPlugin,
 )
-from headway.config.choice import WHOLE_MODEL, Wish, launched_deepspeed
-from headway.config.deepspeed import DeepSpeedPlugin
+from headway.compat.accelerate.plugins import parallelism_of
+from headway.config.choice import WHOLE_MODEL, RequestedLayout
 from headway.config.mesh import Layout
 from headway.config.sharding import ShardingOptions
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
+from headway.strategies.deepspeed.plugin import DeepSpeedPlugin, launched_settings, resolve
 
 HERE = "Accelerator(...) at train.py:12"
 
 
-def wish(strategy=None, fsdp=None, tensor_parallel=None, parallelism=None, deepspeed=None):
-    return Wish(strategy, fsdp, tensor_parallel, parallelism, HERE, deepspeed)
+def request(strategy=None, fsdp=None, tensor_parallel=None, parallelism=None, deepspeed=None):
+    return RequestedLayout(strategy, HERE, fsdp, parallelism, tensor_parallel, uses_deepspeed=deepspeed is not None)
 
 
 def decide(num_ranks=8, options=None, **said):
-    return wish(**said).decide(options or EngineOptions(), num_ranks, num_ranks)
+    ranks = SimpleNamespace(world_size=num_ranks, local_world_size=num_ranks)
+    return resolve(request(**said), options or EngineOptions(), ranks, said.get("deepspeed"))
 
 
 @pytest.fixture
@@ -49,7 +52,7 @@ def test_nobody_says_anything():
     chosen = decide()
     assert (chosen.text, chosen.layout) == ("ddp", Layout(replicate=8))
     assert chosen.options.sharding == ShardingOptions()
-    assert chosen.parallelism is None
+    assert parallelism_of(chosen) is None
 
 
 @pytest.mark.parametrize(
@@ -80,9 +83,9 @@ def test_nobody_says_anything():
 def test_what_the_script_says(said, layout):
     chosen = decide(**said)
     assert chosen.layout == layout
-    if chosen.parallelism is not None:
-        assert chosen.parallelism.total_size == 8
-        assert chosen.parallelism.tp_size == layout.tp
+    if parallelism_of(chosen) is not None:
+        assert parallelism_of(chosen).total_size == 8
+        assert parallelism_of(chosen).tp_size == layout.tp
 
 
 @pytest.mark.parametrize(
@@ -158,14 +161,14 @@ def test_the_launcher_decides_where_the_script_does_not(launched):
     chosen = decide()
     assert chosen.layout == Layout(replicate=2, shard=4)
     assert chosen.options.sharding == ShardingOptions(cpu_offload=True, units=("Block", "Head"))
-    assert chosen.parallelism.sizes == {"dp_replicate": 2, "dp_shard": 4, "tp": 1, "cp": 1, "sp": 1}
+    assert parallelism_of(chosen).sizes == {"dp_replicate": 2, "dp_shard": 4, "tp": 1, "cp": 1, "sp": 1}
 
 
 def test_a_bare_hsdp_knows_the_machines(launched):
     launched(strategy="hsdp", more={"ranks_per_machine": 2})
-    assert wish().decide(EngineOptions(), 8, 1).layout == Layout(replicate=4, shard=2)
+    assert request().resolve(EngineOptions(), 8, 1).layout == Layout(replicate=4, shard=2)
     launched(strategy="hsdp")
-    assert wish().decide(EngineOptions(), 8, 4).layout == Layout(replicate=2, shard=4)
+    assert request().resolve(EngineOptions(), 8, 4).layout == Layout(replicate=2, shard=4)
 
 
 def test_code_against_the_command_line(launched):
@@ -268,7 +271,7 @@ def test_activation_checkpointing(launched):
 
 def test_what_changes_nothing_is_said_once(caplog):
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True, backward_prefetch="BACKWARD_PRE")
-    assert [text.partition(" ")[0] for text in wish(fsdp=plugin).needless] == [
+    assert [text.partition(" ")[0] for text in request(fsdp=plugin).request.ignored] == [
         "fsdp_plugin.fsdp_version", "fsdp_plugin.backward_prefetch", "fsdp_plugin.use_orig_params",
     ]  # fmt: skip
 
@@ -276,15 +279,15 @@ def test_what_changes_nothing_is_said_once(caplog):
 def test_what_the_launcher_says_for_deepspeed(launched):
     launched(strategy="zero3", offload_param_device="cpu", gradient_clipping=1.0)
     chosen = decide()
-    assert (chosen.text, chosen.is_deepspeed, chosen.parallelism) == ("zero3", True, None)
-    assert launched_deepspeed() == {"offload_param_device": "cpu", "gradient_clipping": 1.0}
+    assert (chosen.text, chosen.is_deepspeed, parallelism_of(chosen)) == ("zero3", True, None)
+    assert launched_settings() == {"offload_param_device": "cpu", "gradient_clipping": 1.0}
     assert (chosen.deepspeed.zero_stage, chosen.deepspeed.offload_param_device) == (3, "cpu")
     assert chosen.deepspeed.get_value("gradient_clipping") == 1.0
     launched(gradient_clipping=1.0)
     with pytest.raises(ConfigError, match="needs DeepSpeed, but the layout is fsdp: 8 shards; remove it"):
         decide(strategy="fsdp")
     launched(strategy="zero3")
-    assert launched_deepspeed() == {}
+    assert launched_settings() == {}
     launched(strategy="zero3", fsdp_offload_params=True)
     with pytest.raises(ConfigError, match="needs a layout with shards, but the layout is zero3"):
         decide()

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from headway import Accelerator
+from headway.compat.accelerate.config_file import translate
 from headway.config.compiling import TorchDynamoPlugin
 from headway.config.spelled import DynamoBackend
-from headway.config.translate import translate
 from headway.errors import ConfigError
 
 

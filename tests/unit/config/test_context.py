@@ -3,9 +3,11 @@
 import pytest
 
 from headway import ParallelismConfig, TorchContextParallelConfig
-from headway.config.choice import Wish
-from headway.config.foreign import Foreign
+from headway.compat.accelerate.layout_words import read_size
+from headway.compat.accelerate.plugins import parallelism_of
+from headway.config.choice import RequestedLayout
 from headway.config.mesh import Layout
+from headway.config.request import LayoutRequest
 from headway.config.strategies import EngineOptions, collect_options
 from headway.errors import ConfigError
 
@@ -14,7 +16,7 @@ def decided(
     parallelism: ParallelismConfig | None = None, handlers: list[object] | None = None, strategy: str | None = None
 ):  # type: ignore[no-untyped-def]
     options = collect_options(handlers) if handlers else EngineOptions()
-    return Wish(strategy, None, None, parallelism, "the script").decide(options, 8, 8)
+    return RequestedLayout(strategy, "the script", parallelism_config=parallelism).resolve(options, 8, 8)
 
 
 def test_sizes_of_accelerate_make_the_layout() -> None:
@@ -23,8 +25,9 @@ def test_sizes_of_accelerate_make_the_layout() -> None:
     assert chosen.layout == Layout(shard=4, cp=2)
     assert (chosen.layout.num_data_shards, chosen.layout.num_shards) == (4, 8)
     assert chosen.options.context == TorchContextParallelConfig("alltoall", ("y",), ("Layer",))
-    assert chosen.parallelism is not None
-    assert chosen.parallelism.sizes["cp"] == 2
+    sizes = parallelism_of(chosen)
+    assert sizes is not None
+    assert sizes.sizes["cp"] == 2
     assert decided(strategy="cp").layout == Layout(cp=8)
     assert decided(strategy="fsdp+cp=2").options.context == TorchContextParallelConfig()
 
@@ -37,19 +40,19 @@ def test_options_may_come_as_a_handler_but_not_twice() -> None:
 
 
 def test_keys_of_accelerates_files() -> None:
-    found = Foreign()
+    found = LayoutRequest()
     for name, value in {
         "cp_size": 2,
         "dp_shard_size": 2,
         "cp_comm_strategy": "alltoall",
         "cp_backend": "torch",
     }.items():
-        found.size(name, value)
+        read_size(found, name, value)
     assert found.settings["cp_comm_strategy"] == ("alltoall", "parallelism_config_cp_comm_strategy")
     assert found.strategy()[0] == "fsdp=2+cp=2"  # type: ignore[index]
     assert any(text == "not needed: there is no other backend than torch" for _, text in found.lines)
     with pytest.raises(ConfigError, match="cp_backend='ring'; allowed: TORCH"):
-        found.size("cp_backend", "ring")
+        read_size(found, "cp_backend", "ring")
 
 
 def test_ranks_along_cp_read_the_same() -> None:

@@ -73,8 +73,8 @@ def test_any_bytes_give_settings_or_a_clear_error(content):
     ("text", "message"),
     [
         ("num_procs: 2", r"num_procs \(file: f key num_procs\) is not a setting; did you mean num_processes\?"),
-        ("compute_environment: LOCAL_MACHINE", "looks like a file of Accelerate's: `headway config import FILE`"),
-        ("fsdp_config: {}", "headway config import"),
+        ("compute_environment: LOCAL_MACHINE", "is not a setting; there are num_processes"),
+        ("fsdp_config: {}", "is not a setting"),
         ("xyzzy: 1", "xyzzy .* is not a setting; there are num_processes, "),
         ("num_processes: '2'", r"num_processes='2' \(file: f key num_processes\) must be a whole number, 1 or more"),
         ("num_processes: true", "num_processes=True"),

@@ -4,7 +4,7 @@ import pytest
 
 from headway.config.launch import LaunchConfig
 from headway.config.mesh import parse
-from headway.config.questions import NONE, SOME, SPREADS, Question, interview
+from headway.config.questions import NONE, SOME, SPREADS, ConfigQuestion, interview
 
 
 def answer_with(**given):
@@ -51,9 +51,9 @@ def test_several_machines():
 
 
 def test_answers_are_checked():
-    assert "whole number" in Question("num_processes", "?", "1").problem("two")
-    assert Question("mixed_precision", "?", "no", ("no", "bf16")).problem("fp8") == "one of no, bf16"
-    assert Question("num_processes", "?", "1").problem("2") is None
+    assert "whole number" in ConfigQuestion("num_processes", "?", "1").problem("two")
+    assert ConfigQuestion("mixed_precision", "?", "no", ("no", "bf16")).problem("fp8") == "one of no, bf16"
+    assert ConfigQuestion("num_processes", "?", "1").problem("2") is None
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_one_process_is_not_asked_how_it_is_spread():
 
 
 def test_a_group_must_fit():
-    question = Question("group", "?", "2", written="fsdp+tp={}", num_processes=8)
+    question = ConfigQuestion("group", "?", "2", written="fsdp+tp={}", num_processes=8)
     assert "the nearest that fit 8: fsdp+tp=2, fsdp+tp=4" in question.problem("3")
     assert "needs a number of ranks" in question.problem("two")
     assert question.problem("4") is None

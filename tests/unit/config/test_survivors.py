@@ -5,7 +5,7 @@ import json
 import pytest
 
 from headway.config import survivors
-from headway.config.choice import Wish
+from headway.config.choice import RequestedLayout
 from headway.config.mesh import Layout, parse
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError
@@ -52,7 +52,7 @@ def test_a_bare_hsdp_follows_the_machines_that_are_left():
 
 def test_only_a_run_that_has_lost_ranks_is_fitted(monkeypatch, caplog):
     def decide(num_ranks):
-        return Wish("hsdp=2", None, None, None, "train.py:1").decide(EngineOptions(), num_ranks, num_ranks).layout
+        return RequestedLayout("hsdp=2", "train.py:1").resolve(EngineOptions(), num_ranks, num_ranks).layout
 
     with pytest.raises(ConfigError, match="hsdp=2"):
         decide(3)

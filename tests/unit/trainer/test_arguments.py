@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from headway import TrainingArguments
 from headway.errors import ConfigError
-from headway.trainer.argument_names import ACCEPTED, ANSWERS
 from headway.trainer.checking import RANGES
+from headway.trainer.legacy import ACCEPTED, NOT_TAKEN
 
 
 def refused(**given):
@@ -37,10 +37,18 @@ def test_other_spellings_mean_an_argument_that_exists(name, own):
     assert name not in {field.name for field in dataclasses.fields(TrainingArguments)}
 
 
-@pytest.mark.parametrize("name", sorted(ANSWERS))
-def test_names_of_other_versions_are_answered(name):
-    assert ANSWERS[name] in refused(**{name: "asked for"})
-    assert ANSWERS[name] in refused(**{name: 7})
+@pytest.mark.parametrize("name", sorted(NOT_TAKEN))
+def test_arguments_of_transformers_that_are_not_taken(name):
+    for value in ("asked for", 7):
+        told = refused(**{name: value})
+        assert f"{name} is not an argument" in told
+        assert "`headway launch --as accelerate`" in told or "; " not in told
+
+
+def test_what_would_change_numbers_or_files_is_not_dropped():
+    for asked in ({"average_tokens_across_devices": False}, {"save_safetensors": False}, {"eval_do_concat_batches": False},
+                  {"save_only_model": True}, {"bf16_full_eval": True}):  # fmt: skip
+        assert "is not an argument" in refused(**asked)
 
 
 def test_every_argument_of_transformers_is_taken_or_answered():
@@ -49,7 +57,7 @@ def test_every_argument_of_transformers_is_taken_or_answered():
 
     own = {field.name for field in dataclasses.fields(TrainingArguments)}
     for field in dataclasses.fields(transformers.TrainingArguments):
-        assert field.name in own or field.name in ACCEPTED or field.name in ANSWERS, field.name
+        assert field.name in own or field.name in ACCEPTED or field.name in NOT_TAKEN, field.name
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if field.name != "dataloader_prefetch_factor":
             TrainingArguments(**{field.name: default})
@@ -74,7 +82,7 @@ def test_nothing_of_the_arguments_is_left_for_others_to_write():
     for kind in TrainingArguments.__mro__[:-1]:
         assert "NotImplementedError" not in inspect.getsource(kind)
     args = TrainingArguments(warmup_ratio=0.1, output_dir="here")
-    assert args.get_warmup_steps(50) == args.num_warmup_updates(50) == 5
+    assert args.get_warmup_steps(50) == 5
     assert args.to_sanitized_dict()["output_dir"] == "here"
     assert args.to_sanitized_dict()["report_to"] == "none"
 
@@ -198,7 +206,7 @@ def test_shares_become_updates():
     assert args.interval("logging_steps", 200) == 20
     assert args.interval("eval_steps", 200) == 20
     assert args.interval("save_steps", 200) == 1
-    assert args.num_warmup_updates(205) == 21
+    assert args.get_warmup_steps(205) == 21
     assert TrainingArguments(eval_steps=7).interval("eval_steps", 200) == 7
 
 

@@ -45,19 +45,19 @@ SAVES = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
 
 @pytest.fixture(autouse=True)
 def _new_process():
-    scope.drop(continuing.Begun)
+    scope.drop(continuing.TrainingCounts)
 
 
 def preempt(folder, step=3, resume=None, **given):
     """A process whose only training is asked to end."""
-    scope.drop(continuing.Begun)
+    scope.drop(continuing.TrainingCounts)
     with pytest.raises(Preempted):
         make(folder, callbacks=[Terminate(step)], **SAVES, **given).train(resume_from_checkpoint=resume)
 
 
 def where_begun(folder, resume=None, model=None, is_new_process=True, **given):
     if is_new_process:
-        scope.drop(continuing.Begun)
+        scope.drop(continuing.TrainingCounts)
     first = First()
     trainer = make(folder, model=model, callbacks=[first], **SAVES, **given)
     trainer.train(resume_from_checkpoint=resume)

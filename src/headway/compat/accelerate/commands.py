@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from headway import env
+from headway.compat.accelerate.config_file import translate
 from headway.config import files
-from headway.config.translate import translate
 from headway.errors import ConfigError
 
 _COMMANDS = {

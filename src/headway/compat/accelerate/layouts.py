@@ -1,11 +1,11 @@
 """Accelerate's names of layouts: its enumerations, and the plugin that is refused."""
 
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
-from headway.config.choice import Chosen
-from headway.config.layouts import refusal
+from headway.config.choice import MEGATRON, ResolvedLayout
 from headway.config.spelled import Spelled
+from headway.errors import UnsupportedError
 from headway.runtime.process import ProcessRuntime
 
 
@@ -54,7 +54,7 @@ class RNGType(Spelled):
     GENERATOR = "generator"
 
 
-def distributed_type(runtime: ProcessRuntime, chosen: Chosen | None = None) -> DistributedType:
+def distributed_type(runtime: ProcessRuntime, chosen: ResolvedLayout | None = None) -> DistributedType:
     """What Accelerate calls this process's surroundings; with a layout of shards, FSDP or DEEPSPEED."""
     if runtime.world_size == 1:
         return DistributedType.NO
@@ -64,20 +64,12 @@ def distributed_type(runtime: ProcessRuntime, chosen: Chosen | None = None) -> D
     return getattr(DistributedType, f"MULTI_{kind.upper()}", DistributedType.MULTI_GPU)
 
 
-class _Planned:
-    """A plugin of a layout that is not there yet: making one is refused, and the error says what to do today."""
-
-    _layout: ClassVar[str]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise refusal(self._layout)
-
-
-class MegatronLMPlugin(_Planned):
+class MegatronLMPlugin:
     """Settings of Megatron-LM, a layout that is not there yet.
 
     Raises:
         UnsupportedError: always; it says what to do today.
     """
 
-    _layout = "Megatron-LM"
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError(MEGATRON)

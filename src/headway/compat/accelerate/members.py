@@ -9,11 +9,11 @@ import torch
 from headway.accelerator import Accelerator
 from headway.compat.accelerate.layouts import DistributedType
 from headway.compat.accelerate.not_served import member_advice
+from headway.compat.accelerate.plugins import ParallelismConfig
 from headway.compat.accelerate.state import AcceleratorState, GradientState
-from headway.config.deepspeed import DeepSpeedPlugin
-from headway.config.layouts import ParallelismConfig
 from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
+from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
 
 log = get_logger(__name__)
 

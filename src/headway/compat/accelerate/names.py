@@ -12,10 +12,10 @@ from headway.compat.accelerate.only_there import PLACES
 _BY_PLACE = {
     "headway.compiling.regions": "has_compiled_regions is_compiled_module",
     "headway.config.compiling": "TorchDynamoPlugin",
-    "headway.config.deepspeed": "DeepSpeedPlugin HfDeepSpeedConfig",
-    "headway.config.layouts": "ParallelismConfig",
+    "headway.strategies.deepspeed.plugin": "DeepSpeedPlugin HfDeepSpeedConfig",
+    "headway.config.context": "TorchContextParallelConfig",
     "headway.config.spelled": "DynamoBackend",
-    "headway.config.stand_ins": "DummyOptim DummyScheduler",
+    "headway.strategies.deepspeed.dummies": "DummyOptim DummyScheduler",
     "headway.offload.quantisation": "BnbQuantizationConfig QuantizationOptions get_keys_to_not_convert has_4bit_bnb_layers",
     "headway.offload.quantised": "load_and_quantize_model",
     "headway.compat.accelerate.casting": "LayerwiseCastingHook attach_layerwise_casting_hooks",
@@ -27,8 +27,8 @@ _BY_PLACE = {
     "headway.compat.accelerate.layouts": """
         DistributedType MegatronLMPlugin PrecisionType RNGType
     """,
-    "headway.config.plugins": """
-        DeepSpeedSequenceParallelConfig FullyShardedDataParallelPlugin TorchContextParallelConfig TorchTensorParallelConfig
+    "headway.compat.accelerate.plugins": """
+        DeepSpeedSequenceParallelConfig FullyShardedDataParallelPlugin ParallelismConfig TorchTensorParallelConfig
         TorchTensorParallelPlugin
     """,
     "headway.compat.accelerate.exchange": """

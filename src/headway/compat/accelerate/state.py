@@ -14,16 +14,21 @@ import torch.distributed as dist
 from headway.collectives.door import Collectives
 from headway.collectives.ranks import RankAware
 from headway.compat.accelerate.layouts import DistributedType, distributed_type
+from headway.compat.accelerate.plugins import (
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    TorchTensorParallelPlugin,
+    fsdp_plugin_of,
+    parallelism_of,
+)
 from headway.config.compiling import TorchDynamoPlugin
-from headway.config.deepspeed import DeepSpeedPlugin
-from headway.config.layouts import ParallelismConfig
 from headway.config.load import UNSET, run_setting
-from headway.config.plugins import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime import process
 from headway.runtime.device import detect
 from headway.runtime.group import engine_of
+from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
 from headway.training.run import Run
 from headway.training.windows import Windows
 
@@ -214,7 +219,7 @@ class AcceleratorState(PartialState):
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
         """How many processes each axis takes; None where nothing was given, and each holds the whole model."""
-        return None if self._run is None else self._run.chosen.parallelism
+        return None if self._run is None else parallelism_of(self._run.chosen)
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
@@ -236,12 +241,12 @@ class AcceleratorState(PartialState):
         """What the Accelerator was given; one as the launcher says where parameters are sharded; else None."""
         if self._run is None or not self.is_fsdp2:
             return None
-        return self._run.chosen.plugin
+        return fsdp_plugin_of(self._run.chosen)
 
     @property
     def torch_tp_plugin(self) -> TorchTensorParallelPlugin | None:
         """What the Accelerator was given."""
-        return None if self._run is None else self._run.chosen.tensor_parallel
+        return None if self._run is None else self._run.chosen.plugins.get("torch_tp_plugin")
 
     @property
     def device_mesh(self) -> Any:

@@ -1,4 +1,4 @@
-"""The rehearsal of an evaluation: mistakes are found before the first update, and nothing else changes by it."""
+"""The sanity check of an evaluation: mistakes are found before the first update, and nothing else changes by it."""
 
 import random
 import threading
@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from headway import EarlyStoppingCallback, Trainer, TrainerCallback
 from headway.errors import ConfigError, MetricError
-from headway.trainer.rehearsal import MOST_BATCHES, spread
+from headway.trainer.sanity_check import MOST_BATCHES, spread_rows
 from tests.unit.trainer.models import Net, Points, arguments, cross_entropy, losses, make, weights
 
 EVERY_EPOCH = {"eval_strategy": "epoch", "num_train_epochs": 2}
@@ -123,10 +123,10 @@ def test_few_rows_are_spread_over_all_of_the_data(tmp_path):
 
     make(tmp_path, evaluation=Sorted(), metrics=metrics, **EVERY_EPOCH).train()
     assert seen[0] == [0, 1]
-    assert spread(10, 4, 1) == [[0, 2, 5, 7]]
-    assert sorted(row for batch in spread(10, 4, 32) for row in batch) == list(range(10))
-    assert spread(3, 8, 1) == [[0, 1, 2]]
-    assert len(spread(10_000, 8, MOST_BATCHES)) == MOST_BATCHES
+    assert spread_rows(10, 4, 1) == [[0, 2, 5, 7]]
+    assert sorted(row for batch in spread_rows(10, 4, 32) for row in batch) == list(range(10))
+    assert spread_rows(3, 8, 1) == [[0, 1, 2]]
+    assert len(spread_rows(10_000, 8, MOST_BATCHES)) == MOST_BATCHES
 
 
 def test_a_metric_that_raises_on_few_rows_is_no_mistake(tmp_path):
@@ -296,7 +296,7 @@ def test_it_can_be_switched_off(tmp_path):
     make(tmp_path, evaluation=Points(20), metrics=metrics, eval_strategy="epoch", eval_rehearsal=False).train()
     assert sizes == [20]
     told = str(refused(tmp_path / "on", MetricError, lambda prediction: no_such_name).value)  # noqa: F821
-    assert "go without this rehearsal: eval_rehearsal=False" in told
+    assert "skip this check: eval_rehearsal=False" in told
 
 
 class Once(IterableDataset):
@@ -315,7 +315,7 @@ def test_streams_are_not_read_ahead(tmp_path):
     assert [entry["eval_rows"] for entry in trainer.state.log_history if "eval_rows" in entry] == [30]
 
 
-def test_an_evaluation_of_ones_own_is_not_rehearsed(tmp_path):
+def test_an_evaluation_of_ones_own_is_not_checked(tmp_path):
     class Own(Trainer):
         def evaluate(self, *args, **kwargs):
             return {"eval_own": 1.0}

@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO as a strategy: optimizer state (1), gradients (2) and parameters (3) partitioned among the ranks.
 
 The engine needs the model and its optimizer: `setup` takes the model, `adopt` makes the engine when prepare() knows
-both. The model stays the user's own object, and so does the optimizer (`zero_optimizer.py`); the windows' arithmetic goes through
-the engine's loss scale (`zero_engine.py`).
+both. The model stays the user's own object, and so does the optimizer (`optimizer.py`); the windows' arithmetic goes through
+the engine's loss scale (`engine.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,9 +15,6 @@ import torch.distributed as dist
 
 from headway import env
 from headway.collectives.door import Collectives
-from headway.config.deepspeed import DeepSpeedPlugin
-from headway.config.deepspeed_keys import Account, Facts, account_for
-from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
@@ -25,12 +22,15 @@ from headway.optional import require
 from headway.precision.base import Precision
 from headway.runtime import process
 from headway.strategies.base import Capabilities, Engine, Transform
+from headway.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from headway.strategies.deepspeed.engine import ZeroEngine, quieten
+from headway.strategies.deepspeed.from_json import StandIns
+from headway.strategies.deepspeed.keys import DeepSpeedConfigReport, Facts, complete_config
+from headway.strategies.deepspeed.optimizer import Twin, takes_cpu_adam
+from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
+from headway.strategies.deepspeed.schema import known_keys
+from headway.strategies.deepspeed.state import ZeroState
 from headway.strategies.single import SingleStrategy
-from headway.strategies.zero_engine import ZeroEngine, quieten
-from headway.strategies.zero_optimizer import Twin, takes_cpu_adam
-from headway.strategies.zero_schema import known_keys
-from headway.strategies.zero_stand_ins import StandIns
-from headway.strategies.zero_state import ZeroState
 
 log = get_logger(__name__)
 
@@ -62,7 +62,7 @@ class DeepSpeedStrategy(SingleStrategy):
         super().__init__(collectives)
         require("deepspeed", "strategy='deepspeed' needs", "deepspeed")
         self.gradient_divisor = collectives.world_size
-        self.account: Account | None = None
+        self.account: DeepSpeedConfigReport | None = None
         self._stage = int(plugin.zero_stage or 0)
         if self._stage == 3:
             self.capabilities = replace(self.capabilities, copies=False)
@@ -123,7 +123,7 @@ class DeepSpeedStrategy(SingleStrategy):
             self._stand_ins.optimizer, self._stand_ins.scheduler,
         )  # fmt: skip
         _check_shapes(self._model)
-        account = account_for(plugin.deepspeed_config, facts, known_keys)
+        account = complete_config(plugin.deepspeed_config, facts, known_keys)
         is_own = self._stand_ins.optimizer and account.config.pop("optimizer", None) is not None
         account.config.pop("scheduler", None)
         if not is_own and "optimizer" in account.config:
@@ -142,7 +142,7 @@ class DeepSpeedStrategy(SingleStrategy):
         """The optimizer or schedule that the JSON defines."""
         return self._stand_ins.real(dummy, share)
 
-    def _make_twin(self, face: torch.optim.Optimizer, account: Account) -> Twin:
+    def _make_twin(self, face: torch.optim.Optimizer, account: DeepSpeedConfigReport) -> Twin:
         config = account.config
         is_offloaded = (config["zero_optimization"].get("offload_optimizer") or {}).get("device") in ("cpu", "nvme")
         uses_kernel = is_offloaded and takes_cpu_adam(face) and config.get("zero_force_ds_cpu_optimizer", True)
@@ -152,7 +152,7 @@ class DeepSpeedStrategy(SingleStrategy):
         config["zero_force_ds_cpu_optimizer"] = bool(uses_kernel)
         return twin
 
-    def _initialise(self, model: torch.nn.Module, twin: Twin, account: Account) -> ZeroEngine:
+    def _initialise(self, model: torch.nn.Module, twin: Twin, account: DeepSpeedConfigReport) -> ZeroEngine:
         import deepspeed
 
         quieten()

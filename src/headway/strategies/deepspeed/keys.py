@@ -10,15 +10,14 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import log2
 from typing import Any
 
-from headway.config.deepspeed import AUTO
 from headway.config.strategies import GradScalerKwargs
 from headway.errors import ConfigError, UnsupportedError
+from headway.strategies.deepspeed.plugin import AUTO, HfDeepSpeedConfig
 
 TOP_LEVEL = frozenset(
     """
@@ -83,7 +82,7 @@ class Facts:
 
 
 @dataclass
-class Account:
+class DeepSpeedConfigReport:
     """The JSON as DeepSpeed gets it, and what became of each key.
 
     Attributes:
@@ -99,12 +98,16 @@ class Account:
     def lines(self) -> list[str]:
         """For a log: one line for each kind."""
         kinds: dict[str, list[str]] = {}
+        asked = HfDeepSpeedConfig(self.config)
         for key, kind in self.told.items():
-            kinds.setdefault(kind, []).append(f"{key}={_value(self.config, key)!r}" if _has(self.config, key) else key)
+            value = asked.get_value(key)
+            kinds.setdefault(kind, []).append(key if value is None else f"{key}={value!r}")
         return [f"{kind}: {', '.join(keys)}" for kind, keys in kinds.items()]
 
 
-def account_for(given: Mapping[str, Any], facts: Facts, known: Callable[[str], list[str] | None]) -> Account:
+def complete_config(
+    given: Mapping[str, Any], facts: Facts, known: Callable[[str], list[str] | None]
+) -> DeepSpeedConfigReport:
     """Fill DeepSpeed's JSON, and say what became of each key.
 
     Args:
@@ -116,17 +119,17 @@ def account_for(given: Mapping[str, Any], facts: Facts, known: Callable[[str], l
         ConfigError: unknown keys, or values that contradict the run; all are named.
         UnsupportedError: what is not served.
     """
-    config = deepcopy(dict(given))
-    if "bfloat16" in config:
-        config["bf16"] = config.pop("bfloat16")
-    account = Account(config)
-    _check_known(config, known)
+    config = HfDeepSpeedConfig(given)
+    if "bfloat16" in config.config:
+        config.config["bf16"] = config.config.pop("bfloat16")
+    account = DeepSpeedConfigReport(config.config)
+    _check_known(config.config, known)
     _check_served(config)
     musts, mays = _musts(config, facts), _mays(facts)
     problems = []
-    for key, value in list(_leaves(config)):
+    for key, value in list(_leaves(config.config)):
         if value == AUTO:
-            _fill(account, key, {**mays, **musts})
+            _fill(account, config, key, {**mays, **musts})
         elif key in musts and value != musts[key]:
             problems.append(f"{key}={value!r} in the JSON, but {musts[key]!r} in this run")
         else:
@@ -135,18 +138,18 @@ def account_for(given: Mapping[str, Any], facts: Facts, known: Callable[[str], l
         raise ConfigError(
             f"DeepSpeed's JSON contradicts the run: {'; '.join(problems)}. Give the same values, or 'auto'"
         )
-    _add(account, facts, musts)
-    account.clipping = float(config["gradient_clipping"])
-    config["gradient_clipping"] = 0.0
+    _add(account, config, facts, musts)
+    account.clipping = float(config.get_value("gradient_clipping"))
+    config.set_value("gradient_clipping", 0.0)
     return account
 
 
-def _musts(config: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
+def _musts(config: HfDeepSpeedConfig, facts: Facts) -> dict[str, Any]:
     """What the JSON must agree with."""
-    by_torch = bool(_value(config, "torch_autocast.enabled"))
-    micro = facts.micro_batch if facts.micro_batch is not None else _value(config, "train_micro_batch_size_per_gpu")
+    by_torch = bool(config.get_value("torch_autocast.enabled"))
+    micro = facts.micro_batch if facts.micro_batch is not None else config.get_value("train_micro_batch_size_per_gpu")
     if not isinstance(micro, int):
-        total = _value(config, "train_batch_size")
+        total = config.get_value("train_batch_size")
         micro = max(1, total // (facts.num_steps * facts.num_ranks)) if isinstance(total, int) else 1
     scale = {}
     if facts.precision == "fp16" and facts.scaler != GradScalerKwargs():
@@ -187,25 +190,22 @@ def _mays(facts: Facts) -> dict[str, Any]:
     return found
 
 
-def _fill(account: Account, key: str, answers: Mapping[str, Any]) -> None:
-    section, _, name = key.rpartition(".")
-    node = account.config if not section else _value(account.config, section)
+def _fill(account: DeepSpeedConfigReport, config: HfDeepSpeedConfig, key: str, answers: Mapping[str, Any]) -> None:
     if key in answers:
-        node[name] = answers[key]
+        config.set_value(key, answers[key])
         account.told[key] = "filled"
     elif key == "data_types.keep_in_fp32_modules":  # DeepSpeed's own "auto"
         account.told[key] = "passed"
-    elif section.split(".")[0] in _SECTIONS:
-        del node[name]
+    elif "." in key and key.split(".")[0] in _SECTIONS:
+        config.del_config_sub_tree(key)
         account.told[key] = "left to DeepSpeed's default"
     else:
         raise ConfigError(f"{key}='auto' in DeepSpeed's JSON: Headway does not know what to fill in; give a value")
 
 
-def _add(account: Account, facts: Facts, musts: Mapping[str, Any]) -> None:
+def _add(account: DeepSpeedConfigReport, config: HfDeepSpeedConfig, facts: Facts, musts: Mapping[str, Any]) -> None:
     """What DeepSpeed needs to be told and the JSON does not say."""
-    config = account.config
-    stage = _value(config, "zero_optimization.stage")
+    stage = config.get_value("zero_optimization.stage")
     wanted = {
         key: musts[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     }
@@ -213,7 +213,7 @@ def _add(account: Account, facts: Facts, musts: Mapping[str, Any]) -> None:
         wanted["bf16.enabled"] = True
     if facts.precision == "fp16":
         scaler = {key: value for key, value in _mays(facts).items() if key.startswith("fp16.")}
-        if _value(config, "fp16.loss_scale"):  # a fixed one
+        if config.get_value("fp16.loss_scale"):  # a fixed one
             scaler = {}
         wanted.update({"fp16.enabled": True, **scaler})
     if facts.precision != "no" and stage != 1:
@@ -222,9 +222,9 @@ def _add(account: Account, facts: Facts, musts: Mapping[str, Any]) -> None:
     # DeepSpeed's own report of samples per second, every ten steps, is the run's to give.
     wanted.update({"gradient_clipping": 0.0, "steps_per_print": float("inf"), "log_level": "warning"})
     for key, value in wanted.items():
-        if not _has(config, key):
-            section, _, name = key.rpartition(".")
-            (config.setdefault(section, {}) if section else config)[name] = value
+        node, name = config.find_config_node(key)
+        if node is None or name not in node:
+            config.set_value(key, value)
             account.told[key] = "added"
 
 
@@ -241,19 +241,19 @@ def _check_known(config: Mapping[str, Any], known: Callable[[str], list[str] | N
         raise ConfigError(f"DeepSpeed's JSON has keys that DeepSpeed does not know: {', '.join(problems)}")
 
 
-def _check_served(config: Mapping[str, Any]) -> None:
-    refused = [f"{key}: {remedy}" for key, remedy in _REFUSED.items() if _is_on(_value(config, key))]
-    if _value(config, "torch_autocast.enabled") and "16" in str(_value(config, "torch_autocast.dtype")).replace(
+def _check_served(config: HfDeepSpeedConfig) -> None:
+    refused = [f"{key}: {remedy}" for key, remedy in _REFUSED.items() if _is_on(config.get_value(key))]
+    if config.get_value("torch_autocast.enabled") and "16" in str(config.get_value("torch_autocast.dtype")).replace(
         "bfloat16", ""
     ):
         refused.append("torch_autocast with float16: use mixed_precision='fp16'")
-    if _value(config, "zero_optimization.stage") == 1 and _value(config, "zero_optimization.overlap_comm") is True:
+    if config.get_value("zero_optimization.stage") == 1 and config.get_value("zero_optimization.overlap_comm") is True:
         refused.append(
             "zero_optimization.overlap_comm=true with stage 1, which reduces at the window's end: use stage 2"
         )
-    is_half = any(_value(config, f"{name}.enabled") not in (None, False) for name in ("bf16", "fp16"))
-    accumulates = _value(config, "data_types.grad_accum_dtype")
-    if is_half and _value(config, "zero_optimization.stage") == 1 and accumulates in ("fp32", "float32"):
+    is_half = any(config.get_value(f"{name}.enabled") not in (None, False) for name in ("bf16", "fp16"))
+    accumulates = config.get_value("data_types.grad_accum_dtype")
+    if is_half and config.get_value("zero_optimization.stage") == 1 and accumulates in ("fp32", "float32"):
         refused.append("data_types.grad_accum_dtype='fp32' in half precision with stage 1: use stage 2")
     if refused:
         raise UnsupportedError(f"DeepSpeed's JSON asks for features that are not supported: {'; '.join(refused)}")
@@ -285,16 +285,3 @@ def _sections(config: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, 
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _sections(value, f"{name}.{key}" if name else key)
-
-
-def _value(config: Mapping[str, Any], key: str) -> Any:
-    node: Any = config
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return node
-
-
-def _has(config: Mapping[str, Any], key: str) -> bool:
-    section, _, name = key.rpartition(".")
-    node = config if not section else _value(config, section)
-    return isinstance(node, Mapping) and name in node

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from headway.errors import UnsupportedError
-from headway.strategies.zero_engine import ZeroEngine
-from headway.strategies.zero_optimizer import Twin
+from headway.strategies.deepspeed.engine import ZeroEngine
+from headway.strategies.deepspeed.optimizer import Twin
 from headway.weights.partitions import piece_of_range
 from headway.weights.pieces import Piece
 
 
 @dataclass(frozen=True)
-class Run:
+class FlatSlice:
     """A rank's part of a parameter.
 
     Attributes:
@@ -76,7 +76,7 @@ class ZeroState:
 
     # ---------------------------------------------------------------- parts
 
-    def run(self, parameter: torch.Tensor) -> Run | None:
+    def run(self, parameter: torch.Tensor) -> FlatSlice | None:
         """This rank's part of a parameter; None: every rank holds all of it."""
         if self._zero.stage == 3:
             return self._run_3(parameter)
@@ -86,23 +86,23 @@ class ZeroState:
         mapping, shape = found._hp_mapping, tuple(parameter.shape)
         if mapping is None:
             first = self._optimizer.single_partition_of_fp32_groups[0]
-            return Run(shape, 0, first.detach().narrow(0, 0, 0))
+            return FlatSlice(shape, 0, first.detach().narrow(0, 0, 0))
         address = mapping.get_hp_fragment_address()
         flat = self._optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
         values = flat.detach().narrow(0, address.start, address.numel)
-        return Run(shape, mapping.lp_fragment_address.start, values, flat, address.start)
+        return FlatSlice(shape, mapping.lp_fragment_address.start, values, flat, address.start)
 
-    def _run_3(self, parameter: Any) -> Run | None:
+    def _run_3(self, parameter: Any) -> FlatSlice | None:
         if not hasattr(parameter, "ds_tensor"):
             return None
         shape, length = tuple(parameter.ds_shape), parameter.partition_numel()
         start = min(length * self._optimizer._get_param_partition_rank(parameter), parameter.ds_numel)
         count = min(length, parameter.ds_numel - start)  # the last partition is padded
         if id(parameter) not in self._learns:
-            return Run(shape, start, parameter.ds_tensor.detach().view(-1).narrow(0, 0, count))
+            return FlatSlice(shape, start, parameter.ds_tensor.detach().view(-1).narrow(0, 0, count))
         group, place, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
         flat = self._optimizer.fp32_partitioned_groups_flat[group]
-        return Run(shape, start, flat.detach().narrow(0, place, count), flat, place)
+        return FlatSlice(shape, start, flat.detach().narrow(0, place, count), flat, place)
 
     def part_of(self, parameter: torch.Tensor) -> Any:
         """A parameter as the piece that this rank holds of it."""
@@ -150,7 +150,7 @@ class ZeroState:
         return next(iter(self._optimizer.single_partition_of_fp32_groups), None)
 
     @staticmethod
-    def _shown(run: Run, flat: torch.Tensor, value: Any) -> Any:
+    def _shown(run: FlatSlice, flat: torch.Tensor, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.numel() == flat.numel() and value.ndim:
             part = run.beside(value) if run.flat is not None else value.detach().view(-1).narrow(0, 0, 0)
             return run.piece(part.detach())
@@ -179,7 +179,7 @@ class ZeroState:
                 optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
     @staticmethod
-    def _take(run: Run, own: dict[str, Any], state: Mapping[str, Any], counts_in_ints: bool) -> None:
+    def _take(run: FlatSlice, own: dict[str, Any], state: Mapping[str, Any], counts_in_ints: bool) -> None:
         assert run.flat is not None
         for key, value in state.items():
             if isinstance(value, Piece):

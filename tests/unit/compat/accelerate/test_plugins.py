@@ -6,8 +6,9 @@ import torch
 
 import headway
 from headway import Accelerator
+from headway.compat.accelerate.plugins import ParallelismConfig
 from headway.config.compiling import TorchDynamoPlugin
-from headway.config.layouts import ParallelismConfig
+from headway.config.request import LayoutRequest
 from headway.errors import ConfigError, UnsupportedError
 
 
@@ -121,7 +122,8 @@ def test_the_plugins_fields_after_it_was_made():
     plugin.set_mixed_precision("fp16")
     assert plugin.mixed_precision_policy == "bf16"
     plugin.set_mixed_precision("fp16", override=True)
-    assert plugin.read("p").dtypes["param_dtype"] == "fp16"
+    plugin.request_layout(request := LayoutRequest())
+    assert request.dtypes["param_dtype"] == "fp16"
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,17 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from headway.config.foreign import DEEPSPEED_KEYS, FSDP_KEYS, SIZE_KEYS, Foreign
+from headway.compat.accelerate.layout_words import DEEPSPEED_KEYS, FSDP_KEYS, SIZE_KEYS, read_fsdp, read_size
 from headway.config.launch import SETTINGS
+from headway.config.request import LayoutRequest
 from headway.config.values import from_file
 from headway.errors import ConfigError
 
 
 def read(**fsdp):
-    found = Foreign()
+    found = LayoutRequest()
     for name, value in fsdp.items():
-        found.fsdp(name, value)
+        read_fsdp(found, name, value)
     return found
 
 
@@ -132,13 +133,13 @@ def test_what_cannot_be(name, value, told):
 
 
 def test_sizes_and_sharding_together():
-    found = Foreign()
-    found.use_fsdp("--use_fsdp")
+    found = LayoutRequest()
+    found.use_shards("--use_fsdp")
     assert found.strategy() == ("fsdp", "--use_fsdp")
-    found.fsdp("sharding_strategy", "HYBRID_SHARD")
+    read_fsdp(found, "sharding_strategy", "HYBRID_SHARD")
     assert found.strategy()[0] == "hsdp"
     for name, size in {"dp_replicate_size": 2, "dp_shard_size": "4", "tp_size": 1, "cp_size": 1}.items():
-        found.size(name, size)
+        read_size(found, name, size)
     text, keys = found.strategy()
     assert (text, keys) == ("ddp=2+fsdp=4", "parallelism_config_dp_replicate_size, parallelism_config_dp_shard_size")
 
@@ -150,8 +151,8 @@ def test_two_layouts_at_once():
         ConfigError, match="says fsdp_reshard_after_forward=False, but fsdp_reshard_after_forward says True"
     ):
         read(sharding_strategy="SHARD_GRAD_OP", reshard_after_forward=True)
-    found = Foreign()
-    found.use_fsdp("fsdp_plugin")
-    found.size("tp_size", 8)
+    found = LayoutRequest()
+    found.use_shards("fsdp_plugin")
+    read_size(found, "tp_size", 8)
     with pytest.raises(ConfigError, match="no processes are left to shard across"):
         found.strategy()

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from headway.config.deepspeed import AUTO, HfDeepSpeedConfig
-from headway.config.stand_ins import DummyOptim, DummyScheduler
 from headway.errors import ConfigError, PrepareError, UnsupportedError
+from headway.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
+from headway.strategies.deepspeed.plugin import AUTO, HfDeepSpeedConfig
 
 _OPTIMIZERS = ("Adagrad", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")
 _DEEPSPEEDS = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}

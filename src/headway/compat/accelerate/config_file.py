@@ -4,38 +4,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.config.foreign import DEEPSPEED_KEYS, FSDP_KEYS, SIZE_KEYS, Foreign
+from headway.compat.accelerate.launch_flags import advice
+from headway.compat.accelerate.layout_words import LAYOUT_SECTIONS
 from headway.config.launch import SETTINGS, LaunchConfig
 from headway.config.load import Value, resolve
-from headway.config.retired import advice
+from headway.config.request import LayoutRequest
 from headway.config.values import did_you_mean, from_file
 from headway.errors import ConfigError
 
 _RENAMED = {"use_cpu": "cpu"}
-_SAME = (
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "gpu_ids",
-    "mixed_precision",
-    "rdzv_backend",
-    "enable_cpu_affinity",
-    "debug",
-    "gradient_accumulation_steps",
+_SAME = tuple(
+    """
+    num_processes num_machines machine_rank main_process_ip main_process_port gpu_ids mixed_precision rdzv_backend
+    enable_cpu_affinity debug gradient_accumulation_steps
+    """.split()  # noqa: SIM905
 )
 _COMPILER = tuple(name for name in SETTINGS if name.startswith("dynamo_"))
 # Sections most lines of which would mean something that this version does not do.
-_SECTIONS = (
-    "megatron_lm_config",
-    "fp8_config",
-    "dynamo_config",
-    "mpirun_config",
-    "ipex_config",
-)
-_LAYOUTS = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_", "deepspeed_config": ""}
-"""Sections that say how the model is spread, with what stands before each of their keys."""
+_SECTIONS = tuple("megatron_lm_config fp8_config dynamo_config mpirun_config ipex_config".split())  # noqa: SIM905
 _RENAMED_OPTIONS = {"backward_prefetch_policy": "backward_prefetch"}
 """What older versions of Accelerate wrote."""
 _TYPES = {
@@ -65,7 +51,7 @@ class Translation:
     layer: dict[str, Value] = field(default_factory=dict)
     lines: list[tuple[str, str]] = field(default_factory=list)
     num_lost: int = 0
-    layout: Foreign = field(default_factory=Foreign)
+    layout: LayoutRequest = field(default_factory=LayoutRequest)
 
     @property
     def config(self) -> LaunchConfig:
@@ -106,16 +92,14 @@ def translate(data: Mapping[str, Any], name: str) -> Translation:
     made = Translation()
     for key, value in data.items():
         _translate_key(made, key, value, f"file: {name} key {key}")
+    decided = dict(made.layout.settings)
     asked = made.layout.strategy()
     if asked is not None:
-        made.layer["strategy"] = Value(
-            from_file(SETTINGS["strategy"], asked[0], origin := f"file: {name} key {asked[1]}"), origin
-        )
+        decided["strategy"] = asked
         made.lines.append((TOGETHER, f"strategy: {asked[0]!r}"))
-    for setting, (found, key) in made.layout.settings.items():
-        made.layer[setting] = Value(
-            from_file(SETTINGS[setting], found, f"file: {name} key {key}"), f"file: {name} key {key}"
-        )
+    for setting, (found, key) in decided.items():
+        origin = f"file: {name} key {key}"
+        made.layer[setting] = Value(from_file(SETTINGS[setting], found, origin), origin)
     return made
 
 
@@ -126,7 +110,7 @@ def _translate_key(made: Translation, key: str, value: Any, origin: str) -> None
         if value == "AMAZON_SAGEMAKER":
             raise ConfigError(f"{origin} is AMAZON_SAGEMAKER: {advice('sagemaker_')}")
         made.drop(key, "a launch runs on the machine that it is started on")
-    elif key in _LAYOUTS:
+    elif key in LAYOUT_SECTIONS:
         _translate_layout(made, key, value, origin)
     elif key in _SECTIONS:
         _translate_section(made, key, value, origin)
@@ -137,7 +121,7 @@ def _translate_key(made: Translation, key: str, value: Any, origin: str) -> None
     elif (text := advice(key)) is not None:
         _translate_unknown(made, key, value, text)
     else:
-        hint = did_you_mean(key, [*_SAME, *_RENAMED, *_SECTIONS, *_LAYOUTS])
+        hint = did_you_mean(key, [*_SAME, *_RENAMED, *_SECTIONS, *LAYOUT_SECTIONS])
         raise ConfigError(f"{key} ({origin}) is not a key of Accelerate's config files{hint or '; take it out'}")
 
 
@@ -149,14 +133,10 @@ def _translate_layout(made: Translation, section: str, value: Any, origin: str) 
     if not isinstance(value, Mapping):
         raise ConfigError(f"{origin} must hold settings, one a line, not {value!r}")
     layout = made.layout
-    known, read = {
-        "fsdp_config": (FSDP_KEYS, layout.fsdp),
-        "parallelism_config": (SIZE_KEYS, layout.size),
-        "deepspeed_config": (DEEPSPEED_KEYS, layout.deepspeed),
-    }[section]
+    prefix, known, read = LAYOUT_SECTIONS[section]
     for inner, entry in value.items():
         path = f"{section}.{inner}"
-        name = str(inner).removeprefix(_LAYOUTS[section])
+        name = str(inner).removeprefix(prefix)
         name = _RENAMED_OPTIONS.get(name, name)
         if inner == "gradient_accumulation_steps" and entry not in ("auto", None):
             made.take(path, inner, entry, f"{origin}.{inner}")
@@ -166,20 +146,18 @@ def _translate_layout(made: Translation, section: str, value: Any, origin: str) 
             made.lose(path, "Accelerate's files have no such key")
         else:
             first = len(layout.lines)
-            read(name, entry, path)
+            read(layout, name, entry, path)
             made.lines += layout.lines[first:]
             if path in layout.refused:
                 made.lose(path, layout.refused[path])
 
 
 def _translate_type(made: Translation, kind: str, origin: str) -> None:
-    if kind == "FSDP":
-        made.layout.use_fsdp("distributed_type")
-        made.lines.append(("distributed_type", "FSDP: the model is sharded"))
-        return
-    if kind == "DEEPSPEED":
-        made.layout.use_deepspeed("distributed_type")
-        made.lines.append(("distributed_type", "DEEPSPEED: its engine runs the model"))
+    if kind in ("FSDP", "DEEPSPEED"):
+        is_fsdp = kind == "FSDP"
+        (made.layout.use_shards if is_fsdp else made.layout.use_deepspeed)("distributed_type")
+        told = "the model is sharded" if is_fsdp else "its engine runs the model"
+        made.lines.append(("distributed_type", f"{kind}: {told}"))
         return
     said = _TYPES.get(kind, _PER_DEVICE if kind.startswith("MULTI_") else None)
     if said is None:

@@ -1,6 +1,6 @@
 """DeepSpeed's settings as requested: its JSON from any source, and Accelerate's plugin. Torch-free.
 
-`headway.config.deepspeed_keys` fills in what the JSON leaves to the run, and accounts for every key.
+`headway.strategies.deepspeed.keys` fills in what the JSON leaves to the run, and accounts for every key.
 """
 
 import base64
@@ -10,20 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headway.config.choice import RequestedLayout, ResolvedLayout
+from headway.config.launch import OF_DEEPSPEED, OFFLOADS, UNSET
+from headway.config.load import run_setting
+from headway.config.mesh import ENGINES
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
+from headway.runtime.process import ProcessRuntime
 from headway.untrusted import parse_json, shown
 
 AUTO = "auto"
 STAGES = (1, 2, 3)
 DEFAULT_STAGE = 2
-_NAMES: dict[str, int | None] = {"deepspeed": None, "zero1": 1, "zero2": 2, "zero3": 3}
-_OFFLOADS = ("none", "cpu", "nvme")
-
-
-def is_named(strategy: str) -> bool:
-    """Does the text of `strategy` ask for DeepSpeed: "deepspeed", "zero1", "zero2", "zero3"?"""
-    return strategy.strip().lower() in _NAMES
 
 
 class HfDeepSpeedConfig:
@@ -249,8 +247,8 @@ _FIELDS = {
 def _check_offloads(plugin: DeepSpeedPlugin) -> None:
     for what in ("optimizer", "param"):
         device, path = getattr(plugin, f"offload_{what}_device"), getattr(plugin, f"offload_{what}_nvme_path")
-        if device is not None and device not in _OFFLOADS:
-            raise ConfigError(f"offload_{what}_device={device!r}; allowed: {', '.join(_OFFLOADS)}")
+        if device is not None and device not in OFFLOADS:
+            raise ConfigError(f"offload_{what}_device={device!r}; allowed: {', '.join(OFFLOADS)}")
         if device == "nvme" and path in (None, "none"):
             raise ConfigError(f"offload_{what}_device='nvme' needs offload_{what}_nvme_path")
         if path == "none":
@@ -266,6 +264,35 @@ def _stage(config: HfDeepSpeedConfig) -> int:
     if stage < 3 and config.get_value("zero_optimization.offload_param.device") in ("cpu", "nvme"):
         raise ConfigError(f"offload_param needs ZeRO stage 3, where parameters are sharded; the stage is {stage}")
     return int(stage)
+
+
+def resolve(requested: RequestedLayout, options: EngineOptions, runtime: ProcessRuntime, given: Any) -> ResolvedLayout:
+    """The layout on a run's ranks, with DeepSpeed's settings where that is the engine: the script's plugin, or what was launched.
+
+    Args:
+        requested: what the script says.
+        options: the engines' options of the script.
+        runtime: the ranks.
+        given: `deepspeed_plugin`, or `deepspeed_plugins`.
+
+    Raises:
+        ConfigError: as `RequestedLayout.resolve` and `chosen_plugin`, or the command line contradicts the plugin.
+    """
+    resolved = requested.resolve(options, runtime.world_size, runtime.local_world_size)
+    for name in OF_DEEPSPEED if given is not None else ():
+        # With --force the command line may say its options instead.
+        _, by = run_setting(name, given, None, code_origin=f"deepspeed_plugin of {requested.origin}")
+        given = given if by.startswith("code") else None
+    return replace(resolved, deepspeed=chosen_plugin(resolved.text, given, launched_settings()))
+
+
+def launched_settings() -> dict[str, Any]:
+    """What the launcher says for a DeepSpeedPlugin, by its fields; empty where it says nothing."""
+    told = {name: run_setting(name, UNSET, None)[0] for name in OF_DEEPSPEED}
+    found = {name: value for name, value in told.items() if value is not None}
+    if "deepspeed_config_file" in found:
+        found["hf_ds_config"] = found.pop("deepspeed_config_file")
+    return found
 
 
 def chosen_plugin(strategy: str, given: Any, launched: Mapping[str, Any] | None = None) -> DeepSpeedPlugin | None:
@@ -284,8 +311,9 @@ def chosen_plugin(strategy: str, given: Any, launched: Mapping[str, Any] | None 
         if len(given) != 1:
             raise UnsupportedError("several DeepSpeed plugins are not supported; give one plugin")
         given = next(iter(given.values()))
-    is_asked = is_named(strategy)
-    stage = _NAMES.get(strategy.strip().lower())
+    name = strategy.strip().lower()
+    is_asked = name in ENGINES
+    stage = int(name.removeprefix("zero")) if name.startswith("zero") else None
     if given is None:
         return DeepSpeedPlugin(**{"zero_stage": stage, **(launched or {})}) if is_asked else None
     if not isinstance(given, DeepSpeedPlugin):

@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 
 import headway
-from headway.config.deepspeed import DeepSpeedPlugin, HfDeepSpeedConfig, chosen_plugin, is_named, unscaled
-from headway.config.deepspeed_keys import TOP_LEVEL, Facts, account_for
 from headway.config.strategies import EngineOptions, GradScalerKwargs
 from headway.errors import ConfigError, UnsupportedError
+from headway.strategies.deepspeed.keys import TOP_LEVEL, Facts, complete_config
+from headway.strategies.deepspeed.plugin import DeepSpeedPlugin, HfDeepSpeedConfig, chosen_plugin, unscaled
 
 ZERO = {"zero_optimization": {"stage": 2}}
 FACTS = Facts(num_ranks=4, num_steps=3, precision="no", micro_batch=2)
 
 
 def account(config: dict[str, Any], facts: Facts = FACTS) -> Any:
-    return account_for({**ZERO, **config}, facts, lambda section: None)
+    return complete_config({**ZERO, **config}, facts, lambda section: None)
 
 
 # ---------------------------------------------------------------- the JSON
@@ -111,10 +111,9 @@ def test_impossible_plugins(options: dict[str, Any], kind: type[Exception], word
 
 
 def test_the_strategy_names_the_engine() -> None:
-    assert is_named("zero3")
-    assert is_named("DeepSpeed")
-    assert not is_named("fsdp")
     assert chosen_plugin("ddp", None) is None
+    assert chosen_plugin("fsdp", None) is None
+    assert chosen_plugin("DeepSpeed", None) is not None
     assert chosen_plugin("zero3", None).zero_stage == 3  # type: ignore[union-attr]
     assert chosen_plugin("deepspeed", None).zero_stage == 2  # type: ignore[union-attr]
     plugin = DeepSpeedPlugin(zero_stage=1)
@@ -217,7 +216,7 @@ def test_unknown_keys_get_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"'gradient_cliping' \(did you mean 'gradient_clipping'\?\)"):
         account({"gradient_cliping": 1.0})
     with pytest.raises(ConfigError, match=r"'zero_optimization.stagge' \(did you mean 'stage'\?\)"):
-        account_for(
+        complete_config(
             {"zero_optimization": {"stage": 1, "stagge": 2}}, FACTS, lambda section: ["stage"] if section else None
         )
 

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
+from headway.compat.accelerate.config_file import translate
 from headway.config.launch import LaunchConfig
-from headway.config.translate import translate
 from headway.errors import ConfigError
 
 # What the peer's `config` writes for a machine with eight GPUs.
