@@ -17,7 +17,7 @@ from headway.config.strategies import ActivationCheckpointing
 from headway.forecasting.devices import MIB, find
 from headway.forecasting.events import plain_peak
 from headway.forecasting.fake import trace
-from headway.forecasting.step import Recipe
+from headway.forecasting.step import StepRecipe
 from headway.planning.sources import unmasked
 from headway.recompute.checkpointing import checkpoint_activations
 
@@ -52,7 +52,7 @@ def _made(case: Case) -> nn.Module:
 def compare(case: Case, setting: str) -> tuple[int, int, float]:
     """Bytes forecast, bytes taken, and the seconds that the forecast took."""
     make_optimizer, precision, accumulation, is_recomputed = SETTINGS[setting]
-    recipe = Recipe(make_optimizer, case.loss, precision, accumulation, 1.0 if "clipped" in setting else None)
+    recipe = StepRecipe(make_optimizer, case.loss, precision, accumulation, 1.0 if "clipped" in setting else None)
     batch = partial(case.batch, BATCH)
     began = time.perf_counter()
     prepare = _checkpointed if is_recomputed else None

@@ -5,17 +5,17 @@ import warnings
 from benchmarks.forecast.reference import LARGEST, PUBLISHED, AdamWOf2022, batch, model, recompute
 from headway.forecasting.allocator import replay
 from headway.forecasting.devices import MIB, find, room, spread
-from headway.forecasting.events import Event
+from headway.forecasting.events import MemoryEvent
 from headway.forecasting.fake import trace
-from headway.forecasting.solve import Search
-from headway.forecasting.step import Recipe
+from headway.forecasting.solve import BudgetSearch
+from headway.forecasting.step import StepRecipe
 
 DEVICE = find("rtx-3090")
 
 
-def events(size: int, is_checkpointed: bool, accumulation: int = 2) -> list[Event]:
+def events(size: int, is_checkpointed: bool, accumulation: int = 2) -> list[MemoryEvent]:
     """Of two updates. Two micro-batches stand for the 4 and 8 of the tutorial, after which nothing new happens."""
-    recipe = Recipe(AdamWOf2022, accumulation=accumulation, max_norm=1.0, keeps_gradients=True)
+    recipe = StepRecipe(AdamWOf2022, accumulation=accumulation, max_norm=1.0, keeps_gradients=True)
     return trace(model, lambda: batch(size), recipe, DEVICE, recompute if is_checkpointed else None).events
 
 
@@ -27,7 +27,7 @@ def row(size: int, is_checkpointed: bool) -> tuple[int, int, int]:
 def largest() -> int:
     """The largest batch with checkpointing, which the tutorial trained without accumulation."""
     assert DEVICE.memory is not None
-    found = Search(
+    found = BudgetSearch(
         lambda size: events(size, True, 1), lambda each: replay(each).reserved, room(DEVICE, DEVICE.memory)
     ).run()
     return found.batch

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.forecasting.step import Recipe, run
+from headway.forecasting.step import StepRecipe, run
 
 
-def peak(model: nn.Module, recipe: Recipe, batch: Callable[[], Any]) -> int:
+def peak(model: nn.Module, recipe: StepRecipe, batch: Callable[[], Any]) -> int:
     """The most bytes in use during two updates, the model's own included."""
     held = {
         each.untyped_storage()._cdata: each.untyped_storage().nbytes()

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import headway
 from benchmarks.timing import interleave, num_repeats, rows_of, save
 from headway.runtime.control import Control
-from headway.runtime.stopping import Stopping
-from headway.runtime.store import Address, Link, serve
+from headway.runtime.stopping import StopAgreement
+from headway.runtime.store import StoreAddress, StoreLink, serve
 
 CALLS = 100
 
@@ -60,8 +60,8 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     server = serve("127.0.0.1")
-    link = Link(Address("127.0.0.1", server.port, "bench"), timedelta(seconds=10))
-    stopping = Stopping(Control(0, 2, link, timedelta(seconds=10)), (), None, "bench")
+    link = StoreLink(StoreAddress("127.0.0.1", server.port, "bench"), timedelta(seconds=10))
+    stopping = StopAgreement(Control(0, 2, link, timedelta(seconds=10)), (), None, "bench")
     with tempfile.TemporaryDirectory() as folder:
         passes = {
             "a micro-batch, preemption off": loop(f"{folder}/a", False),

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from benchmarks.timing import interleave, num_repeats, rows_of, save
 from headway import env
 from headway.runtime.heartbeat import NUM_RECORDED, Heartbeat
-from headway.runtime.ledger import Ledger
-from headway.runtime.pulse import Pulse
+from headway.runtime.ledger import CollectiveLedger
+from headway.runtime.pulse import HeartbeatFile
 from headway.runtime.recorder import Call, Recorder
 
 CALLS = 100
@@ -30,7 +30,7 @@ def many(call: Callable[[], Any]) -> Callable[[], None]:
     return run
 
 
-def mark(ledger: Ledger) -> Callable[[], None]:
+def mark(ledger: CollectiveLedger) -> Callable[[], None]:
     """What each collective of Headway's does."""
     return lambda: ledger.leave(ledger.record("gather", "float32"))
 
@@ -44,7 +44,7 @@ class Direct(Recorder):
         return []
 
 
-def beat(pulse: Pulse, *, is_training: bool) -> Callable[[], None]:
+def beat(pulse: HeartbeatFile, *, is_training: bool) -> Callable[[], None]:
     """One heartbeat, as it is between collectives on the move, or once they stand still."""
 
     def run() -> None:
@@ -63,7 +63,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for _ in range(2000):
         dist.all_reduce(torch.ones(1))
-    pulse, ledger = Pulse(), Ledger()
+    pulse, ledger = HeartbeatFile(), CollectiveLedger()
     passes = {
         "reading the clock": many(time.monotonic),
         "reading the clock, again (A/A)": many(time.monotonic),

@@ -8,7 +8,7 @@ from typing import Any
 
 from headway.collectives.door import Collectives
 from headway.config.strategies import EngineOptions
-from headway.data.shard import Shard
+from headway.data.shard import ShardIndex
 from headway.errors import ConfigError
 from headway.strategies.base import Capabilities
 from headway.strategies.ddp import DDPStrategy
@@ -36,7 +36,7 @@ class MirrorStrategy(DDPStrategy):
             )
         count = world // copies
         # Which part of the data this rank reads: neighbours read the same.
-        self.data_shard = Shard(collectives.rank // copies, count)
+        self.data_shard = ShardIndex(collectives.rank // copies, count)
         # One rank of each part: losses and metrics are summed over these, so that each sample counts once.
         self.data_group = collectives.split([range(copy, world, copies) for copy in range(copies)])
         # DDP divides the sum over all ranks by their number; each part is in that sum `copies` times.

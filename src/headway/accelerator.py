@@ -31,7 +31,7 @@ from headway.data.skip import skip_first_batches
 from headway.errors import StateError, UnsupportedError
 from headway.forecasting.pretending import is_forecast
 from headway.log import get_logger, is_debugging
-from headway.memory.oom import Reserve, is_out_of_memory
+from headway.memory.oom import EmergencyReserve, is_out_of_memory
 from headway.optional import Later
 from headway.precision import float8
 from headway.precision.mixed import build_precision
@@ -41,28 +41,28 @@ from headway.resume.restored import Restored
 from headway.resume.run import RunState
 from headway.runtime import events, process, pulse
 from headway.runtime.control import note_progress
-from headway.runtime.seed import Reader
+from headway.runtime.seed import RNGReader
 from headway.strategies.build import choose_strategy
 from headway.strategies.deepspeed import plugin as deepspeed
 from headway.tracking.base import Tracker
 from headway.tracking.record import RunRecorder, TrackerKwargs
-from headway.training.guard import Guard, Notice, Skips
+from headway.training.guard import NonFiniteNotice, SkippedUpdates, StepGuard
 from headway.training.local_sgd import LocalTraining
 from headway.training.metrics import gather_for_metrics, look_for_repeats
-from headway.training.moments import Moments
-from headway.training.neighbours import Neighbours
+from headway.training.moments import StepHooks
+from headway.training.neighbours import AcceleratorRegistry
 from headway.training.optimizer import PreparedOptimizer
 from headway.training.prepare import Preparation
-from headway.training.prepared import Prepared
+from headway.training.prepared import PreparedObjects
 from headway.training.profile import profiling
-from headway.training.replicas import Replicas
-from headway.training.rows import Rows
-from headway.training.run import Run
-from headway.training.scheduler import PreparedScheduler, TickRule, choose_rule
-from headway.training.step import MicroBatch, NoGuard, Step, WholeStep
+from headway.training.replicas import ReplicaCheck
+from headway.training.rows import RowCountCheck
+from headway.training.run import AcceleratorRun
+from headway.training.scheduler import PreparedScheduler, SchedulerStepRule, choose_rule
+from headway.training.step import MicroBatch, NoGuard, TrainingStep, WholeStep
 from headway.training.unprepared import build_lookout
 from headway.training.whole import WholeWeights
-from headway.training.windows import Clock, LossPolicy, WeightedMean, Windows
+from headway.training.windows import AccumulationWindows, LossPolicy, UpdateClock, WeightedMean
 from headway.weights.export import save_object
 
 # What only some runs use is loaded by its first use: a script that does without starts the sooner.
@@ -162,7 +162,7 @@ class Accelerator(RankAware):
         parallelism_config: LayoutPlugin | None = None,
         # Accelerate's end here; what follows is Headway's own.
         adjust_scheduler_to_accumulation: bool = False,
-        scheduler_ticks: str | TickRule | None = None,
+        scheduler_ticks: str | SchedulerStepRule | None = None,
         global_batch_size: int | None = None,
         loss_policy: LossPolicy | None = None,
         microbatching: str | None = None,
@@ -194,9 +194,9 @@ class Accelerator(RankAware):
         scaling = deepspeed.unscaled(zero, options)
         self.precision = build_precision(self.mixed_precision, runtime.hardware, scaling, self.strategy)
         self.global_batch_size = global_batch_size
-        self.clock = Clock()
+        self.clock = UpdateClock()
         self._events = LoaderEvents()
-        neighbours = runtime.scope.own(Neighbours)
+        neighbours = runtime.scope.own(AcceleratorRegistry)
         divides = loss_policy or WeightedMean()
         self._training_step = self._build_step(plugin, divides, on_non_finite, cuts_batches, neighbours)
         self.local_training = LocalTraining(self._training_step.windows)
@@ -220,7 +220,7 @@ class Accelerator(RankAware):
             self._loading_rules(),
         )
         self._start_records(log_with, project_settings(project_dir, project_config), preemption)
-        self._run = Run(
+        self._run = AcceleratorRun(
             self.collectives,
             self.mixed_precision,
             self._training_step.windows,
@@ -239,10 +239,10 @@ class Accelerator(RankAware):
         """Be known to this process: what ends with it is let go of then."""
         process.at_end(self._preparation.release)
         self._whole_weights = WholeWeights(self.strategy, runtime)
-        runtime.scope.own(Reader).index = self.strategy.data_shard.index
+        runtime.scope.own(RNGReader).index = self.strategy.data_shard.index
         self._lookout = runtime.scope.own(build_lookout)
         self._membership = self._lookout.join(self._training_step)
-        scope.own(Reserve).fill()
+        scope.own(EmergencyReserve).fill()
         scope.own(traces.Hook).add(_use_of_memory)
 
     def _build_step(
@@ -251,34 +251,39 @@ class Accelerator(RankAware):
         policy: LossPolicy,
         on_non_finite: "str | finite.NonFinitePolicy | None",
         cuts_batches: bool,
-        neighbours: Neighbours,
-    ) -> Step:
-        prepared, runtime = Prepared(self.strategy.at_rest), self.runtime
-        windows = Windows(
+        neighbours: AcceleratorRegistry,
+    ) -> TrainingStep:
+        prepared, runtime = PreparedObjects(self.strategy.at_rest), self.runtime
+        windows = AccumulationWindows(
             plugin.num_steps,
             self._events,
             plugin.sync_with_dataloader,
             plugin.sync_each_batch,
             partial(neighbours.loader_beside, prepared),
         )
-        skips = Skips(windows, self.clock)
-        guard: Guard = NoGuard(None if is_forecast() else Notice(windows, self.clock, runtime), skips)
+        skips = SkippedUpdates(windows, self.clock)
+        guard: StepGuard = NoGuard(None if is_forecast() else NonFiniteNotice(windows, self.clock, runtime), skips)
         if on_non_finite is not None:
             guard = finite.build_guard(
                 on_non_finite, windows, prepared, self.clock, self.precision, self.strategy, skips
             )
         is_watched = pulse.is_watched() or runtime.world_size > 1
-        moments = Moments(begun=[note_progress] if is_watched else [], phases=scope.own(events.Listeners).to_phases)
+        moments = StepHooks(begun=[note_progress] if is_watched else [], phases=scope.own(events.Listeners).to_phases)
         if runtime.world_size > 1:
             self._compare_ranks(prepared, windows, moments, cuts_batches, isinstance(policy, WeightedMean))
         parts = windows, prepared, self.strategy, self.precision, policy, guard, moments
         return replay.PieceStep(*parts, self.clock, runtime) if cuts_batches else WholeStep(*parts)
 
     def _compare_ranks(
-        self, prepared: Prepared, windows: Windows, moments: Moments, cuts_batches: bool, weighs: bool
+        self,
+        prepared: PreparedObjects,
+        windows: AccumulationWindows,
+        moments: StepHooks,
+        cuts_batches: bool,
+        weighs: bool,
     ) -> None:
-        rows = Rows(windows)
-        replicas = Replicas(prepared, self.strategy, rows, self._refuses_drift)
+        rows = RowCountCheck(windows)
+        replicas = ReplicaCheck(prepared, self.strategy, rows, self._refuses_drift)
         moments.reduced.append(replicas.note)
         # In pieces, an update may be tried several times: ranks are together right after they have reduced gradients.
         (moments.reduced if cuts_batches else moments.before_update).append(replicas.check)
@@ -489,11 +494,11 @@ class Accelerator(RankAware):
             UnsupportedError: the step cannot be traced (the operation and the line are named), or models are sharded or compiled.
         """
         asked = model, batch, optimizer, loss, forward, budget, largest, batch_fn, max_norm, device
-        return forecasts.forecast(forecasts.Question(*asked), self._forecast_setting())
+        return forecasts.forecast(forecasts.ForecastRequest(*asked), self._forecast_setting())
 
-    def _forecast_setting(self) -> "forecasts.Setting":
+    def _forecast_setting(self) -> "forecasts.TrainingSetup":
         step, options = self._training_step, self.options
-        return forecasts.Setting(
+        return forecasts.TrainingSetup(
             step.strategy,
             self.runtime,
             self.mixed_precision,
@@ -1141,5 +1146,5 @@ def _use_of_memory(error: BaseException) -> str:
     """What memory was used for, where it ran out and nobody caught the error."""
     if not is_out_of_memory(error):
         return ""
-    scope.own(Reserve).release()
+    scope.own(EmergencyReserve).release()
     return memory_report.untold(error)

@@ -40,7 +40,7 @@ def users_secret(file: str | None = None) -> bytes:
     return secret
 
 
-class Strangers:
+class UnsealedCounter:
     """Counts what was not of this run and so was dropped, and says so once.
 
     Args:
@@ -79,7 +79,7 @@ class Seal:
         strangers: counts what has none.
     """
 
-    def __init__(self, secret: bytes, strangers: Strangers) -> None:
+    def __init__(self, secret: bytes, strangers: UnsealedCounter) -> None:
         self._secret = secret
         self.strangers = strangers
 

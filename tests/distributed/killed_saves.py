@@ -23,8 +23,8 @@ import torch
 from headway.checkpoint import folders
 from headway.checkpoint.layout import read_tensors, verify
 from headway.checkpoint.saver import Saver
-from headway.checkpoint.state import Collected
-from headway.checkpoint.writer import Policy
+from headway.checkpoint.state import CollectedState
+from headway.checkpoint.writer import SavePolicy
 from headway.collectives.door import Collectives
 from headway.runtime import process
 
@@ -40,17 +40,17 @@ VARIANTS = {
 }
 
 
-def state(value: int) -> Collected:
+def state(value: int) -> CollectedState:
     tensors = {f"model/0/{i}": torch.full((1000,), float(value)) for i in range(3)}
     tensors["optimizer/0/0/exp_avg"] = torch.full((3000,), float(value))
-    return Collected(tensors, {}, {"value": value})
+    return CollectedState(tensors, {}, {"value": value})
 
 
 def save(root: Path, value: int, variant: dict) -> None:
     runtime = process.start(cpu=True)
     saver = Saver(runtime, Collectives(runtime))
     final = root / ("checkpoint_1" if variant["same_name"] else f"checkpoint_{value}")
-    saver.save(final, state(value), {"value": value}, Policy(1, (), True, variant["is_blocking"]))
+    saver.save(final, state(value), {"value": value}, SavePolicy(1, (), True, variant["is_blocking"]))
     saver.wait()
 
 

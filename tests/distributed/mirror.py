@@ -10,7 +10,7 @@ import torch
 from headway import Accelerator
 from headway.collectives.door import Collectives
 from headway.config.strategies import EngineOptions
-from headway.data.shard import Shard
+from headway.data.shard import ShardIndex
 from headway.precision.base import Precision
 from headway.strategies.replica import ReplicaStrategy
 
@@ -23,7 +23,7 @@ class MirroredReplicas(ReplicaStrategy):
     def __init__(self, collectives: Collectives, text: str, options: EngineOptions) -> None:
         super().__init__(collectives, options.ddp)
         world = collectives.world_size
-        self.data_shard = Shard(collectives.rank // 2, world // 2)
+        self.data_shard = ShardIndex(collectives.rank // 2, world // 2)
         self.data_group = collectives.split([range(copy, world, 2) for copy in range(2)])
         self.gradient_divisor = world // 2
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from headway.checkpoint.manifest import read_manifest
-from headway.checkpoint.placing import Placing
+from headway.checkpoint.placing import TargetLayout
 from headway.checkpoint.restoring import misfits, restore
 from headway.checkpoint.saver import Saver
-from headway.checkpoint.state import Parts, collect
-from headway.checkpoint.writer import Policy
+from headway.checkpoint.state import StatefulObjects, collect
+from headway.checkpoint.writer import SavePolicy
 from headway.errors import CheckpointError
 from tests.distributed.ranks import run_ranks
 
@@ -24,7 +24,7 @@ LAYOUTS = {
     2: ("fsdp", "tp", "whole"),
     1: ("whole",),
 }
-BLOCKING = Policy()
+BLOCKING = SavePolicy()
 
 
 class Net(torch.nn.Module):
@@ -155,7 +155,7 @@ def made(layout, world_size, salt):
     return (
         model,
         optimizer,
-        Parts([model], [optimizer], {"custom": [registered]}, lambda each: each.state_dict().items()),
+        StatefulObjects([model], [optimizer], {"custom": [registered]}, lambda each: each.state_dict().items()),
     )
 
 
@@ -203,7 +203,7 @@ def save_all(folder):
     for layout in LAYOUTS[world_size]:
         model, _, parts = made(layout, world_size, 1)
         saver.save(Path(folder, f"{layout}-blocking"), collect(parts), {}, BLOCKING)
-        saver.save(Path(folder, layout), collect(parts), {}, Policy(is_blocking=False))
+        saver.save(Path(folder, layout), collect(parts), {}, SavePolicy(is_blocking=False))
         with torch.no_grad():
             for parameter in model.parameters():  # the loop goes on while that is written
                 parameter.zero_()
@@ -216,7 +216,7 @@ def load_all(folder):
     for source in sorted(path for path in Path(folder).iterdir() if path.is_dir()):
         for layout in LAYOUTS[world_size]:
             model, optimizer, parts = made(layout, world_size, 0)
-            _, found = saver.read(source, Placing(parts))
+            _, found = saver.read(source, TargetLayout(parts))
             assert misfits(parts, found) == []
             restore(parts, found, None, lambda failure: [failure] if failure else [])
             check(model, optimizer, 1)
@@ -295,13 +295,13 @@ def peaks(folder, layouts):
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
         for parameter in model.parameters():
             optimizer.state[parameter] = {"momentum_buffer": torch.ones_like(parameter).detach()}
-        parts = Parts([model], [optimizer], {}, lambda each: each.state_dict().items())
+        parts = StatefulObjects([model], [optimizer], {}, lambda each: each.state_dict().items())
         with Anonymous() as saving:
             saver.save(Path(folder, str(number)), collect(parts), {}, BLOCKING)
         loading = Anonymous()
         if number:
             with loading:  # what was saved by rows is read by columns, and the other way round
-                _, read = saver.read(Path(folder, str(number - 1)), Placing(parts))
+                _, read = saver.read(Path(folder, str(number - 1)), TargetLayout(parts))
                 restore(parts, read, None, lambda failure: [failure] if failure else [])
             local = model.a.to_local()
             begin = mesh.get_rank() * ROWS // world_size
@@ -333,7 +333,7 @@ def misuse(folder, what):
     model, _, parts = made("fsdp", world_size, 1)
     if what == "alone":
         if saver._runtime.rank == 0:
-            saver.save(Path(folder, "a"), collect(parts), {}, Policy(is_alone=True))
+            saver.save(Path(folder, "a"), collect(parts), {}, SavePolicy(is_alone=True))
         return
     if what == "partial":
         mesh = init_device_mesh("cpu", (world_size,))
@@ -353,9 +353,9 @@ def misuse(folder, what):
 
 
 def own_disk(rank, *_):
-    from headway.checkpoint.writer import Share
+    from headway.checkpoint.writer import DiskShare
 
-    return Share(0, 1, True, is_own_disk=True)
+    return DiskShare(0, 1, True, is_own_disk=True)
 
 
 def refused(folder, what):
@@ -397,7 +397,7 @@ def damaged(folder):
     saver._collectives.barrier()
     messages = []
     try:
-        saver.read(path, Placing(parts))
+        saver.read(path, TargetLayout(parts))
     except CheckpointError as error:
         messages.append(str(error))
     newest, reasons = saver.newest(Path(folder))

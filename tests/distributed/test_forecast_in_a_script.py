@@ -15,7 +15,7 @@ def of_a_replica():
     from benchmarks.forecast.truth import peak
     from headway import Accelerator, DistributedDataParallelKwargs
     from headway.errors import UnsupportedError
-    from headway.forecasting.step import Recipe
+    from headway.forecasting.step import StepRecipe
 
     found = []
     rows = torch.ones(32, 256)
@@ -28,7 +28,7 @@ def of_a_replica():
         model = accelerator.prepare(model)
         after = accelerator.forecast(model, rows, **ask).allocated
         # DDP builds its buckets anew after the first step; the profiler sees them only where that falls into its window.
-        taken = peak(model, Recipe(torch.optim.AdamW, ask["loss"]), lambda: rows.clone())
+        taken = peak(model, StepRecipe(torch.optim.AdamW, ask["loss"]), lambda: rows.clone())
         found.append((before, after, taken))
         accelerator.free_memory()
     sharding = Accelerator(cpu=True, strategy="fsdp")

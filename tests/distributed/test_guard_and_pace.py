@@ -143,10 +143,10 @@ def the_slow_rank_is_named() -> None:
     is_slow = accelerator.process_index == 1
     now = [0.0]
     lines: list[str] = []
-    heard: list[events.Happening] = []
+    heard: list[events.RunEvent] = []
 
     class Ear:
-        def hear(self, happening: events.Happening) -> None:
+        def hear(self, happening: events.RunEvent) -> None:
             heard.append(happening)
 
     ear = Ear()

@@ -24,7 +24,7 @@ from headway import Accelerator
 from headway.config.strategies import DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs
 from headway.errors import HeadwayError, MemoryExhausted, PrepareError, UnsupportedError
 from headway.replay.step import PieceStep
-from headway.replay.transaction import Transaction
+from headway.replay.transaction import BatchTransaction
 from tests.devices import DEVICE, ON_CPU
 from tests.distributed.ranks import run_ranks
 
@@ -87,7 +87,7 @@ def data(num_rows: int) -> TensorDataset:
     return TensorDataset(torch.randn(num_rows, 3, generator=generator), torch.randn(num_rows, 1, generator=generator))
 
 
-def transaction_of(accelerator: Accelerator) -> Transaction | None:
+def transaction_of(accelerator: Accelerator) -> BatchTransaction | None:
     """What runs batches again; None where they stay whole."""
     step = accelerator._training_step
     return step.transaction if isinstance(step, PieceStep) else None

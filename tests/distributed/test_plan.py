@@ -10,7 +10,7 @@ from headway import Accelerator, PipelineOptions
 from headway.config.mesh import parse
 from headway.planning.compare import plan
 from headway.planning.drive import CutSequences, Pipeline
-from headway.planning.meter import Meter
+from headway.planning.meter import StepMeter
 from headway.planning.sources import unmasked
 from headway.planning.trial import rehearse, run
 from tests.distributed.ranks import run_ranks
@@ -203,7 +203,7 @@ def test_a_stage_holds_and_sends_what_the_plan_says(num_ranks):
 def replicas():
     Accelerator(cpu=True)
     wrapped = torch.nn.parallel.DistributedDataParallel(llama())
-    with Meter(parse("ddp").resolve(2)) as meter:
+    with StepMeter(parse("ddp").resolve(2)) as meter:
         loss_ = loss(wrapped)
         meter.phase = "backward"
         loss_.backward()

@@ -29,8 +29,8 @@ from headway import (
 )
 from headway.errors import MemoryExhausted, UnsupportedError
 from headway.replay.step import PieceStep
-from headway.replay.transaction import Transaction
-from headway.strategies.doors import Unit
+from headway.replay.transaction import BatchTransaction
+from headway.strategies.doors import FSDPUnit
 from tests.distributed.layouts import (
     PADDING,
     Task,
@@ -101,7 +101,7 @@ class Fault:
         known.reserve = lambda: (self.at("reserve"), reserve())[1]  # type: ignore[method-assign]
 
 
-def transaction_of(accelerator: Accelerator) -> Transaction:
+def transaction_of(accelerator: Accelerator) -> BatchTransaction:
     step = accelerator._training_step
     assert isinstance(step, PieceStep)
     return step.transaction
@@ -263,19 +263,19 @@ def test_replicas_of_shards():
 def again_while_standing_in() -> list[str]:
     """Memory runs out on rank 1, and again in the first thing that it stands in for: an error on all ranks, and none waits."""
     cell = Cell("forward", (1,), batch=1)
-    stand_in = Unit.stand_in
+    stand_in = FSDPUnit.stand_in
 
-    def failing(self: Unit, *args: Any) -> None:
+    def failing(self: FSDPUnit, *args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory, again.")
 
     told = []
-    Unit.stand_in = failing  # type: ignore[method-assign]
+    FSDPUnit.stand_in = failing  # type: ignore[method-assign]
     try:
         train("fsdp", cell)
     except MemoryExhausted as error:
         told.append(str(error))
     finally:
-        Unit.stand_in = stand_in  # type: ignore[method-assign]
+        FSDPUnit.stand_in = stand_in  # type: ignore[method-assign]
     return told
 
 

@@ -7,7 +7,7 @@ import torch
 
 from headway.errors import HeadwayError
 from headway.weights.files import open_checkpoint
-from headway.weights.gathered import Gathered, save_gathered, whole_state
+from headway.weights.gathered import GatheredTensor, save_gathered, whole_state
 from headway.weights.partitions import piece_of_range
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_boxes import MB, ROWS, Anonymous, door, made, numbered, values
@@ -81,7 +81,7 @@ def failing(folder):
         messages.append(str(error))
     with pytest.MonkeyPatch.context() as patch:
         if door_to_all.rank == 0:
-            patch.setattr(Gathered, "whole", out_of_memory)
+            patch.setattr(GatheredTensor, "whole", out_of_memory)
         try:
             whole_state(model.state_dict().items(), door_to_all)
         except (HeadwayError, MemoryError) as error:

@@ -7,7 +7,7 @@ from torch import nn
 import headway
 from headway.forecasting import calibration
 from headway.forecasting.devices import MIB, named
-from headway.forecasting.step import Recipe, run
+from headway.forecasting.step import StepRecipe, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,5 +40,5 @@ def test_what_a_process_takes_beside_tensors(tmp_path, monkeypatch):
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_reserved()
     with torch.device("cuda"):
-        run(net(), Recipe(torch.optim.AdamW, nn.functional.mse_loss), lambda: (torch.zeros(4096, 1024),) * 2)
+        run(net(), StepRecipe(torch.optim.AdamW, nn.functional.mse_loss), lambda: (torch.zeros(4096, 1024),) * 2)
     assert torch.cuda.max_memory_reserved() - held == pytest.approx(found.reserved, rel=0.1)

@@ -21,14 +21,14 @@ def attended(rotation: str) -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from headway.strategies import ring, zigzag
-    from headway.strategies.crossings import Axis
-    from headway.strategies.cut_attention import Door
+    from headway.strategies.crossings import SplitAxis
+    from headway.strategies.cut_attention import WholeSequenceAttention
 
     mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))
     rank = mesh.get_local_rank()
     torch.cuda.set_device(rank)
-    axis = Axis.of(mesh)
-    found = ring.find(mesh, rotation, ring.Rings())
+    axis = SplitAxis.of(mesh)
+    found = ring.find(mesh, rotation, ring.RingDispatcher())
     assert found is not None, "this torch has another form of context parallelism"
     generator = torch.Generator().manual_seed(0)
     whole = [
@@ -40,7 +40,7 @@ def attended(rotation: str) -> list[float]:
     wanted = torch.autograd.grad((out * weights).sum(), whole)
     off = []
     for attend in (found.attend, None):
-        with Door(axis, attend):
+        with WholeSequenceAttention(axis, attend):
             parts = [zigzag.part_of(each, axis, 2) for each in whole]
             part = scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
         again = zigzag.join(part, axis, 2, 64)

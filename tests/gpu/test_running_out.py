@@ -9,7 +9,7 @@ import torch
 from headway import Accelerator, MemoryMonitor
 from headway.memory.free import free_bytes
 from headway.memory.peaks import PeakReader
-from headway.replay.headroom import Headroom
+from headway.replay.headroom import AllocatorPressure
 from headway.replay.trial import Materialised
 from headway.runtime.device import HARDWARE
 
@@ -40,7 +40,7 @@ def use(num_mib: int) -> None:
 
 
 def test_an_out_of_memory_error_counts_as_one_retry_and_not_as_thrashing() -> None:
-    headroom = Headroom(HARDWARE["cuda"], torch.device("cuda", 0))
+    headroom = AllocatorPressure(HARDWARE["cuda"], torch.device("cuda", 0))
     headroom.is_thrashing()
     before = torch.cuda.memory_stats()
     with pytest.raises(torch.OutOfMemoryError):

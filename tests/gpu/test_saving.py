@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from headway import Accelerator, ProjectConfiguration
-from headway.checkpoint.snapshot import Snapshot
+from headway.checkpoint.snapshot import HostCopies
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,7 @@ def busy(device: torch.device) -> None:
 def test_a_snapshot_is_of_the_moment_and_nobody_waits_for_it() -> None:
     devices = [torch.device("cuda", n) for n in range(min(2, torch.cuda.device_count()))]
     tensors = {str(device): torch.full((1 << 20,), 3.0, device=device) for device in devices}
-    snapshot = Snapshot()
+    snapshot = HostCopies()
     snapshot.take(tensors, tensors)  # makes the pinned memory
     for device in devices:
         busy(device)

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from headway.checkpoint.saver import Saver
-from headway.checkpoint.writer import Policy
+from headway.checkpoint.writer import SavePolicy
 from headway.collectives.door import Collectives
 from headway.errors import CheckpointError
 from headway.runtime import process
@@ -104,7 +104,7 @@ class Ranks:
     def _save(self, saver: Saver, value: int) -> str:
         final = self.root / ("checkpoint_1" if self.variant["same_name"] else f"checkpoint_{value}")
         try:
-            policy = Policy(1, (), True, self.variant["is_blocking"], timeout=20)
+            policy = SavePolicy(1, (), True, self.variant["is_blocking"], timeout=20)
             saver.save(final, state(value), {"value": value}, policy)
             saver.wait()
         except CheckpointError as error:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from headway import Accelerator, track
 from headway.data.loader import LoaderEvents
-from headway.data.transfer import SideTransfer, transfer_to
+from headway.data.transfer import SideStreamTransfer, transfer_to
 from headway.replay import transaction
 from headway.runtime.device import CPU
 from headway.runtime.readback import Readback
@@ -23,8 +23,8 @@ from headway.throughput.meter import Throughput
 from headway.trainer.callbacks import TrainerControl
 from headway.trainer.loop import Training
 from headway.training import guard
-from headway.training.task import Task
-from headway.training.windows import Clock
+from headway.training.task import BatchTask
+from headway.training.windows import UpdateClock
 from tests.synchronisations.count import be_an_accelerator
 from tests.synchronisations.fake_device import DEVICE, FakeDevice
 
@@ -109,7 +109,7 @@ def transfers(fake: FakeDevice) -> dict[str, Any]:
     return found
 
 
-class Watched(SideTransfer):
+class Watched(SideStreamTransfer):
     """Notes that copies were waited for."""
 
     num_waits = 0
@@ -159,7 +159,9 @@ def figures(fake: FakeDevice) -> list[str]:
     """A bar's tokens a second are as of the drawing before."""
     accelerator = Accelerator()
     seconds, found = [0.0], []
-    meter = Throughput(accelerator._training_step, LoaderEvents(), Clock(), accelerator.runtime, now=lambda: seconds[0])
+    meter = Throughput(
+        accelerator._training_step, LoaderEvents(), UpdateClock(), accelerator.runtime, now=lambda: seconds[0]
+    )
     for number in range(1, 5):
         meter._on_backward()
         seconds[0] = float(number)
@@ -185,7 +187,7 @@ class OfTwo:
 
 def two_ranks(fake: FakeDevice) -> list[Any]:
     """What ranks tell each other about callbacks and losses."""
-    task = Task(None, lambda piece: piece, None, "mean")
+    task = BatchTask(None, lambda piece: piece, None, "mean")
     task.add(torch.ones(()).to(DEVICE), 4.0)
     callbacks, control = SimpleNamespace(has_foreign=True), TrainerControl(should_save=True)
     training = object.__new__(Training)

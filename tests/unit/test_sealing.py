@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.sealing import SIZE, Seal, Strangers, users_secret
+from headway.sealing import SIZE, Seal, UnsealedCounter, users_secret
 
 
 def of(secret: bytes) -> Seal:
-    return Seal(secret, Strangers(lambda text: None))
+    return Seal(secret, UnsealedCounter(lambda text: None))
 
 
 @given(st.binary(max_size=40), st.text(max_size=20), st.binary(max_size=200))
@@ -44,7 +44,7 @@ def test_each_salt_makes_a_secret_of_its_own():
 
 def test_strangers_are_counted_and_said_once():
     said = []
-    strangers = Strangers(said.append)
+    strangers = UnsealedCounter(said.append)
     assert strangers.total() == ""
     for _ in range(3):
         strangers.note("a line from \x1b[2Jnowhere")

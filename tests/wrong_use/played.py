@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from headway import scope
 from headway.callsite import users_line
 from headway.errors import HeadwayError
-from headway.launch.endings import Report
-from headway.launch.records import Death, Record
+from headway.launch.endings import FailureReport
+from headway.launch.records import ExceptionRecord, RankExit
 from headway.traces import Hook, shorten
 from tests.distributed.ranks import RankFailed, run_ranks
 from tests.wrong_use.row import LAYOUTS, Cell
@@ -43,7 +43,7 @@ class Followed:
         unequal: the largest difference from the hand-written loop's numbers.
     """
 
-    error: Record | None = None
+    error: ExceptionRecord | None = None
     is_ours: bool = False
     said: list[tuple[int, str]] = field(default_factory=list)
     unequal: float = 0.0
@@ -86,7 +86,7 @@ def play(name: str, layout: str, folder: str) -> Followed:
             result = row.make(script)
         except Exception as error:
             trace = f"{shorten(error)[0]}{scope.own(Hook).says(error)}"
-            followed.error = Record(
+            followed.error = ExceptionRecord(
                 type(error).__name__, str(error), users_line(error.__traceback__), trace, time.time()
             )
             followed.is_ours = isinstance(error, HeadwayError)
@@ -113,10 +113,10 @@ def judge(name: str, layout: str) -> str:
 
 def is_as_told(cell: Cell, ranks: list[Followed]) -> bool:
     """Is it what the cell says?"""
-    deaths = [Death(n, "here", 0, 1, each.error) for n, each in enumerate(ranks) if each.error]
+    deaths = [RankExit(n, "here", 0, 1, each.error) for n, each in enumerate(ranks) if each.error]
     if cell.kind == "error" and deaths:
         finished = tuple(n for n, each in enumerate(ranks) if each.error is None)
-        report = Report(tuple(deaths), len(ranks), finished=finished)
+        report = FailureReport(tuple(deaths), len(ranks), finished=finished)
         return cell.text in report.text() and ranks[report.first.rank].is_ours == cell.is_ours
     if deaths or cell.kind == "error":
         return False

@@ -16,7 +16,7 @@ from headway.forecasting import calibration
 from headway.forecasting.answer import Forecast
 from headway.forecasting.devices import find, named
 from headway.forecasting.snapshot import compare
-from headway.forecasting.step import Recipe
+from headway.forecasting.step import StepRecipe
 from headway.memory.use import memory_use
 from headway.planning.optimizers import maker
 from headway.recompute.checkpointing import checkpoint_activations
@@ -175,7 +175,9 @@ def measured(
         from benchmarks.forecast.truth import peak
 
         return peak(
-            prepared(bench, case, make), Recipe(maker(case.optimizer), loss, case.precision), partial(batch_of, size)
+            prepared(bench, case, make),
+            StepRecipe(maker(case.optimizer), loss, case.precision),
+            partial(batch_of, size),
         ), None
     held = torch.cuda.memory_reserved()
     if held:

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from headway import env, scope
-from headway.batch_size.together import Alarm
+from headway.batch_size.together import GroupAborter
 from headway.errors import PeerOutOfMemory, StateError
 from headway.log import get_logger
 from headway.memory.oom import clear_device_cache, drop_frames, is_out_of_memory
@@ -44,7 +44,7 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 _current: ContextVar["Attempt | None"] = ContextVar("attempt", default=None)
 
 
-class Holder(Protocol):
+class ObjectOwner(Protocol):
     """What keeps prepared objects alive (an Accelerator's preparation)."""
 
     def held(self) -> Mapping[int, str]:
@@ -59,13 +59,13 @@ def _numbers() -> "count[int]":
     return count()
 
 
-class _Holders(weakref.WeakSet[Holder]):
+class _ObjectOwners(weakref.WeakSet[ObjectOwner]):
     """What keeps prepared objects in this process."""
 
 
-def register(holder: Holder) -> None:
+def register(holder: ObjectOwner) -> None:
     """Let attempts know of what keeps prepared objects; it is not kept alive by this."""
-    scope.own(_Holders).add(holder)
+    scope.own(_ObjectOwners).add(holder)
 
 
 def is_in_progress() -> bool:
@@ -112,7 +112,7 @@ class Attempt:
         self.size = size
         self.outside = held()
         self._key = f"out_of_memory/{next(scope.own(_numbers))}"
-        self._alarm = Alarm(self._key)
+        self._alarm = GroupAborter(self._key)
         self._streams = read_streams(_hardware())
         self._is_over = False
         self._lost: tuple[int, ...] = ()
@@ -246,13 +246,13 @@ class Attempt:
 
     def let_go(self, only_new: bool = True) -> None:
         """Make Accelerators forget what was prepared in the attempt, or (`only_new=False`) everything."""
-        for holder in list(scope.own(_Holders)):
+        for holder in list(scope.own(_ObjectOwners)):
             holder.release(self.outside if only_new else ())
 
 
 def held() -> dict[int, str]:
     """All prepared objects of this process: their ids and names."""
-    return {each: name for holder in list(scope.own(_Holders)) for each, name in holder.held().items()}
+    return {each: name for holder in list(scope.own(_ObjectOwners)) for each, name in holder.held().items()}
 
 
 def _hardware() -> Hardware:

@@ -9,10 +9,10 @@ from typing import Any, Literal, overload
 from headway.batch_size.attempt import Attempt, Outcome, is_several
 from headway.batch_size.search import (
     LARGEST,
+    BatchSizeSearch,
     FirstThatFits,
     LargestSize,
     Reduce,
-    Search,
     check_size,
     check_tolerance,
     divisors,
@@ -34,7 +34,7 @@ _Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _SearchSettings:
     """The settings of a search."""
 
     start: int
@@ -44,7 +44,7 @@ class _Plan:
     limit: int
     tolerance: float
 
-    def begin(self, size: int) -> Search:
+    def begin(self, size: int) -> BatchSizeSearch:
         """A search that tries `size` first."""
         sizes: Sequence[int] | None = divisors(self.start) if self.keeps_global_batch else None
         if self.is_largest:
@@ -107,7 +107,7 @@ def find_executable_batch_size(
         ConfigError: impossible settings, or a `reduce_batch_size_fn` that does not reduce.
         UnsupportedError: (from the call) memory ran out on several processes whose group Headway did not start.
     """
-    plan = _Plan(
+    plan = _SearchSettings(
         check_size(starting_batch_size, "starting_batch_size"),
         reduce_batch_size_fn,
         _is_largest(search, reduce_batch_size_fn),
@@ -136,7 +136,7 @@ def _is_largest(search: str, reduce: Reduce | None) -> bool:
     return search == "largest"
 
 
-def _decorate(plan: _Plan, function: _Function) -> _Function:
+def _decorate(plan: _SearchSettings, function: _Function) -> _Function:
     if not callable(function):
         raise ConfigError(
             f"find_executable_batch_size got {function!r} to decorate; sizes go by name: starting_batch_size=..."
@@ -155,7 +155,7 @@ def _decorate(plan: _Plan, function: _Function) -> _Function:
         extra = {STEPS: 1} if plan.keeps_global_batch else {}
         _check_call(_name(function), signature, written, args, {**kwargs, **extra})
         clear_device_cache(garbage_collection=True)
-        outcome, next_start = _Run(plan, function, args, kwargs).follow(plan.begin(next_start))
+        outcome, next_start = _SearchCall(plan, function, args, kwargs).follow(plan.begin(next_start))
         run.batch_size = next_start  # type: ignore[attr-defined]
         return outcome.result
 
@@ -179,7 +179,7 @@ def _size_first(method: _Function) -> _Function:
     return call
 
 
-def _check_parameters(plan: _Plan, function: _Function, parameters: list[inspect.Parameter]) -> None:
+def _check_parameters(plan: _SearchSettings, function: _Function, parameters: list[inspect.Parameter]) -> None:
     positional = (
         inspect.Parameter.POSITIONAL_ONLY,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -240,17 +240,19 @@ def _name(function: _Function) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-class _Run:
+class _SearchCall:
     """One call of a decorated function: its attempts, and what they taught."""
 
-    def __init__(self, plan: _Plan, function: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, plan: _SearchSettings, function: _Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self.plan = plan
         self.function = function
         self.args = args
         self.kwargs = kwargs
         self.tried: list[int] = []
 
-    def follow(self, search: Search) -> tuple[Outcome, int]:
+    def follow(self, search: BatchSizeSearch) -> tuple[Outcome, int]:
         """The outcome that fits, and its size."""
         last: Outcome | None = None
         while not search.is_done:
@@ -311,5 +313,5 @@ def _ever_less(found: int) -> Reduce:
     return reduce
 
 
-def _plans(search: Search) -> str:
+def _plans(search: BatchSizeSearch) -> str:
     return "nothing smaller is left" if search.is_done and not search.found else f"next is {search.size}"

@@ -25,7 +25,7 @@ _GROWTH = 8
 """A start that is off costs two or three tries more than doubling at once; one that is near saves as many as bisecting takes."""
 
 
-class Search(Protocol):
+class BatchSizeSearch(Protocol):
     """A search in progress.
 
     Attributes:

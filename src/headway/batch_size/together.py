@@ -24,7 +24,7 @@ _ABORT = 60.0
 """Seconds that aborting may take."""
 
 
-class Alarm:
+class GroupAborter:
     """One attempt's; on every rank, from its begin to its end.
 
     Args:

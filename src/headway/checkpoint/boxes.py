@@ -15,7 +15,7 @@ _MOST_FILES = 2**24
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TensorChunk:
     """A box of a tensor: where it begins, its shape, and the file and key that hold it."""
 
     offsets: tuple[int, ...]
@@ -24,7 +24,7 @@ class Chunk:
     key: str
 
 
-class Grid(Sequence[Chunk]):
+class ChunkGrid(Sequence[TensorChunk]):
     """The boxes of a tensor that is cut regularly along its dims, each in a file of its own under the tensor's name.
 
     Args:
@@ -59,16 +59,16 @@ class Grid(Sequence[Chunk]):
         return prod(self._counts)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Grid) and self.encode() == other.encode() and self.key == other.key
+        return isinstance(other, ChunkGrid) and self.encode() == other.encode() and self.key == other.key
 
     def __hash__(self) -> int:
         return hash((self.key, self.sizes, self.file, self.parts))
 
     @overload
-    def __getitem__(self, index: int) -> Chunk: ...
+    def __getitem__(self, index: int) -> TensorChunk: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Chunk]: ...
-    def __getitem__(self, index: int | slice) -> Chunk | list[Chunk]:
+    def __getitem__(self, index: slice) -> list[TensorChunk]: ...
+    def __getitem__(self, index: int | slice) -> TensorChunk | list[TensorChunk]:
         """The box of that number."""
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
@@ -83,11 +83,11 @@ class Grid(Sequence[Chunk]):
             place.append(number)
         return self._chunk(place[::-1])
 
-    def __iter__(self) -> Iterator[Chunk]:
+    def __iter__(self) -> Iterator[TensorChunk]:
         for place in product(*map(range, self._counts)):
             yield self._chunk(place)
 
-    def _chunk(self, place: Sequence[int]) -> Chunk:
+    def _chunk(self, place: Sequence[int]) -> TensorChunk:
         offsets, shape, index = [], [], 0
         for dim, number in enumerate(place):
             row = bisect_right(self._numbers[dim], number) - 1
@@ -98,9 +98,9 @@ class Grid(Sequence[Chunk]):
         row = bisect_right(self._firsts, index) - 1
         first, step, _ = self.parts[row]
         number = first + step * (index - self._firsts[row])
-        return Chunk(tuple(offsets), tuple(shape), file_of(self.file, number), self.key)
+        return TensorChunk(tuple(offsets), tuple(shape), file_of(self.file, number), self.key)
 
-    def overlapping(self, offsets: Sequence[int], shape: Sequence[int]) -> Iterator[Chunk]:
+    def overlapping(self, offsets: Sequence[int], shape: Sequence[int]) -> Iterator[TensorChunk]:
         """Those that have something of a box; the others are not looked at."""
         if not prod(shape) or not len(self):
             return
@@ -129,9 +129,9 @@ def file_of(pattern: str, number: int) -> str:
     return pattern.replace("*", f"{number:05d}")
 
 
-def overlapping(chunks: Sequence[Chunk], offsets: Sequence[int], shape: Sequence[int]) -> Iterator[Chunk]:
+def overlapping(chunks: Sequence[TensorChunk], offsets: Sequence[int], shape: Sequence[int]) -> Iterator[TensorChunk]:
     """The chunks that have something of a box."""
-    if isinstance(chunks, Grid):
+    if isinstance(chunks, ChunkGrid):
         yield from chunks.overlapping(offsets, shape)
         return
     for chunk in chunks:
@@ -139,7 +139,9 @@ def overlapping(chunks: Sequence[Chunk], offsets: Sequence[int], shape: Sequence
             yield chunk
 
 
-def meeting(chunk: Chunk, offsets: Sequence[int], shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def meeting(
+    chunk: TensorChunk, offsets: Sequence[int], shape: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(where it begins, its shape) of what a chunk and a box have in common."""
     begins = tuple(map(max, chunk.offsets, offsets))
     ends = [
@@ -149,7 +151,7 @@ def meeting(chunk: Chunk, offsets: Sequence[int], shape: Sequence[int]) -> tuple
     return begins, tuple(max(0, end - begin) for begin, end in zip(begins, ends))
 
 
-class GridReader:
+class ChunkGridReader:
     """Reads the grids of one manifest, whoever wrote it: what it takes is bounded by the manifest's length and its files."""
 
     def __init__(self, files: Mapping[str, Any]) -> None:
@@ -157,7 +159,7 @@ class GridReader:
         self._known: set[tuple[str, tuple[tuple[int, int, int], ...]]] = set()
         self._left = _MOST_FILES
 
-    def read(self, name: str, told: Any, shape: tuple[int, ...]) -> Grid:
+    def read(self, name: str, told: Any, shape: tuple[int, ...]) -> ChunkGrid:
         """The grid of a tensor.
 
         Raises:
@@ -168,13 +170,13 @@ class GridReader:
         parts = tuple((_count(first), _count(step, 1), _count(times, 1)) for first, step, times in told["parts"])
         if not isinstance(file, str) or file.count("*") != 1:
             raise CheckpointError(f"the manifest has {file!r} instead of a file name with one '*'")
-        grid = Grid(name, sizes, file, parts)
+        grid = ChunkGrid(name, sizes, file, parts)
         if grid.shape != shape or len(grid) > len(self._files) or len(grid) != sum(each[2] for each in parts):
             raise CheckpointError(f"the boxes of {name!r}, each in its own file, do not cover its shape {shape}")
         self._check_files(name, grid)
         return grid
 
-    def _check_files(self, name: str, grid: Grid) -> None:
+    def _check_files(self, name: str, grid: ChunkGrid) -> None:
         if (grid.file, grid.parts) in self._known:
             return
         self._left -= len(grid)

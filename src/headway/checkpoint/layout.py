@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from headway.checkpoint.manifest import Manifest, read_manifest
-from headway.checkpoint.mosaic import Files, Mosaic, taken_like
-from headway.checkpoint.placing import Placing
-from headway.checkpoint.ranges import Used
+from headway.checkpoint.mosaic import CheckpointFiles, ChunkedTensor, taken_like
+from headway.checkpoint.placing import TargetLayout
+from headway.checkpoint.ranges import UsedRanges
 from headway.checkpoint.reading import read_files, read_owned, verify_ranges
 from headway.checkpoint.rows import ROWS
 from headway.checkpoint.values import dtype_named
@@ -30,7 +30,7 @@ def verify(folder: Path, manifest: Manifest | None = None) -> Manifest:
 
 
 def read_state(
-    folder: Path, manifest: Manifest, is_verified: bool, placing: Placing | None = None
+    folder: Path, manifest: Manifest, is_verified: bool, placing: TargetLayout | None = None
 ) -> tuple[dict[str, Any], set[str]]:
     """All tensors of a checkpoint but rows of other ranks, and the names of those in memory of their own.
 
@@ -49,7 +49,7 @@ def read_state(
     shapes = {name: tuple(entry.shape) for name, entry in manifest.tensors.items()}
     like = {} if placing is None else placing.like(manifest.aliases, shapes)
     if like:
-        used = Used(folder, manifest)
+        used = UsedRanges(folder, manifest)
         used.add_own(like)
         if is_verified:
             used.add_rest(like)
@@ -60,10 +60,10 @@ def read_state(
         if len(entry.chunks) == 1 and not name.startswith((MODEL, ROWS)) and name not in like
     ]
     read: dict[str, Any] = dict(read_owned(folder, manifest, owned, is_verified and not like, bool(like)))
-    files = Files(folder, manifest)
+    files = CheckpointFiles(folder, manifest)
     for name, entry in manifest.tensors.items():
         if name not in read and (name in like or not name.startswith(ROWS)):
-            mosaic, is_weight = Mosaic(entry, files), name.startswith(MODEL)
+            mosaic, is_weight = ChunkedTensor(entry, files), name.startswith(MODEL)
             if name in like:
                 is_alike = mosaic.shape == like[name][0].shape
                 read[name] = mosaic if is_weight or not is_alike else taken_like(like[name][0], mosaic)
@@ -76,17 +76,19 @@ def read_state(
     }
 
 
-def open_tensors(folder: Path, manifest: Manifest, prefix: str = "") -> Iterator[tuple[str, torch.Tensor | Mosaic]]:
+def open_tensors(
+    folder: Path, manifest: Manifest, prefix: str = ""
+) -> Iterator[tuple[str, torch.Tensor | ChunkedTensor]]:
     """The tensors whose names begin with `prefix`, in the manifest's order: of one chunk as views of the file, others as mosaics.
 
     Raises:
         CheckpointError: a file lacks what the manifest places there.
     """
-    files = Files(folder, manifest)
+    files = CheckpointFiles(folder, manifest)
     for name, entry in manifest.tensors.items():
         if name.startswith(prefix):
             is_one = len(entry.chunks) == 1
-            yield name, files.view(entry.chunks[0], dtype_named(entry.dtype)) if is_one else Mosaic(entry, files)
+            yield name, files.view(entry.chunks[0], dtype_named(entry.dtype)) if is_one else ChunkedTensor(entry, files)
 
 
 def read_tensors(folder: Path, manifest: Manifest, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -96,4 +98,4 @@ def read_tensors(folder: Path, manifest: Manifest, prefix: str = "") -> Iterator
         CheckpointError: a file lacks what the manifest places there.
     """
     for name, tensor in open_tensors(folder, manifest, prefix):
-        yield name, tensor.whole() if isinstance(tensor, Mosaic) else tensor
+        yield name, tensor.whole() if isinstance(tensor, ChunkedTensor) else tensor

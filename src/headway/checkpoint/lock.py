@@ -30,7 +30,7 @@ _MOST_BYTES = 65536
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockOwner:
     """The process that has a folder.
 
     Attributes:
@@ -58,7 +58,7 @@ class Holder:
         return printable(text)
 
     @classmethod
-    def here(cls, run: str, start: str) -> "Holder":
+    def here(cls, run: str, start: str) -> "LockOwner":
         """This process."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         script = os.path.basename(sys.argv[0] or "python")
@@ -67,7 +67,7 @@ class Holder:
     @property
     def is_here(self) -> bool:
         """Is it this process?"""
-        here = Holder.here(self.run, self.start)
+        here = LockOwner.here(self.run, self.start)
         return (self.host, self.machine, self.pid, self.born) == (here.host, here.machine, here.pid, here.born)
 
     @property
@@ -81,7 +81,7 @@ class FolderLock:
 
     Args:
         folder: what is held; the file lies beside it.
-        run, start: the run that holds it, as `Holder` has them.
+        run, start: the run that holds it, as `LockOwner` has them.
 
     Raises:
         CheckpointError: another run has it.
@@ -127,7 +127,7 @@ class FolderLock:
     def _take(self) -> None:
         self._is_new = not self._folder.parent.exists()
         self._folder.parent.mkdir(parents=True, exist_ok=True)
-        self._text = (json.dumps(asdict(Holder.here(self._run, self.start))) + "\n").encode()
+        self._text = (json.dumps(asdict(LockOwner.here(self._run, self.start))) + "\n").encode()
         handle = None
         while handle is None:
             try:
@@ -246,10 +246,10 @@ def _now(path: Path) -> float:
         probe.unlink(missing_ok=True)
 
 
-def _holder(text: bytes) -> Holder | None:
+def _holder(text: bytes) -> LockOwner | None:
     """Who has written it; None where it is not written yet, or by nobody of ours."""
     try:
-        told = Holder(**json.loads(text))
+        told = LockOwner(**json.loads(text))
     except (ValueError, TypeError):
         return None
     return told if type(told.pid) is int else None

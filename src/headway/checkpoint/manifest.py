@@ -29,8 +29,8 @@ from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from headway.checkpoint.boxes import Chunk as Chunk
-from headway.checkpoint.boxes import Grid, GridReader
+from headway.checkpoint.boxes import ChunkGrid, ChunkGridReader
+from headway.checkpoint.boxes import TensorChunk as Chunk
 from headway.checkpoint.foreign import MANIFEST as MANIFEST
 from headway.checkpoint.foreign import explain
 from headway.errors import CheckpointError
@@ -83,7 +83,7 @@ ITEM_BYTES = {
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """A file that is on the disk.
 
     Attributes:
@@ -108,7 +108,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor: its global shape, its dtype's name, and the chunks that make it up."""
 
     shape: tuple[int, ...]
@@ -123,7 +123,7 @@ class Entry:
     def encode(self) -> dict[str, Any]:
         """As JSON."""
         about = {"shape": list(self.shape), "dtype": self.dtype}
-        if isinstance(self.chunks, Grid):
+        if isinstance(self.chunks, ChunkGrid):
             return {**about, "grid": self.chunks.encode()}
         return {
             **about,
@@ -146,8 +146,8 @@ class Manifest:
         version: of the format.
     """
 
-    tensors: Mapping[str, Entry]
-    files: Mapping[str, Written]
+    tensors: Mapping[str, TensorEntry]
+    files: Mapping[str, WrittenFile]
     aliases: Mapping[str, str] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -236,7 +236,7 @@ def _digest(content: Any) -> str:
 def _read_content(content: Any, version: int) -> Manifest:
     algorithm = _BY_VERSION[version]
     files = {_file_name(name): _read_file(name, entry, algorithm) for name, entry in content["files"].items()}
-    grids = GridReader(files) if version >= VERSION_WITH_GRIDS else None
+    grids = ChunkGridReader(files) if version >= VERSION_WITH_GRIDS else None
     tensors = {name: _read_entry(name, entry, files, grids) for name, entry in content["tensors"].items()}
     _check_room(tensors, files)
     aliases = {str(name): str(target) for name, target in content["aliases"].items()}
@@ -251,26 +251,28 @@ def _read_content(content: Any, version: int) -> Manifest:
     return Manifest(tensors, files, aliases, state, about, version)
 
 
-def _hashes(written: Written) -> dict[str, Any]:
+def _hashes(written: WrittenFile) -> dict[str, Any]:
     is_whole = written.algorithm == "sha256"
     return {written.algorithm: written.digests[0] if is_whole else list(written.digests)}
 
 
-def _read_file(name: str, entry: dict[str, Any], algorithm: str) -> Written:
+def _read_file(name: str, entry: dict[str, Any], algorithm: str) -> WrittenFile:
     num_bytes, found = _count(entry["bytes"]), entry[algorithm]
     digests = (found,) if algorithm == "sha256" else tuple(found) if isinstance(found, list) else ()
     num_pieces = 1 if algorithm == "sha256" else max(1, -(-num_bytes // PIECE))
     if len(digests) != num_pieces or not all(isinstance(each, str) for each in digests):
         raise CheckpointError(f"the manifest has {len(digests)} hashes of {name!r}, which has {num_pieces} pieces")
-    return Written(name, num_bytes, digests, algorithm)
+    return WrittenFile(name, num_bytes, digests, algorithm)
 
 
-def _read_entry(name: str, entry: dict[str, Any], files: Mapping[str, Written], grids: GridReader | None) -> Entry:
+def _read_entry(
+    name: str, entry: dict[str, Any], files: Mapping[str, WrittenFile], grids: ChunkGridReader | None
+) -> TensorEntry:
     if entry["dtype"] not in ITEM_BYTES:
         raise CheckpointError(f"the tensor {name!r} is of the unknown dtype {entry['dtype']!r}")
     shape = _shape(entry["shape"], ITEM_BYTES[entry["dtype"]])
     if grids is not None and "grid" in entry:
-        return Entry(shape, entry["dtype"], grids.read(name, entry["grid"], shape))
+        return TensorEntry(shape, entry["dtype"], grids.read(name, entry["grid"], shape))
     chunks = tuple(
         Chunk(tuple(map(_count, c["offsets"])), tuple(map(_count, c["shape"])), _text(c["file"]), _text(c["key"]))
         for c in entry["chunks"]
@@ -285,7 +287,7 @@ def _read_entry(name: str, entry: dict[str, Any], files: Mapping[str, Written], 
             raise CheckpointError(f"a chunk of {name!r} at {chunk.offsets} of {chunk.shape} lies outside {shape}")
     if not _make_up(chunks, shape):
         raise CheckpointError(f"the chunks of {name!r} do not make up its shape {shape}")
-    return Entry(shape, entry["dtype"], chunks)
+    return TensorEntry(shape, entry["dtype"], chunks)
 
 
 def _shape(value: Any, item_bytes: int) -> tuple[int, ...]:
@@ -320,14 +322,14 @@ def _make_up(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
     return not any(corners.values())
 
 
-def _check_room(tensors: Mapping[str, Entry], files: Mapping[str, Written]) -> None:
+def _check_room(tensors: Mapping[str, TensorEntry], files: Mapping[str, WrittenFile]) -> None:
     """Every chunk has bytes of its own: what is read takes no more memory than the files have bytes.
 
     The boxes of grids have names and files of their own by construction, and are looked at altogether.
     """
     room = {name: written.num_bytes for name, written in files.items()}
     taken: set[tuple[str, str]] = set()
-    in_grids = {name for name, entry in tensors.items() if isinstance(entry.chunks, Grid)}
+    in_grids = {name for name, entry in tensors.items() if isinstance(entry.chunks, ChunkGrid)}
     if sum(tensors[name].num_bytes for name in in_grids) > sum(room.values()):
         raise CheckpointError("the manifest places more bytes in its files than they have")
     for entry in (entry for name, entry in tensors.items() if name not in in_grids):

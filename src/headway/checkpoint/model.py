@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from headway.checkpoint.mosaic import pairs
-from headway.checkpoint.state import Collected, is_extra, is_weight
+from headway.checkpoint.state import CollectedState, is_extra, is_weight
 from headway.checkpoint.tensors import is_dense, is_unmade
-from headway.checkpoint.undo import Undo, preserved
+from headway.checkpoint.undo import LoadRollback, preserved
 from headway.checkpoint.values import decode, logical
 from headway.weights.pieces import held
 from headway.weights.shards import bits
@@ -20,7 +20,7 @@ def _own_tensors(own: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {logical(prefix + name): value for name, value in own.items() if is_weight(name, value)}
 
 
-def saved_tensors(found: Collected, prefix: str) -> dict[str, Any]:
+def saved_tensors(found: CollectedState, prefix: str) -> dict[str, Any]:
     """A model's saved weights by their logical names, tied ones too."""
     saved = {name: tensor for name, tensor in found.tensors.items() if name.startswith(prefix)}
     for name, target in found.aliases.items():
@@ -29,7 +29,7 @@ def saved_tensors(found: Collected, prefix: str) -> dict[str, Any]:
     return {name: tensor for name, tensor in saved.items() if not is_extra(name)}
 
 
-def model_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: Collected, index: int) -> list[str]:
+def model_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: CollectedState, index: int) -> list[str]:
     """Everything about a model's saved tensors that does not fit its own; nothing is changed.
 
     Raises:
@@ -120,7 +120,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*as_bytes)
 
 
-def casts(own: Mapping[str, Any], found: Collected, index: int) -> Iterator[tuple[str, torch.dtype, torch.dtype]]:
+def casts(own: Mapping[str, Any], found: CollectedState, index: int) -> Iterator[tuple[str, torch.dtype, torch.dtype]]:
     """(name, the saved dtype, its own) of each weight that a load casts."""
     prefix = f"model/{index}/"
     saved = saved_tensors(found, prefix)
@@ -129,7 +129,7 @@ def casts(own: Mapping[str, Any], found: Collected, index: int) -> Iterator[tupl
             yield name, saved[name].dtype, tensor.dtype
 
 
-def load_weights(own: Mapping[str, Any], found: Collected, index: int) -> None:
+def load_weights(own: Mapping[str, Any], found: CollectedState, index: int) -> None:
     """Put the saved values into a model's own tensors; `model_misfits` has found none."""
     prefix = f"model/{index}/"
     saved = saved_tensors(found, prefix)
@@ -160,7 +160,9 @@ def _parts(own: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
     }
 
 
-def saved_extras(found: Collected, index: int, tensors: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
+def saved_extras(
+    found: CollectedState, index: int, tensors: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, Any]:
     """What was saved of a model besides its weights, by name.
 
     Args:
@@ -177,7 +179,7 @@ def saved_extras(found: Collected, index: int, tensors: Mapping[str, torch.Tenso
     return values | {name: decode(value, source) for name, value in found.state["extra"][index].items()}
 
 
-def _extra_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: Collected, index: int) -> list[str]:
+def _extra_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: CollectedState, index: int) -> list[str]:
     prefix = f"model/{index}/"
     if not isinstance(found.state["extra"][index], dict):
         return [f"the saved extra state of model {index} is not one that was saved"]
@@ -204,7 +206,7 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 def load_extras(
-    own: Mapping[str, Any], values: Mapping[str, Any], model: torch.nn.Module, index: int, undo: Undo
+    own: Mapping[str, Any], values: Mapping[str, Any], model: torch.nn.Module, index: int, undo: LoadRollback
 ) -> None:
     """Put in what is not a weight, in code of the user's for the most part.
 
@@ -243,7 +245,7 @@ def _holder(model: torch.nn.Module, name: str) -> dict[str, Any] | None:
     return next((held for held in (owner._parameters, owner._buffers) if held.get(last) is not None), None)
 
 
-def _replace(model: torch.nn.Module, name: str, value: torch.Tensor, told: str, undo: Undo) -> None:
+def _replace(model: torch.nn.Module, name: str, value: torch.Tensor, told: str, undo: LoadRollback) -> None:
     """Sparse and quantized tensors take another place in memory with other values, so they are exchanged."""
     held, last = _holder(model, name), name.rpartition(".")[2]
     assert held is not None  # else it is a misfit

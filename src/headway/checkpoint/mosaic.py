@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from headway.checkpoint.boxes import Chunk, meeting, overlapping
-from headway.checkpoint.manifest import Entry, Manifest
+from headway.checkpoint.boxes import TensorChunk, meeting, overlapping
+from headway.checkpoint.manifest import Manifest, TensorEntry
 from headway.checkpoint.reading import check_file
 from headway.checkpoint.shards import view_of
 from headway.checkpoint.values import dtype_named
-from headway.weights.files import Stored, map_safetensors
+from headway.weights.files import StoredTensor, map_safetensors
 from headway.weights.pieces import held, is_dtensor, is_spread, places
 from headway.weights.shards import bits
 
@@ -19,7 +19,7 @@ _MOST_OPEN = 64
 """Files that are mapped at once: each takes a descriptor, and a checkpoint has as many files as there were ranks."""
 
 
-class Files:
+class CheckpointFiles:
     """A checkpoint's files, mapped where they are asked for.
 
     Args:
@@ -30,9 +30,9 @@ class Files:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
         self._manifest = manifest
-        self._open: dict[str, Mapping[str, Stored]] = {}
+        self._open: dict[str, Mapping[str, StoredTensor]] = {}
 
-    def stored(self, file: str) -> Mapping[str, Stored]:
+    def stored(self, file: str) -> Mapping[str, StoredTensor]:
         """What a file holds.
 
         Raises:
@@ -47,7 +47,7 @@ class Files:
         self._open[file] = found  # the last one to go
         return found
 
-    def view(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+    def view(self, chunk: TensorChunk, dtype: torch.dtype) -> torch.Tensor:
         """A chunk's values, where they lie in its file.
 
         Raises:
@@ -56,7 +56,7 @@ class Files:
         return view_of(self.stored(chunk.file), self._folder / chunk.file, chunk.key, dtype, chunk.shape)
 
 
-class Mosaic:
+class ChunkedTensor:
     """A saved tensor that is not in memory.
 
     Args:
@@ -64,7 +64,7 @@ class Mosaic:
         files: where its boxes lie.
     """
 
-    def __init__(self, entry: Entry, files: Files) -> None:
+    def __init__(self, entry: TensorEntry, files: CheckpointFiles) -> None:
         self.shape = torch.Size(entry.shape)
         self.dtype = dtype_named(entry.dtype)
         self._chunks = entry.chunks
@@ -110,9 +110,9 @@ def own_boxes(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
     return [((0,) * value.ndim, value)]
 
 
-def pairs(own: Any, saved: "torch.Tensor | Mosaic") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def pairs(own: Any, saved: "torch.Tensor | ChunkedTensor") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(a part of this rank's tensor, the values saved for it), which have one shape; files are mapped one after the other."""
-    if is_spread(own) or isinstance(saved, Mosaic):
+    if is_spread(own) or isinstance(saved, ChunkedTensor):
         for offsets, memory in own_boxes(own):
             if isinstance(saved, torch.Tensor):
                 yield memory, saved[_slices(offsets, memory.shape, (0,) * len(offsets))]
@@ -126,7 +126,7 @@ def pairs(own: Any, saved: "torch.Tensor | Mosaic") -> Iterator[tuple[torch.Tens
         yield own, saved
 
 
-def taken_like(own: Any, saved: Mosaic) -> Any:
+def taken_like(own: Any, saved: ChunkedTensor) -> Any:
     """The saved values in new memory, spread over the ranks as this rank's own tensor is."""
     if not is_dtensor(own):
         boxes = []

@@ -151,7 +151,7 @@ def _numbered(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [[numbers.setdefault(id(p), len(numbers)) for p in group["params"]] for group in optimizer.param_groups]
 
 
-class _Held:
+class _OpaqueValue:
     """A value that torch hands through as it is, where it would cast it to text or fail to make it again."""
 
     def __init__(self, value: Any) -> None:
@@ -163,7 +163,7 @@ def _held(value: Any) -> Any:
         return {key: _held(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)([_held(item) for item in value])
-    return _Held(value) if isinstance(value, Iterable) and not isinstance(value, torch.Tensor) else value
+    return _OpaqueValue(value) if isinstance(value, Iterable) and not isinstance(value, torch.Tensor) else value
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -180,7 +180,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 def _exact(wanted: Any, loaded: Any, device: torch.device) -> Any:
     """What was loaded, where that is; tensors in the dtype that they were saved in."""
-    if isinstance(loaded, _Held):
+    if isinstance(loaded, _OpaqueValue):
         return _moved(loaded.value, device)
     if isinstance(wanted, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return loaded if loaded.dtype == wanted.dtype else wanted.to(loaded.device)

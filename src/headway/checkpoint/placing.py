@@ -6,12 +6,12 @@ from typing import Any
 
 from headway.checkpoint.optimizers import parameter_keys
 from headway.checkpoint.rows import ROWS, place_of
-from headway.checkpoint.state import Parts, parameter_names
+from headway.checkpoint.state import StatefulObjects, parameter_names
 from headway.checkpoint.values import encode, logical
 from headway.weights.pieces import is_spread
 
 
-class Placing:
+class TargetLayout:
     """The layout of this run.
 
     Args:
@@ -20,7 +20,7 @@ class Placing:
         world_size: ranks of the run.
     """
 
-    def __init__(self, parts: Parts, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, parts: StatefulObjects, rank: int = 0, world_size: int = 1) -> None:
         self._rank, self._world_size = rank, world_size
         self._weights: dict[str, Any] = {
             logical(f"model/{index}/{name}"): value
@@ -39,7 +39,7 @@ class Placing:
         self._state = self._other_state(parts) if self._weights or self._parameters else {}
 
     @staticmethod
-    def _other_state(parts: Parts) -> dict[str, Any]:
+    def _other_state(parts: StatefulObjects) -> dict[str, Any]:
         """What is spread in the states of the other objects, by the names under which a save would keep it."""
         tensors: dict[str, Any] = {}
         for kind, objects in parts.others.items():

@@ -4,18 +4,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.checkpoint.boxes import Chunk, meeting, overlapping
+from headway.checkpoint.boxes import TensorChunk, meeting, overlapping
 from headway.checkpoint.manifest import Manifest
 from headway.checkpoint.mosaic import own_boxes
 from headway.checkpoint.reading import find, header_of
 from headway.checkpoint.values import dtype_named
-from headway.weights.shards import Header
+from headway.weights.shards import SafetensorsHeader
 
 Ranges = dict[str, list[tuple[int, int]]]
 """By file, (from, to)."""
 
 
-class Used:
+class UsedRanges:
     """Collects ranges.
 
     Args:
@@ -26,7 +26,7 @@ class Used:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
         self._manifest = manifest
-        self._headers: dict[str, Header] = {}
+        self._headers: dict[str, SafetensorsHeader] = {}
         self.ranges: Ranges = {}
 
     def add_own(self, like: Mapping[str, Sequence[Any]]) -> None:
@@ -63,7 +63,7 @@ class Used:
             begins, sizes = meeting(chunk, offsets, shape)
             self._add(name, chunk, begins, sizes)
 
-    def _add(self, name: str, chunk: Chunk, begins: Sequence[int], sizes: Sequence[int]) -> None:
+    def _add(self, name: str, chunk: TensorChunk, begins: Sequence[int], sizes: Sequence[int]) -> None:
         file, dtype = chunk.file, dtype_named(self._manifest.tensors[name].dtype)
         path = self._folder / file
         if file not in self._headers:

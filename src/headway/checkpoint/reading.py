@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import xxhash
 
-from headway.checkpoint.manifest import TITLES, Manifest, Written
+from headway.checkpoint.manifest import TITLES, Manifest, WrittenFile
 from headway.checkpoint.shards import check_spec
 from headway.checkpoint.values import dtype_named
 from headway.errors import CheckpointError
 from headway.untrusted import open_regular
-from headway.weights.shards import Header, read_header
+from headway.weights.shards import SafetensorsHeader, read_header
 
 _BLOCK = 1024 * 1024
 """What is read at once stays in the processor's cache until it is hashed."""
@@ -29,7 +29,7 @@ _MAX_READERS = 8
 
 
 @dataclass(frozen=True)
-class Place:
+class ReadBuffer:
     """Memory that a part of a file is read into: from `start` on in the file."""
 
     start: int
@@ -38,8 +38,8 @@ class Place:
 
 def read_files(
     folder: Path,
-    files: Sequence[Written],
-    places: Mapping[str, Sequence[Place]] | None = None,
+    files: Sequence[WrittenFile],
+    places: Mapping[str, Sequence[ReadBuffer]] | None = None,
     is_verified: bool = True,
 ) -> None:
     """Read whole files, and compare every byte with what was written; of memory it takes 1 MiB a thread.
@@ -93,7 +93,7 @@ def verify_share(folder: Path, manifest: Manifest, index: int, count: int) -> No
     _verify_pieces(folder, [(written, [piece]) for written, piece in every[index::count]])
 
 
-def _verify_pieces(folder: Path, wanted: Sequence[tuple[Written, Sequence[tuple[int, int, str]]]]) -> None:
+def _verify_pieces(folder: Path, wanted: Sequence[tuple[WrittenFile, Sequence[tuple[int, int, str]]]]) -> None:
     for written, _ in wanted:
         check_file(folder / written.name, written)
     _in_order(
@@ -120,7 +120,7 @@ def _in_order(tasks: Iterable[Callable[[], None]]) -> None:
             readers.shutdown(cancel_futures=True)
 
 
-def check_file(path: Path, written: Written) -> None:
+def check_file(path: Path, written: WrittenFile) -> None:
     """Is it a regular file of the length that was written?
 
     Raises:
@@ -135,7 +135,7 @@ def check_file(path: Path, written: Written) -> None:
 
 
 def _read_piece(
-    path: Path, written: Written, piece: tuple[int, int, str], places: Sequence[Place], is_verified: bool
+    path: Path, written: WrittenFile, piece: tuple[int, int, str], places: Sequence[ReadBuffer], is_verified: bool
 ) -> None:
     start, length, wanted = piece
     digest: Any = hashlib.sha256() if written.algorithm == "sha256" else xxhash.xxh3_128()
@@ -155,7 +155,7 @@ def _read_piece(
         )
 
 
-def _targets(start: int, end: int, places: Sequence[Place]) -> Iterator[tuple[int, memoryview]]:
+def _targets(start: int, end: int, places: Sequence[ReadBuffer]) -> Iterator[tuple[int, memoryview]]:
     """(offset, memory) of blocks from `start` to `end`: the places where there are any, else a block that is used again."""
     spare = memoryview(bytearray(_BLOCK))
     low, high = 0, len(places)
@@ -210,11 +210,11 @@ def read_owned(
 
 def _allocate(
     folder: Path, manifest: Manifest, names: Sequence[str]
-) -> tuple[dict[str, torch.Tensor], dict[str, list[Place]]]:
+) -> tuple[dict[str, torch.Tensor], dict[str, list[ReadBuffer]]]:
     """Tensors without values yet, and by file where they are read from."""
     found: dict[str, torch.Tensor] = {}
-    places: dict[str, list[Place]] = {}
-    headers: dict[str, Header] = {}
+    places: dict[str, list[ReadBuffer]] = {}
+    headers: dict[str, SafetensorsHeader] = {}
     for name in names:
         entry = manifest.tensors[name]
         chunk = entry.chunks[0]
@@ -225,13 +225,13 @@ def _allocate(
         tensor = found[name] = torch.empty(entry.shape, dtype=dtype)
         if tensor.numel():
             flat = tensor.reshape(-1).view(torch.uint8)
-            places.setdefault(chunk.file, []).append(Place(start, memoryview(flat.numpy())))  # type: ignore[arg-type]
+            places.setdefault(chunk.file, []).append(ReadBuffer(start, memoryview(flat.numpy())))  # type: ignore[arg-type]
     for each in places.values():
         each.sort(key=lambda place: place.start)
     return found, places
 
 
-def header_of(path: Path) -> Header:
+def header_of(path: Path) -> SafetensorsHeader:
     """What lies where in a file.
 
     Raises:
@@ -244,7 +244,7 @@ def header_of(path: Path) -> Header:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def find(header: Header, path: Path, key: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
+def find(header: SafetensorsHeader, path: Path, key: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
     """Where a tensor's bytes begin, which must be as the manifest has it.
 
     Raises:

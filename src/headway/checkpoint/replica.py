@@ -18,7 +18,7 @@ from headway.errors import CheckpointError
 _PIECE = 16 * 2**20
 
 
-class Receiver:
+class ReplicaReceiver:
     """Builds the folder on a machine that lacks it.
 
     Args:
@@ -84,7 +84,7 @@ def hand_on(folder: Path, holders: Sequence[bool], is_lead: bool, collectives: C
     is_source = collectives.rank == source
     manifest: Manifest = collectives.broadcast_object(read_manifest(folder) if is_source else None, source)
     nonce = collectives.broadcast_object(secrets.token_hex(8), source)
-    receiver = Receiver(folder, nonce, manifest) if is_lead and not holders[collectives.rank] else None
+    receiver = ReplicaReceiver(folder, nonce, manifest) if is_lead and not holders[collectives.rank] else None
     if receiver is not None:
         receiver.begin()
     failure: str | None = None

@@ -13,14 +13,14 @@ import torch
 
 from headway.checkpoint.model import casts, load_extras, load_weights, model_misfits, saved_extras
 from headway.checkpoint.optimizers import decode_optimizer, load_optimizer, optimizer_misfits, undo_optimizer
-from headway.checkpoint.state import Collected, Parts, parameter_names
+from headway.checkpoint.state import CollectedState, StatefulObjects, parameter_names
 from headway.checkpoint.tensors import copied
-from headway.checkpoint.undo import Undo, is_same_state, preserved
+from headway.checkpoint.undo import LoadRollback, is_same_state, preserved
 from headway.checkpoint.values import decode
 from headway.errors import CheckpointError
 
 
-def misfits(parts: Parts, found: Collected) -> list[str]:
+def misfits(parts: StatefulObjects, found: CollectedState) -> list[str]:
     """Everything about the saved state that does not fit the objects; nothing is changed.
 
     Raises:
@@ -45,7 +45,7 @@ def misfits(parts: Parts, found: Collected) -> list[str]:
     return problems
 
 
-def _count(found: Collected, kind: str) -> int:
+def _count(found: CollectedState, kind: str) -> int:
     """How many states of that kind were saved."""
     states = found.state.get(kind, [])
     if not isinstance(states, list):
@@ -53,7 +53,7 @@ def _count(found: Collected, kind: str) -> int:
     return len(states)
 
 
-def cast_lines(parts: Parts, found: Collected) -> list[str]:
+def cast_lines(parts: StatefulObjects, found: CollectedState) -> list[str]:
     """A line for each pair of dtypes that a load of the models casts between."""
     counted: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
     first: dict[tuple[torch.dtype, torch.dtype], str] = {}
@@ -71,10 +71,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class _Own(Mapping[str, torch.Tensor]):
+class _OwnedTensors(Mapping[str, torch.Tensor]):
     """Tensors that an object may keep: those of a mapped file would keep it open, and cannot be written."""
 
-    def __init__(self, found: Collected) -> None:
+    def __init__(self, found: CollectedState) -> None:
         self._found = found
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -89,9 +89,9 @@ class _Own(Mapping[str, torch.Tensor]):
 
 
 def restore(
-    parts: Parts,
-    found: Collected,
-    more: Callable[[Undo], None] | None = None,
+    parts: StatefulObjects,
+    found: CollectedState,
+    more: Callable[[LoadRollback], None] | None = None,
     agree: Callable[[str | None], Iterable[str]] | None = None,
 ) -> None:
     """Put the saved state into the objects, which it fits.
@@ -105,7 +105,7 @@ def restore(
     Raises:
         CheckpointError: a load_state_dict failed, on any rank; everything is as it was, or the message says what is not.
     """
-    undo, failure, cause = Undo(), None, None
+    undo, failure, cause = LoadRollback(), None, None
     try:
         _restore_objects(parts, found, undo)
         if more is not None:
@@ -130,8 +130,8 @@ def restore(
         ) from error
 
 
-def _restore_objects(parts: Parts, found: Collected, undo: Undo) -> None:
-    tensors, names = _Own(found), parameter_names(parts.models)
+def _restore_objects(parts: StatefulObjects, found: CollectedState, undo: LoadRollback) -> None:
+    tensors, names = _OwnedTensors(found), parameter_names(parts.models)
     others = [
         (obj, decode(value, tensors), f"{kind} {index}")
         for kind, objects in parts.others.items()

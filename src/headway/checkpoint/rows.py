@@ -2,20 +2,20 @@
 
 import torch
 
-from headway.weights.pieces import Box, Piece, Split
+from headway.weights.pieces import ShardPiece, TensorBox, TensorSplit
 
 ROWS = "rows/"
 """How the names of such tensors begin; what follows is the name of the one for all."""
 
 
-def row_of(value: torch.Tensor, rank: int, count: int) -> Piece:
+def row_of(value: torch.Tensor, rank: int, count: int) -> ShardPiece:
     """This rank's row of the tensor that `count` ranks make up."""
     sizes = ((1,) * count, *((size,) for size in value.shape))
-    row = Box((rank, *(0 for _ in value.shape)), value.detach()[None], True)
-    return Piece((count, *value.shape), value.dtype, (row,), None, Split(sizes, tuple(range(count))))
+    row = TensorBox((rank, *(0 for _ in value.shape)), value.detach()[None], True)
+    return ShardPiece((count, *value.shape), value.dtype, (row,), None, TensorSplit(sizes, tuple(range(count))))
 
 
-def place_of(shape: tuple[int, ...], rank: int) -> Piece:
+def place_of(shape: tuple[int, ...], rank: int) -> ShardPiece:
     """Where a rank's row lies in a tensor of rows."""
-    row = Box((rank, *(0 for _ in shape[1:])), torch.empty((1, *shape[1:]), device="meta"), False)
-    return Piece(shape, torch.float32, (row,))
+    row = TensorBox((rank, *(0 for _ in shape[1:])), torch.empty((1, *shape[1:]), device="meta"), False)
+    return ShardPiece(shape, torch.float32, (row,))

@@ -18,13 +18,13 @@ from headway.checkpoint import folders
 from headway.checkpoint.layout import read_state, verify
 from headway.checkpoint.lock import Locks
 from headway.checkpoint.manifest import Manifest, read_manifest
-from headway.checkpoint.placing import Placing
+from headway.checkpoint.placing import TargetLayout
 from headway.checkpoint.reading import verify_share
 from headway.checkpoint.replica import hand_on
 from headway.checkpoint.rows import ROWS
-from headway.checkpoint.snapshot import Snapshot
-from headway.checkpoint.state import Collected, in_pieces
-from headway.checkpoint.writer import Background, Job, Policy, Share, abandon, announce, begin, write
+from headway.checkpoint.snapshot import HostCopies
+from headway.checkpoint.state import CollectedState, in_pieces
+from headway.checkpoint.writer import BackgroundSave, DiskShare, SaveJob, SavePolicy, abandon, announce, begin, write
 from headway.collectives.door import Collectives
 from headway.errors import CheckpointError
 from headway.log import get_logger
@@ -49,12 +49,12 @@ class Saver:
         self._source = source
         self._runtime = runtime
         self._collectives = collectives
-        self._snapshot = Snapshot()
-        self._background = Background()
-        self._pending: Job | None = None
+        self._snapshot = HostCopies()
+        self._background = BackgroundSave()
+        self._pending: SaveJob | None = None
         self._verified: tuple[Path, str] | None = None
-        self._alone = Background()
-        self._alone_job: Job | None = None
+        self._alone = BackgroundSave()
+        self._alone_job: SaveJob | None = None
 
     # ---------------------------------------------------------------- save
 
@@ -107,9 +107,9 @@ class Saver:
     def save(
         self,
         final: Path,
-        collected: Collected,
+        collected: CollectedState,
         about: Mapping[str, Any],
-        policy: Policy,
+        policy: SavePolicy,
         fill: Callable[[Path], None] | None = None,
         seal: Callable[[], None] | None = None,
     ) -> None:
@@ -131,23 +131,23 @@ class Saver:
         nonce = secrets.token_hex(8)
         if not is_alone:
             nonce = self._collectives.broadcast_object(nonce)
-        share = Share() if is_alone else self._find_share(final, nonce)
+        share = DiskShare() if is_alone else self._find_share(final, nonce)
         if share.is_own_disk:
             _leave_rows_out(collected)
         _check_spread(collected, share, is_alone)
-        job = Job(final, nonce, share, collected, about, policy, self._source)
+        job = SaveJob(final, nonce, share, collected, about, policy, self._source)
         try:
             self._save(job, fill, seal)
         except BaseException:  # such as Ctrl-C while other ranks are waited for
             abandon(job)
             raise
 
-    def _save(self, job: Job, fill: Callable[[Path], None] | None, seal: Callable[[], None] | None) -> None:
+    def _save(self, job: SaveJob, fill: Callable[[Path], None] | None, seal: Callable[[], None] | None) -> None:
         is_alone, collected = job.policy.is_alone, job.content
         self._together(lambda: begin(job), job, is_alone)
         if fill is not None:
             self._together(partial(fill, job.staging), job, is_alone)
-        made: list[Collected] = []
+        made: list[CollectedState] = []
 
         def complete() -> None:
             if seal is not None:
@@ -190,11 +190,11 @@ class Saver:
         )
         return chosen
 
-    def _find_share(self, final: Path, nonce: str) -> Share:
+    def _find_share(self, final: Path, nonce: str) -> DiskShare:
         """Do all machines see the folder that rank 0 writes to? A file of an unforeseeable name tells."""
         runtime, world = self._runtime, self._collectives.world_size
         if world == runtime.local_world_size:
-            return Share(runtime.rank, world, runtime.rank == 0)
+            return DiskShare(runtime.rank, world, runtime.rank == 0)
         mark = final.parent / f".{nonce}"
         if runtime.rank == 0:
             mark.parent.mkdir(parents=True, exist_ok=True)
@@ -205,13 +205,13 @@ class Saver:
         if runtime.rank == 0:
             mark.unlink(missing_ok=True)
         if all(row[0] for row in rows):
-            return Share(runtime.rank, world, runtime.rank == 0)
+            return DiskShare(runtime.rank, world, runtime.rank == 0)
         # The same parts on every machine, so that their manifests are the same.
         num_parts = int(min(row[1] for row in rows))
         part = runtime.local_rank if runtime.local_rank < num_parts else None
-        return Share(part, num_parts, runtime.local_rank == 0, is_own_disk=True)
+        return DiskShare(part, num_parts, runtime.local_rank == 0, is_own_disk=True)
 
-    def _together(self, act: Callable[[], Any], job: Job, is_alone: bool = False) -> None:
+    def _together(self, act: Callable[[], Any], job: SaveJob, is_alone: bool = False) -> None:
         """Run on every rank, or on this one alone; where it fails on any, drop the save and raise on all."""
         failure: str | None = None
         cause: BaseException | None = None
@@ -227,7 +227,7 @@ class Saver:
                 f"{job.final} was not saved; earlier checkpoints are as they were.\n  " + "\n  ".join(failed)
             ) from cause
 
-    def _after(self, job: Job) -> None:
+    def _after(self, job: SaveJob) -> None:
         """On own disks: all machines must hold the same, and only then the old ones go."""
         if self._collectives.world_size == self._runtime.local_world_size:
             return
@@ -346,7 +346,7 @@ class Saver:
         found = [text for text in self._collectives.gather_objects(problem) if text is not None]
         return found[0] if found else None
 
-    def read(self, path: Path, placing: Placing | None = None) -> tuple[Manifest, Collected]:
+    def read(self, path: Path, placing: TargetLayout | None = None) -> tuple[Manifest, CollectedState]:
         """A checkpoint's manifest and state, every byte compared with what was written; weights are views of its files.
 
         Args:
@@ -356,14 +356,14 @@ class Saver:
         Raises:
             CheckpointError: on every rank, where any finds it missing or damaged.
         """
-        result: tuple[Manifest, Collected] | None = None
+        result: tuple[Manifest, CollectedState] | None = None
         failure: str | None = None
         try:
             folder = folders.locate(path)
             manifest = read_manifest(folder)
             is_known, self._verified = self._verified == (folder, manifest.sha256), None
             tensors, owned = read_state(folder, manifest, self._runtime.local_rank == 0 and not is_known, placing)
-            result = manifest, Collected(tensors, dict(manifest.aliases), dict(manifest.state), owned)
+            result = manifest, CollectedState(tensors, dict(manifest.aliases), dict(manifest.state), owned)
         except CheckpointError as error:
             failure = str(error)
         told = self._collectives.gather_objects((failure, None if result is None else result[0].sha256))
@@ -376,7 +376,7 @@ class Saver:
         return result
 
 
-def _leave_rows_out(collected: Collected) -> None:
+def _leave_rows_out(collected: CollectedState) -> None:
     """Disks of their own must hold the same, and a machine knows no rows of other machines' ranks."""
     rows = [name for name in collected.tensors if name.startswith(ROWS)]
     for name in rows:
@@ -388,7 +388,7 @@ def _leave_rows_out(collected: Collected) -> None:
         )
 
 
-def _check_spread(collected: Collected, share: Share, is_alone: bool) -> None:
+def _check_spread(collected: CollectedState, share: DiskShare, is_alone: bool) -> None:
     """Refuse what cannot hold sharded state.
 
     Raises:
@@ -412,7 +412,7 @@ def _common(everywhere: Sequence[Sequence[tuple[str, str]]]) -> list[tuple[str, 
     return [pair for pair in first if all(pair in each or pair[1].startswith("damaged") for each in everywhere)]
 
 
-def _failed(job: Job | None, error: BaseException) -> CheckpointError:
+def _failed(job: SaveJob | None, error: BaseException) -> CheckpointError:
     where = "a checkpoint" if job is None else os.fspath(job.final)
     return CheckpointError(
         f"{where} could not be written behind the loop ({type(error).__name__}: {error}); earlier checkpoints are as they were"

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 import xxhash
 
-from headway.checkpoint.manifest import PIECE, Written
+from headway.checkpoint.manifest import PIECE, WrittenFile
 from headway.errors import CheckpointError
 from headway.untrusted import open_regular
-from headway.weights.files import Stored, map_safetensors
-from headway.weights.shards import CODES, Spec, raw_bytes, write_file
+from headway.weights.files import StoredTensor, map_safetensors
+from headway.weights.shards import CODES, TensorSpec, raw_bytes, write_file
 
 _BLOCK = 1024 * 1024
 """What is read at once stays in the processor's cache until it is hashed."""
@@ -20,14 +20,14 @@ _LATER = {"C64", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
 """What came to safetensors after version 2 of our format was fixed, and is kept as bytes as it was then."""
 
 
-def stored_as(dtype: torch.dtype, shape: Sequence[int]) -> Spec:
+def stored_as(dtype: torch.dtype, shape: Sequence[int]) -> TensorSpec:
     """How a file holds such a tensor: as it is, or as its bytes, where only the manifest knows what they are."""
     if CODES.get(dtype, "C64") in _LATER:
-        return Spec((prod(shape) * dtype.itemsize,), torch.uint8)
-    return Spec(tuple(shape), dtype)
+        return TensorSpec((prod(shape) * dtype.itemsize,), torch.uint8)
+    return TensorSpec(tuple(shape), dtype)
 
 
-def write_shard(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> Written:
+def write_shard(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> WrittenFile:
     """Write the tensors to `path`, force them to the disk, and say what was written.
 
     Memory: one tensor's copy at a time for those that are not contiguous on the host; none for the others.
@@ -64,13 +64,13 @@ class PieceHashes:
         self._digests.append(self._current.hexdigest())
         self._current = xxhash.xxh3_128()
 
-    def written(self, name: str) -> Written:
+    def written(self, name: str) -> WrittenFile:
         """The file, now that all of it has come."""
         self._next()
-        return Written(name, self._length, tuple(self._digests))
+        return WrittenFile(name, self._length, tuple(self._digests))
 
 
-def describe(path: Path, name: str) -> Written:
+def describe(path: Path, name: str) -> WrittenFile:
     """What lies in a file that somebody else wrote, forced to the disk.
 
     Raises:
@@ -94,7 +94,7 @@ def prove_shard(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None
     stored, _ = map_safetensors(path)
     for name, tensor in tensors:
         found = stored.get(name)
-        if found is None or Spec(found.shape, found.dtype) != stored_as(tensor.dtype, tensor.shape):
+        if found is None or TensorSpec(found.shape, found.dtype) != stored_as(tensor.dtype, tensor.shape):
             raise CheckpointError(f"{path} was written and does not hold {name!r} as it is")
 
 
@@ -109,7 +109,7 @@ def read_shard(path: Path, wanted: Iterable[tuple[str, torch.dtype, Sequence[int
 
 
 def view_of(
-    stored: Mapping[str, Stored], path: Path, name: str, dtype: torch.dtype, shape: Sequence[int]
+    stored: Mapping[str, StoredTensor], path: Path, name: str, dtype: torch.dtype, shape: Sequence[int]
 ) -> torch.Tensor:
     """A tensor of a mapped file, as a view of it.
 
@@ -118,13 +118,13 @@ def view_of(
     """
     if name not in stored:
         raise CheckpointError(f"{path} lacks the tensor {name!r} that the manifest places there")
-    check_spec(Spec(stored[name].shape, stored[name].dtype), dtype, shape, f"{path}: {name}")
+    check_spec(TensorSpec(stored[name].shape, stored[name].dtype), dtype, shape, f"{path}: {name}")
     tensor = stored[name].tensor()
     # Bytes may begin anywhere in the file, a dtype's values may not.
     return tensor if tensor.dtype == dtype else tensor.clone().view(dtype).reshape(tuple(shape))
 
 
-def check_spec(found: Spec, dtype: torch.dtype, shape: Sequence[int], where: str) -> None:
+def check_spec(found: TensorSpec, dtype: torch.dtype, shape: Sequence[int], where: str) -> None:
     """Does a file hold what the manifest says?
 
     Raises:

@@ -8,8 +8,8 @@ import torch
 from headway.log import get_logger
 from headway.runtime import lanes
 from headway.runtime.arenas import arenas
-from headway.runtime.lanes import Point
-from headway.weights.pieces import Piece
+from headway.runtime.lanes import StreamPoint
+from headway.weights.pieces import ShardPiece
 from headway.weights.shards import bits
 
 log = get_logger(__name__)
@@ -20,7 +20,7 @@ _Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Taken:
+class StateSnapshot:
     """A snapshot.
 
     Attributes:
@@ -28,11 +28,11 @@ class Taken:
         arrivals: the copies are complete when every device has come to its point.
     """
 
-    tensors: dict[str, torch.Tensor | Piece]
-    arrivals: tuple[Point, ...]
+    tensors: dict[str, torch.Tensor | ShardPiece]
+    arrivals: tuple[StreamPoint, ...]
 
 
-class Snapshot:
+class HostCopies:
     """Copies of tensors in host memory, which is kept and used again by the next save of the same shapes.
 
     Args:
@@ -42,14 +42,14 @@ class Snapshot:
 
     def __init__(
         self,
-        mark: Callable[[torch.device], Point] = lanes.point,
+        mark: Callable[[torch.device], StreamPoint] = lanes.point,
         allocate: Callable[[int], torch.Tensor] = lanes.pinned,
     ) -> None:
         self._mark = mark
         self._allocate = allocate
         self._buffers: dict[_Key, torch.Tensor] = {}
 
-    def take(self, tensors: Mapping[str, torch.Tensor | Piece], names: Container[str]) -> Taken:
+    def take(self, tensors: Mapping[str, torch.Tensor | ShardPiece], names: Container[str]) -> StateSnapshot:
         """Copy those of the names, and of pieces the boxes that this rank writes.
 
         On every device that holds any, the copies are queued, and not waited for.
@@ -61,9 +61,9 @@ class Snapshot:
             bits(buffers[key]).copy_(bits(tensor), non_blocking=True)
         devices = dict.fromkeys(tensor.device for tensor in own.values() if tensor.device.type != "cpu")
         arrivals = tuple(point for device in devices if (point := self._arrival(device)) is not None)
-        return Taken({name: _taken(name, each, buffers) for name, each in tensors.items()}, arrivals)
+        return StateSnapshot({name: _taken(name, each, buffers) for name, each in tensors.items()}, arrivals)
 
-    def _arrival(self, device: torch.device) -> Point | None:
+    def _arrival(self, device: torch.device) -> StreamPoint | None:
         try:
             return self._mark(device)
         except NotImplementedError:  # a backend without events is waited for here
@@ -101,16 +101,20 @@ class Snapshot:
         return made
 
 
-def _written(tensors: Mapping[str, torch.Tensor | Piece], names: Container[str]) -> Iterator[tuple[_Key, torch.Tensor]]:
+def _written(
+    tensors: Mapping[str, torch.Tensor | ShardPiece], names: Container[str]
+) -> Iterator[tuple[_Key, torch.Tensor]]:
     for name, each in tensors.items():
-        if isinstance(each, Piece):
+        if isinstance(each, ShardPiece):
             yield from (((name, i), box.values) for i, box in enumerate(each.boxes) if box.is_written)
         elif name in names:
             yield (name, 0), each
 
 
-def _taken(name: str, each: torch.Tensor | Piece, buffers: Mapping[_Key, torch.Tensor]) -> torch.Tensor | Piece:
-    if not isinstance(each, Piece):
+def _taken(
+    name: str, each: torch.Tensor | ShardPiece, buffers: Mapping[_Key, torch.Tensor]
+) -> torch.Tensor | ShardPiece:
+    if not isinstance(each, ShardPiece):
         return buffers[name, 0] if (name, 0) in buffers else _without_memory(each)
     boxes = tuple(
         replace(box, values=buffers[name, i] if box.is_written else _without_memory(box.values))

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from headway.checkpoint.boxes import Chunk, Grid, file_of
-from headway.checkpoint.manifest import Entry
+from headway.checkpoint.boxes import ChunkGrid, TensorChunk, file_of
+from headway.checkpoint.manifest import TensorEntry
 from headway.errors import CheckpointError
-from headway.weights.pieces import Piece, Split
+from headway.weights.pieces import ShardPiece, TensorSplit
 
 
 def pattern_of(name: str) -> str:
@@ -23,7 +23,7 @@ def pattern_of(name: str) -> str:
     return f"{name.split('/', 1)[0]}-*.safetensors"
 
 
-class Spread:
+class ShardedTensors:
     """One rank's part of what is spread.
 
     Args:
@@ -39,10 +39,10 @@ class Spread:
         self._tensors = tensors
         self._listed: dict[str, list[list[Any]]] = {}
         for name, piece in tensors.items():
-            if isinstance(piece, Piece):
+            if isinstance(piece, ShardPiece):
                 self._add(name, piece, part)
 
-    def _add(self, name: str, piece: Piece, part: int) -> None:
+    def _add(self, name: str, piece: ShardPiece, part: int) -> None:
         file = file_of(pattern_of(name), part)
         own = [box for box in piece.boxes if box.is_written and box.values.numel()]
         if piece.split is not None:
@@ -63,7 +63,7 @@ class Spread:
         return {"grids": _digest(self._tensors), "boxes": self._listed}
 
 
-def _own(name: str, piece: Piece, tensors: Mapping[str, Any], file: str, part: int) -> list[Chunk]:
+def _own(name: str, piece: ShardPiece, tensors: Mapping[str, Any], file: str, part: int) -> list[TensorChunk]:
     assert piece.split is not None
     if _is_regular(piece.split):
         number = piece.split.numbers.get(part)
@@ -71,23 +71,23 @@ def _own(name: str, piece: Piece, tensors: Mapping[str, Any], file: str, part: i
     return [chunk for chunk in _chunks(name, piece, tensors) if chunk.file == file]
 
 
-def _is_regular(split: Split) -> bool:
+def _is_regular(split: TensorSplit) -> bool:
     """Does each rank write one box at the most?"""
     return len(split.numbers) == len(split.writers)
 
 
-def _grid(name: str, piece: Piece) -> Grid:
+def _grid(name: str, piece: ShardPiece) -> ChunkGrid:
     assert piece.split is not None
-    return Grid(name, piece.split.rows, pattern_of(name), piece.split.steps)
+    return ChunkGrid(name, piece.split.rows, pattern_of(name), piece.split.steps)
 
 
-def _chunks(name: str, piece: Piece, tensors: Mapping[str, Any]) -> Iterator[Chunk]:
+def _chunks(name: str, piece: ShardPiece, tensors: Mapping[str, Any]) -> Iterator[TensorChunk]:
     """The boxes of a tensor of which a rank writes several."""
     assert piece.split is not None
     along = [list(zip(starts, sizes)) for starts, sizes in zip(piece.split.starts, piece.split.sizes)]
     for number, (place, writer) in enumerate(zip(product(*along), piece.split.writers)):
         offsets, shape = tuple(start for start, _ in place), tuple(size for _, size in place)
-        yield Chunk(offsets, shape, file_of(pattern_of(name), writer), _key(name, number, tensors))
+        yield TensorChunk(offsets, shape, file_of(pattern_of(name), writer), _key(name, number, tensors))
 
 
 def _key(name: str, number: int, tensors: Mapping[str, Any]) -> str:
@@ -98,13 +98,13 @@ def _key(name: str, number: int, tensors: Mapping[str, Any]) -> str:
     return key
 
 
-def _entry(name: str, piece: Piece, tensors: Mapping[str, Any]) -> Entry:
+def _entry(name: str, piece: ShardPiece, tensors: Mapping[str, Any]) -> TensorEntry:
     assert piece.split is not None
     chunks = _grid(name, piece) if _is_regular(piece.split) else tuple(_chunks(name, piece, tensors))
-    return Entry(piece.shape, _dtype(piece), chunks)
+    return TensorEntry(piece.shape, _dtype(piece), chunks)
 
 
-def _dtype(piece: Piece) -> str:
+def _dtype(piece: ShardPiece) -> str:
     return str(piece.dtype).removeprefix("torch.")
 
 
@@ -112,12 +112,12 @@ def _digest(tensors: Mapping[str, Any]) -> str:
     found = {
         name: _entry(name, each, tensors).encode()
         for name, each in tensors.items()
-        if isinstance(each, Piece) and each.split is not None
+        if isinstance(each, ShardPiece) and each.split is not None
     }
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
-def entries(tensors: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> dict[str, Entry]:
+def entries(tensors: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> dict[str, TensorEntry]:
     """The manifest's entries of what is spread.
 
     Args:
@@ -133,15 +133,15 @@ def entries(tensors: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> di
             f"rank {differing[0]} has different sharded tensors or placements than rank 0: a checkpoint needs the same model "
             "and optimizer, sharded in the same way, on every rank"
         )
-    listed: dict[str, list[Chunk]] = {}
+    listed: dict[str, list[TensorChunk]] = {}
     for each in told:
         for name, boxes in each["boxes"].items():
-            chunks = [Chunk(tuple(offsets), tuple(shape), file, key) for offsets, shape, file, key in boxes]
+            chunks = [TensorChunk(tuple(offsets), tuple(shape), file, key) for offsets, shape, file, key in boxes]
             listed.setdefault(name, []).extend(chunks)
-    pieces = {name: each for name, each in tensors.items() if isinstance(each, Piece)}
+    pieces = {name: each for name, each in tensors.items() if isinstance(each, ShardPiece)}
     return {
         name: _entry(name, piece, tensors)
         if piece.split is not None
-        else Entry(piece.shape, _dtype(piece), tuple(listed.get(name, ())))
+        else TensorEntry(piece.shape, _dtype(piece), tuple(listed.get(name, ())))
         for name, piece in pieces.items()
     }

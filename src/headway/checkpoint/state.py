@@ -16,7 +16,7 @@ from headway.checkpoint.tensors import is_dense, refusal
 from headway.checkpoint.values import encode, logical
 from headway.errors import CheckpointError
 from headway.weights.export import untied
-from headway.weights.pieces import Cutter, Piece, held, is_dtensor, is_spread
+from headway.weights.pieces import ShardCutter, ShardPiece, held, is_dtensor, is_spread
 
 EXTRA = "_extra_state"
 """How torch calls the extra state of a module in its state dict."""
@@ -33,7 +33,7 @@ class Stateful(Protocol):
 
 
 @dataclass
-class Parts:
+class StatefulObjects:
     """The objects whose state a checkpoint holds.
 
     Attributes:
@@ -62,7 +62,7 @@ class Parts:
 
 
 @dataclass
-class Collected:
+class CollectedState:
     """A run's state, taken apart: tensors and tied names by logical name, the rest as JSON.
 
     Attributes:
@@ -78,13 +78,13 @@ class Collected:
     owned: set[str] = field(default_factory=set)
 
 
-def collect(parts: Parts) -> Collected:
+def collect(parts: StatefulObjects) -> CollectedState:
     """Take the state apart; tensors are not copied.
 
     Raises:
         CheckpointError: something in a state_dict can only be pickled, or could not be loaded.
     """
-    out = Collected()
+    out = CollectedState()
     extras = []
     for index, model in enumerate(parts.models):
         named = [(logical(f"model/{index}/{name}"), value) for name, value in parts.export(model)]
@@ -121,13 +121,13 @@ def collect(parts: Parts) -> Collected:
     return out
 
 
-def in_pieces(collected: Collected) -> Collected:
+def in_pieces(collected: CollectedState) -> CollectedState:
     """The state with what is spread over ranks as this rank's pieces, cut alike on every rank.
 
     Raises:
         CheckpointError: values that were not reduced yet.
     """
-    cutter, made = Cutter(), dict[str, Any]()
+    cutter, made = ShardCutter(), dict[str, Any]()
     for name, value in collected.tensors.items():
         try:
             made[name] = cutter.piece(value) if is_dtensor(value) else value
@@ -138,7 +138,7 @@ def in_pieces(collected: Collected) -> Collected:
 
 def is_weight(name: str, value: Any) -> bool:
     """Is it a dense tensor of a model, which lies in a file as it is? Others are kept as what they are made of."""
-    if isinstance(value, Piece):
+    if isinstance(value, ShardPiece):
         return not is_extra(name)
     return isinstance(value, torch.Tensor) and is_dense(value) and not is_extra(name)
 

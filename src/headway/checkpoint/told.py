@@ -1,6 +1,6 @@
 """What a manifest says, asked for by type and range: a value that is not what belongs there is an error that names its place.
 
-A manifest may be damaged, of another program, or made to do harm. Who reads it through `Told` never meets a wrong type later,
+A manifest may be damaged, of another program, or made to do harm. Who reads it through `TypedReader` never meets a wrong type later,
 when objects have been changed already.
 """
 
@@ -14,7 +14,7 @@ MOST = 2**53
 """The largest count: as many as a float counts exactly, in which ranks tell them each other."""
 
 
-class Told:
+class TypedReader:
     """A value, and where it is.
 
     Args:
@@ -36,9 +36,9 @@ class Told:
         text = text if len(text) <= 80 else text[:80] + "..."
         raise CheckpointError(f"the manifest's {self._where} is {text}, where {wanted} belongs")
 
-    def replaced(self, value: Any) -> "Told":
+    def replaced(self, value: Any) -> "TypedReader":
         """Another value in this place, such as what it was decoded to."""
-        return Told(value, self._where)
+        return TypedReader(value, self._where)
 
     def whole(self, least: int = 0, most: int = MOST) -> int:
         """A whole number in that range."""
@@ -77,21 +77,21 @@ class Told:
         """Is there nothing?"""
         return self.value is None
 
-    def items(self, count: int | None = None) -> "list[Told]":
+    def items(self, count: int | None = None) -> "list[TypedReader]":
         """What a list (or tuple) holds; `count`: as many as it must have."""
         value = self.value
         if not isinstance(value, list | tuple):
             self.refuse("a list")
         if count is not None and len(value) != count:
             self.refuse(f"a list of {count}")
-        return [Told(item, f"{self._where}[{index}]") for index, item in enumerate(value)]
+        return [TypedReader(item, f"{self._where}[{index}]") for index, item in enumerate(value)]
 
-    def table(self) -> "dict[str, Told]":
+    def table(self) -> "dict[str, TypedReader]":
         """What a table holds, by its names."""
         value = self.value
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
             self.refuse("a table of names")
-        return {name: Told(item, f"{self._where}.{name}") for name, item in value.items()}
+        return {name: TypedReader(item, f"{self._where}.{name}") for name, item in value.items()}
 
     def mapping(self) -> dict[Any, Any]:
         """A dict of any keys."""
@@ -100,21 +100,21 @@ class Told:
             self.refuse("a dict")
         return value
 
-    def __getitem__(self, name: str) -> "Told":
+    def __getitem__(self, name: str) -> "TypedReader":
         """What must stand under that name."""
         found = self.get(name)
         if found is None:
             raise CheckpointError(f"the manifest's {self._where} lacks {name!r}")
         return found
 
-    def get(self, name: str) -> "Told | None":
+    def get(self, name: str) -> "TypedReader | None":
         """What stands under that name; None where nothing does."""
         value = self.value
         if not isinstance(value, dict):
             self.refuse("a table of names")
-        return Told(value[name], f"{self._where}.{name}") if name in value else None
+        return TypedReader(value[name], f"{self._where}.{name}") if name in value else None
 
-    def given(self, *names: str) -> "Iterator[Told]":
+    def given(self, *names: str) -> "Iterator[TypedReader]":
         """What stands under those of the names that are there and say something."""
         for name in names:
             found = self.get(name)

@@ -14,7 +14,7 @@ from headway.weights.pieces import held, is_dtensor
 from headway.weights.shards import bits, raw_bytes
 
 
-class Undo:
+class LoadRollback:
     """What a load has changed so far."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ def is_same_state(one: Any, other: Any) -> bool:
     )
 
 
-class _Tensor:
+class _TensorValue:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._device = tensor.device
         self._needs_grad = tensor.requires_grad and tensor.is_leaf
@@ -78,14 +78,14 @@ def _keep(value: Any) -> Any:
     if is_dtensor(value):
         return value.detach().clone()
     if isinstance(value, torch.Tensor):
-        return _Tensor(value) if is_dense(value) and not value.is_meta else value
+        return _TensorValue(value) if is_dense(value) and not value.is_meta else value
     if isinstance(value, numpy.ndarray):
         return value.copy()
     return _mapped(_keep, value)
 
 
 def _back(value: Any) -> Any:
-    return value.back() if isinstance(value, _Tensor) else _mapped(_back, value)
+    return value.back() if isinstance(value, _TensorValue) else _mapped(_back, value)
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:

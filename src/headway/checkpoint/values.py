@@ -20,7 +20,7 @@ import torch
 from headway.checkpoint import arrays
 from headway.checkpoint.tensors import is_dense, put_together, refusal, take_apart
 from headway.errors import CheckpointError
-from headway.weights.pieces import Piece, held, is_dtensor
+from headway.weights.pieces import ShardPiece, held, is_dtensor
 from headway.weights.shards import raw_bytes
 
 TAG = "!"
@@ -95,7 +95,7 @@ class _Encoder:
             return [self.encode(item, f"{name}.{i}", depth + 1) for i, item in enumerate(value)]
         if kind is dict and is_object(value):
             return {key: self.encode(item, f"{name}.{key}", depth + 1) for key, item in value.items()}
-        if isinstance(value, torch.Tensor | Piece):
+        if isinstance(value, torch.Tensor | ShardPiece):
             return self._tensor(value, name, depth)
         if kind is numpy.ndarray and not value.dtype.hasobject:
             return self._array(value, name, depth)
@@ -123,7 +123,7 @@ class _Encoder:
         kind, problem = type(value), refusal(held(value))
         if problem is not None:
             raise CheckpointError(f"{name} is {problem}")
-        if isinstance(value, Piece):
+        if isinstance(value, ShardPiece):
             return {TAG: "tensor", "name": self._keep(value, name)}
         if kind not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
             raise CheckpointError(

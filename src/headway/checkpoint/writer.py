@@ -23,17 +23,17 @@ from typing import Any
 import torch
 
 from headway.checkpoint import folders
-from headway.checkpoint.boxes import Chunk, Grid, file_of
-from headway.checkpoint.manifest import VERSION, VERSION_WITH_GRIDS, Entry, Manifest, Written
+from headway.checkpoint.boxes import ChunkGrid, TensorChunk, file_of
+from headway.checkpoint.manifest import VERSION, VERSION_WITH_GRIDS, Manifest, TensorEntry, WrittenFile
 from headway.checkpoint.shards import describe, prove_shard, write_shard
-from headway.checkpoint.spread import Spread, entries, pattern_of
-from headway.checkpoint.state import Collected
+from headway.checkpoint.spread import ShardedTensors, entries, pattern_of
+from headway.checkpoint.state import CollectedState
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.runtime import pulse
 from headway.runtime.events import notify
-from headway.runtime.lanes import Point
-from headway.weights.pieces import Piece
+from headway.runtime.lanes import StreamPoint
+from headway.weights.pieces import ShardPiece
 
 log = get_logger(__name__)
 
@@ -41,7 +41,7 @@ _POLL = 0.005
 
 
 @dataclass(frozen=True)
-class Policy:
+class SavePolicy:
     """What is kept, and how a save runs.
 
     Attributes:
@@ -62,7 +62,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Share:
+class DiskShare:
     """What this rank does on the disk that it writes to; all of it where nothing else is said.
 
     Attributes:
@@ -79,7 +79,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """One save, as one rank sees it.
 
     Attributes:
@@ -95,12 +95,12 @@ class Job:
 
     final: Path
     nonce: str
-    share: Share
-    content: Collected
+    share: DiskShare
+    content: CollectedState
     about: Mapping[str, Any]
-    policy: Policy
+    policy: SavePolicy
     source: object = None
-    arrivals: tuple[Point, ...] = ()
+    arrivals: tuple[StreamPoint, ...] = ()
 
     @property
     def own_names(self) -> frozenset[str]:
@@ -133,13 +133,13 @@ def partition(sizes: Mapping[str, int], num_parts: int) -> list[list[str]]:
     return parts
 
 
-def plan_files(tensors: Mapping[str, torch.Tensor | Piece], num_parts: int) -> list[dict[str, list[str]]]:
+def plan_files(tensors: Mapping[str, torch.Tensor | ShardPiece], num_parts: int) -> list[dict[str, list[str]]]:
     """For each part, its files and the names of whole tensors in each: files of weights hold nothing but weights."""
     plan: list[dict[str, list[str]]] = []
     sizes = {
         name: tensor.numel() * tensor.element_size()
         for name, tensor in tensors.items()
-        if not isinstance(tensor, Piece)
+        if not isinstance(tensor, ShardPiece)
     }
     for index, names in enumerate(partition(sizes, num_parts)):
         files: dict[str, list[str]] = {}
@@ -149,7 +149,7 @@ def plan_files(tensors: Mapping[str, torch.Tensor | Piece], num_parts: int) -> l
     return plan
 
 
-def begin(job: Job) -> None:
+def begin(job: SaveJob) -> None:
     """Make the staging folder ready; called on the main thread, after all ranks agreed on the job.
 
     Raises:
@@ -164,13 +164,13 @@ def begin(job: Job) -> None:
         job.staging.mkdir()
 
 
-def announce(job: Job) -> None:
+def announce(job: SaveJob) -> None:
     """Say that this rank will write; after `begin` has run on the leader."""
     if job.share.part is not None:
         (job.staging / f".writing-{job.share.part}").touch()
 
 
-class Wait:
+class SaveWait:
     """Tells the pulse while the main thread waits for other ranks' parts, by itself or by the thread that collects them.
 
     Who watches from outside sees neither a collective nor bytes then, and would take this rank for the one that is late.
@@ -214,7 +214,7 @@ class Wait:
                 self._former = None
 
 
-def write(job: Job, wait: Wait | None = None) -> Manifest | None:
+def write(job: SaveJob, wait: SaveWait | None = None) -> Manifest | None:
     """Write this rank's part, and on the leader commit; returns the manifest there.
 
     Args:
@@ -230,7 +230,7 @@ def write(job: Job, wait: Wait | None = None) -> Manifest | None:
         _write_part(job, plan[job.share.part])
     if not job.share.leads:
         return None
-    with (wait or Wait()).collecting():
+    with (wait or SaveWait()).collecting():
         files, told = _collect(job)
     files |= _added_files(job.staging, files)
     manifest = _assemble(job, plan, files, entries(job.content.tensors, told))
@@ -256,13 +256,13 @@ def write(job: Job, wait: Wait | None = None) -> Manifest | None:
     return manifest
 
 
-def _write_part(job: Job, files: Mapping[str, Sequence[str]]) -> None:
+def _write_part(job: SaveJob, files: Mapping[str, Sequence[str]]) -> None:
     part = job.share.part
     working, done = job.staging / f".writing-{part}", job.staging / f".written-{part}"
     try:
         for arrival in job.arrivals:
             arrival.wait()
-        spread, written = Spread(job.content.tensors, part or 0), []
+        spread, written = ShardedTensors(job.content.tensors, part or 0), []
         parts = {file: [(name, job.content.tensors[name]) for name in names] for file, names in files.items()}
         for file, boxes in spread.files.items():
             parts.setdefault(file, []).extend(boxes)
@@ -278,9 +278,9 @@ def _write_part(job: Job, files: Mapping[str, Sequence[str]]) -> None:
         raise
 
 
-def _collect(job: Job) -> tuple[dict[str, Written], list[dict[str, Any]]]:
+def _collect(job: SaveJob) -> tuple[dict[str, WrittenFile], list[dict[str, Any]]]:
     """The files of all parts, and what each part says of its boxes."""
-    files: dict[str, Written] = {}
+    files: dict[str, WrittenFile] = {}
     boxes = []
     deadline = time.monotonic() + job.policy.timeout
     for part in range(job.share.num_parts):
@@ -297,14 +297,14 @@ def _collect(job: Job) -> tuple[dict[str, Written], list[dict[str, Any]]]:
             time.sleep(_POLL)
         told = json.loads(done.read_text())
         for name, num_bytes, digests in told.pop("files"):
-            files[name] = Written(name, num_bytes, tuple(digests))
+            files[name] = WrittenFile(name, num_bytes, tuple(digests))
         boxes.append(told)
     for part in range(job.share.num_parts):
         (job.staging / f".written-{part}").unlink()
     return files, boxes
 
 
-def _added_files(staging: Path, known: Mapping[str, Written]) -> dict[str, Written]:
+def _added_files(staging: Path, known: Mapping[str, WrittenFile]) -> dict[str, WrittenFile]:
     """What hooks put into the folder belongs to the checkpoint too."""
     added = {}
     for path in sorted(staging.rglob("*")):
@@ -317,20 +317,23 @@ def _added_files(staging: Path, known: Mapping[str, Written]) -> dict[str, Writt
 
 
 def _assemble(
-    job: Job, plan: Sequence[Mapping[str, Sequence[str]]], files: Mapping[str, Written], spread: Mapping[str, Entry]
+    job: SaveJob,
+    plan: Sequence[Mapping[str, Sequence[str]]],
+    files: Mapping[str, WrittenFile],
+    spread: Mapping[str, TensorEntry],
 ) -> Manifest:
     place = {name: file for part in plan for file, names in part.items() for name in names}
     tensors = {
         name: spread[name]
-        if isinstance(tensor, Piece)
-        else Entry(
+        if isinstance(tensor, ShardPiece)
+        else TensorEntry(
             tuple(tensor.shape),
             str(tensor.dtype).removeprefix("torch."),
-            (Chunk((0,) * tensor.ndim, tuple(tensor.shape), place[name], name),),
+            (TensorChunk((0,) * tensor.ndim, tuple(tensor.shape), place[name], name),),
         )
         for name, tensor in job.content.tensors.items()
     }
-    version = VERSION_WITH_GRIDS if any(isinstance(entry.chunks, Grid) for entry in tensors.values()) else VERSION
+    version = VERSION_WITH_GRIDS if any(isinstance(entry.chunks, ChunkGrid) for entry in tensors.values()) else VERSION
     content = job.content
     return Manifest(tensors, dict(sorted(files.items())), content.aliases, content.state, job.about, version)
 
@@ -350,7 +353,7 @@ def _prove(manifest: Manifest) -> None:
         raise CheckpointError("the manifest would not come back as it is")
 
 
-def abandon(job: Job) -> None:
+def abandon(job: SaveJob) -> None:
     """Remove the staging folder of a save that failed."""
     if job.share.leads:
         aside = folders.staging_folder(job.final, secrets.token_hex(8))
@@ -359,21 +362,21 @@ def abandon(job: Job) -> None:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-class Background:
+class BackgroundSave:
     """At most one save behind the loop."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
         self._error: BaseException | None = None
-        self._wait = Wait()
+        self._wait = SaveWait()
 
     @property
     def is_busy(self) -> bool:
         """Is a save under way?"""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, job: Job) -> None:
+    def start(self, job: SaveJob) -> None:
         """Write the job on a thread; `wait` must have returned before."""
 
         def run() -> None:

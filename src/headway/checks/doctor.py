@@ -43,7 +43,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Run:
+class CheckedRun:
     """What is known of the run that is asked about.
 
     Attributes:
@@ -57,7 +57,7 @@ class Run:
     port: int | None = None
 
 
-def look(environment: Mapping[str, str], run: Run, root: Path = Path("/")) -> Iterator[Finding]:
+def look(environment: Mapping[str, str], run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
     """Look at this machine; nothing is imported that is not Headway's own, and nothing is sent.
 
     Args:
@@ -115,7 +115,7 @@ def devices(environment: Mapping[str, str], root: Path = Path("/")) -> Iterator[
         )
 
 
-def names(run: Run) -> Iterator[Finding]:
+def names(run: CheckedRun) -> Iterator[Finding]:
     """The host name, which gloo looks up unless it is told an interface."""
     host = socket.gethostname()
     addresses = network.name_leads_to(host)
@@ -140,7 +140,7 @@ def names(run: Run) -> Iterator[Finding]:
         yield Finding("ok", f"machine 0 is {run.address} ({', '.join(network.name_leads_to(run.address))})")
 
 
-def interfaces(environment: Mapping[str, str], run: Run) -> Iterator[Finding]:
+def interfaces(environment: Mapping[str, str], run: CheckedRun) -> Iterator[Finding]:
     """Which interface gloo would use, and whether one that was asked for exists."""
     found = network.interfaces()
     known = ", ".join(f"{one.name} {one.addresses[0]}" for one in found) or "none"
@@ -166,7 +166,7 @@ def interfaces(environment: Mapping[str, str], run: Run) -> Iterator[Finding]:
     yield Finding("ok", f"gloo will use {used} ({own}) of: {known}")
 
 
-def ports(run: Run, root: Path = Path("/")) -> Iterator[Finding]:
+def ports(run: CheckedRun, root: Path = Path("/")) -> Iterator[Finding]:
     """Free ports: how many the system hands out, and whether the one to meet at is free and stays so."""
     try:
         low, high = map(int, (root / "proc/sys/net/ipv4/ip_local_port_range").read_text().split())

@@ -31,7 +31,7 @@ _FAR = 5.0
 
 
 @dataclass(frozen=True)
-class Place:
+class RankLocation:
     """What a rank says of itself."""
 
     rank: int
@@ -42,7 +42,7 @@ class Place:
     interface: str
 
 
-def describe(accelerator: Accelerator) -> list[Place]:
+def describe(accelerator: Accelerator) -> list[RankLocation]:
     """What all ranks say of themselves; collective."""
     collectives = accelerator.collectives
     nonce = collectives.broadcast_object(f".headway-doctor-{secrets.token_hex(8)}")
@@ -54,7 +54,7 @@ def describe(accelerator: Accelerator) -> list[Place]:
     collectives.barrier()
     clock = time.time()  # all ranks have just left the barrier
     interface = env.get("GLOO_SOCKET_IFNAME") or ""
-    place = Place(
+    place = RankLocation(
         accelerator.process_index, socket.gethostname(), tuple(versions.items()), sees_nonce, clock, interface
     )
     places = collectives.gather_objects(place)
@@ -63,7 +63,7 @@ def describe(accelerator: Accelerator) -> list[Place]:
     return places
 
 
-def compare(places: Sequence[Place]) -> Iterator[Finding]:
+def compare(places: Sequence[RankLocation]) -> Iterator[Finding]:
     """What the ranks' words say together."""
     first = places[0]
     hosts = list(dict.fromkeys(place.host for place in places))
@@ -90,11 +90,11 @@ def compare(places: Sequence[Place]) -> Iterator[Finding]:
         yield _clocks(places)
 
 
-def _versions(place: Place) -> str:
+def _versions(place: RankLocation) -> str:
     return ", ".join(f"{name} {version}" for name, version in place.versions)
 
 
-def _clocks(places: Sequence[Place]) -> Finding:
+def _clocks(places: Sequence[RankLocation]) -> Finding:
     early, late = (pick(places, key=lambda place: place.clock) for pick in (min, max))
     apart = late.clock - early.clock
     said = f"clocks are at most {apart:.2f} s apart (read right after a barrier)"
@@ -121,7 +121,7 @@ def measure(accelerator: Accelerator) -> tuple[float, float]:
     return seconds(_SMALL, _NUM_SMALL) * 1e3, _LARGE * 4 / seconds(_LARGE, _NUM_LARGE) / 1e6
 
 
-def judge(latency: float, rate: float, places: Sequence[Place]) -> Iterator[Finding]:
+def judge(latency: float, rate: float, places: Sequence[RankLocation]) -> Iterator[Finding]:
     """Whether the measured way is good, and what may be wrong with it."""
     between = "machines" if len({place.host for place in places}) > 1 else "processes"
     way = f" over {places[0].interface}" if places[0].interface else ""

@@ -47,9 +47,9 @@ def _doctor(config_file: str | None, here: bool, **given: Any) -> None:
 
 
 def _run(resolved: Resolved) -> Any:
-    from headway.checks.doctor import Run
+    from headway.checks.doctor import CheckedRun
 
-    return Run(
+    return CheckedRun(
         resolved.get("num_machines", 1),
         resolved.get("machine_rank", 0),
         resolved.get("main_process_ip"),

@@ -41,13 +41,15 @@ def _plan(model: str, ranks: int, strategy: tuple[str, ...], as_json: bool, **gi
     memory = parse_bytes(given["budget"]) if given["budget"] is not None else None
     # Imported here so that the help does not wait for torch.
     from headway.planning.compare import candidates, compare
-    from headway.planning.costs import Cluster
+    from headway.planning.costs import ClusterRates
     from headway.planning.report import as_dict
     from headway.planning.sources import find
     from headway.planning.table import describe, tabulate
 
     source = find(model, given["batch_size"], given["sequence"])
-    cluster = Cluster(given["machine_ranks"], given["intra"] * 1e9, given["inter"] * 1e9, given["flops"] * 1e12, memory)
+    cluster = ClusterRates(
+        given["machine_ranks"], given["intra"] * 1e9, given["inter"] * 1e9, given["flops"] * 1e12, memory
+    )
     found = compare(
         source.make,
         strategy or candidates(ranks, cluster.machine_ranks, source.has_plan),

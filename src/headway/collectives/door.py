@@ -20,9 +20,9 @@ from headway.collectives.tree import Tree, map_tensors, structure, tensors
 from headway.errors import CollectiveError, ConfigError
 from headway.runtime.callers import SAVE, missed_save
 from headway.runtime.group import MARGIN, carries_cpu, part
-from headway.runtime.ledger import Entry, Ledger
+from headway.runtime.ledger import CollectiveLedger, LedgerEntry
 from headway.runtime.process import ProcessRuntime
-from headway.runtime.trail import VOTE, Step, Trail
+from headway.runtime.trail import VOTE, CollectiveLog, Step
 
 NUM_SLOTS = 32
 _HEADER = 3
@@ -50,10 +50,10 @@ _BY_WIDTH = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
-class Pending:
+class PendingHandshake:
     """A handshake under way."""
 
-    entry: Entry
+    entry: LedgerEntry
     signature: str
     num_numbers: int
     rows: torch.Tensor
@@ -88,7 +88,7 @@ class Collectives:
         self.runtime = runtime
         self.group = group
         self.place = place
-        self._trail = runtime.scope.own(Trail)
+        self._trail = runtime.scope.own(CollectiveLog)
         self._num_splits = 0
         self._cpu_group = runtime.cpu_group if group is None else group
         is_joined = dist.is_initialized() and not is_alone
@@ -99,7 +99,7 @@ class Collectives:
                 f"a group of {self.world_size} processes has no engine for CPU tensors, which ranks need to agree before each "
                 "collective; create it with Collectives.split, or with backend='cpu:gloo,cuda:nccl'"
             )
-        self.ledger = Ledger()
+        self.ledger = CollectiveLedger()
         self._last: tuple[torch.Tensor, ...] = ()
 
     def split(self, groups: Sequence[Sequence[int]]) -> "Collectives":
@@ -135,13 +135,13 @@ class Collectives:
             return [list(values)]
         return self._agree(operation, "", values)
 
-    def start_sum(self, values: Sequence[float]) -> Pending | list[float]:
+    def start_sum(self, values: Sequence[float]) -> PendingHandshake | list[float]:
         """Begin to sum `values` over the ranks, element by element; `finish_sum` waits for the result."""
         if self.world_size == 1:
             return list(values)
         return self._start("numbers", "", values)
 
-    def finish_sum(self, pending: Pending | list[float]) -> list[float]:
+    def finish_sum(self, pending: PendingHandshake | list[float]) -> list[float]:
         """The sums that `start_sum` began."""
         if isinstance(pending, list):
             return pending
@@ -356,7 +356,7 @@ class Collectives:
             rows = [row + extra for row, extra in zip(rows, more)]
         return rows
 
-    def _start(self, operation: str, signature: str, numbers: Sequence[float]) -> Pending:
+    def _start(self, operation: str, signature: str, numbers: Sequence[float]) -> PendingHandshake:
         if len(numbers) > NUM_SLOTS:
             raise CollectiveError(f"{len(numbers)} numbers in one handshake; it holds {NUM_SLOTS}")
         entry = self.ledger.record(operation, signature)
@@ -368,9 +368,9 @@ class Collectives:
         work = _all_gather_single(rows, row, group=self._cpu_group, async_op=True)
         # Kept until the next one: an engine's thread that drops the last reference needs Python, which may be ending.
         self._last = (row, rows)
-        return Pending(entry, signature, len(numbers), rows, work)
+        return PendingHandshake(entry, signature, len(numbers), rows, work)
 
-    def _finish(self, pending: Pending) -> list[list[float]]:
+    def _finish(self, pending: PendingHandshake) -> list[list[float]]:
         try:
             if pending.work is not None:
                 pending.work.wait()
@@ -415,7 +415,7 @@ class Collectives:
         own = self.runtime.device
         return own if own.type == kind else torch.device(kind)
 
-    def _raise_mismatch(self, pending: Pending) -> None:
+    def _raise_mismatch(self, pending: PendingHandshake) -> None:
         entry = pending.entry
         lines = self._all_gather_objects((entry.operation, entry.call_site, pending.signature, pending.num_numbers))
         told = "\n".join(
@@ -445,7 +445,7 @@ class Collectives:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
 
-def _left_alone(entry: Entry, error: RuntimeError) -> str:
+def _left_alone(entry: LedgerEntry, error: RuntimeError) -> str:
     return (
         f"{entry.operation} at {entry.call_site}: not every rank came here. One ended, was lost, or never makes this call: call it "
         f"on every rank, outside conditions on the rank ({str(error).partition('. ')[0]})"

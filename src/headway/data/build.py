@@ -10,14 +10,14 @@ from headway.collectives.door import Collectives
 from headway.config.run import DataLoaderConfiguration
 from headway.data.dispatch import DispatchFeed
 from headway.data.draws import BaseSeed, LoaderStream
-from headway.data.feed import Feed
+from headway.data.feed import BatchFeed
 from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.mapped import MappedFeed
-from headway.data.order import Order
+from headway.data.order import SampleOrder
 from headway.data.randomness import Agree
-from headway.data.rules import Draws, LoadingRules, TorchRules
-from headway.data.shard import BatchSplit, SampleSplit, Shard
-from headway.data.sharded import Agreement, is_shardable
+from headway.data.rules import LoadingRules, RandomSource, TorchRules
+from headway.data.shard import BatchSplit, SampleSplit, ShardIndex
+from headway.data.sharded import SharedRounds, is_shardable
 from headway.data.stream import OwnShards, StreamFeed
 from headway.data.transfer import transfer_to
 from headway.errors import DataError
@@ -27,7 +27,7 @@ from headway.optional import require
 def prepare_loader(
     loader: DataLoader[Any],
     *,
-    shard: Shard,
+    shard: ShardIndex,
     config: DataLoaderConfiguration,
     device: torch.device | None,
     collectives: Collectives | None,
@@ -85,7 +85,7 @@ class _Recipe:
     def __init__(
         self,
         loader: DataLoader[Any],
-        shard: Shard,
+        shard: ShardIndex,
         config: DataLoaderConfiguration,
         collectives: Collectives | None,
         seed: int,
@@ -112,7 +112,7 @@ class _Recipe:
         self.is_shared = self.everyone is not self.collectives and not self.is_dispatched
         self.ranks: Sequence[int] = range(shard.count) if self.is_dispatched else (shard.index,)
 
-    def feed(self) -> Feed:
+    def feed(self) -> BatchFeed:
         """Where the batches come from."""
         kind = _loader_class(self.loader, self.config)
         if self.is_dispatched and self.everyone is not None:
@@ -155,8 +155,8 @@ class _Recipe:
             self.rules.leaves_workers,
         )
 
-    def _order(self, sampler: Any) -> Order:
-        draws = Draws(self.config, self.seed, self.stream, self._agree, self.is_synchronised)
+    def _order(self, sampler: Any) -> SampleOrder:
+        draws = RandomSource(self.config, self.seed, self.stream, self._agree, self.is_synchronised)
         return self.rules.order_of(sampler, draws)
 
     @property
@@ -185,7 +185,7 @@ class _Recipe:
     def _own_stream(self, kind: type[DataLoader[Any]], collectives: Collectives) -> StreamFeed:
         index, count = self.shard.index, self.shard.count
         dataset = self.loader.dataset.shard(num_shards=count, index=index)  # type: ignore[attr-defined]
-        own = OwnShards(dataset, index, count, Agreement(collectives, self.loader.drop_last))
+        own = OwnShards(dataset, index, count, SharedRounds(collectives, self.loader.drop_last))
         split = SampleSplit(self._size(self.loader.batch_size), 1, self.loader.drop_last, self.is_even)
         return StreamFeed(self.loader, split, (0,), self.seed, self.base_seed, kind, own)
 
@@ -222,7 +222,7 @@ def _loader_class(loader: DataLoader[Any], config: DataLoaderConfiguration) -> t
     )
 
 
-def _listeners(loader: DataLoader[Any], feed: Feed) -> list[Any]:
+def _listeners(loader: DataLoader[Any], feed: BatchFeed) -> list[Any]:
     batch_sampler = loader.batch_sampler
     candidates = [
         loader.sampler,
@@ -235,7 +235,7 @@ def _listeners(loader: DataLoader[Any], feed: Feed) -> list[Any]:
     return list(found.values())
 
 
-def _check(loader: DataLoader[Any], shard: Shard, config: DataLoaderConfiguration, is_shared: bool) -> None:
+def _check(loader: DataLoader[Any], shard: ShardIndex, config: DataLoaderConfiguration, is_shared: bool) -> None:
     """Refuse what cannot be shared out, before anything is read."""
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata."):

@@ -14,7 +14,7 @@ from headway.data.feed import State
 from headway.data.randomness import read_text, write_text
 
 
-class Carried(NamedTuple):
+class WorkerBatch(NamedTuple):
     """A batch on its way from a worker.
 
     Attributes:
@@ -26,23 +26,23 @@ class Carried(NamedTuple):
     streams: str | None
 
 
-class CarryingCollate:
+class WorkerStateCollate:
     """The user's collate function in a worker, with the worker's random streams beside what it returns."""
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
         self._last: str | None = None
 
-    def __call__(self, samples: object) -> Carried:
+    def __call__(self, samples: object) -> WorkerBatch:
         """Collate, then look at the streams."""
         batch = self.collate_fn(samples)
         streams = read_text()
         moved = None if streams == self._last else streams
         self._last = streams
-        return Carried(batch, moved)
+        return WorkerBatch(batch, moved)
 
 
-class Continued:
+class ResumedIndices:
     """Indices on their way to a worker whose streams are to go on from somewhere; they arrive as they were.
 
     Args:
@@ -58,7 +58,7 @@ class Continued:
         return _arrive, (self.index, self.streams)
 
 
-class WorkerStreams:
+class WorkerRNGStates:
     """Where the streams of a pass's workers are, as of the batch last yielded.
 
     Workers go by the numbers that they would have in a pass that was never interrupted.
@@ -101,7 +101,7 @@ class WorkerStreams:
         count = len(self._streams)
         return [self._streams[(self._num_batches + number) % count] for number in range(count)]
 
-    def note(self, carried: Carried) -> Any:
+    def note(self, carried: WorkerBatch) -> Any:
         """A batch has come; returns it bare."""
         if carried.streams is not None:
             self._streams[self._num_batches % len(self._streams)] = carried.streams

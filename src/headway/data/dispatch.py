@@ -12,8 +12,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from headway.collectives.door import Collectives
-from headway.data.feed import UNCOUNTABLE, Delivery, Feed, State
-from headway.data.shard import Shard
+from headway.data.feed import UNCOUNTABLE, BatchFeed, Delivery, State
+from headway.data.shard import ShardIndex
 from headway.data.sharded import compact
 from headway.errors import DataError
 
@@ -30,7 +30,7 @@ class DispatchFeed:
     """
 
     def __init__(
-        self, feed: Feed, collectives: Collectives, shard: Shard, is_batched: bool, length: int | None
+        self, feed: BatchFeed, collectives: Collectives, shard: ShardIndex, is_batched: bool, length: int | None
     ) -> None:
         self._feed = feed
         self._collectives = collectives

@@ -6,9 +6,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
-from headway.data.shard import Share
+from headway.data.shard import RankBatch
 
-Delivery = tuple[Any, Share]
+Delivery = tuple[Any, RankBatch]
 """A batch as the user's collate function made it, and what is known about it."""
 
 State = dict[str, Any]
@@ -21,7 +21,7 @@ UNCOUNTABLE = (
 """Why an item without rows is refused."""
 
 
-class Feed(Protocol):
+class BatchFeed(Protocol):
     """Yields the batches of one rank, epoch by epoch.
 
     Attributes:

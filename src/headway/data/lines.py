@@ -66,7 +66,7 @@ _WRITE: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-class Lines:
+class DatasetRNGStates:
     """The lines of one dataset; places are numbers of torch's, Python's and NumPy's stream, in this order."""
 
     def __init__(self) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from headway.data.feed import Feed, State
+from headway.data.feed import BatchFeed, State
 from headway.data.position import NOTHING, Position
-from headway.data.shard import Shard
-from headway.data.transfer import Transfer
+from headway.data.shard import ShardIndex
+from headway.data.transfer import DeviceTransfer
 from headway.errors import DataError
 from headway.log import get_logger
 
@@ -72,7 +72,7 @@ class LoaderEvents:
                 return
 
 
-class LatePass(Iterator[Any]):
+class LazyIterator(Iterator[Any]):
     """A pass that begins when its first batch is asked for; one that never is leaves no trace.
 
     Args:
@@ -108,10 +108,10 @@ class PreparedLoader(DataLoader[Any]):
     def __init__(
         self,
         source: DataLoader[Any],
-        feed: Feed,
-        shard: Shard,
+        feed: BatchFeed,
+        shard: ShardIndex,
         device: torch.device | None,
-        transfer: Transfer | None,
+        transfer: DeviceTransfer | None,
         events: LoaderEvents,
         listeners: Sequence[Any],
         opens_late: bool = False,
@@ -139,7 +139,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """One pass; `break` closes it, and the next pass is another epoch."""
-        return LatePass(self._open) if self._opens_late else self._open()
+        return LazyIterator(self._open) if self._opens_late else self._open()
 
     def _open(self) -> Iterator[Any]:
         if self._position.is_stopped or self._position.is_over_already():

@@ -10,12 +10,12 @@ from torch.utils.data import DataLoader, Sampler
 
 from headway.collectives.door import Collectives
 from headway.collectives.tree import find_batch_size
-from headway.data.carried import CarryingCollate, Continued, WorkerStreams
+from headway.data.carried import ResumedIndices, WorkerRNGStates, WorkerStateCollate
 from headway.data.draws import BaseSeed
 from headway.data.feed import UNCOUNTABLE, Delivery, State, seed_generator
-from headway.data.order import Order
+from headway.data.order import SampleOrder
 from headway.data.rebuild import rebuild
-from headway.data.shard import BatchSplit, SampleSplit, Share, Start, mark_last
+from headway.data.shard import BatchSplit, EpochStart, RankBatch, SampleSplit, mark_last
 from headway.data.windows import WindowSplit
 from headway.data.worker import Seeded, SeededIndices, is_read_one_by_one
 from headway.errors import DataError
@@ -24,7 +24,7 @@ from headway.runtime.seed import mix
 
 log = get_logger(__name__)
 
-Recount = Callable[[Any, Share], Share]
+Recount = Callable[[Any, RankBatch], RankBatch]
 """Corrects a share's counts once its batch is there."""
 
 
@@ -37,10 +37,10 @@ class ShareSampler(Sampler[Any]):
 
     def __init__(self, is_batched: bool) -> None:
         self.is_batched = is_batched
-        self._shares: Iterator[Share] = iter(())
-        self._handed_out: deque[Share] = deque()
+        self._shares: Iterator[RankBatch] = iter(())
+        self._handed_out: deque[RankBatch] = deque()
 
-    def begin(self, shares: Iterator[Share]) -> deque[Share]:
+    def begin(self, shares: Iterator[RankBatch]) -> deque[RankBatch]:
         """The next pass is over these; returns where they will queue up."""
         self._shares, self._handed_out = shares, deque()
         return self._handed_out
@@ -49,7 +49,7 @@ class ShareSampler(Sampler[Any]):
         # Bound now: a pass that is still alive when the next one begins keeps its own.
         return self._indices(self._shares, self._handed_out)
 
-    def _indices(self, shares: Iterator[Share], handed_out: deque[Share]) -> Iterator[Any]:
+    def _indices(self, shares: Iterator[RankBatch], handed_out: deque[RankBatch]) -> Iterator[Any]:
         for share in shares:
             handed_out.append(share)
             yield share.indices if self.is_batched else share.indices[0]
@@ -75,7 +75,7 @@ class MappedFeed:
     def __init__(
         self,
         loader: DataLoader[Any],
-        order: Order,
+        order: SampleOrder,
         split: SampleSplit | BatchSplit,
         ranks: Sequence[int],
         seed: int,
@@ -108,14 +108,14 @@ class MappedFeed:
             )
         self._sampler = ShareSampler(self.is_batched)
         self._recount = self._choose_recount(collectives)
-        self._streams: WorkerStreams | None = None
+        self._streams: WorkerRNGStates | None = None
         if has_workers and is_alone and self._is_in_order:
-            self._streams = WorkerStreams(loader.num_workers, loader.persistent_workers)
+            self._streams = WorkerRNGStates(loader.num_workers, loader.persistent_workers)
         changes: dict[str, Any] = {"batch_sampler": self._sampler}
         if not self.is_batched:
             changes = {"batch_size": None, "sampler": self._sampler}
         if self._streams is not None:
-            changes["collate_fn"] = CarryingCollate(loader.collate_fn)
+            changes["collate_fn"] = WorkerStateCollate(loader.collate_fn)
         self.inner = rebuild(loader, **changes)
 
     @property
@@ -191,7 +191,7 @@ class MappedFeed:
         self.order.draw(epoch)
         self._base_seed.begin(self.inner, is_given=False)
 
-    def _shares(self, begun: Start, seed: int) -> Iterator[Share]:
+    def _shares(self, begun: EpochStart, seed: int) -> Iterator[RankBatch]:
         split, position = self.split, begun.consumed
         goes_on = iter(() if self._streams is None else self._streams.to_send())
         for chunk, is_last in mark_last(begun.rounds):
@@ -201,20 +201,20 @@ class MappedFeed:
                 num_rows = len(indices)
                 if self._is_seeded:
                     indices = self._seeded(indices, seed, position + split.offset(chunk, rank))
-                yield Share(self._continued(indices, next(goes_on, None)), num_rows, counts, num_samples, is_last)
+                yield RankBatch(self._continued(indices, next(goes_on, None)), num_rows, counts, num_samples, is_last)
             position += num_samples
 
     def _continued(self, indices: Any, streams: str | None) -> Any:
         if streams is None:
             return indices
-        return Continued(indices, streams) if self.is_batched else [Continued(indices[0], streams)]
+        return ResumedIndices(indices, streams) if self.is_batched else [ResumedIndices(indices[0], streams)]
 
     def _seeded(self, indices: list[Any], seed: int, position: int) -> Any:
         if not self.is_batched:
             return [Seeded(index, seed, position) for index in indices]
         return SeededIndices(indices, seed, position) if self._is_one_by_one else Seeded(indices, seed, position)
 
-    def _deliveries(self, batches: Iterator[Any], handed_out: deque[Share]) -> Iterator[Delivery]:
+    def _deliveries(self, batches: Iterator[Any], handed_out: deque[RankBatch]) -> Iterator[Delivery]:
         recount, streams = self._recount, self._streams
         for batch in batches:
             share = handed_out.popleft()
@@ -259,12 +259,12 @@ class MappedFeed:
             self._streams.load_state(state)
 
 
-def measure_rows(batch: object, share: Share) -> Share:
+def measure_rows(batch: object, share: RankBatch) -> RankBatch:
     """Take the rows of the batch from the batch itself."""
     return share._replace(num_rows=find_batch_size(batch))
 
 
-def count_rows(batch: object, share: Share) -> Share:
+def count_rows(batch: object, share: RankBatch) -> RankBatch:
     """The same for one process alone, where all of them are real."""
     rows = find_batch_size(batch)
     return share._replace(num_rows=rows, valid_counts=None if rows is None else (rows,))
@@ -273,7 +273,7 @@ def count_rows(batch: object, share: Share) -> Share:
 def agree_rows(collectives: Collectives) -> Recount:
     """Take each rank's rows from its batch, by one small exchange a step."""
 
-    def recount(batch: object, share: Share) -> Share:
+    def recount(batch: object, share: RankBatch) -> RankBatch:
         rows = find_batch_size(batch)
         told = [int(numbers[0]) for numbers in collectives.gather_numbers([-1 if rows is None else rows])]
         if min(told) < 0:

@@ -23,7 +23,7 @@ _CHUNK = 64
 """Items taken from a sampler at a time: swapping all global streams costs about 0.1 ms."""
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """The order of an epoch's samples, or of its batches."""
 
     def reseed(self, seed: int) -> None:

@@ -3,10 +3,10 @@
 import sys
 
 from headway.data.feed import State
-from headway.data.shard import Share
+from headway.data.shard import RankBatch
 from headway.errors import StateError
 
-NOTHING = Share([], None, None, 0, False)
+NOTHING = RankBatch([], None, None, 0, False)
 """What is known before the first batch."""
 
 

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 from headway.config.run import DataLoaderConfiguration
 from headway.data.draws import LoaderStream
-from headway.data.order import DrawnOrder, Order, PureOrder, SamplerOrder, is_plain_shuffling
+from headway.data.order import DrawnOrder, PureOrder, SampleOrder, SamplerOrder, is_plain_shuffling
 from headway.data.randomness import Agree
 
 
 @dataclass(frozen=True)
-class Draws:
+class RandomSource:
     """What an order may be drawn from.
 
     Attributes:
@@ -48,7 +48,7 @@ class LoadingRules(Protocol):
     opens_late: bool
     parts_streams: bool
 
-    def order_of(self, sampler: Any, draws: Draws) -> Order:
+    def order_of(self, sampler: Any, draws: RandomSource) -> SampleOrder:
         """The order that a sampler or batch sampler stands for."""
 
     def is_apart(self, config: DataLoaderConfiguration) -> bool:
@@ -66,7 +66,7 @@ class TorchRules:
     opens_late = False
     parts_streams = True
 
-    def order_of(self, sampler: Any, draws: Draws) -> Order:
+    def order_of(self, sampler: Any, draws: RandomSource) -> SampleOrder:
         """The order that a sampler or batch sampler stands for."""
         is_seedable = draws.config.is_seedable
         pure = PureOrder.of(sampler, draws.seed, is_seedable)

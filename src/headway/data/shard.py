@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardIndex:
     """Which part of the data a process reads: the `index`-th of `count`, from 0."""
 
     index: int
     count: int
 
 
-class Share(NamedTuple):
+class RankBatch(NamedTuple):
     """One rank's part of one round.
 
     Attributes:
@@ -40,7 +40,7 @@ class Share(NamedTuple):
     is_last: bool
 
 
-class Start(NamedTuple):
+class EpochStart(NamedTuple):
     """An epoch from some point on.
 
     Attributes:
@@ -85,7 +85,7 @@ class SampleSplit:
         """Rounds of an order of `length` samples."""
         return length // self.round_size if self.drop_last else -(-length // self.round_size)
 
-    def start(self, order: Sequence[Any] | Iterator[Any], consumed: int = 0, num_skipped: int = 0) -> Start:
+    def start(self, order: Sequence[Any] | Iterator[Any], consumed: int = 0, num_skipped: int = 0) -> EpochStart:
         """The epoch after `consumed` samples, or after `num_skipped` rounds where that is given."""
         size = self.round_size
         consumed = num_skipped * size or consumed
@@ -100,7 +100,7 @@ class SampleSplit:
             rounds = (order[begin : begin + size] for begin in range(consumed, len(order), size))
         if self.drop_last:
             rounds = (samples for samples in rounds if len(samples) == size)
-        return Start(consumed, opening, rounds)
+        return EpochStart(consumed, opening, rounds)
 
     def share(self, samples: Sequence[T], rank: int, opening: list[T]) -> tuple[list[T], tuple[int, ...]]:
         """What `rank` gets of a round, and every rank's number of real samples."""
@@ -157,7 +157,7 @@ class BatchSplit:
         """Rounds of `length` batches."""
         return length // self._batches_per_round if self.drop_last else -(-length // self._batches_per_round)
 
-    def start(self, order: Iterable[Sequence[Any]], consumed: int = 0, num_skipped: int = 0) -> Start:
+    def start(self, order: Iterable[Sequence[Any]], consumed: int = 0, num_skipped: int = 0) -> EpochStart:
         """The epoch after `consumed` samples, or after `num_skipped` rounds where that is given."""
         # Copies: a sampler may go on using the list that it handed out.
         batches: Iterator[list[Any]] = map(list, order)
@@ -170,7 +170,7 @@ class BatchSplit:
         rounds = iter(lambda: list(islice(batches, self._batches_per_round)), [])
         if self.drop_last:
             rounds = (batches for batches in rounds if len(batches) == self._batches_per_round)
-        return Start(consumed, opening, rounds)
+        return EpochStart(consumed, opening, rounds)
 
     def share(self, batches: list[list[Any]], rank: int, opening: list[list[Any]]) -> tuple[list[Any], tuple[int, ...]]:
         """What `rank` gets of a round, and every rank's number of real samples."""

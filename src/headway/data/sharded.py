@@ -23,7 +23,7 @@ def is_shardable(dataset: object, count: int) -> bool:
     )
 
 
-class Agreement:
+class SharedRounds:
     """Turns one rank's parts into rounds that all ranks take part in.
 
     Args:

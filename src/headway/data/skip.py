@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
 from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.data.shard import Shard
+from headway.data.shard import ShardIndex
 from headway.errors import DataError
 
 
@@ -32,7 +32,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Pre
         config = DataLoaderConfiguration(use_seedable_sampler=False)
         dataloader = prepare_loader(
             dataloader,
-            shard=Shard(0, 1),
+            shard=ShardIndex(0, 1),
             config=config,
             device=None,
             collectives=None,

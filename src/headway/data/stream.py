@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, get_worker_info
 from headway.collectives.tree import find_batch_size, map_leaves
 from headway.data.draws import BaseSeed
 from headway.data.feed import UNCOUNTABLE, Delivery, State, seed_generator
-from headway.data.lines import Lines
+from headway.data.lines import DatasetRNGStates
 from headway.data.randomness import Agree, OwnGenerators
 from headway.data.rebuild import rebuild
-from headway.data.shard import SampleSplit, Share, mark_last
+from headway.data.shard import RankBatch, SampleSplit, mark_last
 from headway.data.windows import WindowSplit
 from headway.errors import DataError, HeadwayWarning
 from headway.runtime.seed import mix
@@ -43,7 +43,7 @@ class Collated(NamedTuple):
     """
 
     batches: list[Any]
-    shares: list[Share]
+    shares: list[RankBatch]
     num_samples: int
     state: Any = None
 
@@ -110,7 +110,7 @@ class StreamCollate:
             batch = self.collate_fn(own) if self.is_batched else self.collate_fn(own[0])
             num_rows = len(own) if self.is_batched else find_batch_size(batch)
             batches.append(batch)
-            shares.append(Share([], num_rows, sample_counts if self.is_batched else counts, num_samples, False))
+            shares.append(RankBatch([], num_rows, sample_counts if self.is_batched else counts, num_samples, False))
         return Collated(batches, shares, num_samples)
 
     def _count_items(self, items: list[Any]) -> tuple[int, ...] | None:
@@ -182,7 +182,7 @@ class StreamFeed:
         self.inner = self._build()
         self._is_stateful = hasattr(self.inner, "state_dict")
         # In workers streams are apart anyway; a loader with a state of its own does not read again.
-        self._lines = None if self._is_stateful or self.inner.num_workers else Lines()
+        self._lines = None if self._is_stateful or self.inner.num_workers else DatasetRNGStates()
         self._num_rounds = 0
         self._inner_state: Any = None
         self._loaded: State = {}
@@ -297,7 +297,7 @@ class StreamFeed:
             return iter(self.inner)
         return self._read_apart(self._lines, self._lines.fetch(lambda: iter(self.inner)))
 
-    def _read_apart(self, lines: Lines, batches: Iterator[Collated]) -> Iterator[Collated]:
+    def _read_apart(self, lines: DatasetRNGStates, batches: Iterator[Collated]) -> Iterator[Collated]:
         """The same batches; what the dataset draws for each comes from lines of its own."""
         while (collated := lines.fetch(lambda: next(batches, None))) is not None:
             yield collated

@@ -17,7 +17,7 @@ import torch
 from headway.collectives.tree import Tree, map_leaves, move_object, moves_itself, to_device
 
 
-class Transfer(Protocol):
+class DeviceTransfer(Protocol):
     """Brings batches to a device.
 
     Attributes:
@@ -30,7 +30,7 @@ class Transfer(Protocol):
         """The batch on the device, or on its way there."""
 
 
-class WaitingTransfer:
+class BlockingTransfer:
     """The host waits for each copy."""
 
     wants_pinned = False
@@ -43,7 +43,7 @@ class WaitingTransfer:
         return to_device(batch, self._device)
 
 
-class SideTransfer:
+class SideStreamTransfer:
     """Copies from pinned memory on a side stream; the stream that is current when the batch comes waits for them.
 
     Objects that move themselves do so on the current stream, since nobody knows which tensors they hold.
@@ -62,8 +62,8 @@ class SideTransfer:
         self._are_pinned_fresh = are_pinned_fresh
         self._stream = torch.Stream(device=device)
 
-    def __reduce__(self) -> tuple[type["SideTransfer"], tuple[torch.device, bool]]:
-        return SideTransfer, (self._device, self._are_pinned_fresh)  # a stream is this process's alone
+    def __reduce__(self) -> tuple[type["SideStreamTransfer"], tuple[torch.device, bool]]:
+        return SideStreamTransfer, (self._device, self._are_pinned_fresh)  # a stream is this process's alone
 
     def __call__(self, batch: Tree) -> Tree:
         """The batch, ready for whatever the current stream does next."""
@@ -113,13 +113,13 @@ def _is_plain(leaf: Any) -> bool:
 
 def transfer_to(
     device: torch.device | None, non_blocking: bool | None, are_pinned_fresh: bool = False
-) -> Transfer | None:
+) -> DeviceTransfer | None:
     """How batches get to a device.
 
     Args:
         device: where to; None: they stay.
         non_blocking: None and True: without waiting, where the device can do that. False: the host waits for each copy.
-        are_pinned_fresh: as for `SideTransfer`.
+        are_pinned_fresh: as for `SideStreamTransfer`.
 
     Returns:
         None where nothing is to be moved.
@@ -128,7 +128,7 @@ def transfer_to(
         return None
     if non_blocking is not False:
         try:
-            transfer = SideTransfer(device, are_pinned_fresh)
+            transfer = SideStreamTransfer(device, are_pinned_fresh)
             transfer(torch.ones(1))
             return transfer
         except (
@@ -137,4 +137,4 @@ def transfer_to(
             TypeError,
         ):  # no second stream, no pinned memory, no record_stream: the plain way
             pass
-    return WaitingTransfer(device)
+    return BlockingTransfer(device)

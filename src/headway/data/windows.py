@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
-from headway.data.shard import Start, as_list
+from headway.data.shard import EpochStart, as_list
 
 T = TypeVar("T")
 
@@ -56,13 +56,13 @@ class WindowSplit:
         full, rest = divmod(length, self.window)
         return full * self.num_rounds_each + self._num_in(rest - rest % self.unit)
 
-    def start(self, order: Sequence[Any] | Iterator[Any], consumed: int = 0, num_skipped: int = 0) -> Start:
+    def start(self, order: Sequence[Any] | Iterator[Any], consumed: int = 0, num_skipped: int = 0) -> EpochStart:
         """The epoch after `consumed` samples, which begins a window there, or after `num_skipped` rounds."""
         windows = self._windows(order, consumed if not num_skipped else 0)
         rounds = (part for window in windows for part in self._rounds(window))
         if num_skipped:
             consumed = sum(map(len, islice(rounds, num_skipped)))
-        return Start(consumed, [], rounds)
+        return EpochStart(consumed, [], rounds)
 
     def _windows(self, order: Sequence[object] | Iterator[object], consumed: int) -> Iterator[Sequence[Any]]:
         windows: Iterator[Sequence[Any]]

@@ -98,7 +98,7 @@ _HEARD = 2.0
 """Seconds in which the rank says that it has heard the same signal."""
 
 
-class Heard(Protocol):
+class SignalEvent(Protocol):
     """An event among processes: the rank has heard a signal."""
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -114,7 +114,7 @@ class WorkerStart:
         heard: set by the rank when one of them has come to it.
     """
 
-    def __init__(self, worker_init_fn: Callable[[int], Any] | None, signals: Sequence[int], heard: Heard) -> None:
+    def __init__(self, worker_init_fn: Callable[[int], Any] | None, signals: Sequence[int], heard: SignalEvent) -> None:
         self.worker_init_fn = worker_init_fn
         self.signals = signals
         self._heard = heard

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from headway.errors import StateError
-from headway.forecasting.events import Event
+from headway.forecasting.events import MemoryEvent
 
 MIN_BLOCK = 512
 """Every block is a multiple of it (kMinBlockSize)."""
@@ -27,7 +27,7 @@ ROUND_LARGE = 2 << 20
 """kRoundLarge."""
 
 
-class Full(Exception):
+class DeviceFull(Exception):
     """The card is full: what was asked for does not fit, even after everything cached was given back."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -191,7 +191,7 @@ class Allocator:
             self.flushes += 1
             block = take(pool, size)
         if block is None:
-            raise Full(size)
+            raise DeviceFull(size)
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return block
 
@@ -325,7 +325,7 @@ class Allocator:
 
 
 @dataclass(frozen=True)
-class Replay:
+class AllocationReplay:
     """What a sequence of allocations took.
 
     Attributes:
@@ -343,7 +343,7 @@ class Replay:
     peak: int
 
 
-def replay(events: Iterable[Event], capacity: int | None = None, expandable: bool = False) -> Replay:
+def replay(events: Iterable[MemoryEvent], capacity: int | None = None, expandable: bool = False) -> AllocationReplay:
     """Let a fresh allocator answer these events.
 
     Args:
@@ -359,9 +359,9 @@ def replay(events: Iterable[Event], capacity: int | None = None, expandable: boo
             continue
         try:
             allocator.allocate(event.key, event.num_bytes, event.stream)
-        except Full:
+        except DeviceFull:
             peak, fits = index, False
             break
         if allocator.allocated > most:
             most, peak = allocator.allocated, index
-    return Replay(allocator.peak_allocated, allocator.peak_reserved, allocator.flushes, fits, peak)
+    return AllocationReplay(allocator.peak_allocated, allocator.peak_reserved, allocator.flushes, fits, peak)

@@ -3,9 +3,9 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headway.forecasting.allocator import Replay, replay
+from headway.forecasting.allocator import AllocationReplay, replay
 from headway.forecasting.devices import Device, spread
-from headway.forecasting.events import Event, plain_peak, split_at
+from headway.forecasting.events import MemoryEvent, plain_peak, split_at
 from headway.forecasting.timeline import Timeline, timeline
 from headway.forecasting.trace import Trace
 from headway.units import format_bytes
@@ -123,13 +123,13 @@ def of_trace(traced: Trace, target: Device, batch_size: int, limit: int | None, 
     )
 
 
-def replayed(events: list[Event], device: Device, is_expandable: bool) -> Replay:
+def replayed(events: list[MemoryEvent], device: Device, is_expandable: bool) -> AllocationReplay:
     """What a device's allocator takes for these events."""
     found = replay(events, expandable=is_expandable)
     if device.is_cuda:
         return found
     exact = plain_peak(events)  # a CPU's allocator rounds nothing and keeps nothing
-    return Replay(exact, exact, 0, True, found.peak)
+    return AllocationReplay(exact, exact, 0, True, found.peak)
 
 
 def _fits(least: int, most: int, budget: int) -> bool | None:

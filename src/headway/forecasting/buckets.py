@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from headway.config.strategies import DistributedDataParallelKwargs
-from headway.forecasting.step import Alone, Engine
+from headway.forecasting.step import SingleProcessEngine, StepEngine
 
 _MIB = 1 << 20
 
 
-class Replica(Alone):
+class Replica(SingleProcessEngine):
     """A whole model on each rank, whose gradients are summed by DDP.
 
     Args:
@@ -86,10 +86,10 @@ class Replica(Alone):
                     self._places[wanted[place]] = flat.view(parameter.shape)
 
 
-def replica(model: nn.Module, options: DistributedDataParallelKwargs) -> Engine:
+def replica(model: nn.Module, options: DistributedDataParallelKwargs) -> StepEngine:
     """The model as DDP holds it: with buckets, unless nothing of it learns."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        return Alone(model)
+        return SingleProcessEngine(model)
     is_fixed = options.find_unused_parameters and not options.static_graph
     return Replica(model, options.bucket_cap_mb * _MIB, options.gradient_as_bucket_view, is_fixed)
 

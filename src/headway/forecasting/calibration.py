@@ -39,7 +39,7 @@ sys.stdin.read()
 
 
 @dataclass(frozen=True)
-class Record:
+class CalibrationRecord:
     """One card, measured.
 
     Attributes:
@@ -71,7 +71,7 @@ def file(environment: Mapping[str, str]) -> Path:
     return default_file(environment).with_name(FILE_NAME)
 
 
-def read(path: Path) -> dict[str, Record]:
+def read(path: Path) -> dict[str, CalibrationRecord]:
     """The records, by the device's name; empty where there is no file.
 
     Raises:
@@ -79,7 +79,9 @@ def read(path: Path) -> dict[str, Record]:
     """
     try:
         found = parse_json(path.read_text(encoding="utf-8"))
-        return {name: Record(**{**each, "capability": tuple(each["capability"])}) for name, each in found.items()}
+        return {
+            name: CalibrationRecord(**{**each, "capability": tuple(each["capability"])}) for name, each in found.items()
+        }
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -88,7 +90,7 @@ def read(path: Path) -> dict[str, Record]:
         ) from error
 
 
-def write(path: Path, name: str, record: Record) -> None:
+def write(path: Path, name: str, record: CalibrationRecord) -> None:
     """Keep a record under that name, beside those of other cards.
 
     Raises:
@@ -143,7 +145,7 @@ def product() -> tuple[str, int, tuple[int, int]]:
     return about.name, about.total_memory, (about.major, about.minor)
 
 
-def measure() -> Record:
+def measure() -> CalibrationRecord:
     """What a process takes on this process's CUDA device beside tensors.
 
     Raises:
@@ -167,4 +169,6 @@ def measure() -> Record:
         )
     held: dict[str, Any] = json.loads(line)
     overhead = free - left - int(held["reserved"])
-    return Record(name, memory, capability, overhead, int(held["kept"]), torch.__version__, date.today().isoformat())
+    return CalibrationRecord(
+        name, memory, capability, overhead, int(held["kept"]), torch.__version__, date.today().isoformat()
+    )

@@ -170,7 +170,7 @@ def _name_of(product: str, memory: int) -> str:
     return calibration.name_of(product, memory, {name: device.memory for name, device in DEVICES.items()})
 
 
-def _measured(name: str, known: Device | None, record: calibration.Record) -> Device:
+def _measured(name: str, known: Device | None, record: calibration.CalibrationRecord) -> Device:
     rates = known.rates if known is not None else _UNKNOWN_RATES
     # Kernels are loaded when they are first used: later ones come on top.
     overhead = (record.overhead, record.overhead, record.overhead + LEAST_MARGIN)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Event(NamedTuple):
+class MemoryEvent(NamedTuple):
     """Memory that is asked for or given back.
 
     Attributes:
@@ -39,7 +39,7 @@ KINDS = (
 """What memory is held for, in the order in which it is shown."""
 
 
-def plain_peak(events: list[Event]) -> int:
+def plain_peak(events: list[MemoryEvent]) -> int:
     """The most bytes that were in use at once, without any rounding."""
     held = most = 0
     for event in events:
@@ -48,7 +48,7 @@ def plain_peak(events: list[Event]) -> int:
     return most
 
 
-def split_at(events: list[Event], index: int) -> dict[str, int]:
+def split_at(events: list[MemoryEvent], index: int) -> dict[str, int]:
     """Bytes in use right after the event of that index, by kind."""
     held: dict[str, int] = {}
     for event in events[: index + 1]:

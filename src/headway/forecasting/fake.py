@@ -20,12 +20,12 @@ from headway.callsite import users_line
 from headway.errors import HeadwayError, UnsupportedError
 from headway.forecasting.devices import Device
 from headway.forecasting.kernels import substituted
-from headway.forecasting.step import STEPS, Alone, Batch, Engine, Recipe, run
-from headway.forecasting.trace import Trace, Tracker
-from headway.forecasting.work import Counting
+from headway.forecasting.step import STEPS, Batch, SingleProcessEngine, StepEngine, StepRecipe, run
+from headway.forecasting.trace import StorageTracker, Trace
+from headway.forecasting.work import WorkCounter
 from headway.placement.skeleton import init_empty_weights
 
-Spread = Callable[[nn.Module], AbstractContextManager[Engine]]
+Spread = Callable[[nn.Module], AbstractContextManager[StepEngine]]
 """Spreads a model without values over ranks, for as long as its block lasts."""
 
 _READS_A_VALUE = "it reads a value of a tensor (.item(), .tolist(), `if tensor:`), and nothing is computed here"
@@ -41,7 +41,7 @@ _NO_FAKE = (
 def trace(
     make: Callable[[], nn.Module],
     batch: Callable[[], Batch],
-    recipe: Recipe,
+    recipe: StepRecipe,
     device: Device,
     prepare: Callable[[nn.Module], object] | None = None,
     steps: int = STEPS,
@@ -71,9 +71,9 @@ def trace(
     if prepare is not None:
         prepare(model)
     model.train()
-    tracker = Tracker(device, Counting(device) if counts_work else None)
+    tracker = StorageTracker(device, WorkCounter(device) if counts_work else None)
     with ExitStack() as stack:
-        engine = stack.enter_context(spread(model)) if spread is not None else Alone(model)
+        engine = stack.enter_context(spread(model)) if spread is not None else SingleProcessEngine(model)
         try:
             with substituted(device, recipe.precision), fake, ExitStack() as modes:
                 batches = _batches(batch, fake)

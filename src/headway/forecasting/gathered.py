@@ -16,7 +16,7 @@ from headway.forecasting.tensors import plain
 Storage = torch.UntypedStorage
 
 
-class Gathered:
+class GatheredStorages:
     """The storages of gathered parameters, those of one unit together: they come and go at once.
 
     Args:

@@ -158,7 +158,7 @@ NAMESPACES = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class AttentionKernel:
     """How attention is computed, as `torch._fused_sdp_choice` chooses on CUDA.
 
     Attributes:
@@ -210,7 +210,7 @@ def substituted(device: Device, precision: str) -> Iterator[None]:
         # Registered kernels stay until this is called.
         stack.callback(library._destroy)
         if device.is_cuda:
-            choice = Choice(device.capability, tuple(map(int, torch.__version__.split(".")[:2])))
+            choice = AttentionKernel(device.capability, tuple(map(int, torch.__version__.split(".")[:2])))
             library.impl("dropout", _dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
             library.impl("scaled_dot_product_attention", _attention(choice), "AutogradCPU")  # type: ignore[no-untyped-call]
             if precision != "no":
@@ -228,7 +228,7 @@ def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return torch.ops.aten.dropout.default.decompose(tensor, p, train)  # type: ignore[no-any-return]
 
 
-def _attention(choice: Choice) -> Callable[..., Any]:
+def _attention(choice: AttentionKernel) -> Callable[..., Any]:
     aten = torch.ops.aten
 
     def attention(

@@ -3,15 +3,15 @@
 from headway import scope
 
 
-class Pretending:
+class DryRunMode:
     """Lies in the process's scope from where a script is forecast on."""
 
 
 def begin() -> None:
     """From here on this process forecasts."""
-    scope.own(Pretending)
+    scope.own(DryRunMode)
 
 
 def is_forecast() -> bool:
     """Does this process only forecast its script?"""
-    return scope.has(Pretending)
+    return scope.has(DryRunMode)

@@ -9,7 +9,7 @@ from headway.errors import DataError
 from headway.forecasting.masks import MASK
 
 
-class Rows:
+class BatchResizer:
     """Gives the batch with another number of rows.
 
     Args:

@@ -8,10 +8,10 @@ from torch import nn
 
 from headway.forecasting.answer import replayed
 from headway.forecasting.devices import Device
-from headway.forecasting.events import Event
+from headway.forecasting.events import MemoryEvent
 from headway.forecasting.fake import Spread, trace
-from headway.forecasting.solve import Largest, LongestSequence, Search
-from headway.forecasting.step import Recipe
+from headway.forecasting.solve import BudgetSearch, LargestFit, LongestSequence
+from headway.forecasting.step import StepRecipe
 from headway.forecasting.trace import Trace
 
 _ENDLESS = 1 << 20
@@ -19,7 +19,7 @@ _POINTS = 24
 """Batches of a curve of memory against the batch."""
 
 
-class Sizes:
+class TraceCache:
     """Traces steps of any batch, each batch once.
 
     Args:
@@ -40,7 +40,7 @@ class Sizes:
         self,
         model_fn: Callable[[], nn.Module],
         batch_fn: Callable[[int], Any],
-        recipe: Recipe,
+        recipe: StepRecipe,
         device: Device,
         prepare: Callable[[nn.Module], object] | None,
         is_expandable: bool,
@@ -69,21 +69,21 @@ class Sizes:
         parts = self._model_fn, batch, self._recipe, self._device, self._prepare
         return trace(*parts, spread=self._spread, counts_work=self._counts_work)
 
-    def largest(self, capacity: int, limit: int = _ENDLESS) -> tuple[Largest, Sequence[tuple[int, int]]]:
+    def largest(self, capacity: int, limit: int = _ENDLESS) -> tuple[LargestFit, Sequence[tuple[int, int]]]:
         """The largest batch up to `limit` within so many bytes of the allocator, and (batch, bytes) of some up to beyond it."""
-        search = Search(lambda size: self.trace(size).events, self._reserved, capacity, limit)
+        search = BudgetSearch(lambda size: self.trace(size).events, self._reserved, capacity, limit)
         found = search.run()
         end = max(8, found.batch + found.batch // 4)
         return found, search.curve(sorted({max(1, round(end * part / _POINTS)) for part in range(1, _POINTS + 1)}))
 
     def curve(self, batches: Sequence[int]) -> list[tuple[int, int]]:
         """(batch, bytes of the allocator) of each, from two traces; empty where the events of these two differ."""
-        return Search(lambda size: self.trace(size).events, self._reserved, 0).curve(batches)
+        return BudgetSearch(lambda size: self.trace(size).events, self._reserved, 0).curve(batches)
 
     def longest(self, longest: LongestSequence, batch_size: int, capacity: int) -> int:
         """The longest sequence within so many bytes of the allocator."""
         unit = longest.multiple
-        search = Search(
+        search = BudgetSearch(
             lambda size: self._of(partial(longest.batch_fn, batch_size, size * unit)).events,
             self._reserved,
             capacity,
@@ -92,5 +92,5 @@ class Sizes:
         )
         return search.run().batch * unit
 
-    def _reserved(self, events: list[Event]) -> int:
+    def _reserved(self, events: list[MemoryEvent]) -> int:
         return replayed(events, self._device, self._is_expandable).reserved

@@ -13,7 +13,7 @@ from operator import mul
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.forecasting.events import Event
+from headway.forecasting.events import MemoryEvent
 
 PROBE = 8
 """One sample alone often takes another way through a model, and the kernels of very small batches are others."""
@@ -21,11 +21,11 @@ _ROUNDS = 6
 _SAMPLES = 16
 """Sizes below an answer that are looked at."""
 
-Events = Callable[[int], list[Event]]
+Events = Callable[[int], list[MemoryEvent]]
 
 
 @dataclass(frozen=True)
-class Largest:
+class LargestFit:
     """The answer.
 
     Attributes:
@@ -61,7 +61,7 @@ class LongestSequence:
             )
 
 
-def synthesise(traces: Sequence[list[Event]], begin: int, size: int) -> list[Event] | None:
+def synthesise(traces: Sequence[list[MemoryEvent]], begin: int, size: int) -> list[MemoryEvent] | None:
     """The events at `size`, from those at `begin` and the sizes that follow it one by one; None where the sequences differ.
 
     Each event's bytes are the polynomial through its values, of degree one for two traces (Newton's forward differences).
@@ -87,7 +87,7 @@ def _differences(values: list[int]) -> list[int]:
     return found
 
 
-def alike(first: list[Event], second: list[Event]) -> bool:
+def alike(first: list[MemoryEvent], second: list[MemoryEvent]) -> bool:
     """Do the same operations ask and give back in the same order?"""
     if len(first) != len(second):
         return False
@@ -97,7 +97,7 @@ def alike(first: list[Event], second: list[Event]) -> bool:
     )
 
 
-class Search:
+class BudgetSearch:
     """Finds the largest batch, or the longest sequence, that stays within a number of bytes.
 
     Args:
@@ -111,7 +111,7 @@ class Search:
     def __init__(
         self,
         events: Events,
-        takes: Callable[[list[Event]], int],
+        takes: Callable[[list[MemoryEvent]], int],
         capacity: int,
         limit: int = 1 << 20,
         degree: int = 1,
@@ -121,9 +121,9 @@ class Search:
         self._capacity = capacity
         self._limit = limit
         self._degree = degree
-        self._traced: dict[int, list[Event]] = {}
+        self._traced: dict[int, list[MemoryEvent]] = {}
 
-    def run(self) -> Largest:
+    def run(self) -> LargestFit:
         """Search; the answer has been traced and fits, and one size more has been traced and does not."""
         begin, bound = PROBE, self._limit
         if begin + self._degree > bound or not self._is_regular(begin):
@@ -147,7 +147,7 @@ class Search:
         first = self._at(begin)
         return all(alike(first, self._at(begin + step)) for step in range(1, self._degree + 1))
 
-    def _synthetic(self, begin: int, size: int) -> list[Event]:
+    def _synthetic(self, begin: int, size: int) -> list[MemoryEvent]:
         events = synthesise([self._at(begin + step) for step in range(self._degree + 1)], begin, size)
         assert events is not None
         return events
@@ -167,7 +167,7 @@ class Search:
         sizes = range(size - stride, size // 2, -stride)
         return min((each - 1 for each in sizes if not self._fits_synthetic(begin, each)), default=size)
 
-    def _by_traces(self, limit: int, fitting: int = 0) -> Largest:
+    def _by_traces(self, limit: int, fitting: int = 0) -> LargestFit:
         return self._answer(self._bisect(self._fits, limit, fitting), False)
 
     def _bisect(self, fits: Callable[[int], bool], limit: int, fitting: int = 0) -> int:
@@ -184,10 +184,10 @@ class Search:
     def _fits(self, batch: int) -> bool:
         return self._takes(self._at(batch)) <= self._capacity
 
-    def _at(self, batch: int) -> list[Event]:
+    def _at(self, batch: int) -> list[MemoryEvent]:
         if batch not in self._traced:
             self._traced[batch] = self._events(batch)
         return self._traced[batch]
 
-    def _answer(self, batch: int, is_synthesised: bool) -> Largest:
-        return Largest(batch, len(self._traced), is_synthesised)
+    def _answer(self, batch: int, is_synthesised: bool) -> LargestFit:
+        return LargestFit(batch, len(self._traced), is_synthesised)

@@ -22,7 +22,7 @@ STEPS = 2
 
 
 @dataclass(frozen=True)
-class Recipe:
+class StepRecipe:
     """How a step is made.
 
     Attributes:
@@ -42,7 +42,7 @@ class Recipe:
     keeps_gradients: bool = False
 
 
-class Watcher(Protocol):
+class StepObserver(Protocol):
     """Is told where the step is."""
 
     def enter(self, phase: str) -> None:
@@ -55,8 +55,8 @@ class Watcher(Protocol):
         """Forward has ended."""
 
 
-class Engine(Protocol):
-    """What spreads a step over ranks: `Alone` where a model is on one process."""
+class StepEngine(Protocol):
+    """What spreads a step over ranks: `SingleProcessEngine` where a model is on one process."""
 
     def modes(self) -> Iterable[AbstractContextManager[Any]]:
         """In which the step runs."""
@@ -74,7 +74,7 @@ class Engine(Protocol):
         """Scale them down to this norm."""
 
 
-class Alone:
+class SingleProcessEngine:
     """One process with a whole model.
 
     Args:
@@ -110,7 +110,7 @@ class Alone:
         torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
 
-class Nobody:
+class NullObserver:
     """A watcher that does not look, for a step that is run for itself."""
 
     def enter(self, phase: str) -> None:
@@ -125,12 +125,12 @@ class Nobody:
 
 def run(
     model: nn.Module,
-    recipe: Recipe,
+    recipe: StepRecipe,
     batch: Callable[[], Batch],
-    watcher: Watcher | None = None,
+    watcher: StepObserver | None = None,
     on_cuda: bool = False,
     steps: int = STEPS,
-    engine: Engine | None = None,
+    engine: StepEngine | None = None,
 ) -> None:
     """Run updates of a model.
 
@@ -143,7 +143,7 @@ def run(
         steps: updates.
         engine: what spreads the model over ranks; None: it is alone.
     """
-    watcher, engine = watcher or Nobody(), engine or Alone(model)
+    watcher, engine = watcher or NullObserver(), engine or SingleProcessEngine(model)
     watcher.enter("set-up")
     mark_model(model, watcher)
     watcher.mark(engine.own(), "buckets")
@@ -174,7 +174,7 @@ def run(
     watcher.enter("end")
 
 
-def _forward(model: nn.Module, batch: Batch, recipe: Recipe) -> torch.Tensor:
+def _forward(model: nn.Module, batch: Batch, recipe: StepRecipe) -> torch.Tensor:
     """The loss of one micro-batch; outputs are dropped."""
     with _autocast(recipe.precision):
         targets: Any = batch
@@ -193,7 +193,7 @@ def _forward(model: nn.Module, batch: Batch, recipe: Recipe) -> torch.Tensor:
     return loss
 
 
-def _scaled(loss: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+def _scaled(loss: torch.Tensor, recipe: StepRecipe) -> torch.Tensor:
     """As it goes into backward."""
     if recipe.precision == "fp16":
         loss = loss * torch.full((), 65536.0, device=loss.device)
@@ -222,9 +222,9 @@ def _autocast(precision: str) -> AbstractContextManager[Any]:
 def _update(
     parameters: list[nn.Parameter],
     optimizer: torch.optim.Optimizer | None,
-    recipe: Recipe,
-    watcher: Watcher,
-    engine: Engine,
+    recipe: StepRecipe,
+    watcher: StepObserver,
+    engine: StepEngine,
 ) -> None:
     if recipe.precision == "fp16" and (gradients := engine.gradients()):
         found, inverse = torch.zeros(1), torch.ones(1)
@@ -258,7 +258,7 @@ def as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = True
 
 
-def mark_model(model: nn.Module, watcher: Watcher) -> None:
+def mark_model(model: nn.Module, watcher: StepObserver) -> None:
     """The model's own tensors are there."""
     watcher.mark(_in_order_of_moving(model, "_parameters"), "weights")
     watcher.mark(_in_order_of_moving(model, "_buffers"), "buffers")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from headway.forecasting.events import KINDS, Event
+from headway.forecasting.events import KINDS, MemoryEvent
 
 POINTS = 400
 
@@ -27,7 +27,7 @@ class Timeline:
         return tuple(map(sum, zip(*self.sizes.values())))
 
 
-def timeline(events: list[Event], phases: dict[str, int], points: int = POINTS) -> Timeline:
+def timeline(events: list[MemoryEvent], phases: dict[str, int], points: int = POINTS) -> Timeline:
     """The timeline of a trace.
 
     Args:

@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves
 from headway.callsite import Frame, stack, users_frame
 from headway.errors import UnsupportedError
 from headway.forecasting.devices import Device
-from headway.forecasting.events import Event
-from headway.forecasting.gathered import Gathered
+from headway.forecasting.events import MemoryEvent
+from headway.forecasting.gathered import GatheredStorages
 from headway.forecasting.kernels import MATMUL, NAMESPACES, OVERSIZED, SCRATCH_OF_CPU, SCRATCH_OF_CUDA, UNKNOWN_SCRATCH
 from headway.forecasting.tensors import plain, stand_for_others
-from headway.forecasting.work import Counting, Work
+from headway.forecasting.work import StepWork, WorkCounter
 
 _WORTH_A_LINE = 1 << 20
 """Bytes from which on the user's line is looked up, which takes longer than all the rest."""
@@ -56,9 +56,9 @@ def _is_for_a_shape() -> bool:
     return any(frame.f_code.co_name.startswith(_FOR_A_SHAPE) for frame in islice(stack(), _DEEPEST))
 
 
-def _in_order(events: list[Event]) -> list[Event]:
+def _in_order(events: list[MemoryEvent]) -> list[MemoryEvent]:
     """What is given back at one moment, by its keys: autocast drops its casts in the order of their addresses, which differs."""
-    found: list[Event] = []
+    found: list[MemoryEvent] = []
     for is_asked, run in groupby(events, lambda event: event.num_bytes >= 0):
         same = list(run)
         found += same if is_asked else sorted(same, key=lambda event: event.key)
@@ -77,14 +77,14 @@ class Trace:
         work: what the operations of each phase have to do.
     """
 
-    events: list[Event]
+    events: list[MemoryEvent]
     phases: dict[str, int]
     operations: dict[str, int]
     caveats: tuple[str, ...]
-    work: dict[str, Work] = field(default_factory=dict)
+    work: dict[str, StepWork] = field(default_factory=dict)
 
 
-class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the memory of the tensors that are made in its block, fake or real.
 
     Args:
@@ -97,9 +97,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         last: what ran last, for an error's message.
     """
 
-    def __init__(self, device: Device, counting: Counting | None = None) -> None:
+    def __init__(self, device: Device, counting: WorkCounter | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.events: list[Event] = []
+        self.events: list[MemoryEvent] = []
         self.phases: dict[str, int] = {}
         self.last = ""
         self._device = device
@@ -113,7 +113,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._phase = ""
         self._begin = 0
         self._is_updating = False
-        self._gathered = Gathered(self._sized)
+        self._gathered = GatheredStorages(self._sized)
         self._has_parts = False
         self._counting = counting
 
@@ -205,7 +205,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if found is not None and found[0] is reference:
                 del self._live[address]
                 if found[2]:
-                    self.events.append(Event(found[1], -found[2], what))
+                    self.events.append(MemoryEvent(found[1], -found[2], what))
 
         self._live[address] = weakref.ref(storage, gone), key, size
         return key
@@ -237,10 +237,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _refuse_compiled()
             frame = users_frame()
             where = "" if frame is None else str(Frame.of(frame))
-        self.events.append(Event(self._next_key, size, what, where))
+        self.events.append(MemoryEvent(self._next_key, size, what, where))
         return self._next_key
 
-    def _scratch(self, size: int, what: str) -> Event:
+    def _scratch(self, size: int, what: str) -> MemoryEvent:
         self._kinds[self._asked(size, what)] = "workspaces"
         return self.events[-1]
 
@@ -271,7 +271,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self._live[storage._cdata] = reference, key, 0
         if before:
-            self.events.append(Event(key, -before, "resize_"))
+            self.events.append(MemoryEvent(key, -before, "resize_"))
 
     def _caveats(self) -> tuple[str, ...]:
         found: list[str] = []

@@ -17,7 +17,7 @@ _NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::det
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """What some operations have to do.
 
     Attributes:
@@ -32,16 +32,16 @@ class Work:
     launches: int = 0
     seconds: float = 0.0
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(
+    def __add__(self, other: "StepWork") -> "StepWork":
+        return StepWork(
             self.flops + other.flops,
             self.num_bytes + other.num_bytes,
             self.launches + other.launches,
             self.seconds + other.seconds,
         )
 
-    def __mul__(self, times: float) -> "Work":
-        return Work(
+    def __mul__(self, times: float) -> "StepWork":
+        return StepWork(
             round(self.flops * times),
             round(self.num_bytes * times),
             round(self.launches * times),
@@ -49,7 +49,7 @@ class Work:
         )
 
 
-class Counting:
+class WorkCounter:
     """Counts the work of operations, by the phase of the step that they run in.
 
     Each operation counts for the longest of three: its floating point operations at the device's rate for their dtype, its bytes at
@@ -68,7 +68,7 @@ class Counting:
         self._formulas: dict[Any, Callable[..., int]] = flop_registry
         self._rates = device.rates
         self._has_bfloat16 = device.capability >= (8, 0)
-        self.by_phase: dict[str, Work] = {}
+        self.by_phase: dict[str, StepWork] = {}
 
     def add(self, phase: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> None:
         """An operation has run."""
@@ -81,7 +81,7 @@ class Counting:
         flops = formula(*args, **(kwargs or {}), out_val=result) if formula is not None else 0
         computing = flops / self._rate(tensors) if flops else 0.0
         seconds = max(computing, num_bytes / self._rates.bandwidth, LAUNCH)
-        self.by_phase[phase] = self.by_phase.get(phase, Work()) + Work(flops, num_bytes, 1, seconds)
+        self.by_phase[phase] = self.by_phase.get(phase, StepWork()) + StepWork(flops, num_bytes, 1, seconds)
 
     def _rate(self, tensors: list[torch.Tensor]) -> float:
         dtype = next((each.dtype for each in tensors if each.is_floating_point()), torch.float32)

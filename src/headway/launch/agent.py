@@ -30,11 +30,11 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from headway.errors import PREEMPTED, ConfigError, ControlPlaneError, LaunchError
 from headway.launch.control_group import MemoryWatch
-from headway.launch.decide import Seen, Step, decide
-from headway.launch.endings import Ended, HangReport, Lost, Report
-from headway.launch.exchange import Exchange
+from headway.launch.decide import AgentAction, AgentSnapshot, decide
+from headway.launch.endings import FailureReport, HangReport, MachineLost, RunEnded
+from headway.launch.exchange import AgentChannel
 from headway.launch.network import own_address, wait_for_name
-from headway.launch.peers import Peers
+from headway.launch.peers import PeerMachines
 from headway.launch.plan import AgentOrder
 from headway.launch.processes import DEADLY, code_of, end_sessions, ignore, kill_when_stuck
 from headway.launch.rank_files import RankFiles
@@ -51,7 +51,7 @@ from headway.launch.rendezvous import (
 from headway.log import silence_elastic
 from headway.runtime import pulse
 from headway.runtime.sealed import SealedStore
-from headway.sealing import Seal, Strangers, users_secret
+from headway.sealing import Seal, UnsealedCounter, users_secret
 from headway.watch.machine import GRACE as HANG_GRACE
 from headway.watch.machine import HangWatch, Worker
 
@@ -87,21 +87,23 @@ class Agent(LocalElasticAgent):
         self._order = order
         self._files = files
         self._memory = MemoryWatch()
-        self._peers: Peers | None = None
+        self._peers: PeerMachines | None = None
         self._has_ended_attempt = False
         self._attempt = 0
         self.handed_on: signal.Signals | None = None
         if order.num_machines > 1:
             address = own_address(host_of(order)) or ""
-            self._peers = Peers(order.machine_rank, address, order.machine_patience, self._lost_a_machine, order.unit)
+            self._peers = PeerMachines(
+                order.machine_rank, address, order.machine_patience, self._lost_a_machine, order.unit
+            )
         self._seal = seal
-        self._exchange = Exchange(order.machine_rank, order.num_machines, host_of(order), seal, order.unit)
+        self._exchange = AgentChannel(order.machine_rank, order.num_machines, host_of(order), seal, order.unit)
         self._watch = HangWatch(patience(), _say, self._peers)
         self._is_watching = False
         self._given_up: set[int] = set()
         self.exit_code: int | None = None
         self.code_when_stuck: int | None = None
-        self.report: Report | Lost | HangReport | Ended | PreemptedRun | None = None
+        self.report: FailureReport | MachineLost | HangReport | RunEnded | PreemptedRun | None = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         watch = watch_for(self._order, _say, self._seal)
@@ -141,7 +143,7 @@ class Agent(LocalElasticAgent):
         if self.exit_code is not None or self._has_ended_well():
             self.code_when_stuck = self.exit_code or max(self._codes().values(), default=0)
             return
-        readers = [pulse.Pulse(path, is_writer=False).read() for path in self._files.pulses.values()]
+        readers = [pulse.HeartbeatFile(path, is_writer=False).read() for path in self._files.pulses.values()]
         is_request = number in (signal.SIGTERM, signal.SIGUSR1)
         if not is_request or (self.handed_on is None and not all(one.saves_on_signal for one in readers)):
             raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
@@ -164,18 +166,18 @@ class Agent(LocalElasticAgent):
         self._give_up_on_failed(worker_group)
         seen, left = self._look(worker_group)
         step = decide(seen)
-        if step is Step.END_SAVED and left is not None:
+        if step is AgentAction.END_SAVED and left is not None:
             return self._end_with(worker_group, left, GRACE)
-        if step is Step.END_ABORTED:
-            told = Ended(self._exchange.notice, worker_group.workers[0].world_size)
+        if step is AgentAction.END_ABORTED:
+            told = RunEnded(self._exchange.notice, worker_group.workers[0].world_size)
             return self._end_with(worker_group, told, HANG_GRACE)
-        if step is Step.END_HANG and self._watch.found is not None:
+        if step is AgentAction.END_HANG and self._watch.found is not None:
             return self._end_hang(worker_group, HangReport(self._watch.found))
-        is_alone, codes = step is Step.END_ALONE, seen.codes
-        if step is not Step.GO_ON:
+        is_alone, codes = step is AgentAction.END_ALONE, seen.codes
+        if step is not AgentAction.GO_ON:
             codes = self._end_the_rest(WITHOUT_PEER if is_alone else GRACE)
         result: RunResult = super()._monitor_workers(worker_group)
-        if step is Step.GO_ON and result.is_failed():  # since the look
+        if step is AgentAction.GO_ON and result.is_failed():  # since the look
             first = min(result.failures.values(), key=lambda failure: failure.timestamp)
             codes = {first.local_rank: first.exitcode}
         report = self._explain(worker_group, codes) if any(codes.values()) else None
@@ -187,7 +189,7 @@ class Agent(LocalElasticAgent):
             result = RunResult(state=WorkerState.FAILED, failures=result.failures)
         return result
 
-    def _look(self, worker_group: WorkerGroup) -> tuple[Seen, PreemptedRun | None]:
+    def _look(self, worker_group: WorkerGroup) -> tuple[AgentSnapshot, PreemptedRun | None]:
         """What is seen now; where ranks begin to end with a checkpoint, after all of them have."""
         codes = self._ended()
         self._let_watch(worker_group, codes)
@@ -198,7 +200,7 @@ class Agent(LocalElasticAgent):
             codes = self._ended()
         is_alone = self._exchange.has_failed_elsewhere or (self._peers is not None and self._peers.lost is not None)
         is_aborted, hangs = bool(self._exchange.notice), self._watch.found is not None
-        return Seen(codes, left is not None, is_aborted, hangs, is_alone), left
+        return AgentSnapshot(codes, left is not None, is_aborted, hangs, is_alone), left
 
     def _failed_alive(self) -> list[int]:
         """Local ranks that have failed, by what they wrote, and whose processes are still there."""
@@ -220,7 +222,7 @@ class Agent(LocalElasticAgent):
         """Is a machine lost or silent, so that waiting for its word is in vain?"""
         return self._peers is not None and (self._peers.lost is not None or self._peers.silent() is not None)
 
-    def _end_with(self, worker_group: WorkerGroup, report: PreemptedRun | Ended, grace: int) -> RunResult:
+    def _end_with(self, worker_group: WorkerGroup, report: PreemptedRun | RunEnded, grace: int) -> RunResult:
         """End all workers of a run that has saved, or was aborted; it is not restarted."""
         self._remaining_restarts = 0
         self.report = report
@@ -266,7 +268,9 @@ class Agent(LocalElasticAgent):
         codes = self._codes()
         return [pid for local_rank, pid in self._pcontext.pids().items() if local_rank not in codes]
 
-    def _blame_a_machine(self, peers: Peers, report: Report | None) -> "Report | Lost | None":
+    def _blame_a_machine(
+        self, peers: PeerMachines, report: FailureReport | None
+    ) -> "FailureReport | MachineLost | None":
         """The loss of a machine in the place of what it led to here."""
         self._has_ended_attempt = True
         if report is not None and not report.is_consequence:
@@ -280,7 +284,7 @@ class Agent(LocalElasticAgent):
         return (
             report
             if machine is None
-            else Lost(machine, self._order.machine_rank, report, peers.exit_code, self._order.unit)
+            else MachineLost(machine, self._order.machine_rank, report, peers.exit_code, self._order.unit)
         )
 
     def _lost_a_machine(self) -> None:
@@ -293,7 +297,7 @@ class Agent(LocalElasticAgent):
             if has_ended and not self._peers.has_lost_hub:
                 return  # the main thread has seen to it, and may be waiting for that machine to come back
             if not has_ended:
-                _say(Lost(str(self._peers.lost), self._order.machine_rank, unit=self._order.unit).text())
+                _say(MachineLost(str(self._peers.lost), self._order.machine_rank, unit=self._order.unit).text())
             self.kill()
             os._exit(self._peers.exit_code)
 
@@ -382,7 +386,7 @@ class Agent(LocalElasticAgent):
         self._given_up.clear()
         super()._restart_workers(worker_group)
 
-    def _explain(self, worker_group: WorkerGroup, ended: Mapping[int, int]) -> Report:
+    def _explain(self, worker_group: WorkerGroup, ended: Mapping[int, int]) -> FailureReport:
         assert self._pcontext is not None
         pids = self._pcontext.pids()
         found = (
@@ -393,9 +397,9 @@ class Agent(LocalElasticAgent):
         )
         deaths = tuple(death for death in found if death is not None)
         finished = tuple(worker.global_rank for worker in worker_group.workers if ended.get(worker.local_rank) == 0)
-        return Report(deaths, worker_group.workers[0].world_size, self._memory.verdict(), finished)
+        return FailureReport(deaths, worker_group.workers[0].world_size, self._memory.verdict(), finished)
 
-    def _keep(self, report: Report | Lost | HangReport | Ended | PreemptedRun) -> None:
+    def _keep(self, report: FailureReport | MachineLost | HangReport | RunEnded | PreemptedRun) -> None:
         if self._order.log_dir is not None and not isinstance(report, PreemptedRun):
             report.write(Path(self._order.log_dir) / "failure.json")
 
@@ -404,7 +408,7 @@ class Agent(LocalElasticAgent):
         if total := self._seal.strangers.total():
             _say(f"headway: {total}")
         if self.report is None and has_failed:
-            self.report = Ended(
+            self.report = RunEnded(
                 "the run was ended, and no machine has said why", self._worker_group.workers[0].world_size
             )
         if self.report is None:
@@ -460,7 +464,7 @@ def run(order: AgentOrder) -> int:
         if order.endpoint:
             wait_for_name(host_of(order), time_to_meet(order), _say)
         use_interface(order)
-        seal = Seal(users_secret(order.secret_file), Strangers(lambda text: _say(f"headway: {text}")))
+        seal = Seal(users_secret(order.secret_file), UnsealedCounter(lambda text: _say(f"headway: {text}")))
         handler = handler_for(order, _say, seal)
         agent = Agent(order, _spec(order, handler), RankFiles(order, Path(scratch)), seal)
         kill_when_stuck(agent, order.grace, GRACE + 5, _say)

@@ -10,7 +10,7 @@ from headway.untrusted import shown, whole_number
 
 
 @dataclass(frozen=True)
-class Task:
+class ClusterTask:
     """One of several launchers that the cluster has started on every machine: each keeps one process.
 
     Attributes:
@@ -41,7 +41,7 @@ class Cluster:
 
     name: str
     layer: Mapping[str, Value]
-    task: Task | None = None
+    task: ClusterTask | None = None
 
 
 def detect(environment: Mapping[str, str]) -> Cluster | None:
@@ -124,7 +124,7 @@ def _slurm(environment: Mapping[str, str]) -> Cluster | None:
         read.decide("num_processes", num_tasks, "SLURM_STEP_NUM_TASKS")
         if "OMP_NUM_THREADS" not in environment:
             read.decide("num_cpu_threads_per_process", read.number("SLURM_CPUS_PER_TASK"), "SLURM_CPUS_PER_TASK")
-        task = Task(
+        task = ClusterTask(
             read.number("SLURM_PROCID") or 0,
             num_tasks,
             read.number("SLURM_LOCALID") or 0,
@@ -161,7 +161,7 @@ def _open_mpi(environment: Mapping[str, str]) -> Cluster | None:
     task = None
     if here > 1:
         read.decide("num_processes", num_tasks, "OMPI_COMM_WORLD_SIZE")
-        task = Task(rank, num_tasks, read.number("OMPI_COMM_WORLD_LOCAL_RANK") or 0, here)
+        task = ClusterTask(rank, num_tasks, read.number("OMPI_COMM_WORLD_LOCAL_RANK") or 0, here)
     uri = read.text("OMPI_MCA_orte_hnp_uri")  # "JOB.0;tcp://ADDRESS,...:PORT": where mpirun itself runs
     address = re.search(r"tcp://([0-9.]+)", uri)
     if num_tasks > here and address is not None:

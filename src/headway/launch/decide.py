@@ -7,7 +7,7 @@ from enum import Enum
 from headway.errors import PREEMPTED
 
 
-class Step(Enum):
+class AgentAction(Enum):
     """What is next."""
 
     GO_ON = "let the ranks run, or end well"
@@ -19,7 +19,7 @@ class Step(Enum):
 
 
 @dataclass(frozen=True)
-class Seen:
+class AgentSnapshot:
     """What the agent sees at one look.
 
     Attributes:
@@ -37,16 +37,16 @@ class Seen:
     is_alone: bool = False
 
 
-def decide(seen: Seen) -> Step:
+def decide(seen: AgentSnapshot) -> AgentAction:
     """The next step. A rank that failed here says more than a notice or a verdict, which may follow from it."""
     codes = set(seen.codes.values())
     has_failed = bool(codes - {0})
     if PREEMPTED in codes and seen.has_saved and codes <= {0, PREEMPTED}:
-        return Step.END_SAVED
+        return AgentAction.END_SAVED
     if seen.is_aborted and not has_failed:
-        return Step.END_ABORTED
+        return AgentAction.END_ABORTED
     if seen.hangs and not has_failed:
-        return Step.END_HANG
+        return AgentAction.END_HANG
     if seen.is_alone:
-        return Step.END_ALONE
-    return Step.END_FAILED if has_failed else Step.GO_ON
+        return AgentAction.END_ALONE
+    return AgentAction.END_FAILED if has_failed else AgentAction.GO_ON

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from headway import atomic
-from headway.launch.records import Death
+from headway.launch.records import RankExit
 from headway.traces import plain, shorten_crash
 from headway.watch import judge
 from headway.watch.machine import Hang
 
 
 @dataclass(frozen=True)
-class Report:
+class FailureReport:
     """What ended an attempt.
 
     Attributes:
@@ -26,14 +26,14 @@ class Report:
         is_told_by_rank_0: does the agent of rank 0 tell all of it, on the screen that this one writes to as well?
     """
 
-    deaths: tuple[Death, ...]
+    deaths: tuple[RankExit, ...]
     world_size: int
     memory: str = ""
     finished: tuple[int, ...] = ()
     is_told_by_rank_0: bool = False
 
     @property
-    def first(self) -> Death:
+    def first(self) -> RankExit:
         """The one that everything else follows from."""
         return min(self.deaths, key=lambda death: death.weight)
 
@@ -78,7 +78,7 @@ class Report:
             )
         return "\n".join(lines)
 
-    def _why(self, death: Death) -> str:
+    def _why(self, death: RankExit) -> str:
         if death.exit_code == -signal.SIGKILL:
             return (
                 f": {self.memory}"
@@ -97,7 +97,7 @@ class Report:
             )
         return ""
 
-    def _others(self, first: Death) -> list[str]:
+    def _others(self, first: RankExit) -> list[str]:
         others = sorted((death for death in self.deaths if death is not first), key=lambda death: death.rank)
         alike = [death.rank for death in others if _is_alike(death, first)]
         later = [
@@ -126,7 +126,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Lost:
+class MachineLost:
     """A machine was lost; what failed here is its consequence.
 
     Attributes:
@@ -139,7 +139,7 @@ class Lost:
 
     machine: str
     here: int
-    report: Report | None = None
+    report: FailureReport | None = None
     exit_code: int = 1
     unit: str = "machine"
 
@@ -164,7 +164,7 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunEnded:
     """What is told of a run that a rank, or a broken promise, has ended on purpose."""
 
     reason: str
@@ -226,7 +226,7 @@ class HangReport:
         write_json(path, content)
 
 
-def consequences(deaths: Sequence[Death], world_size: int, first: int | None = None) -> list[str]:
+def consequences(deaths: Sequence[RankExit], world_size: int, first: int | None = None) -> list[str]:
     """What ranks said after the first failure, or after a machine was lost: a plain line each, the same line once.
 
     Args:
@@ -248,7 +248,7 @@ def consequences(deaths: Sequence[Death], world_size: int, first: int | None = N
     return [lines[rank] for rank in sorted(lines)]
 
 
-def _is_alike(one: Death, other: Death) -> bool:
+def _is_alike(one: RankExit, other: RankExit) -> bool:
     if one.record is None or other.record is None:
         return one.record is other.record and one.exit_code == other.exit_code and one.exit_code is not None
     return (one.record.kind, one.record.line) == (

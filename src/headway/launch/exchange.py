@@ -14,10 +14,10 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
-from headway.launch.endings import Report
-from headway.launch.records import Death, Record
+from headway.launch.endings import FailureReport
+from headway.launch.records import ExceptionRecord, RankExit
 from headway.runtime.sealed import SealedStore
-from headway.runtime.store import NOTICE, Address, Link, named, present, roll, serve
+from headway.runtime.store import NOTICE, StoreAddress, StoreLink, named, present, roll, serve
 from headway.sealing import Seal
 from headway.untrusted import plain
 
@@ -35,7 +35,7 @@ TELL = 2.0
 """Seconds that machine 0 gets to say goodbye, and so to tell: mpirun ends all tasks when the first has ended."""
 
 
-class Exchange:
+class AgentChannel:
     """One agent's way to the control plane, attempt by attempt.
 
     Args:
@@ -57,7 +57,7 @@ class Exchange:
         self._salt = secrets.token_hex(16)
         self._has_one_screen = unit == "task"
         self._server: Any = None
-        self._link: Link | None = None
+        self._link: StoreLink | None = None
         self._world_size = 0
         self._num_here = num_machines
         self._left: tuple[int, ...] = ()
@@ -80,7 +80,7 @@ class Exchange:
         attempt: int = 0,
         num_here: int | None = None,
         hub_port: int = 0,
-    ) -> Address:
+    ) -> StoreAddress:
         """Agree on the run's secret and a prefix of the attempt's own, and begin to listen.
 
         The secret is made from the user's and a salt that machine 0 draws. Without a user's the salt is all there is to know, so it
@@ -105,15 +105,15 @@ class Exchange:
         if self._machine == 0:
             self._server = self._server or serve(self._host)
             prefix = secrets.token_hex(6)
-            address = Address(self._host, self._server.port, prefix, key=self._salt, hub_port=hub_port)
+            address = StoreAddress(self._host, self._server.port, prefix, key=self._salt, hub_port=hub_port)
             if self._num_machines > 1:
                 meeting.set(key, address.encode().encode())
         else:
-            address = Address.decode(meeting.get(key).decode())
+            address = StoreAddress.decode(meeting.get(key).decode())
             if meeting.add(f"{key}/read", 1) == self._num_here - 1:
                 meeting.delete_key(key)
         address = replace(address, key=self._seal.derive(address.key))
-        self._link = Link(address, timedelta(seconds=30), strangers=self._seal.strangers)
+        self._link = StoreLink(address, timedelta(seconds=30), strangers=self._seal.strangers)
         self._world_size, self._left, self._own, self._others = world_size, (), "", {}
         self.notice, self.has_failed_elsewhere = "", False
         self._thread = threading.Thread(target=self._listen, args=(self._link,), name="control", daemon=True)
@@ -132,7 +132,7 @@ class Exchange:
 
     # ---------------------------------------------------------------- listening
 
-    def _listen(self, link: Link) -> None:
+    def _listen(self, link: StoreLink) -> None:
         """One attempt's thread: a later one begins another and ends this."""
         try:
             store = link.store
@@ -173,7 +173,7 @@ class Exchange:
 
     # ---------------------------------------------------------------- failures
 
-    def merge(self, own: Report | None, is_over: Callable[[], bool]) -> Report | None:
+    def merge(self, own: FailureReport | None, is_over: Callable[[], bool]) -> FailureReport | None:
         """Tell the other machines what failed here, and hear what failed there.
 
         Args:
@@ -193,7 +193,9 @@ class Exchange:
         deaths = tuple(death for one in reports for death in one.deaths)
         if not deaths:
             return None
-        merged = Report(deaths, self._world_size, "", tuple(sorted(rank for one in reports for rank in one.finished)))
+        merged = FailureReport(
+            deaths, self._world_size, "", tuple(sorted(rank for one in reports for rank in one.finished))
+        )
         memory = next(one.memory for one in reports if merged.first in one.deaths)
         # Machine 0 has said what failed there, if anything, so it lives and is about to tell all.
         is_told = self._has_one_screen and 0 in self._others
@@ -209,7 +211,7 @@ def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:
         time.sleep(LOOK / 4)
 
 
-def _encode(report: Report | None) -> str:
+def _encode(report: FailureReport | None) -> str:
     if report is None:
         return json.dumps({})
     return json.dumps(
@@ -222,11 +224,11 @@ def _encode(report: Report | None) -> str:
     )
 
 
-def _decode(content: dict[str, Any]) -> Report | None:
+def _decode(content: dict[str, Any]) -> FailureReport | None:
     if not content:
         return None
     deaths = [
-        Death(**{**death, "record": None if death["record"] is None else Record(**death["record"])})
+        RankExit(**{**death, "record": None if death["record"] is None else ExceptionRecord(**death["record"])})
         for death in content["deaths"]
     ]
-    return Report(tuple(deaths), content["world_size"], content["memory"], tuple(content["finished"]))
+    return FailureReport(tuple(deaths), content["world_size"], content["memory"], tuple(content["finished"]))

@@ -22,7 +22,7 @@ _LOOK = 0.2
 _KEY = "headway/here"
 
 
-class Waiting:
+class RendezvousWait:
     """One wait, with its deadline and what has been said of it.
 
     Args:
@@ -71,7 +71,7 @@ class Waiting:
             self._say(f"headway: {what}")
 
 
-def knock(host: str, port: int, waiting: Waiting, me: str, unit: str = "machine") -> None:
+def knock(host: str, port: int, waiting: RendezvousWait, me: str, unit: str = "machine") -> None:
     """Wait until something listens where the machines meet.
 
     Raises:
@@ -92,7 +92,7 @@ def knock(host: str, port: int, waiting: Waiting, me: str, unit: str = "machine"
         time.sleep(_LOOK)
 
 
-def in_time(make: Callable[[], T], waiting: Waiting, what: str, on_late: str) -> T:
+def in_time(make: Callable[[], T], waiting: RendezvousWait, what: str, on_late: str) -> T:
     """Call `make` on a thread, as a call into an engine can neither be interrupted nor be given up.
 
     Args:
@@ -139,7 +139,9 @@ def named(machines: Sequence[int], unit: str = "machine") -> str:
     return f"{unit}{'s' if len(machines) > 1 else ''} {', '.join(map(str, machines))}"
 
 
-def wait_for_all(store: SealedStore, machine: int, num_machines: int, waiting: Waiting, where: str, unit: str) -> None:
+def wait_for_all(
+    store: SealedStore, machine: int, num_machines: int, waiting: RendezvousWait, where: str, unit: str
+) -> None:
     """Come to the meeting, and wait until all machines have.
 
     Raises:
@@ -155,7 +157,7 @@ def wait_for_all(store: SealedStore, machine: int, num_machines: int, waiting: W
     waiting.end(f"all {num_machines} {unit}s are there")
 
 
-def late(absent: Sequence[int], num_machines: int, waiting: Waiting, where: str, unit: str) -> str:
+def late(absent: Sequence[int], num_machines: int, waiting: RendezvousWait, where: str, unit: str) -> str:
     """The error of a meeting that not all have come to; `absent` is empty where all have come and yet did not begin."""
     who = f"{named(absent, unit)} did not come" if absent else f"not all {unit}s began"
     return (
@@ -164,7 +166,7 @@ def late(absent: Sequence[int], num_machines: int, waiting: Waiting, where: str,
     )
 
 
-class Watch:
+class RendezvousWatch:
     """Says on a thread who is missing, while an engine's own rendezvous waits."""
 
     def __init__(
@@ -172,7 +174,7 @@ class Watch:
         connect: Callable[[], SealedStore],
         machine: int,
         num_machines: int,
-        waiting: Waiting,
+        waiting: RendezvousWait,
         where: str,
         unit: str,
     ) -> None:

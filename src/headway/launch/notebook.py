@@ -23,7 +23,7 @@ from headway.config.load import Value, resolve
 from headway.config.values import from_file
 from headway.errors import ConfigError, LaunchError
 from headway.launch import machine, plan
-from headway.launch.plan import Plan, Program
+from headway.launch.plan import LaunchPlan, Program
 from headway.log import get_logger
 from headway.optional import require
 from headway.units import format_bytes
@@ -226,7 +226,7 @@ def _tell_what_is_taken() -> None:
     )
 
 
-def _run(planned: Plan, environment: dict[str, str]) -> int:
+def _run(planned: LaunchPlan, environment: dict[str, str]) -> int:
     """Start the plan's command, copy its output to this process's (which may be a cell's), and wait."""
     under = (sys.executable, "-m", "headway.launch", "under", str(os.getpid()))
     child = subprocess.Popen(

@@ -41,7 +41,7 @@ _LONGEST_UNPROVEN, _LONGEST = 1 << 12, 1 << 24
 
 
 @dataclass
-class Peer:
+class PeerMachine:
     """Another machine.
 
     Attributes:
@@ -75,7 +75,7 @@ class Peer:
         return f"; {word} {', '.join(map(str, self.ranks))} {'were' if len(self.ranks) > 1 else 'was'} on it"
 
 
-class _Line:
+class _PeerConnection:
     """One connection: bytes in, whole proven lines out, and never a wait.
 
     Args:
@@ -90,7 +90,7 @@ class _Line:
         unsent: what the other side has not taken yet.
     """
 
-    def __init__(self, connection: socket.socket, peer: Peer, seal: Seal, is_hub: bool) -> None:
+    def __init__(self, connection: socket.socket, peer: PeerMachine, seal: Seal, is_hub: bool) -> None:
         connection.setblocking(False)
         self.connection = connection
         self.peer = peer
@@ -190,7 +190,7 @@ class _Line:
         return self._begin(line.rstrip(b"\n"))
 
 
-class Peers:
+class PeerMachines:
     """This machine's view of the others.
 
     Args:
@@ -209,10 +209,10 @@ class Peers:
     def __init__(
         self, machine: int, address: str, patience: float, on_loss: Callable[[], None], unit: str = "machine"
     ) -> None:
-        self._me = Peer(machine, unit, socket.gethostname(), address)
+        self._me = PeerMachine(machine, unit, socket.gethostname(), address)
         self._patience = patience
         self._on_loss = on_loss
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, _PeerConnection] = {}
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._seal: Seal | None = None
@@ -250,7 +250,9 @@ class Peers:
                 connection = socket.create_connection((host, port), timeout=_MEETING)
             except OSError as error:
                 return f"machine 0 cannot be reached at {host}:{port} ({error.strerror or error})"
-            line = _Line(connection, Peer(0, self._me.unit, address=host, heard=time.monotonic()), seal, False)
+            line = _PeerConnection(
+                connection, PeerMachine(0, self._me.unit, address=host, heard=time.monotonic()), seal, False
+            )
             if not line.meet(_MEETING):
                 connection.close()
                 return f"machine 0 does not answer at {host}:{port}"
@@ -297,12 +299,12 @@ class Peers:
         mute = [peer for peer in present if now - peer.heard > seconds]
         return _silence(mute[0], now) if mute else None
 
-    def _add(self, line: _Line) -> None:
+    def _add(self, line: _PeerConnection) -> None:
         with self._lock:
             self._lines[line.peer.machine if self._me.machine else -line.fileno()] = line
         self._selector.register(line, selectors.EVENT_READ, line)
 
-    def _introduce(self, line: _Line) -> None:
+    def _introduce(self, line: _PeerConnection) -> None:
         me = self._me
         line.send(hello={"machine": me.machine, "host": me.host, "address": me.address, "ranks": me.ranks})
 
@@ -333,7 +335,9 @@ class Peers:
         with contextlib.suppress(OSError):
             connection = self._listener.accept()[0]
             self._close_unproven(-math.inf, _MOST_UNPROVEN - 1)
-            self._add(_Line(connection, Peer(-1, self._me.unit, heard=time.monotonic()), self._seal, True))
+            self._add(
+                _PeerConnection(connection, PeerMachine(-1, self._me.unit, heard=time.monotonic()), self._seal, True)
+            )
 
     def _close_unproven(self, since: float, most: int = _MOST_UNPROVEN) -> None:
         """Close connections that began before `since` and have proved nothing, and the oldest where there are more than `most`."""
@@ -343,7 +347,7 @@ class Peers:
                 line.note_stranger()
                 self._drop(line)
 
-    def _hear(self, line: _Line) -> None:
+    def _hear(self, line: _PeerConnection) -> None:
         was_proven = line.is_proven
         messages, is_gone = line.read()
         if line.is_proven and not was_proven and self._me.machine == 0:
@@ -359,7 +363,7 @@ class Peers:
                     line.peer.machine,
                 )
 
-    def _understand(self, line: _Line, message: dict[str, Any]) -> None:
+    def _understand(self, line: _PeerConnection, message: dict[str, Any]) -> None:
         hello = message.get("hello")
         if isinstance(hello, dict):
             peer = line.peer
@@ -386,7 +390,7 @@ class Peers:
                 line.send(given_up=text)
                 self._lose(text, line.peer.machine)
 
-    def _drop(self, line: _Line) -> None:
+    def _drop(self, line: _PeerConnection) -> None:
         self._selector.unregister(line)
         with self._lock:
             self._lines = {key: other for key, other in self._lines.items() if other is not line}
@@ -407,7 +411,7 @@ class Peers:
             self._on_loss()
 
 
-def _silence(peer: Peer, now: float) -> str:
+def _silence(peer: PeerMachine, now: float) -> str:
     return (
         f"{peer.name()} has not been heard of for {now - peer.heard:.0f} s: the network between is cut, or that machine is "
         f"stopped or frozen{peer.load()}"

@@ -12,7 +12,7 @@ from headway.config.load import Resolved, payload
 from headway.config.mesh import Layout
 from headway.errors import ConfigError
 from headway.launch import spread, stand_in
-from headway.launch.clusters import Cluster, Task, check_agreement
+from headway.launch.clusters import Cluster, ClusterTask, check_agreement
 from headway.launch.machine import VISIBLE, Machine
 from headway.untrusted import whole_number
 
@@ -91,7 +91,7 @@ class AgentOrder:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """A launch, ready to be carried out.
 
     Attributes:
@@ -134,7 +134,7 @@ def make(
     environment: Mapping[str, str],
     cluster: Cluster | None = None,
     notes: tuple[str, ...] = (),
-) -> Plan:
+) -> LaunchPlan:
     """Plan the launch of `program`.
 
     Args:
@@ -184,7 +184,7 @@ def make(
     banner = "" if is_silent else _banner(resolved, machine, num_machines, num_local, threads, layout)
     notes = (*notes, *_notes(resolved, argv), *spread.check_options(resolved, layout))
     notes += spread.after_losses(resolved, layout, num_machines, num_local)
-    return Plan(argv, additions, removals, world_size, num_local, banner, notes, layout)
+    return LaunchPlan(argv, additions, removals, world_size, num_local, banner, notes, layout)
 
 
 def _refuse_nesting(resolved: Resolved, program: Program, environment: Mapping[str, str]) -> None:
@@ -253,7 +253,7 @@ def _visible_variable(resolved: Resolved, machine: Machine) -> str:
     return variables[0]
 
 
-def _counts(resolved: Resolved, machine: Machine, task: Task | None) -> tuple[int, int]:
+def _counts(resolved: Resolved, machine: Machine, task: ClusterTask | None) -> tuple[int, int]:
     """Machines, and processes on each."""
     num_machines = resolved.get("num_machines", 1)
     per_machine = len(machine.device_ids) or 1
@@ -349,7 +349,7 @@ def _min_machines(resolved: Resolved, num_machines: int, backend: str) -> int:
     return fewest
 
 
-def _task_order(resolved: Resolved, order: AgentOrder, task: Task, machine: Machine) -> AgentOrder:
+def _task_order(resolved: Resolved, order: AgentOrder, task: ClusterTask, machine: Machine) -> AgentOrder:
     """The order of an agent that keeps the one process of a task which the cluster has started."""
     num_asked = order.num_machines * order.num_local
     if (num_asked, order.num_local) != (task.world_size, task.local_world_size):
@@ -378,7 +378,7 @@ def _task_order(resolved: Resolved, order: AgentOrder, task: Task, machine: Mach
     )
 
 
-def _all_tasks(resolved: Resolved, task: Task) -> int:
+def _all_tasks(resolved: Resolved, task: ClusterTask) -> int:
     if resolved.config.is_set("min_machines"):
         raise ConfigError(
             f"min_machines ({resolved.origin('min_machines')}) needs one launcher a machine, and the cluster has started "

@@ -7,7 +7,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from headway import env
 from headway.launch.plan import AgentOrder
-from headway.launch.records import Death, read_record
+from headway.launch.records import RankExit, read_record
 from headway.runtime import pulse
 from headway.watch.machine import progress
 
@@ -60,7 +60,7 @@ class RankFiles(LogsSpecs):
             error_files={local_rank: str(path) for local_rank, path in self.records.items()},
         )
 
-    def death(self, rank: int, local_rank: int, pid: int, code: int | None) -> Death | None:
+    def death(self, rank: int, local_rank: int, pid: int, code: int | None) -> RankExit | None:
         """How a rank ended, from what it left; None where it left nothing and has no exit code of a failure.
 
         A rank's log file then ends with its own traceback, which the screen shows once for all ranks.
@@ -73,7 +73,7 @@ class RankFiles(LogsSpecs):
         if record is not None and local_rank in self._logs:
             with open(self._logs[local_rank], "a") as log:
                 log.write(record.trace)
-        return Death(
+        return RankExit(
             rank,
             socket.gethostname(),
             pid,

@@ -30,7 +30,7 @@ _LOST_CONNECTION = re.compile(
 
 
 @dataclass(frozen=True)
-class Record:
+class ExceptionRecord:
     """What a worker wrote about the exception that ended it.
 
     Attributes:
@@ -61,7 +61,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Death:
+class RankExit:
     """How one rank ended.
 
     Attributes:
@@ -76,7 +76,7 @@ class Death:
     host: str
     pid: int
     exit_code: int | None
-    record: Record | None = None
+    record: ExceptionRecord | None = None
     crash: str = ""
     crashed_at: float = 0.0
     progress: str = ""
@@ -166,7 +166,7 @@ def write_record(path: Path, error: BaseException, note: str = "") -> bool:
     now = time.time()
     shown = "" if is_debugging() else shorten(error)[0]
     shown += f"{note}\n" if shown and note and note not in shown else ""
-    record = Record(type(error).__name__, str(error), users_line(error.__traceback__), text, now, shown)
+    record = ExceptionRecord(type(error).__name__, str(error), users_line(error.__traceback__), text, now, shown)
     content = {
         "message": {
             "message": f"{record.kind}: {record.text}",
@@ -181,20 +181,20 @@ def write_record(path: Path, error: BaseException, note: str = "") -> bool:
     return True
 
 
-def read_record(path: Path) -> Record | None:
+def read_record(path: Path) -> ExceptionRecord | None:
     """Read a worker's record, Headway's or that of torch's own `@record`; None where none can be read."""
     try:
         content: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
     if isinstance(content.get("headway"), dict):
-        return Record(**content["headway"])
+        return ExceptionRecord(**content["headway"])
     message = content.get("message")
     if not isinstance(message, dict):
         return None
     kind, _, text = str(message.get("message", "")).partition(": ")
     extra = message.get("extraInfo", {})
-    return Record(kind, text, "", str(extra.get("py_callstack", "")), float(extra.get("timestamp", 0)))
+    return ExceptionRecord(kind, text, "", str(extra.get("py_callstack", "")), float(extra.get("timestamp", 0)))
 
 
 def _signal_name(number: int) -> str:

@@ -46,7 +46,7 @@ ALIVE = 2
 """Seconds between signs of life to the meeting, where a run goes on without a machine: three missing ones free its seat."""
 
 
-class _OneMeeting(RendezvousHandler):
+class _SingleRendezvous(RendezvousHandler):
     """A way to meet once an attempt, in which nobody comes later; workers are handed the agents' store.
 
     Args:
@@ -88,7 +88,7 @@ class _OneMeeting(RendezvousHandler):
         return True
 
 
-class OwnStore(_OneMeeting):
+class LocalRendezvous(_SingleRendezvous):
     """The rendezvous of a single machine: a fresh store per attempt, on a port that the system chose and we hold."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ def use_interface(order: AgentOrder) -> None:
         env.set_default("GLOO_SOCKET_IFNAME", interface)
 
 
-class GivenRanks(_OneMeeting):
+class StaticRendezvous(_SingleRendezvous):
     """Machines that know their numbers meet at a store of machine 0's; who is missing is said."""
 
     def __init__(self, order: AgentOrder, say: Callable[[str], None], seal: Seal) -> None:
@@ -186,13 +186,15 @@ class _SealedBackend(C10dRendezvousBackend):
         return state
 
 
-def waiting_of(order: AgentOrder, say: Callable[[str], None]) -> meeting.Waiting:
+def waiting_of(order: AgentOrder, say: Callable[[str], None]) -> meeting.RendezvousWait:
     """A wait for the order's other machines. Of a cluster's tasks, which share a screen, two speak: one on each side."""
     setting = "--rdzv_conf timeout" if "timeout" in order.conf else "--patience"
-    return meeting.Waiting(say, time_to_meet(order), setting, is_quiet=order.unit == "task" and order.machine_rank > 1)
+    return meeting.RendezvousWait(
+        say, time_to_meet(order), setting, is_quiet=order.unit == "task" and order.machine_rank > 1
+    )
 
 
-def _at_the_meeting(order: AgentOrder, waiting: meeting.Waiting, make: Callable[[], T]) -> T:
+def _at_the_meeting(order: AgentOrder, waiting: meeting.RendezvousWait, make: Callable[[], T]) -> T:
     """Open machine 0's port, or wait for it to be open, and make what meets there.
 
     Raises:
@@ -241,9 +243,9 @@ def handler_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> Re
         seal: with the user's secret.
     """
     if order.backend == "local":
-        return OwnStore()
+        return LocalRendezvous()
     if order.backend == "static":
-        return GivenRanks(order, say, seal)
+        return StaticRendezvous(order, say, seal)
     conf: dict[str, Any] = {"join_timeout": int(_finite(time_to_meet(order))), **order.conf, "rank": order.machine_rank}
     # Left to itself torch compares host names, which says the wrong thing on many clusters.
     conf = {"is_host": str(order.machine_rank == 0).lower(), "last_call_timeout": LAST_CALL, **conf}
@@ -268,7 +270,7 @@ def handler_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> Re
     return _at_the_meeting(order, waiting, begin)
 
 
-def watch_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> meeting.Watch | None:
+def watch_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> meeting.RendezvousWatch | None:
     """Who is missing, said while torch's own rendezvous waits; None where the way to meet says so itself."""
     if order.backend != "c10d":
         return None
@@ -277,4 +279,4 @@ def watch_for(order: AgentOrder, say: Callable[[str], None], seal: Seal) -> meet
     def connect() -> SealedStore:
         return SealedStore(PrefixStore(f"{order.run_id}/headway", _store_of(order, False, 30)), MEETING, seal)
 
-    return meeting.Watch(connect, order.machine_rank, order.num_machines, waiting, order.endpoint, order.unit)
+    return meeting.RendezvousWatch(connect, order.machine_rank, order.num_machines, waiting, order.endpoint, order.unit)

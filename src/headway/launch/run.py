@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from headway.errors import LaunchError
-from headway.launch.plan import Plan
+from headway.launch.plan import LaunchPlan
 
 
-def execute(plan: Plan, environment: Mapping[str, str], *, is_quiet: bool = False) -> NoReturn:
+def execute(plan: LaunchPlan, environment: Mapping[str, str], *, is_quiet: bool = False) -> NoReturn:
     """Replace this process by the plan's command.
 
     Args:

@@ -18,7 +18,7 @@ _MAX_NODES = 200_000  # of the autograd graph; a larger one is counted in part
 
 
 @dataclass(frozen=True)
-class Holding:
+class LiveStorage:
     """One storage that lives.
 
     Attributes:
@@ -37,7 +37,7 @@ class Holding:
 
 
 @dataclass
-class Census:
+class TensorCensus:
     """What lives on one kind of device.
 
     Attributes:
@@ -49,7 +49,7 @@ class Census:
     """
 
     kind: str
-    holdings: dict[tuple[str, int], Holding] = field(default_factory=dict)
+    holdings: dict[tuple[str, int], LiveStorage] = field(default_factory=dict)
     roots: list[torch.nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     num_graph_scalars: int = 0
@@ -59,7 +59,7 @@ class Census:
         """Bytes of a category."""
         return sum(holding.num_bytes for holding in self.holdings.values() if holding.category == category)
 
-    def largest(self, count: int) -> list[Holding]:
+    def largest(self, count: int) -> list[LiveStorage]:
         """The largest storages."""
         return sorted(self.holdings.values(), key=lambda holding: -holding.num_bytes)[:count]
 
@@ -73,17 +73,17 @@ class Census:
         except (RuntimeError, NotImplementedError):  # a tensor without memory of its own (a fake one, a wrapper)
             return
         if key[1] and key not in self.holdings:
-            self.holdings[key] = Holding(category, storage.nbytes(), tuple(tensor.shape), tensor.dtype, owner)
+            self.holdings[key] = LiveStorage(category, storage.nbytes(), tuple(tensor.shape), tensor.dtype, owner)
 
 
-def take(kind: str, frames: Iterable[FrameType] = ()) -> Census:
+def take(kind: str, frames: Iterable[FrameType] = ()) -> TensorCensus:
     """Count the live tensors on one kind of device.
 
     Args:
         kind: "cpu", "cuda", ...
         frames: whose local variables give names, the outermost first.
     """
-    census = Census(kind)
+    census = TensorCensus(kind)
     try:
         _count(census, list(frames))
     except MemoryError:
@@ -91,7 +91,7 @@ def take(kind: str, frames: Iterable[FrameType] = ()) -> Census:
     return census
 
 
-def _count(census: Census, frames: list[FrameType]) -> None:
+def _count(census: TensorCensus, frames: list[FrameType]) -> None:
     tensors: list[torch.Tensor] = []
     modules: list[torch.nn.Module] = []
     for obj in gc.get_objects():
@@ -116,7 +116,7 @@ def _count(census: Census, frames: list[FrameType]) -> None:
         census.add("other tensors", tensor, local.get(_place(tensor), "no name was found"))
 
 
-def _count_models(census: Census) -> dict[int, str]:
+def _count_models(census: TensorCensus) -> dict[int, str]:
     """Count parameters, their gradients and buffers; returns the parameters' names by id."""
     names: dict[int, str] = {}
     # The largest tree first: a part of it that something else wraps is named by the tree.
@@ -130,7 +130,7 @@ def _count_models(census: Census) -> dict[int, str]:
     return names
 
 
-def _count_optimizers(census: Census, names: dict[int, str]) -> None:
+def _count_optimizers(census: TensorCensus, names: dict[int, str]) -> None:
     for optimizer in census.optimizers:
         for parameter, state in list(optimizer.state.items()):
             owner = names.get(id(parameter), type(optimizer).__name__)
@@ -139,7 +139,7 @@ def _count_optimizers(census: Census, names: dict[int, str]) -> None:
                     census.add("optimizer state", tensor, f"{name} of {owner}")
 
 
-def _count_graph(census: Census, starts: list[Any], local: dict[tuple[str, int], str]) -> None:
+def _count_graph(census: TensorCensus, starts: list[Any], local: dict[tuple[str, int], str]) -> None:
     """Count what autograd saved, from the nodes that live tensors know backwards."""
     waiting, seen = starts, set[Any]()
     while waiting and len(seen) < _MAX_NODES:

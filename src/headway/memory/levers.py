@@ -5,7 +5,7 @@ from types import FrameType
 
 import torch
 
-from headway.memory.census import Census
+from headway.memory.census import TensorCensus
 from headway.memory.use import MemoryUse
 from headway.units import format_bytes
 
@@ -14,7 +14,7 @@ _MANY_LOSSES = 16
 
 
 @dataclass(frozen=True)
-class Lever:
+class MemorySuggestion:
     """One thing to do.
 
     Attributes:
@@ -30,7 +30,9 @@ class Lever:
         return self.what if self.saves is None else f"{self.what}: up to {format_bytes(self.saves)}"
 
 
-def find_levers(census: Census, use: MemoryUse, asked: int | None, frames: list[FrameType]) -> list[Lever]:
+def find_levers(
+    census: TensorCensus, use: MemoryUse, asked: int | None, frames: list[FrameType]
+) -> list[MemorySuggestion]:
     """The levers that fit, the largest saving first.
 
     Estimates: half of what is saved for backward for half the micro-batch, or for bf16; all but one of n blocks' for
@@ -49,7 +51,7 @@ def find_levers(census: Census, use: MemoryUse, asked: int | None, frames: list[
     ]
     if census.num_graph_scalars > _MANY_LOSSES:
         found.append(
-            Lever(
+            MemorySuggestion(
                 None,
                 f"{census.num_graph_scalars} scalars hold their graphs alive: collect loss.item() or loss.detach()",
             )
@@ -57,17 +59,21 @@ def find_levers(census: Census, use: MemoryUse, asked: int | None, frames: list[
     return sorted(found, key=lambda lever: -(lever.saves if lever.saves is not None else 1 << 62))
 
 
-def _activation_levers(census: Census, asked: int, frames: list[FrameType]) -> list[Lever]:
+def _activation_levers(census: TensorCensus, asked: int, frames: list[FrameType]) -> list[MemorySuggestion]:
     # What was asked for in forward or backward is one more activation.
     saved = census.total("saved for backward") + census.total("other tensors") + (0 if _in_optimizer(frames) else asked)
     if saved < _SMALL:
         return []
     modules = [module for root in census.roots for module in root.modules()]
     levers = [
-        Lever(saved // 2, "half the micro-batch and twice the accumulation (microbatching='auto' does it by itself)")
+        MemorySuggestion(
+            saved // 2, "half the micro-batch and twice the accumulation (microbatching='auto' does it by itself)"
+        )
     ]
     if census.total("saved for backward") and modules and not any(module.training for module in modules):
-        levers.append(Lever(None, "the model is in eval mode and keeps activations: evaluate under torch.no_grad()"))
+        levers.append(
+            MemorySuggestion(None, "the model is in eval mode and keeps activations: evaluate under torch.no_grad()")
+        )
     depth = max(
         (len(module) for module in modules if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)), default=1
     )
@@ -76,12 +82,12 @@ def _activation_levers(census: Census, asked: int, frames: list[FrameType]) -> l
         for module in modules
     )
     if depth > 1 and not is_checkpointed:
-        levers.append(Lever(saved - saved // depth, "accelerator.checkpoint_activations(model)"))
+        levers.append(MemorySuggestion(saved - saved // depth, "accelerator.checkpoint_activations(model)"))
     floats = sum(
         h.num_bytes for h in census.holdings.values() if h.category == "saved for backward" and h.dtype == torch.float32
     )
     if floats > saved // 2:
-        levers.append(Lever(floats // 2, "mixed_precision='bf16'"))
+        levers.append(MemorySuggestion(floats // 2, "mixed_precision='bf16'"))
     return levers
 
 
@@ -89,30 +95,36 @@ def _in_optimizer(frames: list[FrameType]) -> bool:
     return any("/torch/optim/" in frame.f_code.co_filename.replace("\\", "/") for frame in frames)
 
 
-def _optimizer_levers(census: Census, frames: list[FrameType]) -> list[Lever]:
+def _optimizer_levers(census: TensorCensus, frames: list[FrameType]) -> list[MemorySuggestion]:
     levers, state, weights = [], census.total("optimizer state"), census.total("parameters")
     names = sorted({type(optimizer).__name__ for optimizer in census.optimizers})
     if state > max(_SMALL, weights):
-        levers.append(Lever(state - state // 100, f"torch.optim.Adafactor in place of {', '.join(names)}"))
-        levers.append(Lever(state // 2, "torch.optim.SGD with momentum, where it trains as well"))
+        levers.append(MemorySuggestion(state - state // 100, f"torch.optim.Adafactor in place of {', '.join(names)}"))
+        levers.append(MemorySuggestion(state // 2, "torch.optim.SGD with momentum, where it trains as well"))
     if _in_optimizer(frames):
         loops = [group for optimizer in census.optimizers for group in optimizer.param_groups if not group.get("fused")]
         if loops:
             levers.append(
-                Lever(weights, "fused=True, or foreach=False, for the optimizer: no temporary copies in step()")
+                MemorySuggestion(
+                    weights, "fused=True, or foreach=False, for the optimizer: no temporary copies in step()"
+                )
             )
     return levers
 
 
-def _device_levers(use: MemoryUse, asked: int | None) -> list[Lever]:
+def _device_levers(use: MemoryUse, asked: int | None) -> list[MemorySuggestion]:
     if use.device == "cpu":
         return []
     levers, unused = [], use.reserved - use.used
     if asked is not None and unused > asked:
         levers.append(
-            Lever(unused, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against holes in the allocator's memory")
+            MemorySuggestion(
+                unused, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against holes in the allocator's memory"
+            )
         )
     others = use.occupied - use.reserved
     if others > max(1 << 30, use.total // 10):
-        levers.append(Lever(others, "another process holds memory on this device; see headway.memory_use().processes"))
+        levers.append(
+            MemorySuggestion(others, "another process holds memory on this device; see headway.memory_use().processes")
+        )
     return levers

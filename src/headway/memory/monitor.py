@@ -22,7 +22,7 @@ from headway.units import format_bytes
 psutil = Later("psutil")
 
 
-class Meter(Protocol):
+class PeakMeter(Protocol):
     """Reads the highest use since its last reset, in bytes."""
 
     source: str
@@ -108,7 +108,7 @@ class SampledMeter:
         self._thread.join()
 
 
-def choose_meter(device: torch.device) -> Meter:
+def choose_meter(device: torch.device) -> PeakMeter:
     """The best meter for a device that works here."""
     if device.type != "cpu":
         hardware = HARDWARE[device.type]
@@ -149,7 +149,7 @@ class MemoryMonitor:
         self.peaks: dict[str, int] = {}
         self.source = ""
         self._phase = "forward"
-        self._meter: Meter | None = None
+        self._meter: PeakMeter | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> "MemoryMonitor":
@@ -182,7 +182,7 @@ class MemoryMonitor:
         if error is not None and is_out_of_memory(error) and hasattr(error, "add_note"):
             error.add_note(explain(error))
 
-    def _end(self, meter: Meter) -> None:
+    def _end(self, meter: PeakMeter) -> None:
         self._read()
         scope.own(_Running).remove(self)
         self._meter = None

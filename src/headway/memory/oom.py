@@ -50,7 +50,7 @@ _TEXTS = tuple(
 )
 
 
-class Reserve:
+class EmergencyReserve:
     """Pages that were never written are not memory yet, but address space that a report can use where that is limited."""
 
     def __init__(self) -> None:

@@ -12,9 +12,9 @@ import torch
 
 from headway import scope
 from headway.callsite import stack
-from headway.memory.census import CATEGORIES, Census, Holding, frames_of, take
-from headway.memory.levers import Lever, find_levers
-from headway.memory.oom import Reserve, is_out_of_memory
+from headway.memory.census import CATEGORIES, LiveStorage, TensorCensus, frames_of, take
+from headway.memory.levers import MemorySuggestion, find_levers
+from headway.memory.oom import EmergencyReserve, is_out_of_memory
 from headway.memory.use import MemoryUse, memory_use
 from headway.runtime import process
 from headway.units import format_bytes, parse_bytes
@@ -48,8 +48,8 @@ class MemoryReport:
     asked: int | None
     use: MemoryUse
     by_category: dict[str, int]
-    largest: list[Holding]
-    levers: list[Lever]
+    largest: list[LiveStorage]
+    levers: list[MemorySuggestion]
     sites: list[str]
     is_complete: bool = True
 
@@ -88,7 +88,7 @@ def _reserved(use: MemoryUse) -> str:
     return "" if use.device == "cpu" else f", torch's allocator {format_bytes(use.reserved)}"
 
 
-def _shape(holding: Holding) -> str:
+def _shape(holding: LiveStorage) -> str:
     return f"{str(holding.dtype).removeprefix('torch.')}[{', '.join(map(str, holding.shape))}]"
 
 
@@ -99,7 +99,7 @@ def memory_report(error: BaseException | None = None, num_largest: int = 8) -> M
         error: an out-of-memory error; None: just look.
         num_largest: how many of the largest tensors are listed.
     """
-    scope.own(Reserve).release()
+    scope.own(EmergencyReserve).release()
     device = _device_of(error)
     frames = frames_of(error) if error is not None else _stack()
     use = memory_use(device)
@@ -159,7 +159,7 @@ def _stack() -> list[FrameType]:
     return list(stack())[:1:-1]
 
 
-def _sites(device: torch.device, census: Census, count: int) -> list[str]:
+def _sites(device: torch.device, census: TensorCensus, count: int) -> list[str]:
     """Where the allocator says that the largest blocks were made: only after torch's own recording was switched on."""
     module = torch.get_device_module(device.type)
     snapshot = getattr(getattr(module, "memory", None), "_snapshot", None)

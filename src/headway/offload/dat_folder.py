@@ -18,7 +18,7 @@ from torch import nn
 from headway.atomic import replacing, write_text
 from headway.errors import CheckpointError, ConfigError
 from headway.untrusted import parse_json, printable, read_regular, shown
-from headway.weights.files import Checkpoint, Stored, open_checkpoint
+from headway.weights.files import StoredTensor, WeightFiles, open_checkpoint
 from headway.weights.names import assign, places_of, tied_groups
 from headway.weights.shards import MAX_HEADER
 
@@ -187,7 +187,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.index = index
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
         self.device = device
-        self._files: dict[str, Checkpoint] = {}
+        self._files: dict[str, WeightFiles] = {}
 
     def __getitem__(self, key: str) -> torch.Tensor:
         """The tensor of that name.
@@ -221,7 +221,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             tensor = tensor.to(_entry(key, {"dtype": info["dtype"], "shape": []})[0])
         return tensor if self.device is None else tensor.to(self.device)
 
-    def _stored(self, key: str, info: Mapping[str, object]) -> Stored:
+    def _stored(self, key: str, info: Mapping[str, object]) -> StoredTensor:
         file, name = str(info["safetensors_file"]), str(info.get("weight_name", key))
         if not Path(file).is_file():
             raise CheckpointError(f"{printable(file)}, which the offload index names for {printable(key)}, is no file")

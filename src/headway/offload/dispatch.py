@@ -17,8 +17,8 @@ from headway.placement.budget import Device, check_presence
 from headway.placement.device_map import DeviceMap, resolve_device_map
 from headway.placement.homes import CPU, DISK, Home, Placement, compute_device, settle
 from headway.placement.sizes import Dtype
-from headway.weights.names import Place, assign, is_mapped, places_of, tied_groups
-from headway.weights.shards import Spec
+from headway.weights.names import TensorLocation, assign, is_mapped, places_of, tied_groups
+from headway.weights.shards import TensorSpec
 
 logger = get_logger(__name__)
 
@@ -197,7 +197,7 @@ def _accelerator(given: Device | torch.device | None) -> torch.device:
 
 
 def _fill(
-    places: Mapping[str, Place],
+    places: Mapping[str, TensorLocation],
     state_dict: Mapping[str, torch.Tensor] | None,
     index: Mapping[str, Mapping[str, object]] | None,
     folder: str | Path | None,
@@ -216,7 +216,7 @@ def _fill(
             assign(places, groups[name], value, stored.is_mapped(name, value.dtype))
 
 
-def _move(places: Mapping[str, Place], homes: Mapping[str, Home], folder: str | Path | None) -> None:
+def _move(places: Mapping[str, TensorLocation], homes: Mapping[str, Home], folder: str | Path | None) -> None:
     """Move every tensor home; what goes to disk and is in no mapped file is written to the folder first."""
     groups = tied_groups(places)
     leaders = {name: group[0] for name, group in groups.items()}
@@ -225,7 +225,7 @@ def _move(places: Mapping[str, Place], homes: Mapping[str, Home], folder: str | 
         for name, place in places.items()
         if homes[name] == DISK and leaders[name] == name and not is_mapped(place.tensor)
     ]
-    specs = {name: Spec(tuple(places[name].tensor.shape), places[name].tensor.dtype) for name in on_disk}
+    specs = {name: TensorSpec(tuple(places[name].tensor.shape), places[name].tensor.dtype) for name in on_disk}
     values: dict[str, torch.Tensor] = {}
     if on_disk:
         values = _written(places, on_disk, specs, folder)
@@ -247,7 +247,7 @@ def _move(places: Mapping[str, Place], homes: Mapping[str, Home], folder: str | 
 
 
 def _written(
-    places: Mapping[str, Place], names: Iterable[str], specs: dict[str, Spec], folder: str | Path | None
+    places: Mapping[str, TensorLocation], names: Iterable[str], specs: dict[str, TensorSpec], folder: str | Path | None
 ) -> dict[str, torch.Tensor]:
     if all(places[name].tensor.is_meta for name in names):
         found = existing(folder, specs)

@@ -18,9 +18,9 @@ from headway.offload.stream import DeviceStream
 from headway.offload.transport import Transport, transport_to
 from headway.placement.budget import available_memory
 from headway.placement.homes import CPU, DISK, Home, Placement
-from headway.runtime.lanes import Point
+from headway.runtime.lanes import StreamPoint
 from headway.units import format_bytes
-from headway.weights.names import Place, is_mapped, places_of
+from headway.weights.names import TensorLocation, is_mapped, places_of
 
 logger = get_logger(__name__)
 
@@ -56,7 +56,7 @@ class Execution:
         self._came_from: list[torch.device | None] = []
         self._begun: list[_Begun] = []
         self._ended: deque[_Ended] = deque()
-        self.pace = Pace()
+        self.pace = ThroughputRatio()
         main, homes = placement.main, placement.homes
         streams = main != CPU or transport is not None
         found = _units(model, homes, set(preload) | _USE_WEIGHTS_OF_OTHERS if streams else set(), streams)
@@ -135,7 +135,7 @@ class Execution:
         self._ended.append(_Ended(begun, time.perf_counter(), self._mark(), moved))
         self.settle()
 
-    def _mark(self) -> Point | None:
+    def _mark(self) -> StreamPoint | None:
         return self.stream.mark() if isinstance(self.stream, DeviceStream) else None
 
     def settle(self, is_awaited: bool = False) -> None:
@@ -162,7 +162,7 @@ class _Begun:
     """A forward that has been called: when, how far the device's queue had come, and what had moved until then."""
 
     time: float
-    mark: Point | None
+    mark: StreamPoint | None
     num_bytes: int
 
 
@@ -172,7 +172,7 @@ class _Ended:
 
     begun: _Begun
     time: float
-    mark: Point | None
+    mark: StreamPoint | None
     moved: int
 
     def seconds(self) -> float:
@@ -183,7 +183,7 @@ class _Ended:
         return self.time - self.begun.time if on_device is None else on_device
 
 
-class Pace:
+class ThroughputRatio:
     """How fast forwards are, beside the fastest that moving their weights allows."""
 
     def __init__(self) -> None:
@@ -242,9 +242,9 @@ class _Move:
 
 def _units(
     model: nn.Module, homes: Mapping[str, Home], whole: set[str], streams: bool
-) -> list[tuple[nn.Module, list[Place]]]:
+) -> list[tuple[nn.Module, list[TensorLocation]]]:
     """Modules and the tensors that have to be there when their forward begins, in the order of registration."""
-    found: list[tuple[nn.Module, list[Place]]] = []
+    found: list[tuple[nn.Module, list[TensorLocation]]] = []
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         if id(module) in seen:
@@ -260,10 +260,10 @@ def _units(
     return found
 
 
-def _moving(module: nn.Module, dot: str, homes: Mapping[str, Home], streams: bool) -> list[Place]:
+def _moving(module: nn.Module, dot: str, homes: Mapping[str, Home], streams: bool) -> list[TensorLocation]:
     """The module's own tensors that are not where it runs: in files (used there), or anywhere in the host's memory."""
-    own = [Place(module, leaf, True) for leaf, tensor in module._parameters.items() if tensor is not None]
-    own += [Place(module, leaf, False) for leaf, tensor in module._buffers.items() if tensor is not None]
+    own = [TensorLocation(module, leaf, True) for leaf, tensor in module._parameters.items() if tensor is not None]
+    own += [TensorLocation(module, leaf, False) for leaf, tensor in module._buffers.items() if tensor is not None]
     if streams:
         return [place for place in own if homes.get(dot + place.leaf) in (DISK, CPU)]
     return [place for place in own if homes.get(dot + place.leaf) == DISK and is_mapped(place.tensor)]
@@ -283,7 +283,7 @@ def device_stream_of(module: nn.Module) -> DeviceStream | None:
     return next((hook.stream for hook in entering if isinstance(hook.stream, DeviceStream)), None)
 
 
-def offload_pace(model: nn.Module) -> Pace | None:
+def offload_pace(model: nn.Module) -> ThroughputRatio | None:
     """How fast the forwards of a dispatched model are, beside what its measured bandwidth allows; None if it does not offload."""
     execution = model.__dict__.get(EXECUTION)
     if execution is None or execution.stream is None:

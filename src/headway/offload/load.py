@@ -16,9 +16,9 @@ from headway.placement.device_map import resolve_device_map
 from headway.placement.homes import CPU, DISK, Home, is_offloaded, settle
 from headway.placement.sizes import Dtype, as_dtype
 from headway.units import format_bytes
-from headway.weights.files import Checkpoint, Stored, open_checkpoint
-from headway.weights.names import Conversion, Place, Sources, assign, match, places_of, tied_groups
-from headway.weights.shards import Spec
+from headway.weights.files import StoredTensor, WeightFiles, open_checkpoint
+from headway.weights.names import Conversion, TensorLocation, TensorSources, assign, match, places_of, tied_groups
+from headway.weights.shards import TensorSpec
 
 logger = get_logger(__name__)
 
@@ -113,9 +113,9 @@ def load(
 class _Loading:
     """One load, after its names are settled."""
 
-    checkpoint: Checkpoint
-    sources: Sources
-    places: dict[str, Place]
+    checkpoint: WeightFiles
+    sources: TensorSources
+    places: dict[str, TensorLocation]
     homes: Mapping[str, Home]
     dtype: torch.dtype | None
     in_fp32: frozenset[str]
@@ -146,7 +146,7 @@ class _Loading:
             return torch.float32
         return own if self.dtype is None else self.dtype
 
-    def _values(self, offloaded: Mapping[str, Stored]) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    def _values(self, offloaded: Mapping[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """(name, value, is it a mapped file?), one tensor in memory at a time beyond those already in their places."""
         for name, key in self.sources.direct.items():
             if name in offloaded:
@@ -173,7 +173,7 @@ class _Loading:
     def _made_by(self, conversion: Conversion) -> set[str]:
         return set(conversion.run(lambda key: self._read(key).to("meta")))
 
-    def _offloaded(self) -> dict[str, Stored]:
+    def _offloaded(self) -> dict[str, StoredTensor]:
         """What is placed on disk but cannot be used from its own file, written to the offload folder."""
         direct = {
             name: key
@@ -200,11 +200,11 @@ class _Loading:
                 for name, value in conversion.run(self._read).items():
                     yield name, value.to(self._wanted_dtype(name))
 
-        specs = {name: Spec(self.sources.shapes[name][0], self._wanted_dtype(name)) for name in names}
+        specs = {name: TensorSpec(self.sources.shapes[name][0], self._wanted_dtype(name)) for name in names}
         return offload(self.folder, specs, _identity(self.checkpoint), values).tensors
 
 
-def _identity(checkpoint: Checkpoint) -> str:
+def _identity(checkpoint: WeightFiles) -> str:
     """Files by name, size and time of change: what was converted from them is not used for others."""
     stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in checkpoint.files]
     return hashlib.sha256(repr(stats).encode()).hexdigest()

@@ -7,16 +7,19 @@ import torch
 
 from headway.atomic import replacing
 from headway.errors import CheckpointError, ConfigError
-from headway.weights.files import Checkpoint, map_safetensors, open_checkpoint
-from headway.weights.shards import Spec, raw_bytes, widest_first, write_file
+from headway.weights.files import WeightFiles, map_safetensors, open_checkpoint
+from headway.weights.shards import TensorSpec, raw_bytes, widest_first, write_file
 
 FILE = "offloaded.safetensors"
 _OWNER = "headway_owner"
 
 
 def offload(
-    folder: str | Path, specs: Mapping[str, Spec], owner: str, values: Callable[[], Iterable[tuple[str, torch.Tensor]]]
-) -> Checkpoint:
+    folder: str | Path,
+    specs: Mapping[str, TensorSpec],
+    owner: str,
+    values: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+) -> WeightFiles:
     """Write tensors to the folder, one in memory at a time, and return them mapped; what is already there is used again.
 
     Args:
@@ -46,7 +49,7 @@ def offload(
     return open_checkpoint(path)
 
 
-def existing(folder: str | Path | None, specs: Mapping[str, Spec]) -> Checkpoint | None:
+def existing(folder: str | Path | None, specs: Mapping[str, TensorSpec]) -> WeightFiles | None:
     """What an earlier run offloaded to the folder, where it is all of `specs`; None where there is nothing.
 
     Raises:
@@ -61,8 +64,8 @@ def existing(folder: str | Path | None, specs: Mapping[str, Spec]) -> Checkpoint
 
 def _check_owner(
     path: Path,
-    found: Checkpoint,
-    specs: Mapping[str, Spec],
+    found: WeightFiles,
+    specs: Mapping[str, TensorSpec],
     owner: str,
     values: Callable[[], Iterable[tuple[str, torch.Tensor]]],
 ) -> None:
@@ -77,8 +80,8 @@ def _check_owner(
             raise _foreign(path, f"the values of {name} differ")
 
 
-def _check_names(path: Path, found: Checkpoint, specs: Mapping[str, Spec]) -> None:
-    there = {name: Spec(stored.shape, stored.dtype) for name, stored in found.tensors.items()}
+def _check_names(path: Path, found: WeightFiles, specs: Mapping[str, TensorSpec]) -> None:
+    there = {name: TensorSpec(stored.shape, stored.dtype) for name, stored in found.tensors.items()}
     if there != dict(specs):
         odd = sorted(name for name in {*there, *specs} if there.get(name) != specs.get(name))
         raise _foreign(path, f"{odd[0]} is {there.get(odd[0], 'not there')}, wanted: {specs.get(odd[0], 'nothing')}")

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from headway.weights.names import Place
+from headway.weights.names import TensorLocation
 
 
-class Order:
+class ReadOrder:
     """Predicts what is used next from what came after the last two uses.
 
     There are no passes to find: a decoding loop, an encoder called on its own, a module used twice and a change of mind
@@ -126,7 +126,7 @@ def give_back(tensor: torch.Tensor) -> None:
 
 
 @dataclass
-class Traffic:
+class ReadTraffic:
     """What moved, and how long it took.
 
     Attributes:
@@ -170,13 +170,13 @@ class ReadAhead:
         budget: bytes of page cache to fill.
     """
 
-    def __init__(self, units: list[list[Place]], window: int, budget: int) -> None:
+    def __init__(self, units: list[list[TensorLocation]], window: int, budget: int) -> None:
         self._units = units
         self._sizes = [sum(p.tensor.numel() * p.tensor.element_size() for p in unit) for unit in units]
         self.window = max(window, *self._sizes, 1)
         self._kept = _kept(self._sizes, budget - 2 * self.window) if sum(self._sizes) > budget else None
-        self.order = Order(len(units))
-        self.traffic = Traffic()
+        self.order = ReadOrder(len(units))
+        self.traffic = ReadTraffic()
         self._previous: int | None = None
         self._reset()
 

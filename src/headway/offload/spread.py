@@ -11,7 +11,7 @@ EXECUTION = "headway_execution"
 _HOST = ("cpu", "disk")
 
 
-class Running(Protocol):
+class DispatchedModel(Protocol):
     """What runs a model that dispatch_model() has placed."""
 
     def is_all_on(self, device: torch.device) -> bool:
@@ -31,7 +31,7 @@ def spread_over(model: nn.Module, device: torch.device) -> list[str]:
     found: dict[str, None] = {}
     for module in model.modules():
         own = vars(module)
-        running: Running | None = own.get(EXECUTION)
+        running: DispatchedModel | None = own.get(EXECUTION)
         device_map = own.get("hf_device_map")
         named = dict.fromkeys(map(_name, device_map.values())) if isinstance(device_map, Mapping) else {}
         if running is not None:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from headway.memory.oom import is_out_of_memory
-from headway.offload.readahead import Order, Traffic
+from headway.offload.readahead import ReadOrder, ReadTraffic
 from headway.offload.transport import Transport
-from headway.weights.names import Place
+from headway.weights.names import TensorLocation
 
 
 @dataclass(eq=False)
-class Copy:
+class PendingWeightCopy:
     """A tensor on its way to the device, or there.
 
     Attributes:
@@ -44,7 +44,7 @@ class Copy:
 
 
 @dataclass
-class Use:
+class WeightUse:
     """A unit in use: what hung in the module, and the context that autograd saves tensors in."""
 
     homes: list[torch.Tensor]
@@ -75,20 +75,22 @@ class DeviceStream:
         peak_bytes: the most that `active_bytes` has been.
     """
 
-    def __init__(self, units: list[list[Place]], device: torch.device, window: int, transport: Transport) -> None:
+    def __init__(
+        self, units: list[list[TensorLocation]], device: torch.device, window: int, transport: Transport
+    ) -> None:
         self._units = units
         self._transport = transport
         self._device = device
         self._sizes = [sum(p.tensor.numel() * p.tensor.element_size() for p in unit) for unit in units]
-        self.order = Order(len(units))
+        self.order = ReadOrder(len(units))
         self.window = max(window, *self._sizes, 1)
         self._reset()
 
     def _reset(self) -> None:
-        self._copies: dict[int, Copy] = {}
-        self._leaving: list[Copy] = []
+        self._copies: dict[int, PendingWeightCopy] = {}
+        self._leaving: list[PendingWeightCopy] = []
         self._active_bytes = self.peak_bytes = 0
-        self._uses: dict[int, list[Use]] = {}
+        self._uses: dict[int, list[WeightUse]] = {}
         self._expected: list[int] = []
         self._shared: set[int] | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headway-stream")
@@ -105,7 +107,7 @@ class DeviceStream:
         return self._device
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> ReadTraffic:
         """What was copied."""
         return self._transport.traffic
 
@@ -130,7 +132,7 @@ class DeviceStream:
         """Hang the unit's copies into its modules."""
         uses = self._uses.setdefault(unit, [])
         if uses:
-            uses.append(Use([], None))  # within itself: its copies hang already
+            uses.append(WeightUse([], None))  # within itself: its copies hang already
             return
         places = self._units[unit]
         homes = [place.tensor for place in places]
@@ -143,7 +145,7 @@ class DeviceStream:
         if torch.is_grad_enabled():
             saving = torch.autograd.graph.saved_tensors_hooks(*self._saving(homes, copies))
             saving.__enter__()
-        uses.append(Use(homes, saving))
+        uses.append(WeightUse(homes, saving))
         for place, copy in zip(places, copies):
             place.put(copy)
         self._look_ahead(unit)
@@ -198,7 +200,7 @@ class DeviceStream:
         after = self._transport.mark() if memory else None
         for (key, home), tensor in zip(wanted.items(), memory):
             future = self._worker.submit(self._transport.start, home, tensor, after)
-            self._copies[key] = Copy(home, home._version, tensor, future, is_ahead)
+            self._copies[key] = PendingWeightCopy(home, home._version, tensor, future, is_ahead)
             self._active_bytes += tensor.nbytes
         self.peak_bytes = max(self.peak_bytes, self._active_bytes)
 
@@ -281,7 +283,7 @@ class DeviceStream:
         self._reset()
 
 
-def _abandon(copies: dict[int, Copy], leaving: list[Copy], transport: Transport) -> None:
+def _abandon(copies: dict[int, PendingWeightCopy], leaving: list[PendingWeightCopy], transport: Transport) -> None:
     """A stream is gone: memory that is still written to must not go on before that has ended.
 
     On any thread, also on the one that copies; so it waits for no thread.

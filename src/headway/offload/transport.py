@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from headway.log import get_logger
-from headway.offload.readahead import Traffic
-from headway.runtime.lanes import DeviceLane, Lane, Point
+from headway.offload.readahead import ReadTraffic
+from headway.runtime.lanes import CopyStream, DeviceCopyStream, StreamPoint
 
 logger = get_logger(__name__)
 
@@ -27,7 +27,7 @@ class Transport(Protocol):
         pinned: gives host memory to copy from without a detour, as uint8 of that many bytes; None where there is none.
     """
 
-    traffic: Traffic
+    traffic: ReadTraffic
     pinned: Callable[[int], torch.Tensor] | None
 
     def allocate(self, home: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class HostTransport:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.traffic = Traffic()
+        self.traffic = ReadTraffic()
         self.pinned: Callable[[int], torch.Tensor] | None = None
         self._device = device
 
@@ -82,7 +82,7 @@ class HostTransport:
 
 
 @dataclass(frozen=True)
-class Ticket:
+class PendingCopy:
     """A copy under way.
 
     Attributes:
@@ -90,8 +90,8 @@ class Ticket:
         done: where it ends.
     """
 
-    allocated: Point
-    done: Point
+    allocated: StreamPoint
+    done: StreamPoint
 
 
 class RingTransport:
@@ -105,8 +105,8 @@ class RingTransport:
         chunk: bytes of a buffer.
     """
 
-    def __init__(self, lane: Lane, chunk: int = CHUNK) -> None:
-        self.traffic = Traffic()
+    def __init__(self, lane: CopyStream, chunk: int = CHUNK) -> None:
+        self.traffic = ReadTraffic()
         self.pinned: Callable[[int], torch.Tensor] | None = lane.pinned
         self._lane = lane
         self._chunk = chunk
@@ -114,22 +114,22 @@ class RingTransport:
 
     def _reset(self) -> None:
         self._buffers: list[torch.Tensor] | None = None
-        self._busy: list[Point | None] = [None] * RING
+        self._busy: list[StreamPoint | None] = [None] * RING
         self._turn = 0
-        self._untimed: deque[tuple[Point, Point, int]] = deque()
+        self._untimed: deque[tuple[StreamPoint, StreamPoint, int]] = deque()
 
-    def __reduce__(self) -> tuple[type["RingTransport"], tuple[Lane, int]]:
+    def __reduce__(self) -> tuple[type["RingTransport"], tuple[CopyStream, int]]:
         return RingTransport, (self._lane, self._chunk)
 
     def allocate(self, home: torch.Tensor) -> torch.Tensor:
         """Memory on the device, of the queue that computes."""
         return self._lane.allocate(home)
 
-    def mark(self) -> Point:
+    def mark(self) -> StreamPoint:
         """How far the computation has queued its work."""
         return self._lane.here()
 
-    def start(self, home: torch.Tensor, copy: torch.Tensor, after: Point) -> Ticket:
+    def start(self, home: torch.Tensor, copy: torch.Tensor, after: StreamPoint) -> PendingCopy:
         """Queue the copy behind `after`; returns when the last buffer is on its way."""
         self._lane.bind()
         self._note_times()
@@ -145,7 +145,7 @@ class RingTransport:
         done = self._lane.end()
         self.traffic.num_bytes += home.nbytes
         self._untimed.append((begun, done, home.nbytes))
-        return Ticket(after, done)
+        return PendingCopy(after, done)
 
     def _note_times(self) -> None:
         while self._untimed and self._untimed[0][1].is_reached():
@@ -183,7 +183,7 @@ class RingTransport:
             self._busy[self._turn] = self._lane.end()
             self._turn = (self._turn + 1) % RING
 
-    def finish(self, copy: torch.Tensor, ticket: Ticket) -> None:
+    def finish(self, copy: torch.Tensor, ticket: PendingCopy) -> None:
         """The computation waits on the device; the host goes on."""
         self._lane.admit(copy, ticket.allocated, ticket.done)
 
@@ -196,7 +196,7 @@ class RingTransport:
 def transport_to(device: torch.device) -> Transport:
     """How weights travel to an accelerator: beside the computation, where its backend has streams."""
     try:
-        lane = DeviceLane(device)
+        lane = DeviceCopyStream(device)
     except RuntimeError as error:
         logger.warning_once("%s has no streams (%s): weights cannot be copied while the device computes", device, error)
         return HostTransport(device)

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 from headway.placement.budget import Device
 from headway.placement.solver import Solution
-from headway.placement.survey import Survey
+from headway.placement.survey import ModuleTree
 from headway.units import format_bytes
 
 
 @dataclass
-class Row:
+class DeviceUse:
     """One device's part, in bytes.
 
     Attributes:
@@ -43,7 +43,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Account:
+class PlacementReport:
     """What a placement came to.
 
     Attributes:
@@ -51,10 +51,10 @@ class Account:
         main_device: where offloaded layers run.
     """
 
-    rows: list[Row]
+    rows: list[DeviceUse]
     main_device: Device
 
-    def row(self, device: Device) -> Row:
+    def row(self, device: Device) -> DeviceUse:
         """The part of one device.
 
         Raises:
@@ -81,10 +81,10 @@ class Account:
 
 
 def account_of(
-    surveyed: Survey, solution: Solution, devices: list[Device], num_compute: int, budgets: Mapping[Device, int]
-) -> Account:
+    surveyed: ModuleTree, solution: Solution, devices: list[Device], num_compute: int, budgets: Mapping[Device, int]
+) -> PlacementReport:
     """What a solution comes to on each of the devices, of which the first `num_compute` compute."""
-    rows = [Row(device, budgets.get(device)) for device in devices]
+    rows = [DeviceUse(device, budgets.get(device)) for device in devices]
     main = rows[solution.main]
     for part, units, where in zip(surveyed.parts, surveyed.members, solution.device):
         row = rows[where]
@@ -99,10 +99,10 @@ def account_of(
             main.kept += part.kept
             main.passing = max(main.passing, part.passing)
             main.streamed = max(main.streamed, part.size - part.buffers)
-    return Account(rows, main.device)
+    return PlacementReport(rows, main.device)
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: DeviceUse) -> list[str]:
     def size(value: int | None, absent: str) -> str:
         return format_bytes(value) if value else absent
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from headway.errors import DeviceMapError
 from headway.log import get_logger
-from headway.placement.account import Account, account_of
+from headway.placement.account import PlacementReport, account_of
 from headway.placement.budget import (
     UNLIMITED,
     Device,
@@ -21,7 +21,7 @@ from headway.placement.budget import (
 )
 from headway.placement.sizes import Dtype, find_tied_parameters
 from headway.placement.solver import Solution, balance, smallest_first, solve
-from headway.placement.survey import Survey, survey
+from headway.placement.survey import ModuleTree, survey
 from headway.placement.workload import Workload
 from headway.units import format_bytes
 
@@ -38,7 +38,9 @@ class DeviceMap(dict[str, Device]):
         plan: budgets and loads of each device; None where the map was written by hand.
     """
 
-    def __init__(self, entries: Mapping[str, Device] | Iterable[tuple[str, Device]] = (), plan: Account | None = None):
+    def __init__(
+        self, entries: Mapping[str, Device] | Iterable[tuple[str, Device]] = (), plan: PlacementReport | None = None
+    ):
         super().__init__(entries)
         self.plan = plan
 
@@ -115,7 +117,7 @@ def infer_auto_device_map(
     return _infer(surveyed, get_max_memory(max_memory), clean_result, verbose)
 
 
-def _infer(surveyed: Survey, budgets: dict[Device, int], clean_result: bool, verbose: bool = False) -> DeviceMap:
+def _infer(surveyed: ModuleTree, budgets: dict[Device, int], clean_result: bool, verbose: bool = False) -> DeviceMap:
     compute, stores = _roles(budgets)
     if not compute:
         return DeviceMap({"" if clean_result else name: "disk" for name in surveyed.names})
@@ -154,7 +156,7 @@ def _roles(budgets: Mapping[Device, int]) -> tuple[list[Device], list[Device]]:
 
 
 def _solve(
-    surveyed: Survey, budgets: Mapping[Device, int], compute: list[Device], stores: list[Device]
+    surveyed: ModuleTree, budgets: Mapping[Device, int], compute: list[Device], stores: list[Device]
 ) -> Solution | None:
     rooms = [budgets[device] for device in compute]
     return solve(surveyed.parts, rooms, [budgets.get(store, UNLIMITED) for store in stores], compute == ["cpu"])
@@ -185,7 +187,7 @@ def get_balanced_memory(
     return _balanced(surveyed, budgets, low_zero, max_memory is None)
 
 
-def _balanced(surveyed: Survey, budgets: dict[Device, int], low_zero: bool, is_measured: bool) -> dict[Device, int]:
+def _balanced(surveyed: ModuleTree, budgets: dict[Device, int], low_zero: bool, is_measured: bool) -> dict[Device, int]:
     devices = [device for device, size in budgets.items() if is_accelerator(device) and size > 0]
     if not devices:
         return budgets

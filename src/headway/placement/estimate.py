@@ -16,11 +16,11 @@ from headway.optional import require
 from headway.placement.bandwidth import copy_bandwidth, disk_bandwidth, memory_bandwidth
 from headway.placement.budget import OFFLOAD, Device
 from headway.placement.device_map import DeviceMap, device_of, resolve_device_map
-from headway.placement.sizes import Dtype, Pricing, compute_module_sizes, get_max_layer_size
+from headway.placement.sizes import Dtype, TensorSizes, compute_module_sizes, get_max_layer_size
 from headway.placement.skeleton import init_empty_weights
 from headway.placement.workload import Workload, cache_and_outputs
 from headway.runtime.device import detect
-from headway.weights.files import Checkpoint, open_checkpoint
+from headway.weights.files import WeightFiles, open_checkpoint
 
 DTYPES = ("float32", "bfloat16", "int8", "int4")
 
@@ -28,7 +28,7 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
-class Sizing:
+class ModelSizes:
     """A model in one dtype.
 
     Attributes:
@@ -161,7 +161,7 @@ def skeleton_of(
     return model
 
 
-def stored_weights(folder: str | Path) -> Checkpoint | None:
+def stored_weights(folder: str | Path) -> WeightFiles | None:
     """The folder's checkpoint, its headers read; None where it has none.
 
     Raises:
@@ -173,7 +173,7 @@ def stored_weights(folder: str | Path) -> Checkpoint | None:
     return open_checkpoint(folder)
 
 
-def size_up(model: nn.Module, dtype: Dtype, workload: Workload | None = None) -> Sizing:
+def size_up(model: nn.Module, dtype: Dtype, workload: Workload | None = None) -> ModelSizes:
     """Sizes, placement and traffic of a model in one dtype on this machine.
 
     Raises:
@@ -193,8 +193,8 @@ def size_up(model: nn.Module, dtype: Dtype, workload: Workload | None = None) ->
     except DeviceMapError as error:
         if workload is not None and isinstance(error.__cause__, Exception):
             raise
-        return Sizing(*found, device_map=None, reason=str(error))
-    return Sizing(*found, device_map=device_map, traffic=traffic(model, device_map, dtype))
+        return ModelSizes(*found, device_map=None, reason=str(error))
+    return ModelSizes(*found, device_map=device_map, traffic=traffic(model, device_map, dtype))
 
 
 def traffic(model: nn.Module, device_map: DeviceMap, dtype: Dtype) -> dict[Device, int]:
@@ -203,7 +203,7 @@ def traffic(model: nn.Module, device_map: DeviceMap, dtype: Dtype) -> dict[Devic
     Every weight counts once. Of the input embedding, unless it is tied to the output, a row is read: it does not count.
     Of the experts of a mixture, only the share that a token is sent to counts.
     """
-    price, share = Pricing(dtype), expert_share(model)
+    price, share = TensorSizes(dtype), expert_share(model)
     skipped = _lookup_table(model)
     found: Counter[Device] = Counter()
     for name, parameter in model.named_parameters():
@@ -232,7 +232,7 @@ def _lookup_table(model: nn.Module) -> torch.Tensor | None:
     return table if is_lookup and num_names == 1 else None
 
 
-def ceiling(sizing: Sizing, bandwidths: Bandwidths) -> float | None:
+def ceiling(sizing: ModelSizes, bandwidths: Bandwidths) -> float | None:
     """Forwards a second that bandwidth alone allows; None where no placement is, or the disk's is not known.
 
     Accelerators work one after the other, each at the pace of its memory. Moving offloaded weights overlaps with

@@ -10,7 +10,7 @@ from headway.errors import DeviceMapError
 from headway.placement.budget import Device, absent_from_here, as_device, devices_here
 from headway.placement.device_map import DeviceMap, device_of
 from headway.runtime.device import detect
-from headway.weights.names import Place, places_of, tied_groups
+from headway.weights.names import TensorLocation, places_of, tied_groups
 
 CPU = torch.device("cpu")
 DISK = "disk"
@@ -66,7 +66,7 @@ def settle(
     return Placement(device_map, chosen, _joined(places, homes, chosen))
 
 
-def _joined(places: Mapping[str, Place], homes: dict[str, Home], main: torch.device) -> dict[str, Home]:
+def _joined(places: Mapping[str, TensorLocation], homes: dict[str, Home], main: torch.device) -> dict[str, Home]:
     """A tensor with several names stays where its first name on an accelerator says."""
     found = dict(homes)
     for name, group in tied_groups(places).items():

@@ -77,7 +77,7 @@ def _ceil(size: float) -> int:
     return -int(-size // 1)
 
 
-class Pricing:
+class TensorSizes:
     """The size that each tensor of a model will have, under `dtype` and the exceptions by name to it."""
 
     def __init__(self, dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None) -> None:
@@ -120,7 +120,7 @@ def compute_module_sizes(
     Raises:
         ConfigError: no such dtype.
     """
-    price, sizes = Pricing(dtype, special_dtypes), Counter[str]()
+    price, sizes = TensorSizes(dtype, special_dtypes), Counter[str]()
     for name, tensor, is_persistent in _tensors(model, parameters=not buffers_only):
         size = price(name, tensor, is_persistent)
         end = len(name)

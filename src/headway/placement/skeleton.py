@@ -60,13 +60,13 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     place = torch.empty(0, device=device).device
     if include_buffers is None:
         include_buffers = bool(env.get_bool("HEADWAY_INIT_INCLUDE_BUFFERS"))
-    watch = _Watch(place, include_buffers)
+    watch = _RegistrationWatch(place, include_buffers)
     with place if include_buffers else nullcontext(), _hooks.open(watch), watch:
         yield
         watch.settle()
 
 
-class _Watch(TorchFunctionMode):
+class _RegistrationWatch(TorchFunctionMode):
     """What torch functions do inside the block, on this thread alone.
 
     Attributes:
@@ -173,7 +173,7 @@ class _Hooks:
         self.handles: list[Any] = []
 
     @contextmanager
-    def open(self, watch: _Watch) -> Iterator[None]:
+    def open(self, watch: _RegistrationWatch) -> Iterator[None]:
         """Let `watch` decide about what this thread registers, for the block."""
         with self.lock:
             if self.num_open == 0:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from headway.placement.sizes import Dtype, Pricing, class_names
+from headway.placement.sizes import Dtype, TensorSizes, class_names
 from headway.placement.solver import Part
 from headway.placement.workload import Workload, demands
 
 
 @dataclass(frozen=True)
-class Survey:
+class ModuleTree:
     """What a placement works on.
 
     Attributes:
@@ -46,9 +46,9 @@ def survey(
     special_dtypes: Mapping[str, Dtype] | None = None,
     offload_buffers: bool = False,
     workload: Workload | None = None,
-) -> Survey:
+) -> ModuleTree:
     """Take the model apart into what a placement may not divide. Linear in the number of modules and tensors."""
-    price = Pricing(dtype, special_dtypes)
+    price = TensorSizes(dtype, special_dtypes)
     units = list(_units(model, class_names(no_split_module_classes)))
     names = [name for name, _ in units]
     needs = demands(model, names, workload, dtype) if workload is not None else {}
@@ -75,7 +75,7 @@ def _grouped(
     sizes: list[int],
     buffers: list[int],
     needs: Mapping[str, tuple[int, int]],
-) -> Survey:
+) -> ModuleTree:
     members: dict[int, list[int]] = {}
     for i in range(len(names)):
         members.setdefault(_root(group, i), []).append(i)
@@ -89,7 +89,7 @@ def _grouped(
         )
         for units in members.values()
     ]
-    return Survey(names, list(members.values()), parts)
+    return ModuleTree(names, list(members.values()), parts)
 
 
 def _root(group: list[int], i: int) -> int:

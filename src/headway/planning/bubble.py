@@ -4,10 +4,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 from headway.errors import StateError
-from headway.planning.meter import Event
+from headway.planning.meter import PlanEvent
 
 
-class Lane:
+class StageTimeline:
     """One rank along the pipeline.
 
     Args:
@@ -19,7 +19,7 @@ class Lane:
         busy: seconds of computing.
     """
 
-    def __init__(self, events: Sequence[Event], rank: int) -> None:
+    def __init__(self, events: Sequence[PlanEvent], rank: int) -> None:
         self._left = deque(events)
         self.rank = rank
         self.clock = self.busy = 0.0
@@ -30,14 +30,14 @@ class Lane:
         """Has it done all?"""
         return not self._left
 
-    def go_on(self, traffic: "Traffic", seconds: Callable[[Event], float]) -> bool:
+    def go_on(self, traffic: "StageTraffic", seconds: Callable[[PlanEvent], float]) -> bool:
         """Do what can be done without waiting for what others have not done yet; returns whether that was anything."""
         num_left = len(self._left)
         while self._left and self._do(self._left[0], traffic, seconds):
             self._left.popleft()
         return len(self._left) < num_left
 
-    def _do(self, event: Event, traffic: "Traffic", seconds: Callable[[Event], float]) -> bool:
+    def _do(self, event: PlanEvent, traffic: "StageTraffic", seconds: Callable[[PlanEvent], float]) -> bool:
         if event.kind == "compute":
             self.clock += seconds(event)
             self.busy += seconds(event)
@@ -57,7 +57,7 @@ class Lane:
         return True
 
 
-class Traffic:
+class StageTraffic:
     """What is on its way between ranks.
 
     Args:
@@ -72,14 +72,14 @@ class Traffic:
         self.sent: defaultdict[tuple[int, int], deque[float]] = defaultdict(deque)
         self._met: defaultdict[tuple[tuple[int, ...], int], dict[int, float]] = defaultdict(dict)
 
-    def meet(self, event: Event, rank: int, number: int, clock: float) -> float | None:
+    def meet(self, event: PlanEvent, rank: int, number: int, clock: float) -> float | None:
         """When all ranks have come to this collective; None: one has not."""
         come = self._met[event.ranks, number]
         come.setdefault(rank, clock)
         return max(come.values()) if come.keys() >= self._ranks & set(event.ranks) else None
 
 
-def simulate(lanes: Sequence[Lane], seconds: Callable[[Event], float]) -> float:
+def simulate(lanes: Sequence[StageTimeline], seconds: Callable[[PlanEvent], float]) -> float:
     """Let all ranks do what they do; returns when the last one is done.
 
     Args:
@@ -89,7 +89,7 @@ def simulate(lanes: Sequence[Lane], seconds: Callable[[Event], float]) -> float:
     Raises:
         StateError: ranks wait for each other for ever.
     """
-    traffic = Traffic([lane.rank for lane in lanes])
+    traffic = StageTraffic([lane.rank for lane in lanes])
     while not all(lane.is_done for lane in lanes):
         if not any(lane.go_on(traffic, seconds) for lane in lanes):
             raise StateError("the ranks of a pipeline wait for each other in the order of their sends and receives")

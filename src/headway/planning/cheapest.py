@@ -13,11 +13,11 @@ from headway.errors import ConfigError, UnsupportedError
 from headway.forecasting.answer import of_trace
 from headway.forecasting.devices import Device, find, room
 from headway.forecasting.fake import Spread
-from headway.forecasting.sizes import Sizes
+from headway.forecasting.sizes import TraceCache
 from headway.forecasting.solve import PROBE
-from headway.forecasting.step import STEPS, Loss, Recipe
+from headway.forecasting.step import STEPS, Loss, StepRecipe
 from headway.forecasting.trace import Trace
-from headway.forecasting.work import Work
+from headway.forecasting.work import StepWork
 from headway.planning.forecast import PRECISIONS, Recompute, made, preparation
 from headway.planning.layouts import placed
 from headway.planning.optimizers import Optimizer, maker
@@ -59,7 +59,7 @@ class Configuration:
     most: int = 0
     fits: bool | None = None
     cost: float | None = None
-    work: Work | None = None
+    work: StepWork | None = None
     problem: str = ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def cheapest(
         place = placed("ddp", 1, options, precision, 1, "cuda" if target.is_cuda else "cpu")
         run = offloaded(place) if place.offloads else place
         search = _Search(makes, batch_fn, target, limit, prepare, expandable_segments, run)
-        recipe = Recipe(maker(optimizer), loss, precision, 1, max_norm)
+        recipe = StepRecipe(maker(optimizer), loss, precision, 1, max_norm)
         blank = Configuration(
             allowed[-1], global_batch_size // allowed[-1], again is not False, precision, _name(optimizer), kernel
         )
@@ -155,7 +155,7 @@ class _Search:
         self._model_fn, self._batch_fn, self._prepare, self._spread = model_fn, batch_fn, prepare, spread
         self._device, self._limit, self._is_expandable = device, limit, is_expandable
 
-    def run(self, blank: Configuration, recipe: Recipe, allowed: list[int]) -> Configuration:
+    def run(self, blank: Configuration, recipe: StepRecipe, allowed: list[int]) -> Configuration:
         """The row of the largest allowed micro-batch that fits; where none does, of the smallest."""
         whole = blank.micro_batch * blank.accumulation
         capacity = room(self._device, self._limit)
@@ -176,15 +176,15 @@ class _Search:
         return row
 
     @staticmethod
-    def _weights(sizes: Sizes) -> int:
+    def _weights(sizes: TraceCache) -> int:
         """Bytes of the model's weights, which are as many as its gradients take."""
         return sum(
             event.num_bytes for event in sizes.trace(PROBE).events if event.kind == "weights" and event.num_bytes > 0
         )
 
-    def _sizes(self, recipe: Recipe) -> Sizes:
+    def _sizes(self, recipe: StepRecipe) -> TraceCache:
         parts = self._model_fn, self._batch_fn, recipe, self._device, self._prepare, self._is_expandable, self._spread
-        return Sizes(*parts, counts_work=True)
+        return TraceCache(*parts, counts_work=True)
 
     def _row(self, blank: Configuration, size: int, whole: int, traced: Trace, accumulated: int) -> Configuration:
         answer = of_trace(traced, self._device, size, self._limit, self._is_expandable)
@@ -202,9 +202,9 @@ class _Search:
         )
 
 
-def _update(traced: Trace, accumulated: int, accumulation: int) -> Work:
+def _update(traced: Trace, accumulated: int, accumulation: int) -> StepWork:
     """The work of one update, from the last step that was traced, which had `accumulated` micro-batches."""
-    of = [traced.work.get(f"step {STEPS} {part}", Work()) for part in ("forward", "backward", "update")]
+    of = [traced.work.get(f"step {STEPS} {part}", StepWork()) for part in ("forward", "backward", "update")]
     return (of[0] + of[1]) * (accumulation / accumulated) + of[2]
 
 

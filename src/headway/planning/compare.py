@@ -10,7 +10,7 @@ from torch import nn
 from headway.config.mesh import Layout, parse
 from headway.config.strategies import collect_options
 from headway.errors import ConfigError, HeadwayError, StateError, UnsupportedError
-from headway.planning.costs import Cluster, Cost, cost
+from headway.planning.costs import ClusterRates, Cost, cost
 from headway.planning.drive import Step
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.outcome import Plan, outcome, outcome_of_stages
@@ -23,7 +23,7 @@ PRECISIONS = ("no", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedPlan:
     """One layout.
 
     Attributes:
@@ -40,7 +40,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlanComparison:
     """Layouts of one run.
 
     Attributes:
@@ -48,11 +48,11 @@ class Comparison:
         cluster: what they were judged by.
     """
 
-    rows: tuple[Row, ...]
-    cluster: Cluster = field(default_factory=Cluster)
+    rows: tuple[ComparedPlan, ...]
+    cluster: ClusterRates = field(default_factory=ClusterRates)
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> ComparedPlan | None:
         """The cheapest that fits; None: none does."""
         return next((row for row in self.rows if not row.reason), None)
 
@@ -122,20 +122,20 @@ def compare(
     make: Callable[[], nn.Module],
     strategies: Iterable[str],
     num_ranks: int,
-    cluster: Cluster | None = None,
+    cluster: ClusterRates | None = None,
     *,
     step: Step | None = None,
     optimizer: Optimizer = "adamw",
     precision: str = "no",
     tokens: int = 0,
     kwargs_handlers: list[Any] | None = None,
-) -> Comparison:
+) -> PlanComparison:
     """Plan several layouts; one that cannot be is a row with its reason.
 
     Args and errors are those of `plan`, and:
         cluster: rates and memory to judge by.
     """
-    cluster = cluster or Cluster()
+    cluster = cluster or ClusterRates()
     maker(optimizer)  # what is wrong for every layout is an error, no row
     rows = []
     for strategy in strategies:
@@ -154,10 +154,10 @@ def compare(
         except StateError:
             raise
         except HeadwayError as error:
-            rows.append(Row(strategy, None, None, str(error)))
+            rows.append(ComparedPlan(strategy, None, None, str(error)))
             continue
-        rows.append(Row(strategy, found, cost(found, cluster), _too_much(found, cluster)))
-    return Comparison(tuple(sorted(rows, key=_order)), cluster)
+        rows.append(ComparedPlan(strategy, found, cost(found, cluster), _too_much(found, cluster)))
+    return PlanComparison(tuple(sorted(rows, key=_order)), cluster)
 
 
 def _resolved(strategy: str, num_ranks: int, machine_ranks: int) -> Layout:
@@ -185,7 +185,7 @@ def candidates(num_ranks: int, machine_ranks: int, has_plan: bool = False) -> Se
     return found
 
 
-def _too_much(found: Plan, cluster: Cluster) -> str:
+def _too_much(found: Plan, cluster: ClusterRates) -> str:
     if cluster.memory is None or found.peak <= cluster.memory:
         return ""
     share = found.shares.fullest()
@@ -204,7 +204,7 @@ def _too_much(found: Plan, cluster: Cluster) -> str:
     )
 
 
-def _order(row: Row) -> tuple[int, float]:
+def _order(row: ComparedPlan) -> tuple[int, float]:
     if row.plan is None:
         return 2, 0.0
     if row.reason:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from headway.config.mesh import Layout
 from headway.errors import ConfigError
-from headway.planning.bubble import Lane, simulate
-from headway.planning.meter import SHARED, Event, Exchange
+from headway.planning.bubble import StageTimeline, simulate
+from headway.planning.meter import SHARED, CollectiveCall, PlanEvent
 from headway.planning.outcome import Plan
 
 _IN_THE_WAY = frozenset({"tp", "cp", "pp"})
@@ -13,7 +13,7 @@ _IN_THE_WAY = frozenset({"tp", "cp", "pp"})
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterRates:
     """The machines of a run.
 
     Attributes:
@@ -73,7 +73,7 @@ class Cost:
     bubble: float = 0.0
 
 
-def cost(plan: Plan, cluster: Cluster) -> Cost | None:
+def cost(plan: Plan, cluster: ClusterRates) -> Cost | None:
     """None where no step was planned."""
     if plan.exchanges is None or plan.flops is None:
         return None
@@ -109,20 +109,20 @@ def cost(plan: Plan, cluster: Cluster) -> Cost | None:
     )
 
 
-def _in_stages(plan: Plan, cluster: Cluster) -> float:
+def _in_stages(plan: Plan, cluster: ClusterRates) -> float:
     """Seconds of an update of a pipeline, whose exchanges nothing overlaps but the sending of what others wait for."""
     rates = {
         axis: cluster.intra if cluster.is_within_machine(axis, plan.layout) else cluster.inter
         for axis in plan.layout.sizes
     }
 
-    def seconds(event: Event) -> float:
+    def seconds(event: PlanEvent) -> float:
         rate = cluster.flops if event.kind == "compute" else rates.get(event.axis, cluster.inter)
         return event.amount / rate
 
-    return simulate([Lane(stage.events, stage.share.rank) for stage in plan.stages], seconds)
+    return simulate([StageTimeline(stage.events, stage.share.rank) for stage in plan.stages], seconds)
 
 
-def _seconds(exchange: Exchange, num_bytes: int, layout: Layout, cluster: Cluster) -> tuple[float, bool]:
+def _seconds(exchange: CollectiveCall, num_bytes: int, layout: Layout, cluster: ClusterRates) -> tuple[float, bool]:
     is_within = cluster.is_within_machine(exchange.axis, layout)
     return exchange.sent(num_bytes) / (cluster.intra if is_within else cluster.inter), is_within

@@ -13,7 +13,7 @@ from headway.precision.base import FullPrecision
 from headway.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from headway.planning.meter import Meter, Saved
+    from headway.planning.meter import ActivationMeter, StepMeter
 
 Step = Callable[[nn.Module], torch.Tensor]
 """One forward: the model in, the loss out."""
@@ -43,7 +43,7 @@ class Forward:
         saved: takes the notes.
     """
 
-    def __init__(self, step: Step, model: nn.Module, precision: str, saved: "Saved") -> None:
+    def __init__(self, step: Step, model: nn.Module, precision: str, saved: "ActivationMeter") -> None:
         self.step, self.model = step, model
         self._precision, self._saved = precision, saved
 
@@ -85,7 +85,7 @@ def _autocast(precision: str) -> AbstractContextManager[object]:
     return torch.autocast("cpu", dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
 
 
-class Drive:
+class StepDriver:
     """Where the model's own calls do everything: replicas, shards, parts of matrices."""
 
     def warm_up(self, forward: Forward) -> None:
@@ -95,7 +95,7 @@ class Drive:
             forward: the one that follows.
         """
 
-    def update(self, forward: Forward, meter: "Meter") -> None:
+    def update(self, forward: Forward, meter: "StepMeter") -> None:
         """Forward, backward and the reduction of gradients.
 
         Args:
@@ -111,7 +111,7 @@ class Drive:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-class CutSequences(Drive):
+class CutSequences(StepDriver):
     """Context parallelism, which compares a model with its whole at the first call.
 
     Args:
@@ -133,7 +133,7 @@ class CutSequences(Drive):
         self._strategy.backward(loss, 1.0, FullPrecision())
 
 
-class Pipeline(Drive):
+class Pipeline(StepDriver):
     """Stages, between which the first micro-batch of each shape goes ahead once.
 
     GPipe is planned as a loop runs it that calls the model, the other schedules as `forward_backward`.
@@ -160,7 +160,7 @@ class Pipeline(Drive):
         self._run(forward)
         self._strategy.drop_gradients(forward.model.parameters())
 
-    def update(self, forward: Forward, meter: "Meter") -> None:
+    def update(self, forward: Forward, meter: "StepMeter") -> None:
         """Run the schedule, and reduce what several ranks have."""
         if self._is_plain:
             super().update(forward, meter)

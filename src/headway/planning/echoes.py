@@ -16,12 +16,12 @@ from headway.runtime.group import MARGIN, part
 from headway.runtime.process import ProcessRuntime
 
 
-class Echoes(Collectives):
+class FakeCollectives(Collectives):
     """Exchanges of a rank whose peers are not there: each of them would say what this one says, and values are nowhere."""
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         """This rank alone: nobody asks its part anything in a preparation."""
-        return Echoes(self.runtime, is_alone=True)
+        return FakeCollectives(self.runtime, is_alone=True)
 
     def gather_numbers(self, values: Sequence[float], operation: str = "numbers") -> list[list[float]]:
         """These, for every rank."""
@@ -48,11 +48,11 @@ class Echoes(Collectives):
         return obj
 
 
-class NotYet(BaseException):
+class AnswerNotReady(BaseException):
     """A rank waits for what another one has not told. No error: whoever handles errors must let it pass."""
 
 
-class Told:
+class PeerAnswer:
     """What the ranks of a pipeline have told each other in their rehearsals.
 
     Attributes:
@@ -81,14 +81,14 @@ class _Answers(list[Any]):
     def __getitem__(self, rank: Any) -> Any:
         found = super().__getitem__(rank)
         if found is None:
-            raise NotYet
+            raise AnswerNotReady
         return found
 
     def __iter__(self) -> Any:
         return (self[rank] for rank in range(len(self)))
 
 
-class StageEchoes(Echoes):
+class FakeStageGroup(FakeCollectives):
     """All ranks, of which one is rehearsed; the parts that it is in have groups, in which nothing is sent.
 
     Args:
@@ -96,7 +96,7 @@ class StageEchoes(Echoes):
         told: by the ranks that were rehearsed before.
     """
 
-    def __init__(self, runtime: ProcessRuntime, told: Told) -> None:
+    def __init__(self, runtime: ProcessRuntime, told: PeerAnswer) -> None:
         super().__init__(runtime)
         self._told = told
 
@@ -104,12 +104,12 @@ class StageEchoes(Echoes):
         """The part that this rank is in; no other group is made."""
         own = next(list(ranks) for ranks in groups if self.runtime.rank in ranks)
         if len(own) == 1:
-            return Echoes(self.runtime, is_alone=True)
+            return FakeCollectives(self.runtime, is_alone=True)
         group = part(own, self.runtime.patience + MARGIN) if len(own) < self.world_size else None
-        return Line(self.runtime, group, self._told)
+        return StageLink(self.runtime, group, self._told)
 
 
-class Line(Echoes):
+class StageLink(FakeCollectives):
     """A part of all ranks. Tensors are handed to its group, where they are counted; objects come from what was told.
 
     Args:
@@ -118,7 +118,7 @@ class Line(Echoes):
         told: by the ranks that were rehearsed before.
     """
 
-    def __init__(self, runtime: ProcessRuntime, group: dist.ProcessGroup | None, told: Told) -> None:
+    def __init__(self, runtime: ProcessRuntime, group: dist.ProcessGroup | None, told: PeerAnswer) -> None:
         super().__init__(runtime, group)
         self._told, self._number = told, 0
 

@@ -13,10 +13,10 @@ from headway.config.strategies import ActivationCheckpointing, EngineOptions, co
 from headway.errors import ConfigError
 from headway.forecasting.answer import Forecast, of_trace
 from headway.forecasting.devices import Device, find, room, spread
-from headway.forecasting.sizes import Sizes
+from headway.forecasting.sizes import TraceCache
 from headway.forecasting.solve import LongestSequence
-from headway.forecasting.step import Loss, Recipe
-from headway.planning.layouts import Place, placed
+from headway.forecasting.step import Loss, StepRecipe
+from headway.planning.layouts import FakeRank, placed
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.optimizers import caveats as of_optimizer
 from headway.planning.parked import offloaded
@@ -89,11 +89,11 @@ def forecast(
     _check(batch_size, precision, accumulation)
     target = find(device)
     limit = target.memory if budget is None else parse_bytes(budget)
-    recipe = Recipe(maker(optimizer), loss, precision, accumulation, max_norm)
+    recipe = StepRecipe(maker(optimizer), loss, precision, accumulation, max_norm)
     options, prepare = preparation(recompute, collect_options(list(kwargs_handlers)))
     place = _place(strategy, ranks, options, precision, machine_ranks, target)
     run = offloaded(place) if place.offloads else place
-    tracer = Sizes(partial(made, model_fn), batch_fn, recipe, target, prepare, expandable_segments, run)
+    tracer = TraceCache(partial(made, model_fn), batch_fn, recipe, target, prepare, expandable_segments, run)
     traced = tracer.trace(batch_size)
     capacity = None if limit is None else room(target, limit)
     found, by_batch = tracer.largest(capacity) if largest and capacity is not None else (None, ())
@@ -180,7 +180,7 @@ def _place(
     precision: str,
     machine_ranks: int,
     target: Device,
-) -> Place:
+) -> FakeRank:
     if (strategy is None) != (ranks is None):
         raise ConfigError(
             f"strategy={strategy!r} and ranks={ranks!r}: a layout needs both, as in strategy='fsdp', ranks=8; for one process leave "

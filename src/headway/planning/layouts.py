@@ -13,7 +13,7 @@ from headway.config.mesh import Layout, parse
 from headway.config.strategies import DDPCommunicationHookType, EngineOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.forecasting.buckets import replica
-from headway.forecasting.step import Alone, Engine
+from headway.forecasting.step import SingleProcessEngine, StepEngine
 from headway.planning.preparation import chosen, spread
 from headway.planning.pretence import RealStaysReal, pretend
 from headway.strategies import gathered
@@ -26,7 +26,7 @@ _OFFLOADED = (
 )
 
 
-class Sharded:
+class ShardedEngine:
     """A model whose parameters are cut among ranks.
 
     Args:
@@ -66,7 +66,7 @@ class Sharded:
 
 
 @dataclass(frozen=True)
-class Place:
+class FakeRank:
     """Rank 0 of a layout: no rank holds more, as uneven cuts leave the last ranks less.
 
     Attributes:
@@ -86,11 +86,11 @@ class Place:
     computes_on: str
 
     @contextmanager
-    def __call__(self, model: nn.Module) -> Iterator[Engine]:
+    def __call__(self, model: nn.Module) -> Iterator[StepEngine]:
         """A block in which the model is spread."""
         if self.layout.is_replicas_only:
             spread(model, None, self.options, self.computes_on)
-            yield Alone(model) if self.layout.num_ranks == 1 else replica(model, self.options.ddp)
+            yield SingleProcessEngine(model) if self.layout.num_ranks == 1 else replica(model, self.options.ddp)
             return
         with pretend(self.layout.num_ranks, 0):
             strategy = chosen(
@@ -99,7 +99,7 @@ class Place:
             assert strategy is not None
             spread(model, strategy, self.options, self.computes_on)
             try:
-                yield Sharded(model, strategy)
+                yield ShardedEngine(model, strategy)
             finally:
                 strategy.release()
                 del strategy
@@ -126,7 +126,7 @@ class Place:
 
 def placed(
     strategy: str, num_ranks: int, options: EngineOptions, precision: str, machine_ranks: int, computes_on: str
-) -> Place:
+) -> FakeRank:
     """The place of a rank under a layout.
 
     Raises:
@@ -151,4 +151,4 @@ def placed(
         raise UnsupportedError(
             "ShardingOptions(cpu_offload=True) cannot be forecast: a trace does not tell host memory from the device's; leave it out"
         )
-    return Place(strategy, layout, options, precision, machine_ranks, computes_on)
+    return FakeRank(strategy, layout, options, precision, machine_ranks, computes_on)

@@ -35,7 +35,7 @@ SHARED = "shard_cp"
 
 
 @dataclass(frozen=True)
-class Exchange:
+class CollectiveCall:
     """A kind of exchange of one update.
 
     Attributes:
@@ -73,7 +73,7 @@ class Volume:
 
 
 @dataclass(frozen=True)
-class Event:
+class PlanEvent:
     """What a rank does next, and others may wait for.
 
     Attributes:
@@ -89,7 +89,7 @@ class Event:
     ranks: tuple[int, ...] = ()
 
 
-class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what is done in its block; tensors may be real or fake.
 
     Args:
@@ -106,12 +106,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, layout: Layout) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = "forward"
-        self.volumes: dict[Exchange, Volume] = {}
+        self.volumes: dict[CollectiveCall, Volume] = {}
         self.flops: Counter[str] = Counter()
         self.gathered: dict[int, torch.UntypedStorage] = {}
         self._layout = layout
         self._groups: dict[str, tuple[str, list[int]]] = {}
-        self.events: list[Event] = []
+        self.events: list[PlanEvent] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -134,7 +134,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops[self.phase] += flops
         if flops and self._layout.pp > 1:
             before = self.events.pop().amount if self.events and self.events[-1].kind == "compute" else 0.0
-            self.events.append(Event("compute", before + flops))
+            self.events.append(PlanEvent("compute", before + flops))
 
     def _exchanged(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         name = func._schema.name.partition("::")[2]
@@ -149,7 +149,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             axis = SHARED
         results = result if isinstance(result, tuple) else (result,)
         size = max((sum(tensor.nbytes for tensor in _tensors(value)) for value in (*args, *results)), default=0)
-        exchange = Exchange(self.phase, kind, axis, len(ranks))
+        exchange = CollectiveCall(self.phase, kind, axis, len(ranks))
         if self._layout.pp > 1:
             self._note(kind, exchange.sent(size), args)
         volume = self.volumes.setdefault(exchange, Volume())
@@ -161,7 +161,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         axis, ranks = self._axis(args)
         if kind in ("send", "recv"):
             ranks = [ranks[next(each for each in args if isinstance(each, int))]]
-        self.events.append(Event(kind, amount, axis, tuple(ranks)))
+        self.events.append(PlanEvent(kind, amount, axis, tuple(ranks)))
 
     def _axis(self, args: tuple[Any, ...]) -> tuple[str, list[int]]:
         name = _group_name(args)
@@ -213,7 +213,7 @@ _NOT_REGISTERED: dict[str, Callable[..., int]] = {
 }
 
 
-class Saved:
+class ActivationMeter:
     """What autograd keeps for backward, each storage once.
 
     Args:
@@ -224,7 +224,7 @@ class Saved:
         peak: the most bytes that were kept at once, as far as noted.
     """
 
-    def __init__(self, meter: Meter, own: list[torch.Tensor]) -> None:
+    def __init__(self, meter: StepMeter, own: list[torch.Tensor]) -> None:
         self._meter = meter
         # Held, not only noted: where one is freed, another may come to lie at its address.
         self._own = {storage._cdata: storage for storage in (local(tensor).untyped_storage() for tensor in own)}
@@ -268,7 +268,7 @@ class _Kept:
 
     __slots__ = ("_address", "_saved", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, saved: Saved) -> None:
+    def __init__(self, tensor: torch.Tensor, saved: ActivationMeter) -> None:
         self.tensor, self._saved, self._address = tensor, saved, saved.keep(tensor)
 
     def __del__(self) -> None:

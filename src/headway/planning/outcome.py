@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from headway.config.mesh import Layout
-from headway.planning.meter import Event, Exchange, Volume
-from headway.planning.shares import Piece, Ranks
+from headway.planning.meter import CollectiveCall, PlanEvent, Volume
+from headway.planning.shares import RankGroups, TensorShare
 from headway.planning.table import describe
-from headway.planning.trial import StateOf, Trial
+from headway.planning.trial import StateOf, StepDryRun
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """What one rank holds between two updates, in bytes of memory.
 
     Attributes:
@@ -37,7 +37,7 @@ class Share:
         return self.weights + self.gradients + self.optimizer_state
 
 
-class Shares:
+class RankShares:
     """What every rank holds.
 
     Args:
@@ -56,12 +56,12 @@ class Shares:
     def __init__(
         self,
         layout: Layout,
-        cut: Iterable[Piece],
+        cut: Iterable[TensorShare],
         states: Iterable[StateOf],
         buffers: int | Sequence[int],
         beside: Sequence[int] = (),
     ) -> None:
-        self._ranks = Ranks(layout)
+        self._ranks = RankGroups(layout)
         zero = torch.zeros(layout.num_ranks, dtype=torch.long)
         own = buffers if isinstance(buffers, int) else self._ranks.by_stage(buffers)
         self._beside = self._ranks.by_stage(beside) if beside else zero
@@ -86,18 +86,18 @@ class Shares:
         self.num_with_gaps = len(gaps)
         self.thinnest = min(gaps) if gaps else None
 
-    def of(self, rank: int) -> Share:
+    def of(self, rank: int) -> RankShare:
         """What that rank holds."""
         columns = self._weights, self._gradients, self._state, self._padding
-        return Share(rank, *(int(column[rank]) for column in columns))
+        return RankShare(rank, *(int(column[rank]) for column in columns))
 
-    def fullest(self) -> Share:
+    def fullest(self) -> RankShare:
         """Of the rank that holds most; the first of them."""
         return self.of(int((self._weights + self._gradients + self._state + self._beside).argmax()))
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedActivations:
     """A checkpoint of model and optimizer.
 
     Attributes:
@@ -111,9 +111,9 @@ class Saved:
     per_rank: int
 
 
-def saved(layout: Layout, cut: Iterable[Piece], states: Iterable[StateOf]) -> Saved:
+def saved(layout: Layout, cut: Iterable[TensorShare], states: Iterable[StateOf]) -> SavedActivations:
     """What a checkpoint takes: each element once, whoever holds copies."""
-    ranks = Ranks(layout)
+    ranks = RankGroups(layout)
     written = torch.zeros(layout.num_ranks, dtype=torch.float64)
     cut = list(cut)
     for piece, state in zip(cut, list(states) or [StateOf(0, 0)] * len(cut)):
@@ -127,7 +127,7 @@ def saved(layout: Layout, cut: Iterable[Piece], states: Iterable[StateOf]) -> Sa
             copies *= 1 if axis in piece.axes else size
         written += held * (piece.itemsize + state.per_element) / copies
     num_files = int((written > 0).sum())
-    return Saved(num_files, round(float(written.sum())), round(float(written.max())))
+    return SavedActivations(num_files, round(float(written.sum())), round(float(written.max())))
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,11 @@ class Stage:
         events: what it does, in order.
     """
 
-    share: Share
+    share: RankShare
     activations: int | None
-    exchanges: dict[Exchange, Volume]
+    exchanges: dict[CollectiveCall, Volume]
     flops: int
-    events: tuple[Event, ...]
+    events: tuple[PlanEvent, ...]
 
     @property
     def sent(self) -> float:
@@ -178,9 +178,9 @@ class Plan:
     strategy: str
     layout: Layout
     num_parameters: int
-    shares: Shares
-    saved: Saved
-    exchanges: dict[Exchange, Volume] | None
+    shares: RankShares
+    saved: SavedActivations
+    exchanges: dict[CollectiveCall, Volume] | None
     flops: int | None
     activations: int | None
     gathered: int
@@ -194,12 +194,12 @@ class Plan:
         return self.layout.num_ranks
 
     @property
-    def rank0(self) -> Share:
+    def rank0(self) -> RankShare:
         """What rank 0 holds."""
         return self.shares.of(0)
 
     @property
-    def last_rank(self) -> Share:
+    def last_rank(self) -> RankShare:
         """What the rank of the highest number holds: the emptiest one."""
         return self.shares.of(self.num_ranks - 1)
 
@@ -224,13 +224,13 @@ class Plan:
         return "\n".join(describe(self))
 
 
-def outcome(strategy: str, layout: Layout, trial: Trial, tokens: int) -> Plan:
+def outcome(strategy: str, layout: Layout, trial: StepDryRun, tokens: int) -> Plan:
     """What follows for all ranks from what one of them did."""
     return Plan(
         strategy,
         layout,
         sum(_numel(piece) for piece in trial.pieces),
-        Shares(layout, trial.pieces, trial.states, trial.buffers),
+        RankShares(layout, trial.pieces, trial.states, trial.buffers),
         saved(layout, trial.pieces, trial.states),
         trial.volumes,
         None if trial.flops is None else sum(trial.flops.values()),
@@ -241,7 +241,7 @@ def outcome(strategy: str, layout: Layout, trial: Trial, tokens: int) -> Plan:
     )
 
 
-def outcome_of_stages(strategy: str, layout: Layout, trials: Sequence[Trial], tokens: int) -> Plan:
+def outcome_of_stages(strategy: str, layout: Layout, trials: Sequence[StepDryRun], tokens: int) -> Plan:
     """What follows for all ranks from what the first replica's stages did.
 
     Args:
@@ -252,7 +252,7 @@ def outcome_of_stages(strategy: str, layout: Layout, trials: Sequence[Trial], to
     """
     cut, states = joined(trials)
     beside = [trial.activations or 0 for trial in trials]
-    shares = Shares(layout, cut, states, [trial.buffers for trial in trials], beside)
+    shares = RankShares(layout, cut, states, [trial.buffers for trial in trials], beside)
     has_step = trials[0].volumes is not None
     stages = tuple(
         Stage(shares.of(rank), trial.activations, trial.volumes or {}, sum((trial.flops or {}).values()), trial.events)
@@ -275,10 +275,10 @@ def outcome_of_stages(strategy: str, layout: Layout, trials: Sequence[Trial], to
     )
 
 
-def joined(trials: Sequence[Trial]) -> tuple[tuple[Piece, ...], tuple[StateOf, ...]]:
+def joined(trials: Sequence[StepDryRun]) -> tuple[tuple[TensorShare, ...], tuple[StateOf, ...]]:
     """The parameters of all stages, with the places that hold them, and what the optimizer keeps for each."""
     on: dict[str, set[int]] = {}
-    found: dict[str, tuple[Piece, StateOf | None]] = {}
+    found: dict[str, tuple[TensorShare, StateOf | None]] = {}
     for place, trial in enumerate(trials):
         for index, piece in enumerate(trial.pieces):
             on.setdefault(piece.name, set()).add(place)
@@ -287,11 +287,11 @@ def joined(trials: Sequence[Trial]) -> tuple[tuple[Piece, ...], tuple[StateOf, .
     return pieces, tuple(state for _, state in found.values() if state is not None)
 
 
-def _numel(piece: Piece) -> int:
+def _numel(piece: TensorShare) -> int:
     return int(torch.Size(piece.shape).numel())
 
 
-def _gathered(volumes: dict[Exchange, Volume]) -> int:
+def _gathered(volumes: dict[CollectiveCall, Volume]) -> int:
     """What lies gathered at once: the unit that computes, the one fetched ahead, and the root, which stays; gradients of one unit."""
     gathers = [
         volume for exchange, volume in volumes.items() if exchange.kind == "all_gather" and "shard" in exchange.axis

@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from headway.forecasting.fake import Spread
-from headway.forecasting.step import Alone, Engine
-from headway.recompute.offload import Host, Lane, Names, Ways, pretending
+from headway.forecasting.step import SingleProcessEngine, StepEngine
+from headway.recompute.offload import CopyLane, Host, Names, Ways, pretending
 
 
-class TracedLane(Lane):
+class TracedLane(CopyLane):
     """Copies of tensors without values; those on the host are made where no trace sees them.
 
     The tensor that is being copied stays on the device until the next one is, or until something is fetched.
@@ -66,10 +66,10 @@ def offloaded(spread: Spread | None) -> Spread:
     """The same, with activations that are to be offloaded moved away."""
 
     @contextmanager
-    def run(model: nn.Module) -> Iterator[Engine]:
+    def run(model: nn.Module) -> Iterator[StepEngine]:
         with pretending(Ways(TracedLane, FakeTensor, Numbers(), from_host=True)):
             if spread is None:
-                yield Alone(model)
+                yield SingleProcessEngine(model)
                 return
             with spread(model) as engine:
                 yield engine

@@ -10,7 +10,7 @@ from torch import nn
 
 from headway.config.mesh import Layout
 from headway.config.strategies import EngineOptions
-from headway.planning.echoes import Echoes, StageEchoes, Told
+from headway.planning.echoes import FakeCollectives, FakeStageGroup, PeerAnswer
 from headway.planning.pretence import OneOfEach
 from headway.recompute.checkpointing import checkpoint_activations
 from headway.runtime.device import CPU
@@ -25,7 +25,7 @@ def chosen(
     machine_ranks: int,
     precision: str,
     options: EngineOptions,
-    told: Told | None = None,
+    told: PeerAnswer | None = None,
     computes_on: str = "cpu",
 ) -> Strategy | None:
     """The layout's strategy on the process group that there is; None for replicas: DDP's engine reads values.
@@ -53,7 +53,7 @@ def chosen(
         torch.device("cpu"),
         owns_group=False,
     )
-    everyone = Echoes(here) if told is None else StageEchoes(here, told)
+    everyone = FakeCollectives(here) if told is None else FakeStageGroup(here, told)
     return build_strategy(everyone, options, layout, precision, computes_on=computes_on)
 
 

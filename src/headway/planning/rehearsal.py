@@ -30,10 +30,10 @@ from headway.forecasting.devices import Device
 from headway.forecasting.fake import copied, explained, fill, refuse_compiled
 from headway.forecasting.kernels import substituted
 from headway.forecasting.step import STEPS, as_on_cuda, mark_model, state_of
-from headway.forecasting.trace import Trace, Tracker
+from headway.forecasting.trace import StorageTracker, Trace
 
 
-class Rehearsed(BaseException):
+class DryRunResult(BaseException):
     """The script has made its updates and is left; not an Exception, so that it does not stop here."""
 
 
@@ -52,7 +52,7 @@ def _reader() -> Frame | None:
     return None
 
 
-class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]
+class ScriptTracker(StorageTracker):  # type: ignore[no-untyped-call]
     """A tracker that answers one where a value is read, and remembers where: a loop reads its loss to print it.
 
     Attributes:
@@ -77,7 +77,7 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class Rehearsal:
+class ScriptDryRun:
     """Follows a script's memory.
 
     Args:
@@ -180,7 +180,7 @@ class Rehearsal:
         self.num_updates = max(self._steps.values())
         if not self._late() or self.num_updates == MOST_UPDATES:
             self.is_done = True
-            raise Rehearsed
+            raise DryRunResult
 
     def _late(self) -> set[int]:
         """Optimizers that have not stepped twice."""
@@ -205,7 +205,7 @@ class Rehearsal:
         return found
 
 
-class RehearsedLoader:
+class DryRunLoader:
     """A prepared loader whose batches lose their values.
 
     Args:
@@ -213,7 +213,7 @@ class RehearsedLoader:
         rehearsal: is told of each batch.
     """
 
-    def __init__(self, inner: PreparedLoader, rehearsal: Rehearsal) -> None:
+    def __init__(self, inner: PreparedLoader, rehearsal: ScriptDryRun) -> None:
         self.inner, self._rehearsal = inner, rehearsal
 
     def __iter__(self) -> Iterator[Any]:
@@ -234,10 +234,10 @@ class RehearsedLoader:
         return getattr(self.inner, name)
 
 
-def rehearsed(rehearsal: Rehearsal) -> type[Accelerator]:
+def rehearsed(rehearsal: ScriptDryRun) -> type[Accelerator]:
     """The Accelerator that the script gets instead of Headway's."""
 
-    class RehearsedAccelerator(Accelerator):
+    class DryRunAccelerator(Accelerator):
         def prepare(self, *objects: Any, **options: Any) -> Any:
             rehearsal.precision = self.mixed_precision
             # Where the model goes is what is forecast; here it stays where it is.
@@ -273,20 +273,20 @@ def rehearsed(rehearsal: Rehearsal) -> type[Accelerator]:
                 return tree_map(zeros, gathered)  # metrics are computed outside torch, too
 
         def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-            inner = dataloader.inner if isinstance(dataloader, RehearsedLoader) else dataloader
+            inner = dataloader.inner if isinstance(dataloader, DryRunLoader) else dataloader
             return wrapped(super().skip_first_batches(inner, num_batches))
 
     def zeros(leaf: Any) -> Any:
         return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
 
     def wrapped(prepared: Any) -> Any:
-        return RehearsedLoader(prepared, rehearsal) if isinstance(prepared, PreparedLoader) else prepared
+        return DryRunLoader(prepared, rehearsal) if isinstance(prepared, PreparedLoader) else prepared
 
-    return RehearsedAccelerator
+    return DryRunAccelerator
 
 
 @dataclass(frozen=True)
-class Rehearsing:
+class ScriptDryRunState:
     """What a rehearsal gave.
 
     Attributes:
@@ -302,7 +302,7 @@ class Rehearsing:
     is_partial: bool
 
 
-def rehearse(script: Path, arguments: Sequence[str], device: Device) -> Rehearsing:
+def rehearse(script: Path, arguments: Sequence[str], device: Device) -> ScriptDryRunState:
     """Run a script up to its second update; for a process that does nothing else.
 
     Args:
@@ -316,7 +316,7 @@ def rehearse(script: Path, arguments: Sequence[str], device: Device) -> Rehearsi
     """
     if not script.is_file():
         raise ConfigError(f"there is no script {script}")
-    rehearsal = Rehearsal(device)
+    rehearsal = ScriptDryRun(device)
     # Whatever builds on the Accelerator (the Trainer, Accelerate's name) is imported after this and takes this one.
     pretending.begin()
     home = sys.modules[Accelerator.__module__]
@@ -338,7 +338,7 @@ def rehearse(script: Path, arguments: Sequence[str], device: Device) -> Rehearsi
             if isinstance(error, Exception) and rehearsal.is_running:
                 raise explained(error, rehearsal.tracker.last) from error
             raise
-        if not isinstance(error, Exception | Rehearsed):
+        if not isinstance(error, Exception | DryRunResult):
             raise
     finally:
         trace = rehearsal.end()
@@ -346,4 +346,4 @@ def rehearse(script: Path, arguments: Sequence[str], device: Device) -> Rehearsi
         raise ConfigError(
             f"{script} made no update: it must prepare a model, an optimizer and a loader with an Accelerator, and step the optimizer"
         )
-    return Rehearsing(trace, rehearsal.batch_size, rehearsal.precision, rehearsal.num_updates < STEPS)
+    return ScriptDryRunState(trace, rehearsal.batch_size, rehearsal.precision, rehearsal.num_updates < STEPS)

@@ -3,16 +3,16 @@
 from dataclasses import asdict
 from typing import Any
 
-from headway.planning.compare import Comparison, Row
+from headway.planning.compare import ComparedPlan, PlanComparison
 from headway.planning.outcome import Plan
 
 
-def as_dict(comparison: Comparison) -> dict[str, Any]:
+def as_dict(comparison: PlanComparison) -> dict[str, Any]:
     """A comparison, its rows in their order."""
     return {"cluster": asdict(comparison.cluster), "layouts": [_row(row) for row in comparison.rows]}
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: ComparedPlan) -> dict[str, Any]:
     found: dict[str, Any] = {"strategy": row.strategy, "fits": not row.reason, "reason": row.reason or None}
     if row.plan is not None:
         found |= plan_as_dict(row.plan)

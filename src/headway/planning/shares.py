@@ -17,7 +17,7 @@ _SHARDED = frozenset({"shard", "cp", _BOTH})
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShare:
     """A tensor of the model, whole, and how it is cut.
 
     Attributes:
@@ -43,10 +43,10 @@ class Piece:
         return found - {_BOTH} | {"shard", "cp"} if _BOTH in found else found
 
 
-def pieces(named: Iterable[tuple[str, torch.Tensor]]) -> list[Piece]:
+def pieces(named: Iterable[tuple[str, torch.Tensor]]) -> list[TensorShare]:
     """The cut of each tensor, sharded or not."""
     return [
-        Piece(name, tuple(tensor.shape), tensor.element_size(), tensor.requires_grad, _cuts(tensor))
+        TensorShare(name, tuple(tensor.shape), tensor.element_size(), tensor.requires_grad, _cuts(tensor))
         for name, tensor in named
     ]
 
@@ -67,7 +67,7 @@ def _cuts(tensor: torch.Tensor) -> dict[int, tuple[str, ...]]:
     return {dim: tuple(axes) for dim, axes in found.items()}
 
 
-class Ranks:
+class RankGroups:
     """All ranks of a layout, by number."""
 
     def __init__(self, layout: Layout) -> None:
@@ -83,7 +83,7 @@ class Ranks:
             self._cuts[_BOTH] = layout.num_shards
             self.coordinates[_BOTH] = self.coordinates["shard"] * layout.cp + self.coordinates["cp"]
 
-    def elements(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+    def elements(self, piece: TensorShare) -> tuple[torch.Tensor, torch.Tensor]:
         """How many elements of it each rank holds, and for how many it has memory: (num_ranks,) each."""
         held = stored = torch.ones(self.num_ranks, dtype=torch.long)
         for dim, size in enumerate(piece.shape):

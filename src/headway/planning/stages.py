@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from headway.config.mesh import Layout
 from headway.errors import StateError
-from headway.planning.echoes import NotYet, Told
-from headway.planning.trial import Trial
+from headway.planning.echoes import AnswerNotReady, PeerAnswer
+from headway.planning.trial import StepDryRun
 
 
-def rehearse_stages(layout: Layout, rehearse: Callable[[int, Told], Trial]) -> tuple[Trial, ...]:
+def rehearse_stages(layout: Layout, rehearse: Callable[[int, PeerAnswer], StepDryRun]) -> tuple[StepDryRun, ...]:
     """Rehearse the first replica's ranks along the pipeline, by their places.
 
     Args:
@@ -18,7 +18,7 @@ def rehearse_stages(layout: Layout, rehearse: Callable[[int, Told], Trial]) -> t
     Raises:
         StateError: ranks wait for each other for ever.
     """
-    told, found = Told(), dict[int, Trial]()
+    told, found = PeerAnswer(), dict[int, StepDryRun]()
     ranks = layout.groups("pp")[0]
     while len(found) < len(ranks):
         before = len(found), sum(map(len, told.answers))
@@ -26,7 +26,7 @@ def rehearse_stages(layout: Layout, rehearse: Callable[[int, Told], Trial]) -> t
             if place not in found:
                 try:
                     found[place] = rehearse(rank, told)
-                except NotYet:
+                except AnswerNotReady:
                     continue
         if (len(found), sum(map(len, told.answers))) == before:
             raise StateError(f"the stages of a pipeline of {len(ranks)} ranks wait for each other in their rehearsals")

@@ -15,14 +15,14 @@ from headway.config.strategies import EngineOptions
 from headway.errors import UnsupportedError
 from headway.forecasting.devices import find
 from headway.forecasting.step import mark_model
-from headway.forecasting.trace import Trace, Tracker
+from headway.forecasting.trace import StorageTracker, Trace
 from headway.placement.skeleton import init_empty_weights
-from headway.planning.drive import CutSequences, Drive, Forward, Pipeline, Step
-from headway.planning.echoes import Told
-from headway.planning.meter import Event, Exchange, Meter, Saved, Volume, local
+from headway.planning.drive import CutSequences, Forward, Pipeline, Step, StepDriver
+from headway.planning.echoes import PeerAnswer
+from headway.planning.meter import ActivationMeter, CollectiveCall, PlanEvent, StepMeter, Volume, local
 from headway.planning.preparation import chosen, spread
 from headway.planning.pretence import RealStaysReal, pretend
-from headway.planning.shares import Piece, pieces, storage_bytes
+from headway.planning.shares import TensorShare, pieces, storage_bytes
 from headway.strategies.base import Strategy
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -42,7 +42,7 @@ class StateOf:
 
 
 @dataclass(frozen=True)
-class Trial:
+class StepDryRun:
     """What one rank held and sent.
 
     Attributes:
@@ -59,16 +59,16 @@ class Trial:
         peak: the most bytes that tensors took at once, temporaries included, in an update that is not the first.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorShare, ...]
     buffers: int
     weights: int
     gradients: int | None = None
     optimizer_state: int | None = None
     states: tuple[StateOf, ...] = ()
-    volumes: dict[Exchange, Volume] | None = None
+    volumes: dict[CollectiveCall, Volume] | None = None
     flops: dict[str, int] | None = None
     activations: int | None = None
-    events: tuple[Event, ...] = field(default=(), compare=False, repr=False)
+    events: tuple[PlanEvent, ...] = field(default=(), compare=False, repr=False)
     # On real tensors a kernel may ask for what fake ones do not, so trials are alike without it.
     peak: int | None = field(default=None, compare=False)
 
@@ -82,8 +82,8 @@ def rehearse(
     precision: str = "no",
     options: EngineOptions | None = None,
     machine_ranks: int = 8,
-    told: Told | None = None,
-) -> Trial:
+    told: PeerAnswer | None = None,
+) -> StepDryRun:
     """Prepare a model without memory as one rank of the layout, and run one update of it in which nothing is computed.
 
     Args:
@@ -121,10 +121,10 @@ def rehearse(
 
 def _drive(
     strategy: Strategy | None, model: nn.Module, layout: Layout, options: EngineOptions, step: Step | None
-) -> Drive:
+) -> StepDriver:
     if strategy is not None and layout.pp > 1:
         return Pipeline(strategy, (options.pipeline or PipelineOptions()).schedule, step)
-    return CutSequences(strategy, model) if strategy is not None and layout.cp > 1 else Drive()
+    return CutSequences(strategy, model) if strategy is not None and layout.cp > 1 else StepDriver()
 
 
 def _fill(model: nn.Module) -> None:
@@ -147,8 +147,8 @@ def run(
     make_optimizer: MakeOptimizer | None,
     precision: str = "no",
     within: Iterable[AbstractContextManager[Any]] = (),
-    drive: Drive | None = None,
-) -> Trial:
+    drive: StepDriver | None = None,
+) -> StepDryRun:
     """One update of a model that is prepared, and what it held and sent; real tensors give what fake ones do.
 
     Args:
@@ -161,11 +161,11 @@ def run(
     own = [*model.parameters(), *model.buffers()]
     cut, weights = tuple(pieces(named)), storage_bytes(parameter for _, parameter in named)
     if step is None:
-        return Trial(cut, buffers, weights)
-    meter = Meter(layout)
-    saved = Saved(meter, own)
-    memory = Tracker(find("cpu"))
-    optimizer, drive = None, drive or Drive()
+        return StepDryRun(cut, buffers, weights)
+    meter = StepMeter(layout)
+    saved = ActivationMeter(meter, own)
+    memory = StorageTracker(find("cpu"))
+    optimizer, drive = None, drive or StepDriver()
     with ExitStack() as stack:
         for mode in within:
             stack.enter_context(mode)
@@ -186,7 +186,7 @@ def run(
     gradients = storage_bytes(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     states = tuple(_state_of(parameter, optimizer) for _, parameter in named)
     state = sum(_state_bytes(parameter, held) for (_, parameter), held in zip(named, states))
-    return Trial(
+    return StepDryRun(
         cut,
         buffers,
         weights,
@@ -228,13 +228,13 @@ def _buckets(model: nn.Module, layout: Layout) -> int:
     return sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
 
 
-def _replicas(model: nn.Module, layout: Layout, meter: Meter) -> None:
+def _replicas(model: nn.Module, layout: Layout, meter: StepMeter) -> None:
     """DDP's engine is C++ and runs on no fake tensors: what it sends is all gradients, once."""
     if not layout.is_replicas_only or layout.replicate == 1:
         return
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     size = sum(gradient.nbytes for gradient in gradients)
-    meter.volumes[Exchange("backward", "all_reduce", "replicate", layout.replicate)] = Volume(1, size, size)
+    meter.volumes[CollectiveCall("backward", "all_reduce", "replicate", layout.replicate)] = Volume(1, size, size)
 
 
 def _state_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> StateOf:

@@ -7,28 +7,28 @@ from typing import Any, Protocol
 import torch
 
 
-class Wholeness(Protocol):
+class GradientLayout(Protocol):
     """Does each rank hold all of the gradients?"""
 
     @property
     def whole_gradients(self) -> bool: ...
 
 
-class Door(Protocol):
+class OverflowGroup(Protocol):
     """What an overflow is agreed on through."""
 
     def reduce_numbers(self, values: Sequence[float], op: str = "sum") -> list[float]:
         """Sums over the ranks."""
 
 
-class Parts(Protocol):
+class GradientParts(Protocol):
     """Where gradients lie, as the strategy knows."""
 
     @property
-    def capabilities(self) -> Wholeness: ...
+    def capabilities(self) -> GradientLayout: ...
 
     @property
-    def everyone(self) -> Door: ...
+    def everyone(self) -> OverflowGroup: ...
 
     def local_gradients(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """What this rank holds of each gradient that there is, as plain tensors that may be changed in place."""

@@ -28,7 +28,7 @@ _LEAST = (8, 9)
 """The first compute capability of CUDA with float8 matrix units: Ada (L4, RTX 40); then Hopper."""
 
 
-class Ranks(Protocol):
+class AmaxGroup(Protocol):
     """Those that must convert the same layers."""
 
     def gather_numbers(self, values: Sequence[float]) -> list[list[float]]:
@@ -78,7 +78,7 @@ def _lack(hardware: Hardware) -> str | None:
     return f"{torch.cuda.get_device_name()} (compute capability {found[0]}.{found[1]}) has no float8 matrix units"
 
 
-def convert_model(model: torch.nn.Module, options: Float8Options, ranks: Ranks | None = None) -> torch.nn.Module:
+def convert_model(model: torch.nn.Module, options: Float8Options, ranks: AmaxGroup | None = None) -> torch.nn.Module:
     """Let linear layers of a model compute in float8, in place; those that do already are left as they are.
 
     Args:
@@ -173,7 +173,7 @@ def _is_kept(model: torch.nn.Module, name: str, keeps: tuple[Any, ...]) -> bool:
     return False
 
 
-def _agree(model: torch.nn.Module, names: list[str], ranks: Ranks) -> None:
+def _agree(model: torch.nn.Module, names: list[str], ranks: AmaxGroup) -> None:
     rows = ranks.gather_numbers([float(len(names)), float(zlib.crc32("\n".join(names).encode()))])
     if any(row != rows[0] for row in rows):
         counts = ", ".join(str(int(row[0])) for row in rows)

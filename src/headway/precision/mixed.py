@@ -15,7 +15,7 @@ import torch
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
-from headway.precision.base import FullPrecision, Parts, Precision
+from headway.precision.base import FullPrecision, GradientParts, Precision
 from headway.precision.float8 import check_float8
 from headway.runtime.device import Hardware
 
@@ -55,7 +55,7 @@ class _Probe:
         parts: shows the part of each gradient that lies here; None: all of them do.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parts: Parts | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, parts: GradientParts | None) -> None:
         self.optimizer = optimizer
         self.did_step = False
         self._parts = parts
@@ -86,7 +86,7 @@ class Fp16Precision(Bf16Precision):
     name = "fp16"
     dtype = torch.float16
 
-    def __init__(self, hardware: Hardware, options: EngineOptions, parts: Parts | None = None) -> None:
+    def __init__(self, hardware: Hardware, options: EngineOptions, parts: GradientParts | None = None) -> None:
         super().__init__(hardware, options)
         self._parts = None if parts is None or parts.capabilities.whole_gradients else parts
         chosen = options.scaler
@@ -137,7 +137,7 @@ class Fp16Precision(Bf16Precision):
                 self._agree(self._probe(optimizer), self._parts)
             self._unscaled.add(id(optimizer))
 
-    def _agree(self, probe: _Probe, parts: Parts) -> None:
+    def _agree(self, probe: _Probe, parts: GradientParts) -> None:
         """An overflow in one rank's part is known to all of them."""
         found = self.scaler._per_optimizer_states[id(probe)]["found_inf_per_device"]
         total = sum((each.item() for each in found.values()), 0.0)
@@ -223,7 +223,9 @@ def _name_of(hardware: Hardware) -> str:
     return f"this {hardware.kind} device" if name is None else str(name())
 
 
-def build_precision(name: str, hardware: Hardware, options: EngineOptions, parts: Parts | None = None) -> Precision:
+def build_precision(
+    name: str, hardware: Hardware, options: EngineOptions, parts: GradientParts | None = None
+) -> Precision:
     """The precision called `name`.
 
     Args:

@@ -46,7 +46,7 @@ class Host:
         return sum(piece.nbytes for piece in self.pieces)
 
 
-class Lane:
+class CopyLane:
     """One device's copies to the host and back, on a stream of their own where the device has streams.
 
     Args:
@@ -61,7 +61,7 @@ class Lane:
         self._device = device
         has_stream = has_stream and hasattr(torch.get_device_module(device), "Stream")
         self._stream = torch.Stream(device) if has_stream else None
-        self.last: weakref.ref[Copy] | None = None
+        self.last: weakref.ref[ActivationCopy] | None = None
         self._largest = 0
         self._leaving: deque[tuple[torch.Event, torch.Stream, torch.Tensor]] = deque()
         self._returned: deque[tuple[torch.Event, int]] = deque()
@@ -144,13 +144,13 @@ class Ways:
         from_host: those on the host are moved too: they stand for a device's.
     """
 
-    lane: Callable[[torch.device], Lane] = field(default_factory=lambda: Lane)
+    lane: Callable[[torch.device], CopyLane] = field(default_factory=lambda: CopyLane)
     kind: type = torch.Tensor
     names: Names = field(default_factory=Names)
     from_host: bool = False
 
 
-class _Lanes(dict[torch.device, Lane]):
+class _Lanes(dict[torch.device, CopyLane]):
     """Each device's lane, made on first use.
 
     Attributes:
@@ -161,7 +161,7 @@ class _Lanes(dict[torch.device, Lane]):
         super().__init__()
         self.ways = Ways()
 
-    def __missing__(self, device: torch.device) -> Lane:
+    def __missing__(self, device: torch.device) -> CopyLane:
         """Make it."""
         self[device] = lane = self.ways.lane(device)
         return lane
@@ -180,7 +180,7 @@ def pretending(ways: Ways) -> Iterator[None]:
         lanes.ways = Ways()
 
 
-class Copy:
+class ActivationCopy:
     """The values of a storage in host memory, once for all that save them.
 
     Args:
@@ -206,12 +206,12 @@ class Copy:
         return self._lane.arrived(self._fetched)
 
 
-class _Copies(weakref.WeakValueDictionary[tuple[Any, ...], Copy]):
+class _Copies(weakref.WeakValueDictionary[tuple[Any, ...], ActivationCopy]):
     """Those that some saved tensor still needs: by storage, version, number format and, of parts, place."""
 
 
 @dataclass(frozen=True)
-class Parked:
+class OffloadedActivation:
     """A saved tensor in host memory.
 
     Attributes:
@@ -219,11 +219,11 @@ class Parked:
         view: where it lies in the copy: size, stride and offset in elements; None: it is the copy.
     """
 
-    copy: Copy
+    copy: ActivationCopy
     view: tuple[torch.Size, tuple[int, ...], int] | None
 
 
-class _Own:
+class _OwnStorages:
     """What a block holds on the device anyway, apart from weights that are trained, which the graph tells.
 
     Args:
@@ -258,9 +258,9 @@ def offloading(min_bytes: int = MIN_BYTES, block: torch.nn.Module | None = None)
         min_bytes: from which size on.
         block: whose forward runs in the context.
     """
-    own = _Own(block)
+    own = _OwnStorages(block)
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor | Parked:
+    def pack(tensor: torch.Tensor) -> torch.Tensor | OffloadedActivation:
         return _park(tensor) if _is_worth_it(tensor, min_bytes) and not own.has(tensor) else tensor
 
     return torch.autograd.graph.saved_tensors_hooks(pack, _fetch)
@@ -295,7 +295,7 @@ def _is_weight(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _park(tensor: torch.Tensor) -> Parked:
+def _park(tensor: torch.Tensor) -> OffloadedActivation:
     storage = tensor.untyped_storage()
     # Of a small part of a storage only the part; and what is a mere mark on a tensor, conjugation, must be carried out.
     is_whole = 2 * tensor.nbytes > storage.nbytes() and not (tensor.is_conj() or tensor.is_neg())
@@ -305,8 +305,8 @@ def _park(tensor: torch.Tensor) -> Parked:
     copies = scope.own(_Copies)
     copy = copies.get(key)
     if copy is None:
-        copy = copies[key] = Copy(_row(tensor) if is_whole else tensor)
-    return Parked(copy, view if is_whole else None)
+        copy = copies[key] = ActivationCopy(_row(tensor) if is_whole else tensor)
+    return OffloadedActivation(copy, view if is_whole else None)
 
 
 def _row(tensor: torch.Tensor) -> torch.Tensor:
@@ -315,7 +315,7 @@ def _row(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((num,), (1,), 0)
 
 
-def _fetch(saved: torch.Tensor | Parked) -> torch.Tensor:
+def _fetch(saved: torch.Tensor | OffloadedActivation) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
     values = saved.copy.fetch()

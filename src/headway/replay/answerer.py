@@ -14,7 +14,7 @@ from headway.errors import HeadwayError
 from headway.log import get_logger
 from headway.runtime import control, process
 from headway.runtime.heartbeat import before_shutdown
-from headway.runtime.trail import Step, Trail, read
+from headway.runtime.trail import CollectiveLog, Step, read
 
 log = get_logger(__name__)
 
@@ -24,12 +24,12 @@ _ANSWER = timedelta(seconds=60)
 """How long the control plane may take to give what it has."""
 
 
-class Answerer:
+class CollectiveReplayer:
     """One for each process runtime: it knows the trail, and neither models nor strategies."""
 
     def __init__(self) -> None:
         runtime = process.current()
-        self.trail = runtime.scope.own(Trail)
+        self.trail = runtime.scope.own(CollectiveLog)
         self.rank, self.world_size = runtime.rank, runtime.world_size
         self._channel = control.current()
         self._own: list[str] = []

@@ -12,7 +12,7 @@ _NUM_LOOKS = 2
 """Looks in a row that must have found the cache emptied: a shape that comes once, as in an evaluation, does it once."""
 
 
-class Headroom:
+class AllocatorPressure:
     """Watches one device's allocator.
 
     Args:

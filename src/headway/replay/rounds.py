@@ -21,9 +21,9 @@ from torch.distributed import DistError
 
 from headway.errors import CollectiveError, ControlPlaneError, HeadwayError, MemoryExhausted
 from headway.log import get_logger
-from headway.replay.answerer import Answerer
+from headway.replay.answerer import CollectiveReplayer
 from headway.runtime.process import ProcessRuntime
-from headway.runtime.trail import Step, Trail, is_vote
+from headway.runtime.trail import CollectiveLog, Step, is_vote
 from headway.strategies.base import Strategy
 
 log = get_logger(__name__)
@@ -43,13 +43,13 @@ class Rounds:
     def __init__(self, strategy: Strategy, runtime: ProcessRuntime) -> None:
         self._strategy = strategy
         self._runtime = runtime
-        self._trail = runtime.scope.own(Trail)
+        self._trail = runtime.scope.own(CollectiveLog)
         self._rank = runtime.rank
         self._patience = runtime.patience.total_seconds()
 
     @property
-    def _answerer(self) -> Answerer:
-        return self._runtime.scope.own(Answerer)
+    def _answerer(self) -> CollectiveReplayer:
+        return self._runtime.scope.own(CollectiveReplayer)
 
     # ---------------------------------------------------------------- begin and end
 

@@ -7,7 +7,7 @@ import torch
 
 from headway.runtime.device import Hardware
 from headway.runtime.seed import read_streams, write_streams
-from headway.training.prepared import Prepared
+from headway.training.prepared import PreparedObjects
 
 
 class Rewindable(Protocol):
@@ -20,7 +20,7 @@ class Rewindable(Protocol):
         """Go back to a snapshot, which stays good."""
 
 
-class Snapshot:
+class BatchSnapshot:
     """The state at the start of a batch.
 
     Gradients of earlier batches of the window are put aside rather than copied: the batch's own begin at nothing, and both
@@ -32,7 +32,7 @@ class Snapshot:
         hardware: whose random stream belongs to the state.
     """
 
-    def __init__(self, prepared: Prepared, states: Sequence[Rewindable], hardware: Hardware) -> None:
+    def __init__(self, prepared: PreparedObjects, states: Sequence[Rewindable], hardware: Hardware) -> None:
         self._prepared = prepared
         self._rewound = tuple(states)
         self._hardware = hardware

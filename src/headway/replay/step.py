@@ -10,19 +10,19 @@ from headway.collectives.cut import cut_rows
 from headway.collectives.tree import Tree, find_batch_size, tensors
 from headway.errors import StateError
 from headway.precision.base import Precision
-from headway.replay.headroom import Headroom
+from headway.replay.headroom import AllocatorPressure
 from headway.replay.piece_size import PieceSize
 from headway.replay.rounds import Rounds
-from headway.replay.snapshot import Snapshot
-from headway.replay.transaction import Transaction
+from headway.replay.snapshot import BatchSnapshot
+from headway.replay.transaction import BatchTransaction
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
-from headway.training.guard import Guard
-from headway.training.moments import Moments
-from headway.training.prepared import Prepared
-from headway.training.step import Step
-from headway.training.task import Task, Weigher
-from headway.training.windows import WHOLE, Clock, LossPolicy, Piece, Window, Windows
+from headway.training.guard import StepGuard
+from headway.training.moments import StepHooks
+from headway.training.prepared import PreparedObjects
+from headway.training.step import TrainingStep
+from headway.training.task import BatchTask, Weigher
+from headway.training.windows import WHOLE, AccumulationWindow, AccumulationWindows, BatchPiece, LossPolicy, UpdateClock
 
 _NO_PIECE = (
     "under microbatching='auto' every accumulate and backward belongs to a batch that can be cut: loop with `for piece in "
@@ -36,7 +36,7 @@ _IN_TURN = (
 )
 
 
-class PieceStep(Step):
+class PieceStep(TrainingStep):
     """Each batch in pieces, as a transaction: nothing travels before all ranks have said that their pieces went through.
 
     Args:
@@ -53,24 +53,24 @@ class PieceStep(Step):
 
     def __init__(
         self,
-        windows: Windows,
-        prepared: Prepared,
+        windows: AccumulationWindows,
+        prepared: PreparedObjects,
         strategy: Strategy,
         precision: Precision,
         policy: LossPolicy,
-        guard: Guard,
-        moments: Moments,
-        clock: Clock,
+        guard: StepGuard,
+        moments: StepHooks,
+        clock: UpdateClock,
         runtime: ProcessRuntime,
     ) -> None:
         super().__init__(windows, prepared, strategy, precision, policy, guard, moments)
         strategy.capabilities.require("rollback", strategy.name, "leave microbatching off")
-        snapshot = Snapshot(prepared, (windows, clock, precision, strategy), runtime.hardware)
+        snapshot = BatchSnapshot(prepared, (windows, clock, precision, strategy), runtime.hardware)
         # Where each piece is an exchange, its gradients travel at once, and all ranks run as many pieces.
         self._is_joint = not strategy.capabilities.lone_pieces
         rounds = Rounds(strategy, runtime) if self._is_joint else None
-        headroom = Headroom(runtime.hardware, runtime.device)
-        self.transaction = Transaction(strategy, snapshot, headroom, prepared, rounds)
+        headroom = AllocatorPressure(runtime.hardware, runtime.device)
+        self.transaction = BatchTransaction(strategy, snapshot, headroom, prepared, rounds)
         self._num_batches = 0
         self._all_rows: list[int] = []
 
@@ -124,7 +124,7 @@ class PieceStep(Step):
             for parameter, grad in travelled:
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
-    def _estimate_nominal(self, window: Window) -> float | None:
+    def _estimate_nominal(self, window: AccumulationWindow) -> float | None:
         """Nothing may travel now. A rank's own estimate does: gradients are corrected before they are summed.
 
         Where they are summed in backward all ranks must agree on it, and each piece is an exchange anyway.
@@ -226,7 +226,7 @@ class PieceStep(Step):
             # A rank whose batch has fewer rows than another's has pieces goes through its first piece again, which weighs nothing.
             start, stop = cuts[index] if index < len(cuts) else cuts[0]
             weighed = stop - start if index < len(cuts) else 0
-            self.windows.hand_out(Piece(self._num_batches, weighed, num_rows or 1, index == num_pieces - 1))
+            self.windows.hand_out(BatchPiece(self._num_batches, weighed, num_rows or 1, index == num_pieces - 1))
             is_whole = num_rows is None or len(cuts) == 1
             tree = batch if is_whole else cut_rows(batch, start, stop, num_rows or 1)
             self.transaction.hand_out(tree, stop - start)
@@ -253,7 +253,7 @@ class PieceStep(Step):
         self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str
     ) -> torch.Tensor:
         """In pieces where it must be."""
-        task = Task(batch, fn, weight, reduction)
+        task = BatchTask(batch, fn, weight, reduction)
         self._check_not_inside("forward_backward")
         self._num_batches += 1
         run = partial(self._run, task, self._num_batches)
@@ -266,7 +266,7 @@ class PieceStep(Step):
             raise
         return task.loss(self.strategy.data_group)
 
-    def _run(self, task: Task, number: int) -> None:
+    def _run(self, task: BatchTask, number: int) -> None:
         """Until an attempt stands, or, at the end of a window, until gradients are final."""
         transaction = self.transaction
         self._num_batches = number

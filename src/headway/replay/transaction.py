@@ -22,16 +22,16 @@ from headway.collectives.tree import Tree, tensors
 from headway.errors import CollectiveError, MemoryExhausted, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.memory.oom import free_after, is_out_of_memory
-from headway.replay.headroom import Headroom
+from headway.replay.headroom import AllocatorPressure
 from headway.replay.piece_size import PieceSize
 from headway.replay.rounds import Rounds
-from headway.replay.snapshot import Snapshot
+from headway.replay.snapshot import BatchSnapshot
 from headway.replay.trial import Materialised, StepUndo
 from headway.runtime.events import notify
 from headway.runtime.readback import Readback
 from headway.runtime.trail import VOTE
 from headway.strategies.base import Strategy
-from headway.training.prepared import Prepared
+from headway.training.prepared import PreparedObjects
 
 log = get_logger(__name__)
 
@@ -41,14 +41,14 @@ _IGNORED = -100
 _NUM_PADDING_CHECKS = 4
 
 
-class Replay(BaseException):
+class TransactionReplay(BaseException):
     """Memory ran out on some rank, and the batch is run again. It never leaves Headway.
 
     No Exception, so that an `except Exception` in the loop's body does not take it for an error.
     """
 
 
-class Transaction:
+class BatchTransaction:
     """The batch in hand.
 
     Args:
@@ -70,9 +70,9 @@ class Transaction:
     def __init__(
         self,
         strategy: Strategy,
-        snapshot: Snapshot,
-        headroom: Headroom,
-        prepared: Prepared,
+        snapshot: BatchSnapshot,
+        headroom: AllocatorPressure,
+        prepared: PreparedObjects,
         rounds: Rounds | None = None,
     ) -> None:
         self.size = PieceSize()
@@ -123,7 +123,7 @@ class Transaction:
         try:
             if not self.must_replay:
                 self.finish()
-        except Replay:
+        except TransactionReplay:
             return False
         finally:
             self.again = again if self.is_open else None
@@ -204,7 +204,7 @@ class Transaction:
         """
         rows = self._vote(phase, *numbers)
         if self.must_replay:
-            raise Replay
+            raise TransactionReplay
         return rows
 
     def _vote(self, phase: int, *numbers: float) -> list[list[float]]:
@@ -253,7 +253,7 @@ class Transaction:
 
     def takes(self, error: BaseException) -> bool:
         """Is the block that raised this to be run again? Then what the error held is free."""
-        if isinstance(error, Replay):
+        if isinstance(error, TransactionReplay):
             traceback.clear_frames(error.__traceback__)
             return True
         self._check_rounds(error)
@@ -330,7 +330,7 @@ class Transaction:
         """What `action` returned; None where memory ran out and the batch is to be run again."""
         try:
             return (action(),)
-        except Replay:
+        except TransactionReplay:
             return None
         except Exception as error:
             self._check_rounds(error)
@@ -351,7 +351,7 @@ class Transaction:
 
     def _replay(self) -> None:
         if self.again is None:
-            raise Replay
+            raise TransactionReplay
         self._run_again()
 
     def _run_again(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headway.data.loader import PreparedLoader
-from headway.training.windows import Windows
+from headway.training.windows import AccumulationWindows
 
 _REACH = 4
 """How many times the fewest rounds are tried before a window counts as not divisible."""
@@ -30,7 +30,7 @@ class BatchState:
 
 
 @dataclass
-class Plan:
+class BatchPlan:
     """How the loaders and the accumulation go on.
 
     Attributes:
@@ -60,13 +60,13 @@ class GlobalBatch:
         accumulation: its number of steps is what the script asks for, until a plan is carried out.
     """
 
-    def __init__(self, loaders: Sequence[PreparedLoader], accumulation: Windows) -> None:
+    def __init__(self, loaders: Sequence[PreparedLoader], accumulation: AccumulationWindows) -> None:
         self._loaders = loaders
         self._accumulation = accumulation
-        self._kept: tuple[Plan, int] | None = None
+        self._kept: tuple[BatchPlan, int] | None = None
 
     @property
-    def _plan(self) -> Plan | None:
+    def _plan(self) -> BatchPlan | None:
         """The plan in force; steps that the script has set since end it."""
         if self._kept is not None and self._kept[0].num_steps != self._accumulation.num_steps:
             self._kept = None
@@ -107,7 +107,7 @@ class GlobalBatch:
 
     # ---------------------------------------------------------------- a resumed run
 
-    def plan(self, saved: BatchState, former_steps: int, is_same_world: bool) -> Plan:
+    def plan(self, saved: BatchState, former_steps: int, is_same_world: bool) -> BatchPlan:
         """How a run that was saved like that goes on; nothing is changed.
 
         Where the script's own settings were changed and not the world, those count.
@@ -133,14 +133,14 @@ class GlobalBatch:
                     )
                 return found
         now = next((asked[index] for index in trained), None)
-        return Plan(steps, lines=[] if before == now else [f"global batch {before} -> {now}"], is_kept=False)
+        return BatchPlan(steps, lines=[] if before == now else [f"global batch {before} -> {now}"], is_kept=False)
 
-    def _find(self, wanted: Mapping[int, int], units: Sequence[int]) -> Plan | None:
+    def _find(self, wanted: Mapping[int, int], units: Sequence[int]) -> BatchPlan | None:
         """The plan with the fewest steps that gives each loader's updates `wanted` samples; None where none does."""
         full = {index: self._loaders[index].step_size or 1 for index in wanted}
         fewest = max(-(-size // full[index]) for index, size in wanted.items())
         is_even = all(size == fewest * full[index] for index, size in wanted.items())
-        plain = Plan(fewest) if is_even else None
+        plain = BatchPlan(fewest) if is_even else None
         is_exact = is_even and not any(self._drops(index) and units[index] != full[index] for index in wanted)
         # Windows that go on in the next epoch have no samples of their own.
         if is_exact or not self._accumulation.sync_with_loader:
@@ -149,14 +149,14 @@ class GlobalBatch:
         told = [] if is_even else [f"the global batch of {sizes} samples is split unevenly among the ranks"]
         for steps in range(fewest, min(_REACH * fewest, _MOST_STEPS) + 1):
             if all(self._loaders[index].fits_window(size, steps) for index, size in wanted.items()):
-                return Plan(steps, {index: (size, units[index]) for index, size in wanted.items()}, told)
+                return BatchPlan(steps, {index: (size, units[index]) for index, size in wanted.items()}, told)
         return plain
 
     def _drops(self, index: int) -> bool:
         loader = self._loaders[index]
         return bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
 
-    def carry_out(self, plan: Plan) -> None:
+    def carry_out(self, plan: BatchPlan) -> None:
         """Go on by the plan; before the loaders take up their positions."""
         asked = self._asked_steps
         self._apply(plan)
@@ -164,7 +164,7 @@ class GlobalBatch:
 
     def way_back(self) -> Callable[[], None]:
         """A function that ends a plan which is carried out from now on, and goes on by the one in force."""
-        kept, plan = self._kept, self._plan or Plan(self._accumulation.num_steps)
+        kept, plan = self._kept, self._plan or BatchPlan(self._accumulation.num_steps)
 
         def back() -> None:
             self._apply(plan)
@@ -172,7 +172,7 @@ class GlobalBatch:
 
         return back
 
-    def _apply(self, plan: Plan) -> None:
+    def _apply(self, plan: BatchPlan) -> None:
         for index, loader in enumerate(self._loaders):
             size, unit = plan.windows.get(index, (0, 1))
             loader.keep_window(size, plan.num_steps, unit)

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headway.checkpoint.manifest import MANIFEST
-from headway.checkpoint.state import Collected
-from headway.checkpoint.writer import Policy
+from headway.checkpoint.state import CollectedState
+from headway.checkpoint.writer import SavePolicy
 from headway.config.preemption import Preemption
 from headway.config.run import ProjectConfiguration
 from headway.errors import CheckpointError, ConfigError, StateError
 from headway.log import get_logger
 from headway.optional import Later
 from headway.resume.arguments import check_changed
-from headway.resume.evaluation import Beginning
-from headway.resume.place import Place
+from headway.resume.evaluation import EvaluationStart
+from headway.resume.place import CheckpointFolder
 from headway.resume.restored import Restored
 from headway.resume.run import RunState
 from headway.runtime.callers import Callers, calling_ranks
-from headway.training.moments import Moments
+from headway.training.moments import StepHooks
 
 if TYPE_CHECKING:
     from headway.resume import preemption
@@ -64,11 +64,11 @@ class Checkpoints:
         self,
         run_state: RunState,
         project: ProjectConfiguration,
-        moments: Moments,
+        moments: StepHooks,
         last_hook: Callable[[], SaveHook | None] = lambda: None,
     ) -> None:
-        self.place = Place(project, run_state.saver)
-        self.guard: preemption.Guard | None = None
+        self.place = CheckpointFolder(project, run_state.saver)
+        self.guard: preemption.PreemptionGuard | None = None
         self._run = run_state
         self._moments = moments
         self._save_hooks: list[SaveHook] = []
@@ -136,7 +136,7 @@ class Checkpoints:
         output_dir: str | Path | None,
         is_blocking: bool,
         metric: float | None,
-        before: Beginning | None = None,
+        before: EvaluationStart | None = None,
         is_alone: bool = False,
     ) -> Path:
         run, place = self._run, self.place
@@ -153,7 +153,7 @@ class Checkpoints:
             folder = run.saver.agree_on(folder)
         collected, about = run.collect(before, is_alone)
         about |= {"name": folder.name, "iteration": place.iteration, "metric": metric}
-        policy = Policy(
+        policy = SavePolicy(
             place.project.total_limit if place.is_automatic else None,
             place.best(folder, metric, run.run_id),
             place.is_automatic,
@@ -173,7 +173,7 @@ class Checkpoints:
         last = self._last_hook()
         return [*self._save_hooks, *([] if last is None else [last])]
 
-    def _call_save_hooks(self, hooks: Sequence[SaveHook], collected: Collected, staging: Path) -> None:
+    def _call_save_hooks(self, hooks: Sequence[SaveHook], collected: CollectedState, staging: Path) -> None:
         models = self._run.models
         weights = [
             {
@@ -214,7 +214,7 @@ class Checkpoints:
         """Begin to listen; where nobody has asked for it, only on the main thread, which alone may."""
         if settings is None or (not is_asked_for and threading.current_thread() is not threading.main_thread()):
             return
-        self.guard = preemption.Guard(settings, self._run, self._save_to_end)
+        self.guard = preemption.PreemptionGuard(settings, self._run, self._save_to_end)
         self._run.expect_saves()
         self._run.ask_before_batches(self.guard.at_fetch)
         self._check_steps()
@@ -244,7 +244,7 @@ class Checkpoints:
         if self.guard is not None and self._run.is_without_loader:
             self.guard.check()
 
-    def _save_to_end(self, before: Beginning | None) -> Path:
+    def _save_to_end(self, before: EvaluationStart | None) -> Path:
         """A checkpoint of this place: the one behind the loop where it is of this place, else another."""
         run, last = self._run, self._last
         try:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy
 import torch
 
-from headway.checkpoint.state import Collected, Parts, parameter_names
-from headway.checkpoint.told import MOST, Told
+from headway.checkpoint.state import CollectedState, StatefulObjects, parameter_names
+from headway.checkpoint.told import MOST, TypedReader
 from headway.checkpoint.values import TAG, decode
 from headway.data.randomness import among_streams, is_generator_text, is_streams_text
 from headway.errors import CheckpointError
@@ -42,7 +42,7 @@ _KINDS: tuple[tuple[Any, Any], ...] = (
 """What a schedule may have in the place of what another of its kind has."""
 
 
-def check_objects(state: Told, found: Collected) -> None:
+def check_objects(state: TypedReader, found: CollectedState) -> None:
     """Can what the models, optimizers, schedules and registered objects will be given be read?
 
     Raises:
@@ -61,7 +61,7 @@ def check_objects(state: Told, found: Collected) -> None:
                     of_object.mapping()
 
 
-def unfit(parts: Parts, found: Collected) -> list[str]:
+def unfit(parts: StatefulObjects, found: CollectedState) -> list[str]:
     """What the objects would take and fail with later, of a state that `misfits` has nothing against; nothing is changed."""
     problems = []
     names = parameter_names(parts.models)
@@ -105,7 +105,7 @@ def _unlike(own: Any, saved: Any, where: str) -> list[str]:
     return []
 
 
-def decoded(told: Told, found: Collected) -> Told:
+def decoded(told: TypedReader, found: CollectedState) -> TypedReader:
     """The value that was encoded, in its place."""
     return told.replaced(decode(told.value, found.tensors))
 
@@ -113,7 +113,7 @@ def decoded(told: Told, found: Collected) -> Told:
 # -------------------------------------------------------------------- objects
 
 
-def _check_optimizer(told: Told, found: Collected) -> None:
+def _check_optimizer(told: TypedReader, found: CollectedState) -> None:
     told["type"].text()
     names = [[name.text() for name in group.items()] for group in told["params"].items()]
     groups = told["groups"].items(len(names))
@@ -132,7 +132,7 @@ def _check_optimizer(told: Told, found: Collected) -> None:
     told["rest"].mapping()
 
 
-def _check_options(group: Told) -> None:
+def _check_options(group: TypedReader) -> None:
     """What torch's optimizers compute with."""
     group.mapping()
     for each in group.given("params"):
@@ -152,13 +152,13 @@ def _check_options(group: Told) -> None:
 _NUMBERS = (("drawn", -(2**63), 2**63 - 1), ("num_rounds", 0, MOST), ("round_size", 1, MOST))
 
 
-def check_loaders(loaders: Told, count: int, hardware: Hardware) -> None:
+def check_loaders(loaders: TypedReader, count: int, hardware: Hardware) -> None:
     """Are these the positions of so many loaders, and would the loaders take them?"""
     for loader in loaders.items(count):
         _check_loader(loader, hardware)
 
 
-def _check_loader(loader: Told, hardware: Hardware) -> None:
+def _check_loader(loader: TypedReader, hardware: Hardware) -> None:
     for name in ("epoch", "consumed"):
         loader[name].whole()
     source = loader.get("source")
@@ -178,7 +178,7 @@ def _check_loader(loader: Told, hardware: Hardware) -> None:
     _check_states(source, hardware)
 
 
-def _check_states(source: Told, hardware: Hardware) -> None:
+def _check_states(source: TypedReader, hardware: Hardware) -> None:
     """The random streams that a loader's pass goes on from."""
     generators = [each for each in source.given("base_seed") if each.text()]
     generators += [text for each in source.given("generators") for text in each.items()]
@@ -197,7 +197,7 @@ def _check_states(source: Told, hardware: Hardware) -> None:
             text.refuse("the state of a random stream")
 
 
-def check_streams(streams: Told, hardware: Hardware) -> None:
+def check_streams(streams: TypedReader, hardware: Hardware) -> None:
     """Would the process's own streams take them?"""
     _check_state(streams["torch"])
     for each in streams.given("loaders"):
@@ -219,14 +219,14 @@ def check_streams(streams: Told, hardware: Hardware) -> None:
         _check_numpy(each)
 
 
-def _check_state(told: Told) -> None:
+def _check_state(told: TypedReader) -> None:
     try:
         torch.Generator().set_state(told.value)
     except (TypeError, RuntimeError):
         told.refuse("the state of torch's random stream")
 
 
-def _check_numpy(told: Told) -> None:
+def _check_numpy(told: TypedReader) -> None:
     if isinstance(told.value, dict):  # another bit generator than the usual one
         own = numpy.random.get_state(legacy=False)
         if own["bit_generator"] == "MT19937" or told.value.keys() != own.keys():
@@ -244,7 +244,7 @@ def _check_numpy(told: Told) -> None:
 # -------------------------------------------------------------------- tensors
 
 
-def check_names(found: Collected) -> None:
+def check_names(found: CollectedState) -> None:
     """Each tensor that is not a weight stands for one value: what is read takes no more memory than the files have bytes."""
     seen: set[str] = set()
     for name in _named(found.state, found):
@@ -253,7 +253,7 @@ def check_names(found: Collected) -> None:
         seen.add(name)
 
 
-def _named(value: Any, found: Collected) -> Iterator[str]:
+def _named(value: Any, found: CollectedState) -> Iterator[str]:
     """The tensors that a value names, as often as it does."""
     left = [value]
     while left:

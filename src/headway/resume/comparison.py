@@ -5,14 +5,14 @@ from collections.abc import Collection
 import torch
 
 from headway.checkpoint.restoring import cast_lines, misfits
-from headway.checkpoint.state import Collected, Parts
+from headway.checkpoint.state import CollectedState, StatefulObjects
 from headway.collectives.door import Collectives
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.precision.base import Precision
-from headway.resume.batch import GlobalBatch, Plan
+from headway.resume.batch import BatchPlan, GlobalBatch
 from headway.resume.checks import unfit
-from headway.resume.positions import Positions
+from headway.resume.positions import LoaderPositions
 from headway.resume.restored import Restored, layout_lines
 from headway.resume.saved import SavedRun
 from headway.resume.schedules import Schedules
@@ -23,7 +23,7 @@ from headway.version import __version__
 log = get_logger(__name__)
 
 
-class Comparison:
+class RunComparison:
     """Compares checkpoints with one run.
 
     Args:
@@ -40,7 +40,7 @@ class Comparison:
         strategy: Strategy,
         precision: Precision,
         batch: GlobalBatch,
-        positions: Positions,
+        positions: LoaderPositions,
         schedules: Schedules,
     ) -> None:
         self._runtime = runtime
@@ -54,8 +54,8 @@ class Comparison:
     def check(
         self,
         restored: Restored,
-        parts: Parts,
-        found: Collected,
+        parts: StatefulObjects,
+        found: CollectedState,
         saved: SavedRun,
         is_strict: bool,
         changed: Collection[str] | None,
@@ -94,7 +94,7 @@ class Comparison:
         return list(dict.fromkeys(line for each in self._collectives.gather_objects(problems) for line in each))
 
     def _compare_meant(
-        self, saved: SavedRun, found: Collected, changed: Collection[str] | None
+        self, saved: SavedRun, found: CollectedState, changed: Collection[str] | None
     ) -> tuple[list[str], list[str]]:
         """(what cannot be gone on with unless it is meant, what is only told) of the data and the schedules."""
         data, unused = self._positions.changed(saved)
@@ -136,6 +136,6 @@ class Comparison:
             lines.append(f"{len(saved.loaders)} loaders were saved, {len(self._positions)} are prepared")
         return lines
 
-    def plan(self, saved: SavedRun) -> Plan:
+    def plan(self, saved: SavedRun) -> BatchPlan:
         """How the global batch is kept."""
         return self._batch.plan(saved.batch, saved.accumulation, saved.num_shards == self._strategy.data_shard.count)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.data.loader import PreparedLoader
-from headway.resume.passes import Passes
-from headway.training.windows import Windows
+from headway.resume.passes import TrainingPasses
+from headway.training.windows import AccumulationWindows
 
 
 @dataclass(frozen=True)
-class Beginning:
+class EvaluationStart:
     """The moment before an evaluation.
 
     Attributes:
@@ -32,7 +32,7 @@ class Beginning:
     over: dict[int, int]
 
 
-class Evaluations:
+class EvaluationStarts:
     """Watches passes over loaders for those in which nothing is trained.
 
     Args:
@@ -45,11 +45,11 @@ class Evaluations:
 
     def __init__(
         self,
-        accumulation: Windows,
+        accumulation: AccumulationWindows,
         loaders: Callable[[], Sequence[PreparedLoader]],
         streams: Callable[[], dict[str, Any]],
         epoch: Callable[[], int],
-        passes: Passes,
+        passes: TrainingPasses,
     ) -> None:
         self._accumulation = accumulation
         self._loaders = loaders
@@ -57,7 +57,7 @@ class Evaluations:
         self._epoch = epoch
         self._passes = passes
         self._begun: dict[int, tuple[int, dict[str, Any]]] = {}
-        self._beginning: Beginning | None = None
+        self._beginning: EvaluationStart | None = None
 
     def note(self, loader: PreparedLoader) -> None:
         """The loader is about to be asked for a batch."""
@@ -76,7 +76,7 @@ class Evaluations:
         is_trained_on = any(each.seed == loader.seed for each in self._accumulation.trained_on)
         return windows == self._accumulation.num_windows and not is_trained_on
 
-    def beginning(self) -> Beginning:
+    def beginning(self) -> EvaluationStart:
         """What a save in this evaluation takes for the loaders, the streams and the epoch."""
         known = self._beginning
         if known is not None and known.num_windows == self._accumulation.num_windows:
@@ -91,9 +91,11 @@ class Evaluations:
     def _take(self) -> None:
         self._beginning = self._now()
 
-    def _now(self) -> Beginning:
+    def _now(self) -> EvaluationStart:
         states = [self._rewound(each) for each in self._loaders()]
-        return Beginning(self._streams(), states, self._epoch(), self._accumulation.num_windows, self._passes.over())
+        return EvaluationStart(
+            self._streams(), states, self._epoch(), self._accumulation.num_windows, self._passes.over()
+        )
 
     def _rewound(self, loader: PreparedLoader) -> dict[str, Any]:
         """The loader's state; that of an evaluation in progress as it was when it began."""

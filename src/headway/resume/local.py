@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from headway.checkpoint.rows import ROWS, row_of
-from headway.checkpoint.state import Collected, Parts
+from headway.checkpoint.state import CollectedState, StatefulObjects
 from headway.checkpoint.values import logical
 from headway.collectives.door import Collectives
 from headway.errors import CheckpointError
@@ -44,7 +44,7 @@ class LocalState:
         """Do states differ between the ranks?"""
         return any(self._owned_by(index) for index in range(len(self._preparation.optimizers)))
 
-    def add(self, collected: Collected, steps: Sequence[int | None]) -> None:
+    def add(self, collected: CollectedState, steps: Sequence[int | None]) -> None:
         """Let a state hold each rank's own, and the means in its place; every rank calls it."""
         inside = tuple(f"model/{index}/" for index, each in enumerate(steps) if each is not None)
         parted = tuple(
@@ -57,7 +57,7 @@ class LocalState:
         rank, count = self._collectives.rank, self._collectives.world_size
         tensors.update((ROWS + name, row_of(each, rank, count)) for name, each in own.items())
 
-    def take(self, found: Collected) -> None:
+    def take(self, found: CollectedState) -> None:
         """Of a state that was read, let this rank's optimizers have their own in place of the means.
 
         Raises:
@@ -75,7 +75,7 @@ class LocalState:
             if common.startswith("optimizer/"):
                 found.tensors[common] = row
 
-    def take_up(self, parts: Parts, steps: Sequence[int | None]) -> None:
+    def take_up(self, parts: StatefulObjects, steps: Sequence[int | None]) -> None:
         """The state was taken up: let the blocks that it was saved in go on when they are entered."""
         rows, self._rows = self._rows, {}
         for index in range(len(self._preparation.optimizers)):

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from headway.checkpoint.state import Collected
+from headway.checkpoint.state import CollectedState
 from headway.checkpoint.values import encode
 
 
 @dataclass
-class Mark:
+class WindowSnapshot:
     """Where a window began; the streams and what forward changes only in a run that is known to save.
 
     Attributes:
@@ -54,7 +54,7 @@ class Changed:
             for model in models
         ]
 
-    def put_into(self, collected: Collected) -> None:
+    def put_into(self, collected: CollectedState) -> None:
         """Let a state that was collected since hold it in place of what is there now."""
         collected.tensors.update((name, kept) for name, kept in self._buffers.items() if name in collected.tensors)
         for index, (kept, extra) in enumerate(zip(self._extra, collected.state["extra"])):

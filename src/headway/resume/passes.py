@@ -10,10 +10,10 @@ A loop may read several loaders one after the other::
 from collections.abc import Callable, Mapping, Sequence
 
 from headway.data.loader import PreparedLoader
-from headway.training.windows import Windows
+from headway.training.windows import AccumulationWindows
 
 
-class Passes:
+class TrainingPasses:
     """Counts passes in which something was trained, in the loop's epoch.
 
     Only what was over before the pass in progress began counts: a loader inside another one's loop is read again for each of its
@@ -24,7 +24,7 @@ class Passes:
         loaders: gives all prepared ones.
     """
 
-    def __init__(self, accumulation: Windows, loaders: Callable[[], Sequence[PreparedLoader]]) -> None:
+    def __init__(self, accumulation: AccumulationWindows, loaders: Callable[[], Sequence[PreparedLoader]]) -> None:
         self._accumulation = accumulation
         self._loaders = loaders
         self._windows: dict[int, int] = {}

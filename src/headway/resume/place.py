@@ -15,7 +15,7 @@ log = get_logger(__name__)
 FOLDER = "checkpoints"
 
 
-class Place:
+class CheckpointFolder:
     """Names a run's checkpoints, and finds them again.
 
     Args:

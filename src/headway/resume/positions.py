@@ -6,14 +6,14 @@ from typing import Any
 
 from torch.utils.data import sampler as samplers
 
-from headway.checkpoint.undo import Undo
+from headway.checkpoint.undo import LoadRollback
 from headway.collectives.door import Collectives
 from headway.data.loader import PreparedLoader
-from headway.resume.marks import Mark
+from headway.resume.marks import WindowSnapshot
 from headway.resume.saved import SavedRun
 
 
-class Positions:
+class LoaderPositions:
     """The loaders of a run.
 
     Args:
@@ -28,7 +28,7 @@ class Positions:
     def __len__(self) -> int:
         return len(self._loaders)
 
-    def states(self, mark: Mark | None) -> list[dict[str, Any]]:
+    def states(self, mark: WindowSnapshot | None) -> list[dict[str, Any]]:
         """Each loader's state; one that has moved since the mark goes back to it."""
         states = [each.run_state() for each in self._loaders]
         if mark is None:
@@ -58,7 +58,7 @@ class Positions:
                 told.append(f"{where}: {before} -> {now} samples")
         return refused, told
 
-    def put_back(self, saved: SavedRun, is_new: bool, undo: Undo) -> None:
+    def put_back(self, saved: SavedRun, is_new: bool, undo: LoadRollback) -> None:
         """Let them go on from where they were saved.
 
         Args:

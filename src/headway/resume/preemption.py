@@ -9,7 +9,7 @@ from headway.data.loader import PreparedLoader
 from headway.errors import Preempted
 from headway.launch.records import PreemptedRun
 from headway.log import get_logger
-from headway.resume.evaluation import Beginning
+from headway.resume.evaluation import EvaluationStart
 from headway.resume.run import RunState
 from headway.runtime import pulse, stopping
 from headway.runtime.events import notify
@@ -17,7 +17,7 @@ from headway.runtime.events import notify
 log = get_logger(__name__)
 
 
-class Guard:
+class PreemptionGuard:
     """Asks at every check whether all ranks stop there, and answers.
 
     Args:
@@ -32,7 +32,9 @@ class Guard:
         StateError: made outside the main thread.
     """
 
-    def __init__(self, settings: Preemption, run_state: RunState, save: Callable[[Beginning | None], Path]) -> None:
+    def __init__(
+        self, settings: Preemption, run_state: RunState, save: Callable[[EvaluationStart | None], Path]
+    ) -> None:
         self.is_preempted = False
         self._settings = settings
         self._run = run_state
@@ -65,7 +67,7 @@ class Guard:
         """Listen no more."""
         self._stopping.stop()
 
-    def _answer(self, before: Beginning | None) -> None:
+    def _answer(self, before: EvaluationStart | None) -> None:
         self.is_preempted = True
         reason, update = self._stopping.reason, self._run.clock.num_updates
         if not self._settings.exits:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway.checkpoint.told import Told
+from headway.checkpoint.told import TypedReader
 from headway.config.mesh import Layout
 from headway.untrusted import printable
 
@@ -41,7 +41,7 @@ def layout_lines(about: Mapping[str, Any], strategy: object) -> list[str]:
     Raises:
         CheckpointError: the manifest has something else there.
     """
-    told = [each.table() for each in Told(about, "about").given("layout")]
+    told = [each.table() for each in TypedReader(about, "about").given("layout")]
     before = {axis: size.whole(1) for table in told for axis, size in table.items()}
     now = layout_of(strategy)
     return [] if before == now else [f"layout {_words(before)} -> {_words(now)}; every rank has read its part"]

@@ -10,24 +10,24 @@ from typing import Any
 
 import torch
 
-from headway.checkpoint.placing import Placing
+from headway.checkpoint.placing import TargetLayout
 from headway.checkpoint.restoring import restore
 from headway.checkpoint.saver import Saver
-from headway.checkpoint.state import Collected, Parts, Stateful, collect
-from headway.checkpoint.undo import Undo
+from headway.checkpoint.state import CollectedState, Stateful, StatefulObjects, collect
+from headway.checkpoint.undo import LoadRollback
 from headway.checkpoint.values import encode
 from headway.collectives.door import Collectives
 from headway.data.loader import PreparedLoader
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.precision.base import Precision
-from headway.resume.batch import GlobalBatch, Plan
-from headway.resume.comparison import Comparison
-from headway.resume.evaluation import Beginning, Evaluations
+from headway.resume.batch import BatchPlan, GlobalBatch
+from headway.resume.comparison import RunComparison
+from headway.resume.evaluation import EvaluationStart, EvaluationStarts
 from headway.resume.local import LocalState
-from headway.resume.marks import Changed, Mark, has_changing_state
-from headway.resume.passes import Passes
-from headway.resume.positions import Positions
+from headway.resume.marks import Changed, WindowSnapshot, has_changing_state
+from headway.resume.passes import TrainingPasses
+from headway.resume.positions import LoaderPositions
 from headway.resume.restored import Restored, layout_of
 from headway.resume.saved import SavedRun, read_run
 from headway.resume.schedules import Schedules
@@ -37,8 +37,8 @@ from headway.runtime.seed import derive_streams, read_streams, write_streams
 from headway.strategies.base import Strategy
 from headway.training.local_sgd import LocalTraining
 from headway.training.prepare import Preparation
-from headway.training.step import Step
-from headway.training.windows import Clock
+from headway.training.step import TrainingStep
+from headway.training.windows import UpdateClock
 from headway.version import __version__
 
 log = get_logger(__name__)
@@ -63,8 +63,8 @@ class RunState:
         strategy: Strategy,
         precision: Precision,
         preparation: Preparation,
-        step: Step,
-        clock: Clock,
+        step: TrainingStep,
+        clock: UpdateClock,
         local_training: LocalTraining,
     ) -> None:
         self._step, accumulation = step, step.windows
@@ -75,17 +75,17 @@ class RunState:
         self.notes: dict[str, Any] = {}
         self.run_id: str | None = None
         self._ask: Callable[[PreparedLoader], None] | None = None
-        self._passes = Passes(accumulation, lambda: preparation.loaders)
-        self.evaluations = Evaluations(
+        self._passes = TrainingPasses(accumulation, lambda: preparation.loaders)
+        self.evaluations = EvaluationStarts(
             accumulation, lambda: preparation.loaders, self._read_streams, self.next_epoch, self._passes
         )
         self._began: dict[int, int] | None = None
         self._told_over: int | None = None
         self._batch = GlobalBatch(preparation.loaders, accumulation)
-        self._positions = Positions(preparation.loaders, collectives)
+        self._positions = LoaderPositions(preparation.loaders, collectives)
         self._schedules = Schedules(preparation)
         self._local = LocalState(local_training, preparation, collectives)
-        self._comparison = Comparison(
+        self._comparison = RunComparison(
             runtime, collectives, strategy, precision, self._batch, self._positions, self._schedules
         )
         self._runtime = runtime
@@ -95,7 +95,7 @@ class RunState:
         self._preparation = preparation
         self._accumulation = accumulation
         self._clock = clock
-        self._mark: Mark | None = None
+        self._mark: WindowSnapshot | None = None
         preparation.events.asked.append(self._before_fetch)
 
     @property
@@ -124,7 +124,7 @@ class RunState:
         return self._accumulation.num_windows
 
     @property
-    def clock(self) -> Clock:
+    def clock(self) -> UpdateClock:
         """Counts the updates that happened."""
         return self._clock
 
@@ -143,7 +143,7 @@ class RunState:
         """Does the loop take its batches from elsewhere, and whole?"""
         return not self._accumulation.active and not self._accumulation.is_cut
 
-    def place(self, before: Beginning | None = None) -> tuple[object, ...]:
+    def place(self, before: EvaluationStart | None = None) -> tuple[object, ...]:
         """Where the run is; a checkpoint of the same place holds the same (custom objects aside)."""
         states = [each.run_state() for each in self.loaders] if before is None else before.states
         positions = [(each["epoch"], each["consumed"]) for each in states]
@@ -194,7 +194,7 @@ class RunState:
                 changed = Changed() if self._mark is None or self._mark.changed is None else self._mark.changed
                 changed.note(self._bare_models())
             states = [each.run_state(is_brief=True) for each in loaders]
-            self._mark = Mark(streams, states, self._local.steps(), self._pieces(), changed)
+            self._mark = WindowSnapshot(streams, states, self._local.steps(), self._pieces(), changed)
 
     def _pieces(self) -> dict[str, int | None]:
         return {} if self._step.pieces is None else asdict(self._step.pieces)
@@ -209,13 +209,13 @@ class RunState:
             self._strategy.at_rest(model)
         return [getattr(model, "_orig_mod", model) for model in map(self._strategy.unwrap, self._preparation.models)]
 
-    def _parts(self) -> Parts:
+    def _parts(self) -> StatefulObjects:
         preparation = self._preparation
         others: dict[str, list[Stateful]] = {
             "scheduler": [each.scheduler for each in preparation.schedulers],
             "custom": list(self.custom),
         }
-        return Parts(
+        return StatefulObjects(
             self._bare_models(),
             [each.optimizer for each in preparation.optimizers],
             others,
@@ -225,7 +225,9 @@ class RunState:
             settle=self._strategy.settle,
         )
 
-    def collect(self, before: Beginning | None = None, is_alone: bool = False) -> tuple[Collected, dict[str, Any]]:
+    def collect(
+        self, before: EvaluationStart | None = None, is_alone: bool = False
+    ) -> tuple[CollectedState, dict[str, Any]]:
         """The state of all ranks but their random streams, and what a reader of the manifest wants to know.
 
         Every rank calls it, or, with `is_alone`, this one without the others.
@@ -263,11 +265,11 @@ class RunState:
         return collected, about
 
     def _collect_own(
-        self, before: Beginning | None, is_unfinished: bool, is_alone: bool
-    ) -> tuple[Collected, list[dict[str, Any]]]:
+        self, before: EvaluationStart | None, is_unfinished: bool, is_alone: bool
+    ) -> tuple[CollectedState, list[dict[str, Any]]]:
         """This rank's state and its loaders'; where a `state_dict` fails, the other ranks hear of it instead of waiting."""
         failure: Exception | None = None
-        collected, states = Collected(), []
+        collected, states = CollectedState(), []
         try:
             collected = collect(self._parts())
             mark = self._mark if is_unfinished else None
@@ -291,7 +293,7 @@ class RunState:
             parts += ["the random streams"]
         return f", but for {' and '.join(parts)}, which are saved as they are now" if parts else ""
 
-    def seal(self, collected: Collected, before: Beginning | None = None, is_alone: bool = False) -> None:
+    def seal(self, collected: CollectedState, before: EvaluationStart | None = None, is_alone: bool = False) -> None:
         """Add the random streams, after all else of the user's that may draw from them has run; called like `collect`."""
         is_unfinished = self._accumulation.is_unfinished
         marked = self._mark.streams if is_unfinished and self._mark is not None else None
@@ -301,7 +303,7 @@ class RunState:
         self._add("streams", streams, collected, is_alone)
         self._is_saving = True
 
-    def _add(self, name: str, own: Any, collected: Collected, is_alone: bool) -> None:
+    def _add(self, name: str, own: Any, collected: CollectedState, is_alone: bool) -> None:
         """Every rank's value; of a rank alone only its own."""
         told = {self._runtime.rank: own} if is_alone else dict(enumerate(self._collectives.gather_objects(own)))
         collected.state[name] = [encode(value, f"{name}/{rank}", collected.tensors) for rank, value in told.items()]
@@ -387,14 +389,14 @@ class RunState:
         Args:
             path: its folder.
             is_strict: refuse what differs in anything.
-            changed: as for `Comparison.check`; with "data" the epoch is begun anew.
+            changed: as for `RunComparison.check`; with "data" the epoch is begun anew.
             hooks: called with the models and the folder; a model that one takes out of the list is not loaded.
 
         Raises:
             CheckpointError: on every rank: missing, damaged, or it does not fit; or `is_strict`, and something differs.
         """
         parts = self._parts()
-        manifest, found = self.saver.read(path, Placing(parts, self._runtime.rank, self._runtime.world_size))
+        manifest, found = self.saver.read(path, TargetLayout(parts, self._runtime.rank, self._runtime.world_size))
         self._local.take(found)
         saved = read_run(manifest.about, found, self._runtime, self._precision, self._strategy.data_shard.count)
         restored = Restored(path, manifest.about)
@@ -428,7 +430,7 @@ class RunState:
         several = len(told) > 1
         return [f"rank {rank}: {text}" if several else text for rank, text in enumerate(told) if text is not None]
 
-    def _restore_position(self, saved: SavedRun, plan: Plan, is_new: bool, undo: Undo) -> None:
+    def _restore_position(self, saved: SavedRun, plan: BatchPlan, is_new: bool, undo: LoadRollback) -> None:
         """What may still fail, as the state is read by others: the scaler, the loaders' positions, the streams."""
         if saved.precision == self._precision.name:
             undo.add("the scaler", partial(self._precision.load_state_dict, self._precision.state_dict()))
@@ -452,7 +454,7 @@ class RunState:
         write_streams(own, self._runtime.hardware)
         self._preparation.loader_stream.load_state(loader_stream)
 
-    def _take_up(self, saved: SavedRun, plan: Plan, is_new: bool) -> None:
+    def _take_up(self, saved: SavedRun, plan: BatchPlan, is_new: bool) -> None:
         """The counters and the streams, which were read before."""
         preparation = self._preparation
         self.run_id = saved.run_id

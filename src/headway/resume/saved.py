@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from headway.checkpoint.state import Collected
-from headway.checkpoint.told import MOST, Told
+from headway.checkpoint.state import CollectedState
+from headway.checkpoint.told import MOST, TypedReader
 from headway.precision.base import Precision
 from headway.resume.batch import BatchState
 from headway.resume.checks import check_loaders, check_names, check_objects, check_streams, decoded
@@ -86,7 +86,7 @@ class SavedRun:
 
 def read_run(
     manifest_about: Mapping[str, Any],
-    found: Collected,
+    found: CollectedState,
     runtime: ProcessRuntime,
     precision: Precision,
     num_shards: int | None = None,
@@ -103,7 +103,7 @@ def read_run(
     Raises:
         CheckpointError: naming the first value that is not as it must be.
     """
-    about, state = Told(manifest_about, "about"), Told(found.state, "state")
+    about, state = TypedReader(manifest_about, "about"), TypedReader(found.state, "state")
     check_names(found)
     world_size, ranks = _read_ranks(about)
     _check_about(about)
@@ -156,7 +156,7 @@ def read_run(
     )
 
 
-def _read_ranks(about: Told) -> tuple[int, list[int]]:
+def _read_ranks(about: TypedReader) -> tuple[int, list[int]]:
     """How many ranks the run had, and those whose own state the checkpoint holds, in its order."""
     world_size = about["world_size"].whole(1, _MOST_RANKS)
     for each in about.given("saved_by"):
@@ -168,7 +168,7 @@ def _read_ranks(about: Told) -> tuple[int, list[int]]:
     return world_size, list(range(world_size))
 
 
-def _check_about(about: Told) -> None:
+def _check_about(about: TypedReader) -> None:
     """What is shown, told to others, or read by who resumes."""
     for name in ("num_updates", "epoch"):
         about[name].whole()
@@ -186,7 +186,7 @@ def _check_about(about: Told) -> None:
 
 
 def _read_own(
-    state: Told, found: Collected, runtime: ProcessRuntime, num_ranks: int, num_loaders: int
+    state: TypedReader, found: CollectedState, runtime: ProcessRuntime, num_ranks: int, num_loaders: int
 ) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
     """For each rank that saved, its loaders' positions and random streams."""
     read = []
@@ -198,7 +198,7 @@ def _read_own(
     return read
 
 
-def _read_batch(batch: Told, num_loaders: int) -> BatchState:
+def _read_batch(batch: TypedReader, num_loaders: int) -> BatchState:
     rows = [batch[name].items(num_loaders) for name in ("asked", "sizes", "units")]
     for row in zip(*rows):
         if any(each.is_none for each in row) and not all(each.is_none for each in row):
@@ -207,7 +207,7 @@ def _read_batch(batch: Told, num_loaders: int) -> BatchState:
     return BatchState(asked, sizes, units, [number.whole() for number in batch["trained"].items()])
 
 
-def _read_nominal(nominal: Told, num_models: int) -> list[tuple[list[int], float]]:
+def _read_nominal(nominal: TypedReader, num_models: int) -> list[tuple[list[int], float]]:
     read = []
     for pair in nominal.items():
         numbers, weight = pair.items(2)
@@ -215,7 +215,7 @@ def _read_nominal(nominal: Told, num_models: int) -> list[tuple[list[int], float
     return read
 
 
-def _read_scaler(run: Told, precision: Precision) -> dict[str, Any]:
+def _read_scaler(run: TypedReader, precision: Precision) -> dict[str, Any]:
     state, own = run["scaler"], precision.scaler
     read = state.mapping()
     if run["precision"].value == precision.name and own is not None and own.is_enabled():
@@ -226,13 +226,13 @@ def _read_scaler(run: Told, precision: Precision) -> dict[str, Any]:
     return read
 
 
-def _read_counts(run: Told, name: str, num: int, most: int) -> list[int | None]:
+def _read_counts(run: TypedReader, name: str, num: int, most: int) -> list[int | None]:
     for each in run.given(name):
         return [None if count.is_none else count.whole(0, most) for count in each.items(num)]
     return []
 
 
-def _read_pieces(run: Told) -> dict[str, int | None]:
+def _read_pieces(run: TypedReader) -> dict[str, int | None]:
     for each in run.given("pieces"):
         told = each.table()
         if told and told.keys() != {*_LIMITS, *_COUNTS}:

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from headway.checkpoint.state import Collected
+from headway.checkpoint.state import CollectedState
 from headway.checkpoint.values import decode
 from headway.resume.saved import SavedRun
 from headway.training.prepare import Preparation
-from headway.training.prepared import Scheduling
-from headway.training.scheduler import UpdateTicks
+from headway.training.prepared import SchedulerEntry
+from headway.training.scheduler import StepsPerUpdate
 
 _CALLS = "calls of step()"
 
@@ -34,7 +34,7 @@ class Schedules:
         """For each schedule, what it counts."""
         return [_unit(each) for each in self._preparation.schedulers]
 
-    def changed(self, saved: SavedRun, found: Collected, num_processes: int) -> tuple[list[str], list[str]]:
+    def changed(self, saved: SavedRun, found: CollectedState, num_processes: int) -> tuple[list[str], list[str]]:
         """(what a run cannot go on with, what is only not as it was), a line each.
 
         Args:
@@ -70,19 +70,19 @@ class Schedules:
             if self._is_recounted(made, saved, index):
                 made.seek(self._num_updates(made, saved))
 
-    def _is_recounted(self, made: Scheduling, saved: SavedRun, index: int) -> bool:
+    def _is_recounted(self, made: SchedulerEntry, saved: SavedRun, index: int) -> bool:
         """Does it count updates now, and something else when it was saved, and is its place all that its state says?"""
         is_other = index < len(saved.units) and saved.units[index] != _unit(made)
-        return is_other and _unit(made) == UpdateTicks.name and type(made.scheduler) is LambdaLR
+        return is_other and _unit(made) == StepsPerUpdate.name and type(made.scheduler) is LambdaLR
 
-    def _num_updates(self, made: Scheduling, saved: SavedRun) -> int:
+    def _num_updates(self, made: SchedulerEntry, saved: SavedRun) -> int:
         known = self._preparation.optimizers
         return max(
             count for each, count in zip(known, saved.optimizer_updates) if any(each is one for one in made.optimizers)
         )
 
 
-def _unit(made: Scheduling) -> str:
+def _unit(made: SchedulerEntry) -> str:
     return made.rule.name if made.follows_optimizer else _CALLS
 
 

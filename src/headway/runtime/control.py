@@ -22,8 +22,8 @@ from headway.errors import CollectiveError, ConfigError, ControlPlaneError
 from headway.log import get_logger
 from headway.runtime import process, pulse
 from headway.runtime.sealed import SealedStore
-from headway.runtime.store import NOTICE, Link, end_process, first_line, named, wait_and_get, wait_for, whereabouts
-from headway.sealing import Seal, Strangers
+from headway.runtime.store import NOTICE, StoreLink, end_process, first_line, named, wait_and_get, wait_for, whereabouts
+from headway.sealing import Seal, UnsealedCounter
 
 log = get_logger(__name__)
 Op = Literal["any", "min", "max", "sum"]
@@ -55,7 +55,7 @@ class Control:
         patience: how long a wait lasts where the call does not say.
     """
 
-    def __init__(self, rank: int, world_size: int, link: Link | None, patience: timedelta) -> None:
+    def __init__(self, rank: int, world_size: int, link: StoreLink | None, patience: timedelta) -> None:
         self.rank = rank
         self.world_size = world_size
         self.patience = patience
@@ -66,7 +66,7 @@ class Control:
         # One connection for all votes, whatever thread they come from: on it, what was sent first is done first.
         self._channel: SealedStore | None = None
         self._broken = ""
-        self._own = SealedStore(HashStore(), "own", Seal(b"", Strangers(log.warning)))
+        self._own = SealedStore(HashStore(), "own", Seal(b"", UnsealedCounter(log.warning)))
 
     # ---------------------------------------------------------------- votes
 

@@ -20,7 +20,7 @@ from headway import scope
 from headway.errors import PREEMPTED
 
 
-class Ending:
+class ProcessExit:
     """The end of this process, once it has begun.
 
     Attributes:
@@ -66,12 +66,12 @@ class AfterException:
 
 def has_failed() -> bool:
     """Is it known that this process ends by a failure?"""
-    return scope.own(Ending).is_failure
+    return scope.own(ProcessExit).is_failure
 
 
 def note_failure(code: int) -> None:
     """This process ends by this exit code, though Python itself ends it."""
-    scope.own(Ending).code = code
+    scope.own(ProcessExit).code = code
 
 
 def is_uncaught(error: BaseException) -> bool:
@@ -86,7 +86,7 @@ def leave(code: int) -> NoReturn:
     As in Python's own order: threads that are no daemons are waited for, functions of `atexit` run (all of them, the last
     registered first), open files are flushed. Then it ends, without `__del__` methods and the end of daemon threads.
     """
-    scope.own(Ending).code = code
+    scope.own(ProcessExit).code = code
     for tidy in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
         try:
             tidy()

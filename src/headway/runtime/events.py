@@ -19,7 +19,7 @@ log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Happening:
+class RunEvent:
     """Something that happened to this process's run.
 
     Attributes:
@@ -45,12 +45,12 @@ class Listeners:
     """
 
     def __init__(self) -> None:
-        self.to_happenings: list[weakref.WeakMethod[Callable[[Happening], None]]] = []
+        self.to_happenings: list[weakref.WeakMethod[Callable[[RunEvent], None]]] = []
         self.to_phases: list[Callable[[str], None]] = []
         self.facts: list[Callable[[], str]] = []
 
 
-def subscribe(listener: Callable[[Happening], None]) -> None:
+def subscribe(listener: Callable[[RunEvent], None]) -> None:
     """Call the method `listener` for everything that happens from now on, while its object lives; on any thread."""
     listeners, method = scope.own(Listeners).to_happenings, weakref.WeakMethod(listener)
     if method not in listeners:
@@ -66,7 +66,7 @@ def notify(name: str, *, step: int | None = None, source: object = None, **detai
         source: the clock of the run it happened to; None: whichever run this process has.
         details: what else is known.
     """
-    happening = Happening(name, step, source, details)
+    happening = RunEvent(name, step, source, details)
     listeners = scope.own(Listeners).to_happenings
     for method in list(listeners):
         listener = method()

@@ -42,7 +42,7 @@ class Heartbeat:
         recorder: tells what torch's engines wait for.
     """
 
-    def __init__(self, own: pulse.Pulse, recorder: Recorder) -> None:
+    def __init__(self, own: pulse.HeartbeatFile, recorder: Recorder) -> None:
         self._pulse = own
         self._beats = 0
         self._stack: list[list[Any]] = []

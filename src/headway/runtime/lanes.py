@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 
-class Point(Protocol):
+class StreamPoint(Protocol):
     """How far a queue had come when it was asked."""
 
     def is_reached(self) -> bool:
@@ -15,11 +15,11 @@ class Point(Protocol):
     def wait(self) -> None:
         """Hold the calling thread until the device has come to it."""
 
-    def seconds_until(self, later: "Point") -> float | None:
+    def seconds_until(self, later: "StreamPoint") -> float | None:
         """From here to a later point, both of them reached; None where the device does not tell."""
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """A queue for copies to a device, beside the one that computes there.
 
     Memory belongs to the queue that computes: what is freed serves work that is queued behind. So a copy into it begins
@@ -33,19 +33,19 @@ class Lane(Protocol):
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Memory on the device, for the thread that computes."""
 
-    def here(self) -> Point:
+    def here(self) -> StreamPoint:
         """How far the computation has queued its work."""
 
-    def begin(self, after: Point) -> Point:
+    def begin(self, after: StreamPoint) -> StreamPoint:
         """Copies from now on run after `after`; where they begin."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy; from memory that is not pinned it is complete on return."""
 
-    def end(self) -> Point:
+    def end(self) -> StreamPoint:
         """Where the copies that have been queued end."""
 
-    def admit(self, copy: torch.Tensor, allocated: Point, done: Point) -> None:
+    def admit(self, copy: torch.Tensor, allocated: StreamPoint, done: StreamPoint) -> None:
         """Let the computation wait for a copy.
 
         Args:
@@ -69,7 +69,7 @@ class Lane(Protocol):
 
 
 @dataclass(frozen=True)
-class EventPoint:
+class EventStreamPoint:
     """A point as torch has it: an event, and the stream that it was recorded in."""
 
     event: torch.Event
@@ -85,24 +85,24 @@ class EventPoint:
         with torch.accelerator.device_index(self.stream.device_index):
             self.event.synchronize()
 
-    def seconds_until(self, later: Point) -> float | None:
+    def seconds_until(self, later: StreamPoint) -> float | None:
         """From here to a later point."""
-        assert isinstance(later, EventPoint)
+        assert isinstance(later, EventStreamPoint)
         try:
             return self.event.elapsed_time(later.event) / 1000
         except RuntimeError:  # a backend without clocks in its events
             return None
 
 
-def point(device: torch.device) -> EventPoint:
+def point(device: torch.device) -> EventStreamPoint:
     """How far the present stream of `device` has queued its work."""
     return _point(torch.accelerator.current_stream(device))
 
 
-def _point(stream: torch.Stream) -> EventPoint:
+def _point(stream: torch.Stream) -> EventStreamPoint:
     event = torch.Event(device=stream.device, enable_timing=True, blocking=True)
     event.record(stream)
-    return EventPoint(event, stream)
+    return EventStreamPoint(event, stream)
 
 
 def pinned(num_bytes: int) -> torch.Tensor:
@@ -114,7 +114,7 @@ def pinned(num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-class DeviceLane:
+class DeviceCopyStream:
     """A stream of its own on an accelerator; on MPS, which has one queue, that one.
 
     Args:
@@ -126,8 +126,8 @@ class DeviceLane:
         self.device = torch.device(device.type, index)
         self._stream = torch.Stream(device=self.device)
 
-    def __reduce__(self) -> tuple[type["DeviceLane"], tuple[torch.device]]:
-        return DeviceLane, (self.device,)
+    def __reduce__(self) -> tuple[type["DeviceCopyStream"], tuple[torch.device]]:
+        return DeviceCopyStream, (self.device,)
 
     def bind(self) -> None:
         """Make the device that of the calling thread."""
@@ -139,13 +139,13 @@ class DeviceLane:
         with torch.inference_mode(False), torch.no_grad():
             return torch.empty_like(like, device=self.device, requires_grad=False)
 
-    def here(self) -> EventPoint:
+    def here(self) -> EventStreamPoint:
         """How far the present stream has queued its work."""
         return point(self.device)
 
-    def begin(self, after: Point) -> EventPoint:
+    def begin(self, after: StreamPoint) -> EventStreamPoint:
         """Copies from now on run after `after`."""
-        assert isinstance(after, EventPoint)
+        assert isinstance(after, EventStreamPoint)
         self._stream.wait_event(after.event)
         return _point(self._stream)
 
@@ -154,14 +154,14 @@ class DeviceLane:
         with self._stream:
             target.copy_(source, non_blocking=True)
 
-    def end(self) -> EventPoint:
+    def end(self) -> EventStreamPoint:
         """Where the copies that have been queued end."""
         return _point(self._stream)
 
-    def admit(self, copy: torch.Tensor, allocated: Point, done: Point) -> None:
+    def admit(self, copy: torch.Tensor, allocated: StreamPoint, done: StreamPoint) -> None:
         """Let the present stream wait for a copy."""
-        assert isinstance(allocated, EventPoint)
-        assert isinstance(done, EventPoint)
+        assert isinstance(allocated, EventStreamPoint)
+        assert isinstance(done, EventStreamPoint)
         stream = torch.accelerator.current_stream(self.device)
         stream.wait_event(done.event)
         if stream != allocated.stream:

@@ -8,7 +8,7 @@ from headway.runtime import pulse
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One collective: its number in this ledger, its kind, the user's line, what was handed in; its number in the pulse."""
 
     sequence: int
@@ -18,21 +18,21 @@ class Entry:
     number: int = 0
 
 
-class Ledger:
+class CollectiveLedger:
     """The last `size` collectives, oldest first."""
 
     def __init__(self, size: int = 200) -> None:
-        self.entries: deque[Entry] = deque(maxlen=size)
+        self.entries: deque[LedgerEntry] = deque(maxlen=size)
         self.sequence = 0
 
-    def record(self, operation: str, detail: str = "") -> Entry:
+    def record(self, operation: str, detail: str = "") -> LedgerEntry:
         """Note that a collective is entered now."""
         self.sequence += 1
         site = call_site()
-        entry = Entry(self.sequence, operation, site, detail, pulse.own().enter(operation, site))
+        entry = LedgerEntry(self.sequence, operation, site, detail, pulse.own().enter(operation, site))
         self.entries.append(entry)
         return entry
 
-    def leave(self, entry: Entry) -> None:
+    def leave(self, entry: LedgerEntry) -> None:
         """Note that all ranks have come to this collective: those of its parts that follow cannot miss one."""
         pulse.own().leave(entry.number)

@@ -13,7 +13,7 @@ _DEPTH = 12
 """How many frames tell one way to a call from another."""
 
 
-class LoneCalls:
+class RankConditionalCallCheck:
     """Looks, at the first call from each place, whether the conditions around it keep other ranks away.
 
     Args:

@@ -20,9 +20,9 @@ from headway.runtime import group, pulse
 from headway.runtime.device import CPU, Hardware, by_name, detect
 from headway.runtime.ending import AfterException, has_failed, is_uncaught, leave, note_failure
 from headway.runtime.sealed import SealedStore
-from headway.runtime.store import Address, Link, check_in, host_beside, meet
+from headway.runtime.store import StoreAddress, StoreLink, check_in, host_beside, meet
 from headway.scope import Scope
-from headway.sealing import Seal, Strangers, users_secret
+from headway.sealing import Seal, UnsealedCounter, users_secret
 from headway.traces import Hook
 
 log = get_logger(__name__)
@@ -87,14 +87,14 @@ class _Process:
 
     def __init__(self) -> None:
         self.runtime: ProcessRuntime | None = None
-        self.link: Link | None = None
+        self.link: StoreLink | None = None
         self.store: Store | None = None
         self.asked: tuple[str, timedelta, torch.device | None] = (group.CPU_ENGINE, default_pg_timeout, None)
         self.after: AfterException | None = None
         self.endings: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.engines: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._num_groups = self._num_starts = 0
-        self._strangers = Strangers(log.warning)
+        self._strangers = UnsealedCounter(log.warning)
 
     def begin(self, runtime: ProcessRuntime) -> None:
         """This is the runtime from now on."""
@@ -134,11 +134,11 @@ class _Process:
             self.link.seal if self.link is not None and self.link.is_launched else Seal(users_secret(), self._strangers)
         )
 
-    def launched_link(self, timeout: timedelta) -> Link | None:
+    def launched_link(self, timeout: timedelta) -> StoreLink | None:
         """The way to the control plane that the launcher hosts; None without a launcher."""
         text = env.get(env.CONTROL)
         if self.link is None and text:
-            self.link = Link(Address.decode(text), timeout, strangers=self._strangers)
+            self.link = StoreLink(StoreAddress.decode(text), timeout, strangers=self._strangers)
         return self.link
 
     def host_control(self, runtime: ProcessRuntime) -> None:
@@ -375,7 +375,7 @@ def _patience(timeout: timedelta | None) -> timedelta:
     return timedelta(seconds=seconds) if seconds else FOR_EVER
 
 
-def control_link() -> Link | None:
+def control_link() -> StoreLink | None:
     """The way to the control plane; None on one process.
 
     Raises:

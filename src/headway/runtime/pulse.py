@@ -73,7 +73,7 @@ assert _RING_AT + NUM_CALLS * _CALL.size <= SIZE
 
 
 @dataclass(frozen=True)
-class Call:
+class PulseCall:
     """A collective in the ring: its number in this process, and when it was entered and left (None: still inside)."""
 
     number: int
@@ -84,7 +84,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Reading:
+class PulseReading:
     """What a pulse said at one moment; all times by this machine's monotonic clock.
 
     Attributes:
@@ -112,7 +112,7 @@ class Reading:
     micro_step: int = 0
     patience: float = 0.0
     phase: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[PulseCall, ...] = ()
     note: dict[str, Any] = field(default_factory=dict)
     noted: float = 0.0
     lenience: float = 0.0
@@ -122,7 +122,7 @@ class Reading:
     transfer_since: float = 0.0
 
 
-class Pulse:
+class HeartbeatFile:
     """One rank's pulse, over a mapped file or over memory of the process's own.
 
     Args:
@@ -204,11 +204,11 @@ class Pulse:
 
     # ---------------------------------------------------------------- the reader's side
 
-    def read(self) -> Reading:
+    def read(self) -> PulseReading:
         """What it says now; an empty reading where no rank has come yet."""
         magic, pid, beats, beat = _HEAD.unpack_from(self._memory, 0)
         if magic != _MAGIC:
-            return Reading()
+            return PulseReading()
         update, micro_step = _PROGRESS.unpack_from(self._memory, _PROGRESS_AT)
         (patience,) = _SECONDS.unpack_from(self._memory, _PATIENCE_AT)
         (lenience,) = _SECONDS.unpack_from(self._memory, _LENIENCE_AT)
@@ -219,7 +219,7 @@ class Pulse:
         except ValueError:
             note = {}  # it was rewritten while being read; the next look finds it whole
         saves = bool(self._memory[_SAVES_AT])
-        return Reading(
+        return PulseReading(
             pid,
             beats,
             beat,
@@ -236,14 +236,14 @@ class Pulse:
             *_TRANSFER.read(self._memory),
         )
 
-    def _calls(self) -> tuple[Call, ...]:
+    def _calls(self) -> tuple[PulseCall, ...]:
         (count,) = _COUNT.unpack_from(self._memory, _COUNT_AT)
         found = []
         for number in range(max(1, count - NUM_CALLS + 1), count + 1):
             at = _RING_AT + number % NUM_CALLS * _CALL.size
             said, entered, left, operation, site = _CALL.unpack_from(self._memory, at)
             if said == number:  # else overwritten meanwhile
-                found.append(Call(number, _text(operation), _text(site), entered, left or None))
+                found.append(PulseCall(number, _text(operation), _text(site), entered, left or None))
         return tuple(found)
 
 
@@ -251,11 +251,11 @@ def _text(padded: bytes) -> str:
     return padded.rstrip(b"\0").decode(errors="replace")
 
 
-def _of_this_process() -> Pulse:
-    return _claim(env.take(VARIABLE)) or Pulse()
+def _of_this_process() -> HeartbeatFile:
+    return _claim(env.take(VARIABLE)) or HeartbeatFile()
 
 
-def own() -> Pulse:
+def own() -> HeartbeatFile:
     """This process's pulse: the file that the agent made for it, else memory of its own."""
     return scope.own(_of_this_process)
 
@@ -278,11 +278,11 @@ def tell_to_end(path: Path) -> None:
         file.write(b"\1")
 
 
-def _claim(path: str | None) -> Pulse | None:
+def _claim(path: str | None) -> HeartbeatFile | None:
     """The file's pulse, unless another process has it or it is gone: a rank's children inherit the variable."""
-    if not path or not os.path.exists(path) or Pulse(Path(path), is_writer=False).read().pid:
+    if not path or not os.path.exists(path) or HeartbeatFile(Path(path), is_writer=False).read().pid:
         return None
-    return Pulse(Path(path))
+    return HeartbeatFile(Path(path))
 
 
 if hasattr(os, "register_at_fork"):

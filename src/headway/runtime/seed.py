@@ -22,7 +22,7 @@ _MASK = (1 << 63) - 1
 _ALL = ["python", "numpy", "torch", "device"]
 
 
-class Reader:
+class RNGReader:
     """Which part of the data this process reads; ranks that read the same part draw the same numbers.
 
     Attributes:
@@ -61,7 +61,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         raise ConfigError(f"set_seed got {seed!r}; give a whole number, 0 or more")
     if device_specific:
         runtime = current()
-        index = runtime.scope.own(Reader).index
+        index = runtime.scope.own(RNGReader).index
         seed += runtime.rank if index is None else index
     random.seed(seed)
     _seed_numpy(seed)

@@ -53,7 +53,7 @@ Position = tuple[int, int]
 log = get_logger(__name__)
 
 
-class Stopping:
+class StopAgreement:
     """One process's part in the agreement.
 
     Args:
@@ -267,11 +267,11 @@ class _Agreements:
     """
 
     def __init__(self) -> None:
-        self.current: Stopping | None = None
+        self.current: StopAgreement | None = None
         self.num_started = 0
 
 
-def start(signals: Sequence[int], end: float | None) -> Stopping:
+def start(signals: Sequence[int], end: float | None) -> StopAgreement:
     """Listen from now on, in place of who did before in this process; until the process's runtime ends.
 
     Args:
@@ -285,7 +285,7 @@ def start(signals: Sequence[int], end: float | None) -> Stopping:
     if own.current is not None:
         own.current.stop()
         own.current = None
-    stopping = Stopping(current(), signals, end, str(own.num_started))
+    stopping = StopAgreement(current(), signals, end, str(own.num_started))
     own.num_started += 1
     stopping.start()
     own.current = stopping

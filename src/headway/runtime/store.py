@@ -26,7 +26,7 @@ from headway.errors import ConfigError, ControlPlaneError, LaunchError
 from headway.log import get_logger
 from headway.runtime.listening import listen
 from headway.runtime.sealed import SealedStore
-from headway.sealing import Seal, Strangers
+from headway.sealing import Seal, UnsealedCounter
 from headway.untrusted import parse_json, plain, printable, shown
 
 log = get_logger(__name__)
@@ -43,7 +43,7 @@ _ADDRESS, _GOODBYE, _GONE = "control", "goodbye", "gone"
 
 
 @dataclass(frozen=True)
-class Address:
+class StoreAddress:
     """Where the store is.
 
     Attributes:
@@ -66,7 +66,7 @@ class Address:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
-    def decode(cls, text: str) -> "Address":
+    def decode(cls, text: str) -> "StoreAddress":
         """Read `encode`'s text.
 
         Raises:
@@ -90,7 +90,7 @@ class Address:
         return found
 
 
-class Link:
+class StoreLink:
     """A process's way to the store: an address, the server where this process is the host, a connection per thread.
 
     Where rank 0 hosts it, a thread listens for aborts, which a launcher's agent does otherwise.
@@ -108,13 +108,13 @@ class Link:
 
     def __init__(
         self,
-        address: Address,
+        address: StoreAddress,
         timeout: timedelta,
         server: TCPStore | None = None,
-        strangers: Strangers | None = None,
+        strangers: UnsealedCounter | None = None,
     ) -> None:
         self.address = address
-        self.seal = Seal(bytes.fromhex(address.key), strangers or Strangers(log.warning))
+        self.seal = Seal(bytes.fromhex(address.key), strangers or UnsealedCounter(log.warning))
         self.has_said_goodbye = False
         self._timeout = timeout
         self._server = server
@@ -225,7 +225,7 @@ def serve(host: str, port: int = 0, timeout: timedelta = timedelta(seconds=60)) 
     )
 
 
-def host_beside(store: SealedStore, seal: Seal, rank: int, is_alone_on_machine: bool, timeout: timedelta) -> Link:
+def host_beside(store: SealedStore, seal: Seal, rank: int, is_alone_on_machine: bool, timeout: timedelta) -> StoreLink:
     """Without a launcher: rank 0 hosts the control plane, and the group's own store tells the others where.
 
     Args:
@@ -239,11 +239,11 @@ def host_beside(store: SealedStore, seal: Seal, rank: int, is_alone_on_machine: 
     if rank == 0:
         host = "127.0.0.1" if is_alone_on_machine else env.get("MASTER_ADDR") or socket.gethostname()
         server = serve(host)
-        address = Address(host, server.port, f"{os.getpid()}.{time.time_ns():x}", RANK_0, secrets.token_hex(16))
+        address = StoreAddress(host, server.port, f"{os.getpid()}.{time.time_ns():x}", RANK_0, secrets.token_hex(16))
         store.set(_ADDRESS, address.encode().encode())
     else:
-        address = Address.decode(wait_and_get(store, _ADDRESS, timeout).decode())
-    return Link(replace(address, key=seal.derive(address.key)), timeout, server, seal.strangers)
+        address = StoreAddress.decode(wait_and_get(store, _ADDRESS, timeout).decode())
+    return StoreLink(replace(address, key=seal.derive(address.key)), timeout, server, seal.strangers)
 
 
 def meet(init_method: str | None, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, int]:

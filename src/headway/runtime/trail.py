@@ -17,7 +17,7 @@ Step = list[Any]
 """An exchange: where ("all", "part1", "fsdp"), what, and what a rank needs to know to take part in it."""
 
 
-class Trail:
+class CollectiveLog:
     """The exchanges of one round: from a batch's begin to its first vote, or from one vote to the next.
 
     Attributes:

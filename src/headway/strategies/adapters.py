@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from headway.strategies.streams import Streams
-from headway.strategies.styles import Colwise, Rowwise, Style
+from headway.strategies.streams import SplitRNG
+from headway.strategies.styles import Colwise, Rowwise, SplitStyle
 
 _VARIANTS = ("lora_magnitude_vector", "lora_variant", "lora_embedding_A")
 
@@ -26,13 +26,13 @@ def is_adapted(module: torch.nn.Module) -> bool:
     return isinstance(getattr(module, "base_layer", None), torch.nn.Module)
 
 
-def parts(module: torch.nn.Module, style: Style) -> list[str]:
+def parts(module: torch.nn.Module, style: SplitStyle) -> list[str]:
     """The modules within that are split as the layer is: names below it."""
     inner = "lora_B" if isinstance(style, Colwise) else "lora_A"
     return ["base_layer", *(f"{inner}.{name}" for name in module.get_submodule(inner)._modules)]
 
 
-def misfit(module: torch.nn.Module, style: Style) -> str | None:
+def misfit(module: torch.nn.Module, style: SplitStyle) -> str | None:
     """Why the layer and its adapters cannot be split so; None: they can."""
     if not isinstance(module._modules.get("lora_A"), torch.nn.ModuleDict):
         return "of peft's adapters, only LoRA can be split"
@@ -50,7 +50,7 @@ class AdaptedCall:
         streams: of random numbers.
     """
 
-    def __init__(self, style: Style, streams: Streams) -> None:
+    def __init__(self, style: SplitStyle, streams: SplitRNG) -> None:
         self._style, self._streams = style, streams
 
     def before(self, *_: Any) -> None:

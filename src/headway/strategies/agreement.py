@@ -10,7 +10,7 @@ import torch.distributed as dist
 from headway.collectives.door import Collectives
 from headway.errors import PrepareError
 from headway.strategies import gradients
-from headway.strategies.crossings import Axis
+from headway.strategies.crossings import SplitAxis
 
 _RELATIVE = 1e-3
 _NUM_NAMES = 4
@@ -20,7 +20,7 @@ _BLOCK = 2**22
 """Elements that are looked at at once."""
 
 
-def check(model: torch.nn.Module, axis: Axis, everyone: Collectives) -> bool:
+def check(model: torch.nn.Module, axis: SplitAxis, everyone: Collectives) -> bool:
     """Compare the gradients that there are; returns whether there were any.
 
     Args:
@@ -45,7 +45,7 @@ def check(model: torch.nn.Module, axis: Axis, everyone: Collectives) -> bool:
     return bool(named) or any(parameter.grad is not None for parameter in model.parameters())
 
 
-def _differing(named: list[tuple[str, torch.Tensor]], axis: Axis) -> list[str]:
+def _differing(named: list[tuple[str, torch.Tensor]], axis: SplitAxis) -> list[str]:
     rows = torch.stack([_digest(grad) for _, grad in named])
     found = [torch.empty_like(rows) for _ in range(axis.size)]
     dist.all_gather(found, rows, group=axis.group)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from headway.collectives.door import Collectives
-from headway.data.shard import Shard
+from headway.data.shard import ShardIndex
 from headway.errors import UnsupportedError
 from headway.precision.base import Precision
 from headway.runtime.trail import Step
@@ -73,7 +73,7 @@ class Strategy(Protocol):
 
     name: str
     capabilities: Capabilities
-    data_shard: Shard
+    data_shard: ShardIndex
     data_group: Collectives
     everyone: Collectives
     gradient_divisor: int

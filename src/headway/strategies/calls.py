@@ -11,9 +11,9 @@ import torch
 
 from headway.optional import Later
 from headway.strategies import crossings
-from headway.strategies.crossings import Axis
-from headway.strategies.streams import Streams
-from headway.strategies.styles import SEQUENCE_DIM, Site, with_first
+from headway.strategies.crossings import SplitAxis
+from headway.strategies.streams import SplitRNG
+from headway.strategies.styles import SEQUENCE_DIM, SplitModule, with_first
 
 tensor = Later("torch.distributed.tensor")
 
@@ -23,7 +23,7 @@ def is_lendable(value: Any) -> bool:
     return isinstance(value, tensor.DTensor) and value.device_mesh.ndim == 1
 
 
-class Loan:
+class LocalParameters:
     """Local tensors in the place of modules' DTensors.
 
     Args:
@@ -34,7 +34,7 @@ class Loan:
     """
 
     def __init__(
-        self, modules: list[torch.nn.Module], axis: Axis, is_partial: bool = False, only_whole: bool = False
+        self, modules: list[torch.nn.Module], axis: SplitAxis, is_partial: bool = False, only_whole: bool = False
     ) -> None:
         self._modules, self._axis, self._is_partial, self._only_whole = modules, axis, is_partial, only_whole
         self._lent: list[tuple[torch.nn.Module, str, Any, torch.Tensor]] = []
@@ -71,7 +71,7 @@ class Loan:
                 holder._parameters[key] = value
 
 
-class CutCall:
+class SplitCall:
     """The crossings around a call of one cut module.
 
     Args:
@@ -81,7 +81,10 @@ class CutCall:
     """
 
     def __init__(
-        self, site: Site, streams: Streams | None, keeps_cut: Callable[[torch.nn.Module, Any], Any] | None = None
+        self,
+        site: SplitModule,
+        streams: SplitRNG | None,
+        keeps_cut: Callable[[torch.nn.Module, Any], Any] | None = None,
     ) -> None:
         self._site, self._streams, self._keeps_cut = site, streams, keeps_cut
 
@@ -105,10 +108,10 @@ class CutCall:
         return output
 
 
-class Gathered:
+class GatheredInput:
     """A module whose input is a part of the sequence, and which computes with all of it."""
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: SplitAxis) -> None:
         self._axis = axis
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -116,7 +119,7 @@ class Gathered:
         return with_first(args, kwargs, lambda x: crossings.join_for_terms(x, self._axis, SEQUENCE_DIM))
 
 
-class Block:
+class SequenceBlock:
     """One of the blocks between which the residual stream is cut along the sequence.
 
     Args:
@@ -126,7 +129,7 @@ class Block:
         is_last: it gives back the whole sequence.
     """
 
-    def __init__(self, axis: Axis, streams: Streams, is_first: bool, is_last: bool) -> None:
+    def __init__(self, axis: SplitAxis, streams: SplitRNG, is_first: bool, is_last: bool) -> None:
         self._axis, self._streams, self._is_first, self._is_last = axis, streams, is_first, is_last
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

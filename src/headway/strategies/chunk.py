@@ -15,18 +15,18 @@ from torch.distributed.pipelining._backward import stage_backward, stage_backwar
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from headway.collectives.tree import Tree, map_leaves, tensors
-from headway.strategies.transfers import Transfer
+from headway.strategies.transfers import StageTransfer
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """Where a tensor stands in a tree that travels without its tensors."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Parcel:
+class StageActivation:
     """What travels from a stage to the next one.
 
     Attributes:
@@ -39,7 +39,9 @@ class Parcel:
 
     def open(self, values: Sequence[torch.Tensor]) -> Tree:
         """The tree with its tensors."""
-        return map_leaves(lambda leaf: values[leaf.number] if isinstance(leaf, Slot) else leaf, self.tree, _is_slot)
+        return map_leaves(
+            lambda leaf: values[leaf.number] if isinstance(leaf, TensorSlot) else leaf, self.tree, _is_slot
+        )
 
     def buffers(self, device: torch.device) -> list[torch.Tensor]:
         """Memory for its tensors."""
@@ -47,18 +49,18 @@ class Parcel:
 
 
 def _is_slot(leaf: Any) -> bool:
-    return isinstance(leaf, Slot)
+    return isinstance(leaf, TensorSlot)
 
 
-def wrap(tree: Tree) -> tuple[Parcel, list[torch.Tensor]]:
+def wrap(tree: Tree) -> tuple[StageActivation, list[torch.Tensor]]:
     """A tree as a parcel, and its tensors."""
     found = list(tensors(tree))
     numbers = iter(range(len(found)))
-    empty = map_leaves(lambda leaf: Slot(next(numbers)) if isinstance(leaf, torch.Tensor) else leaf, tree)
-    return Parcel(empty, tuple((t.shape, t.dtype, t.requires_grad) for t in found)), found
+    empty = map_leaves(lambda leaf: TensorSlot(next(numbers)) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return StageActivation(empty, tuple((t.shape, t.dtype, t.requires_grad) for t in found)), found
 
 
-class Chunk(_PipelineStageBase):
+class PipelineStage(_PipelineStageBase):
     """A stage of one batch.
 
     Args:
@@ -87,12 +89,12 @@ class Chunk(_PipelineStageBase):
         self.stage_index_to_group_rank = dict(enumerate(owners))
         self._weights = list(weights)
         self._compute = compute
-        self.arriving: dict[int, Parcel] = {}
+        self.arriving: dict[int, StageActivation] = {}
         self.ahead: set[int] = set()
         self.weightless: set[int] = set()
         self.inputs: dict[int, list[torch.Tensor]] = {}
         self.outputs: dict[int, list[torch.Tensor]] = {}
-        self.parcels: dict[int, Parcel] = {}
+        self.parcels: dict[int, StageActivation] = {}
         self.gradients: dict[int, list[torch.Tensor]] = {}
         self._back: dict[int, list[torch.Tensor]] = {}
         self._halves: dict[int, Any] = {}
@@ -127,7 +129,7 @@ class Chunk(_PipelineStageBase):
         rank = self.stage_index_to_group_rank[stage]
         peer = rank if self.group is None else dist.get_global_rank(self.group, rank)
         name = f"{'send to' if kind is dist.isend else 'receive from'} stage {stage}"
-        return [Transfer(kind, tensor, peer, self.group, name) for tensor in found]
+        return [StageTransfer(kind, tensor, peer, self.group, name) for tensor in found]
 
     def receive_ops(self, number: int) -> list[dist.P2POp]:
         """Receive a micro-batch's input into memory that is made here."""

@@ -29,15 +29,15 @@ from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory
 from headway.strategies import context_check, crossings, gathered, ring, zigzag
 from headway.strategies.blocks import find_blocks
-from headway.strategies.crossings import Axis
-from headway.strategies.cut_attention import RING_STEP, Door, put_in, take_out
-from headway.strategies.cut_labels import Call, Labels
-from headway.strategies.streams import Streams
+from headway.strategies.crossings import SplitAxis
+from headway.strategies.cut_attention import RING_STEP, WholeSequenceAttention, put_in, take_out
+from headway.strategies.cut_labels import LabelledCall, SplitLabels
+from headway.strategies.streams import SplitRNG
 
 log = get_logger(__name__)
 
 
-class Phase(Enum):
+class CallPhase(Enum):
     """What a block's call is part of."""
 
     NONE = "no call of the prepared model"
@@ -46,7 +46,7 @@ class Phase(Enum):
     BACKWARD = "backward, in which blocks may be computed again"
 
 
-class Way(Enum):
+class SplitRegion(Enum):
     """How far a model computes on parts."""
 
     MEANS = "to its outputs, or to a loss that is a mean over labels"
@@ -82,19 +82,21 @@ class ContextParallel:
         is_exact: bool = True,
     ) -> None:
         self._model, self._everyone, self._options, self._is_exact = model, everyone, options, is_exact
-        self._axis = Axis.of(mesh)
+        self._axis = SplitAxis.of(mesh)
         blocks = _stack(model, options)
         self._first, self._last = blocks[0], blocks[-1]
         self._eager = _use_sdpa(model)
         self._parameters = _positional(model)
-        self._labels = Labels(model, self._parameters, options, self._axis, everyone)
-        self._ring = ring.find(mesh, options.cp_comm_strategy or "allgather", everyone.runtime.scope.own(ring.Rings))
-        self._door = Door(self._axis, None if self._ring is None else self._ring.attend)
-        self._streams = Streams(self._axis)
-        self._phase, self._length = Phase.NONE, 0
-        self._ways: dict[tuple[bool, bool], Way] = {}
+        self._labels = SplitLabels(model, self._parameters, options, self._axis, everyone)
+        self._ring = ring.find(
+            mesh, options.cp_comm_strategy or "allgather", everyone.runtime.scope.own(ring.RingDispatcher)
+        )
+        self._door = WholeSequenceAttention(self._axis, None if self._ring is None else self._ring.attend)
+        self._streams = SplitRNG(self._axis)
+        self._phase, self._length = CallPhase.NONE, 0
+        self._ways: dict[tuple[bool, bool], SplitRegion] = {}
         self._with_loss: set[tuple[bool, bool]] = set()
-        self._way = Way.MEANS
+        self._way = SplitRegion.MEANS
         self._blocks, self._hooks = blocks, list[Any]()
         try:
             self._put_in()
@@ -123,7 +125,7 @@ class ContextParallel:
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """A backward: blocks that are computed again see their part, as in forward."""
-        with self._in(Phase.BACKWARD):
+        with self._in(CallPhase.BACKWARD):
             self._door.open(True)
             try:
                 yield
@@ -131,7 +133,7 @@ class ContextParallel:
                 self._door.open(False)
 
     @contextmanager
-    def _in(self, phase: Phase) -> Iterator[None]:
+    def _in(self, phase: CallPhase) -> Iterator[None]:
         before, self._phase = self._phase, phase
         try:
             yield
@@ -153,7 +155,7 @@ class ContextParallel:
                     "context parallelism cuts sequences, and a cache of keys would hold this rank's part alone; leave out "
                     "use_cache and past_key_values while training (generation under torch.no_grad() computes whole sequences)"
                 )
-            return self._run(Phase.WHOLE, args, kwargs)
+            return self._run(CallPhase.WHOLE, args, kwargs)
         if "use_cache" in self._parameters:
             kwargs = {**kwargs, "use_cache": False}
         kind = self._kind(args, kwargs)
@@ -161,7 +163,7 @@ class ContextParallel:
             self._ways[kind] = self._rehearse(args, kwargs)
         way = self._ways[kind]
         call = self._read(args, kwargs, way)
-        out = self._run(Phase.CUT, call.args, call.kwargs, way)
+        out = self._run(CallPhase.CUT, call.args, call.kwargs, way)
         if kind not in self._with_loss and _has_loss(call, out):
             raise PrepareError(
                 f"{type(self._model).__name__} computes a loss from labels while training, but not in eval() mode, in which context "
@@ -169,11 +171,13 @@ class ContextParallel:
             )
         return self._finish(call, out, way, is_training=torch.is_grad_enabled())
 
-    def _run(self, phase: Phase, args: tuple[Any, ...], kwargs: dict[str, Any], way: Way = Way.MEANS) -> Any:
+    def _run(
+        self, phase: CallPhase, args: tuple[Any, ...], kwargs: dict[str, Any], way: SplitRegion = SplitRegion.MEANS
+    ) -> Any:
         self._length, self._way = 0, way
         with self._in(phase):
             out = self._model(*args, **kwargs)
-        if phase is Phase.CUT and not self._length:
+        if phase is CallPhase.CUT and not self._length:
             raise PrepareError(
                 f"{type(self._model).__name__} did not call its first block, where context parallelism cuts sequences; use fsdp "
                 "or tp for this model"
@@ -184,11 +188,11 @@ class ContextParallel:
         """What is rehearsed once for each of: are there labels, and does the loss divide by a number that is given?"""
         return bool(self._labels.within(args, kwargs)), kwargs.get("num_items_in_batch") is not None
 
-    def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], way: Way) -> Call:
+    def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], way: SplitRegion) -> LabelledCall:
         """Cut the labels among what the model is given."""
-        return Call(args, dict(kwargs)) if way is Way.BLOCKS else self._labels.cut(args, kwargs)
+        return LabelledCall(args, dict(kwargs)) if way is SplitRegion.BLOCKS else self._labels.cut(args, kwargs)
 
-    def _finish(self, call: Call, out: Any, way: Way, is_training: bool) -> Any:
+    def _finish(self, call: LabelledCall, out: Any, way: SplitRegion, is_training: bool) -> Any:
         """What the caller gets: whole."""
         has_loss = _has_loss(call, out)
         part = zigzag.padded(self._length, self._axis) // self._axis.size
@@ -196,21 +200,21 @@ class ContextParallel:
         def whole(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            if way is Way.BLOCKS:
+            if way is SplitRegion.BLOCKS:
                 return zigzag.one_of(leaf, self._axis)
             if _is_loss(leaf):
                 return self._total(leaf, call, way) if has_loss else leaf
             if leaf.dim() < 2 or leaf.shape[1] != part:
                 return leaf
             if has_loss and is_training:
-                return Withheld(leaf.shape, self._length)
+                return PartialOutput(leaf.shape, self._length)
             return zigzag.join(leaf, self._axis, 1, self._length)
 
         return tree.map_leaves(whole, out)
 
-    def _total(self, loss: torch.Tensor, call: Call, way: Way) -> torch.Tensor:
+    def _total(self, loss: torch.Tensor, call: LabelledCall, way: SplitRegion) -> torch.Tensor:
         """The loss of all parts: a sum, or a mean over the labels that count."""
-        if way is Way.SUMS or call.num_labels is None:
+        if way is SplitRegion.SUMS or call.num_labels is None:
             return crossings.total(loss, self._axis)
         every, mine = call.num_labels
         # A mean over no label is 0 / 0, on this rank alone.
@@ -220,7 +224,7 @@ class ContextParallel:
 
     # ---------------------------------------------------------------- the first call
 
-    def _rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Way:
+    def _rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitRegion:
         """Compute a few tokens, whole and cut, and compare: which way gives the same?
 
         Raises:
@@ -240,14 +244,16 @@ class ContextParallel:
         with context_check.at_rest(self._model):
             if given:
                 with self._labels.watching():
-                    self._run(Phase.WHOLE, args, kwargs)
+                    self._run(CallPhase.WHOLE, args, kwargs)
                 ignored = self._labels.to_rehearse(given)
                 kwargs = context_check.ignore_some(kwargs, list(given), ignored)
-            whole = self._run(Phase.WHOLE, args, kwargs)
-            for ways in ((Way.MEANS, Way.SUMS), (Way.BLOCKS,)):
+            whole = self._run(CallPhase.WHOLE, args, kwargs)
+            for ways in ((SplitRegion.MEANS, SplitRegion.SUMS), (SplitRegion.BLOCKS,)):
                 found = self._try(ways, args, kwargs, whole)
-                rows = self._everyone.gather_numbers([float(isinstance(found, Way)), float(found is Way.SUMS)])
-                if all(row == rows[0] for row in rows) and isinstance(found, Way):
+                rows = self._everyone.gather_numbers(
+                    [float(isinstance(found, SplitRegion)), float(found is SplitRegion.SUMS)]
+                )
+                if all(row == rows[0] for row in rows) and isinstance(found, SplitRegion):
                     self._tell(found)
                     return found
                 told = str(found)
@@ -255,18 +261,22 @@ class ContextParallel:
             f"{type(self._model).__name__} cannot be cut along its sequences (context parallelism): {told}. {context_check.ADVICE}"
         )
 
-    def _try(self, ways: tuple[Way, ...], args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any) -> Way | str:
+    def _try(
+        self, ways: tuple[SplitRegion, ...], args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
+    ) -> SplitRegion | str:
         """Which of the ways gives the same as the whole; else what differs, in words."""
         self._door.forget_calls()
         found = ""
         try:
             call = self._read(args, kwargs, ways[0])
-            out = self._run(Phase.CUT, call.args, call.kwargs, ways[0])
+            out = self._run(CallPhase.CUT, call.args, call.kwargs, ways[0])
             if not self._door.num_calls:
                 return "its blocks never call torch.nn.functional.scaled_dot_product_attention"
             for way in ways:
                 cut = self._finish(call, out, way, is_training=False)
-                told = context_check.difference(whole, cut, self._is_exact, is_loss_joined=way is not Way.BLOCKS)
+                told = context_check.difference(
+                    whole, cut, self._is_exact, is_loss_joined=way is not SplitRegion.BLOCKS
+                )
                 if not told:
                     if _has_loss(call, out):
                         self._with_loss.add(self._kind(args, kwargs))
@@ -280,8 +290,8 @@ class ContextParallel:
             found = f"{type(error).__name__}: {error}"
         return found
 
-    def _tell(self, way: Way) -> None:
-        if way is Way.BLOCKS:
+    def _tell(self, way: SplitRegion) -> None:
+        if way is SplitRegion.BLOCKS:
             log.info_once(
                 "context parallelism: what follows the blocks of %s needs whole sequences, so their output is joined, and each "
                 "rank computes the head and the loss for all tokens",
@@ -291,9 +301,9 @@ class ContextParallel:
     # ---------------------------------------------------------------- calls of blocks
 
     def _before_block(self, block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._phase is Phase.WHOLE or (self._phase is Phase.NONE and not torch.is_grad_enabled()):
+        if self._phase is CallPhase.WHOLE or (self._phase is CallPhase.NONE and not torch.is_grad_enabled()):
             return None
-        if self._phase is Phase.NONE:
+        if self._phase is CallPhase.NONE:
             raise UnsupportedError(
                 f"a part of {type(self._model).__name__} was called by itself while training; under context parallelism call the "
                 "prepared model, which cuts the sequences that its blocks get"
@@ -308,7 +318,7 @@ class ContextParallel:
         is_first = block is self._first
         part = self._part(x) if is_first else x
         total = part.shape[1] * self._axis.size
-        if self._phase is Phase.CUT and zigzag.padded(self._length, self._axis) != total:
+        if self._phase is CallPhase.CUT and zigzag.padded(self._length, self._axis) != total:
             raise PrepareError(
                 f"between its blocks {type(self._model).__name__} changes the length of its sequences, which are cut"
             )
@@ -320,12 +330,12 @@ class ContextParallel:
         kwargs = {key: part if value is x else tree.map_leaves(other, value) for key, value in kwargs.items()}
         if block.training:
             self._streams.part()
-        if self._phase is Phase.CUT:
+        if self._phase is CallPhase.CUT:
             self._door.open(True)
         return args, kwargs
 
     def _part(self, x: torch.Tensor) -> torch.Tensor:
-        if self._phase is Phase.CUT:
+        if self._phase is CallPhase.CUT:
             self._length = x.shape[1]
             self._door.note_length(self._length)
         return zigzag.part_of(x, self._axis, 1)
@@ -333,11 +343,11 @@ class ContextParallel:
     def _after_any_block(self, *_: Any) -> None:
         """However the block has ended."""
         self._streams.join()
-        if self._phase is not Phase.BACKWARD:
+        if self._phase is not CallPhase.BACKWARD:
             self._door.open(False)
 
     def _after_last_block(self, block: torch.nn.Module, args: Any, output: Any) -> Any:
-        if self._phase is not Phase.CUT or self._way is not Way.BLOCKS:
+        if self._phase is not CallPhase.CUT or self._way is not SplitRegion.BLOCKS:
             return None
 
         def joined(part: torch.Tensor) -> torch.Tensor:
@@ -351,7 +361,7 @@ class ContextParallel:
         def is_long(dim: int) -> bool:
             if tensor.dim() < -dim:
                 return False
-            if self._phase is Phase.CUT:
+            if self._phase is CallPhase.CUT:
                 return tensor.shape[dim] == self._length
             return zigzag.padded(tensor.shape[dim], self._axis) == total  # in backward another call may have come since
 
@@ -365,7 +375,7 @@ class ContextParallel:
         return tensor
 
 
-class Withheld:
+class PartialOutput:
     """What stands for an output of which this rank has a part, after the model has computed the loss itself."""
 
     def __init__(self, shape: torch.Size, length: int) -> None:
@@ -400,7 +410,7 @@ def _is_loss(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
 
 
-def _has_loss(call: Call, out: Any) -> bool:
+def _has_loss(call: LabelledCall, out: Any) -> bool:
     """Has the model computed a loss from labels that were cut?"""
     return call.num_labels is not None and any(_is_loss(each) for each in tree.tensors(out))
 

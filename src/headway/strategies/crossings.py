@@ -14,7 +14,7 @@ from headway.errors import DataError
 
 
 @dataclass(frozen=True)
-class Axis:
+class SplitAxis:
     """The ranks among which a model is cut.
 
     Attributes:
@@ -30,22 +30,22 @@ class Axis:
     size: int
 
     @classmethod
-    def of(cls, mesh: Any) -> "Axis":
+    def of(cls, mesh: Any) -> "SplitAxis":
         """The one axis of this DeviceMesh."""
         return cls(mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
 
-def spread(whole: torch.Tensor, axis: Axis) -> torch.Tensor:
+def spread(whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     """Whole on, for computations that are cut: gradients that come back are terms."""
     return whole if axis.size == 1 else _Spread.apply(whole, axis)  # type: ignore[no-untyped-call]
 
 
-def total(term: torch.Tensor, axis: Axis) -> torch.Tensor:
+def total(term: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     """The sum of the ranks' terms, whole."""
     return term if axis.size == 1 else _Total.apply(term, axis)  # type: ignore[no-untyped-call]
 
 
-def join(part: torch.Tensor, axis: Axis, dim: int, size: int | None = None) -> torch.Tensor:
+def join(part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None = None) -> torch.Tensor:
     """The whole of the ranks' parts, for computations that all ranks do alike.
 
     Args:
@@ -59,17 +59,17 @@ def join(part: torch.Tensor, axis: Axis, dim: int, size: int | None = None) -> t
     return _Join.apply(part, axis, dim, size, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def join_for_terms(part: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def join_for_terms(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """The whole of the ranks' parts, for computations that are cut: gradients that come back are terms."""
     return part if axis.size == 1 else _Join.apply(part, axis, dim, None, True)  # type: ignore[no-untyped-call]
 
 
-def part_of(whole: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def part_of(whole: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """This rank's part of what all hold alike."""
     return whole if axis.size == 1 else _Part.apply(whole, axis, dim)  # type: ignore[no-untyped-call]
 
 
-def part_of_total(term: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def part_of_total(term: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """This rank's part of the sum of the ranks' terms."""
     if axis.size == 1:
         return term
@@ -77,7 +77,7 @@ def part_of_total(term: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     return _PartOfTotal.apply(term, axis, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def check_divides(whole: torch.Tensor, axis: Axis, dim: int) -> None:
+def check_divides(whole: torch.Tensor, axis: SplitAxis, dim: int) -> None:
     """Raise where a sequence cannot be cut.
 
     Raises:
@@ -90,7 +90,7 @@ def check_divides(whole: torch.Tensor, axis: Axis, dim: int) -> None:
         )
 
 
-def cut(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def cut(tensor: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """This rank's chunk, as `torch.chunk` cuts; empty where there are fewer."""
     length = tensor.shape[dim]
     step = -(-length // axis.size)
@@ -98,12 +98,12 @@ def cut(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     return tensor.narrow(dim, start, min(step, length - start))
 
 
-def _sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+def _sum(tensor: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     collectives = torch.ops._c10d_functional
     return collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), "sum", axis.group.group_name))  # type: ignore[no-any-return]
 
 
-def _gather(part: torch.Tensor, axis: Axis, dim: int, size: int | None) -> torch.Tensor:
+def _gather(part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None) -> torch.Tensor:
     dim = dim % part.dim()
     step = part.shape[dim] if size is None else -(-size // axis.size)
     if part.shape[dim] < step:
@@ -116,7 +116,7 @@ def _gather(part: torch.Tensor, axis: Axis, dim: int, size: int | None) -> torch
     return whole if size is None or whole.shape[dim] == size else whole.narrow(dim, 0, size)
 
 
-def _sum_part(term: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def _sum_part(term: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     dim = dim % term.dim()
     stacked = term if dim == 0 else torch.cat(term.chunk(axis.size, dim), 0)
     collectives = torch.ops._c10d_functional
@@ -126,7 +126,7 @@ def _sum_part(term: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def forward(ctx: Any, whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
         ctx.axis = axis
         return whole.view_as(whole)
 
@@ -137,7 +137,7 @@ class _Spread(torch.autograd.Function):
 
 class _Total(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, term: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def forward(ctx: Any, term: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
         ctx.axis = axis
         return _sum(term, axis)
 
@@ -149,7 +149,7 @@ class _Total(torch.autograd.Function):
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, part: torch.Tensor, axis: Axis, dim: int, size: int | None, is_for_terms: bool
+        ctx: Any, part: torch.Tensor, axis: SplitAxis, dim: int, size: int | None, is_for_terms: bool
     ) -> torch.Tensor:
         ctx.axis, ctx.dim, ctx.is_for_terms = axis, dim, is_for_terms
         return _gather(part, axis, dim, size)
@@ -162,7 +162,7 @@ class _Join(torch.autograd.Function):
 
 class _Part(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, whole: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim, ctx.size = axis, dim, whole.shape[dim]
         return cut(whole, axis, dim).contiguous()
 
@@ -173,7 +173,7 @@ class _Part(torch.autograd.Function):
 
 class _PartOfTotal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, term: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, term: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
         return _sum_part(term, axis, dim)
 

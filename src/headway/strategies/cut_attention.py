@@ -1,6 +1,6 @@
 """Attention over sequences of which each rank holds a part: its queries see all keys and values, which are gathered.
 
-`Door` stands around a block's forward and takes the calls of torch's scaled_dot_product_attention, whoever makes them; gradients
+`WholeSequenceAttention` stands around a block's forward and takes the calls of torch's scaled_dot_product_attention, whoever makes them; gradients
 of keys and values go back summed. Causal attention of a part falls into two pieces (`zigzag`), each of which sees the keys up
 to its own end: no mask is made, and what lies above the diagonal is not computed. On accelerators torch's own ring attention
 takes the causal calls (`ring`).
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from headway.errors import DataError, PrepareError, UnsupportedError
 from headway.strategies import zigzag
-from headway.strategies.crossings import Axis
+from headway.strategies.crossings import SplitAxis
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -27,7 +27,7 @@ RING_STEP = 64
 """Tokens of a rank: torch's ring takes a half at a time, and the memory-efficient kernel pads what it returns of one to 32."""
 
 
-class Door(TorchFunctionMode):
+class WholeSequenceAttention(TorchFunctionMode):
     """A block in which attention sees the whole sequence.
 
     Args:
@@ -39,7 +39,7 @@ class Door(TorchFunctionMode):
         is_open: blocks stand in it from here on.
     """
 
-    def __init__(self, axis: Axis, ring: Causal | None = None) -> None:
+    def __init__(self, axis: SplitAxis, ring: Causal | None = None) -> None:
         super().__init__()
         self._axis, self._ring = axis, ring
         self.is_open = self._is_padded = False
@@ -148,7 +148,7 @@ def _in_one_format(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 _KEY = "_headway_door"
 
 
-class CutBlock:
+class SplitBlock:
     """Mixed in before a block's class: its forward stands in the door, also where it runs again in backward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,16 +163,16 @@ class CutBlock:
 @cache
 def _in_door(bare: Any) -> type:
     added = {"__module__": bare.__module__, "__doc__": bare.__doc__}
-    return type(bare.__name__, (CutBlock, bare), added)
+    return type(bare.__name__, (SplitBlock, bare), added)
 
 
-def put_in(block: torch.nn.Module, door: Door) -> None:
+def put_in(block: torch.nn.Module, door: WholeSequenceAttention) -> None:
     """Put a block's forward into a door, in the place of an earlier one.
 
     Raises:
         PrepareError: its class cannot be extended.
     """
-    if not isinstance(block, CutBlock):
+    if not isinstance(block, SplitBlock):
         if "forward" in block.__dict__:
             raise PrepareError(
                 f"a block of class {type(block).__name__} has a forward of its own on the object (compiled or patched), which "
@@ -188,9 +188,9 @@ def put_in(block: torch.nn.Module, door: Door) -> None:
 
 def take_out(block: torch.nn.Module) -> None:
     """Take the door away, and give the block its own class back; where another (FSDP's) is on top, it keeps an empty frame."""
-    if not isinstance(block, CutBlock):
+    if not isinstance(block, SplitBlock):
         return
-    if CutBlock in type(block).__bases__:
+    if SplitBlock in type(block).__bases__:
         block.__class__ = type(block).__mro__[2]
     block.__dict__.pop(_KEY, None)
 
@@ -205,7 +205,7 @@ class _CausalOnCpu(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, axis: Axis, scale: float | None
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, axis: SplitAxis, scale: float | None
     ) -> torch.Tensor:
         whole_key, whole_value = _whole(query, key, value, axis)
         found = [_forward(part, whole_key, whole_value, start, scale) for part, start in _pieces(query, axis)]
@@ -239,7 +239,7 @@ class _CausalOnCpu(torch.autograd.Function):
         return torch.cat(of_query, 2), both[..., : key.shape[-1]], both[..., key.shape[-1] :], None, None
 
 
-def _pieces(query: torch.Tensor, axis: Axis) -> list[tuple[torch.Tensor, int]]:
+def _pieces(query: torch.Tensor, axis: SplitAxis) -> list[tuple[torch.Tensor, int]]:
     """This rank's pieces, and where in the sequence they begin."""
     step = query.shape[2] // 2
     numbers = zigzag.pieces_of(axis.rank, axis)
@@ -247,7 +247,7 @@ def _pieces(query: torch.Tensor, axis: Axis) -> list[tuple[torch.Tensor, int]]:
 
 
 def _whole(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, axis: Axis
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, axis: SplitAxis
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All keys and values, with as many heads as there are queries; repeated here, they travel once."""
     both = zigzag.gather(torch.cat([key, value], -1), axis, -2)

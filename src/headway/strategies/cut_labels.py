@@ -17,14 +17,14 @@ from headway.collectives.door import Collectives
 from headway.config.context import TorchContextParallelConfig
 from headway.errors import DataError, PrepareError
 from headway.strategies import context_check, zigzag
-from headway.strategies.crossings import Axis
+from headway.strategies.crossings import SplitAxis
 
 _DEFAULT = -100
 _LOSSES = (functional.cross_entropy, functional.nll_loss)
 
 
 @dataclass
-class Call:
+class LabelledCall:
     """One call of the model.
 
     Attributes:
@@ -37,7 +37,7 @@ class Call:
     num_labels: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-class Labels:
+class SplitLabels:
     """The labels of one model.
 
     Args:
@@ -53,7 +53,7 @@ class Labels:
         model: torch.nn.Module,
         parameters: list[str],
         options: TorchContextParallelConfig,
-        axis: Axis,
+        axis: SplitAxis,
         everyone: Collectives,
     ) -> None:
         self._model, self._parameters, self._options, self._axis = model, parameters, options, axis
@@ -74,7 +74,7 @@ class Labels:
         Raises:
             PrepareError: another one than the options say.
         """
-        with _Watch() as watch:
+        with _IgnoredLabels() as watch:
             yield
         if len(watch.seen) != 1:
             return
@@ -100,7 +100,7 @@ class Labels:
         known = [label for label in labels.values() if _is_class(label) and context_check.has_values(label)]
         return min((int(label.min()) for label in known), default=0)
 
-    def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    def cut(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LabelledCall:
         """Cut them among what the model is given.
 
         Raises:
@@ -108,7 +108,7 @@ class Labels:
         """
         labels = self.within(args, kwargs)
         if not labels:
-            return Call(args, dict(kwargs))
+            return LabelledCall(args, dict(kwargs))
         self._check_padding(labels)
         if "labels" in labels and "shift_labels" not in labels and _shifts(self._model):
             labels["shift_labels"] = functional.pad(labels["labels"][:, 1:], (0, 1), value=self.ignored)
@@ -117,7 +117,7 @@ class Labels:
         counts = self._count(labels[counted]), self._count(parts[counted])
         rest = args[len(self._parameters) :]
         args = tuple(parts.pop(name, value) for name, value in zip(self._parameters, args)) + rest
-        return Call(args, {**kwargs, **parts}, counts)
+        return LabelledCall(args, {**kwargs, **parts}, counts)
 
     def _check_padding(self, labels: Mapping[str, torch.Tensor]) -> None:
         """Before ranks that alone have such a sequence raise, while the others wait for their share of the model.
@@ -163,7 +163,7 @@ class Labels:
         return ((label >= 0) & (label != self.ignored)).sum()
 
 
-class _Watch(TorchFunctionMode):
+class _IgnoredLabels(TorchFunctionMode):
     """Notes which labels cross entropies ignore."""
 
     def __init__(self) -> None:

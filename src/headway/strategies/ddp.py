@@ -30,7 +30,7 @@ from headway.runtime import process
 from headway.runtime.group import CPU_ENGINE, engine_of
 from headway.strategies.base import Engine, Transform
 from headway.strategies.bucket_order import order_of, take_order
-from headway.strategies.replica import Buckets
+from headway.strategies.replica import GradientBuckets
 from headway.strategies.single import SingleStrategy
 
 default_hooks = Later("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
@@ -197,7 +197,7 @@ class DDPStrategy(SingleStrategy):
         if any(grad.layout is not torch.strided for grad in grads):
             raise UnsupportedError(_SPARSE.format(type(engine.module).__name__))
         torch._foreach_div_(grads, self.everyone.world_size)
-        buckets = Buckets(grads)
+        buckets = GradientBuckets(grads)
         self.everyone.sum_in_place(buckets.pack(grads))
         buckets.unpack(grads)
 

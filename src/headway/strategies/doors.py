@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from headway.collectives.door import Collectives
 from headway.errors import CollectiveError
-from headway.runtime.ledger import Entry
-from headway.runtime.trail import Step, Trail
+from headway.runtime.ledger import LedgerEntry
+from headway.runtime.trail import CollectiveLog, Step
 from headway.strategies import gathered
 
 PLACE = "fsdp"
@@ -25,7 +25,7 @@ _ROOM = 32  # the pulse's, for the name of an operation
 _OPERATIONS = {"AVG": dist.ReduceOp.AVG, "SUM": dist.ReduceOp.SUM}
 
 
-class Unit:
+class FSDPUnit:
     """One of FSDP's groups of parameters, and what notes its exchanges.
 
     Args:
@@ -39,21 +39,21 @@ class Unit:
         self.group = group
         self._key = key
         self._ledger = everyone.ledger
-        self._trail = everyone.runtime.scope.own(Trail)
+        self._trail = everyone.runtime.scope.own(CollectiveLog)
         self._names = {
             _GATHER: _named("all-gather", name),
             _SCATTER: _named("reduce-scatter", name),
             _TOTAL: _named("all-reduce", name),
         }
-        self._total: Entry | None = None
+        self._total: LedgerEntry | None = None
 
-    def enter(self, kind: str, *how: Any) -> Entry:
+    def enter(self, kind: str, *how: Any) -> LedgerEntry:
         """This exchange begins."""
         entry = self._ledger.record(self._names[kind])
         self._trail.note(PLACE, kind, *self._key, *how)
         return entry
 
-    def leave(self, entry: Entry) -> None:
+    def leave(self, entry: LedgerEntry) -> None:
         """It is over, or with an accelerator's engine on its way."""
         self._trail.passed()
         self._ledger.leave(entry)
@@ -103,14 +103,14 @@ class Unit:
             self.leave(entry)
             return
         output = zeros.new_empty(numel // self._process_group(kind).size())
-        Scatter.of(group).run(output, zeros, self._process_group(kind), _OPERATIONS[op])
+        ReduceScatterHook.of(group).run(output, zeros, self._process_group(kind), _OPERATIONS[op])
 
 
-class _Door:
+class _CommHook:
     """FSDP's own way of an exchange, with an entry before and after it."""
 
-    def __init__(self, inner: Any, unit: Unit) -> None:
-        self.inner: Any = inner.inner if isinstance(inner, _Door) else inner
+    def __init__(self, inner: Any, unit: FSDPUnit) -> None:
+        self.inner: Any = inner.inner if isinstance(inner, _CommHook) else inner
         self.unit = unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -119,7 +119,7 @@ class _Door:
         return made
 
 
-class Gather(_Door):
+class AllGatherHook(_CommHook):
     """The gathering of a unit's parameters."""
 
     def __call__(
@@ -132,13 +132,13 @@ class Gather(_Door):
         return work
 
 
-class Scatter(_Door):
+class ReduceScatterHook(_CommHook):
     """The reduction of a unit's gradients, of which each rank gets its part."""
 
     @staticmethod
-    def of(group: Any) -> "Scatter":
+    def of(group: Any) -> "ReduceScatterHook":
         """The one of this unit."""
-        found: Scatter = group._reduce_scatter_comm
+        found: ReduceScatterHook = group._reduce_scatter_comm
         return found
 
     def __call__(
@@ -157,7 +157,7 @@ class Scatter(_Door):
         return work
 
 
-class Doors:
+class CommHooks:
     """All units of the models that are sharded.
 
     Args:
@@ -166,17 +166,17 @@ class Doors:
 
     def __init__(self, everyone: Collectives) -> None:
         self._everyone = everyone
-        self._models: list[tuple[torch.nn.Module, list[Unit]]] = []
+        self._models: list[tuple[torch.nn.Module, list[FSDPUnit]]] = []
 
     def open(self, model: torch.nn.Module) -> None:
         """See a model's exchanges from now on; a torch without these doors shows none."""
         number, units = len(self._models), []
         for count, (module, group, name) in enumerate(_units(model)):
-            unit = Unit(group, name, (number, count), self._everyone)
+            unit = FSDPUnit(group, name, (number, count), self._everyone)
             units.append(unit)
             if hasattr(module, "set_custom_all_gather"):
-                module.set_custom_all_gather(Gather(group._all_gather_comm, unit))
-                module.set_custom_reduce_scatter(Scatter(group._reduce_scatter_comm, unit))
+                module.set_custom_all_gather(AllGatherHook(group._all_gather_comm, unit))
+                module.set_custom_reduce_scatter(ReduceScatterHook(group._reduce_scatter_comm, unit))
                 if group._is_hsdp:
                     module.set_all_reduce_hook(unit.note_total)
         self._models.append((model, units))
@@ -185,7 +185,7 @@ class Doors:
         """Forget a model, or all; the numbers of the others stay."""
         self._models = [(one, [] if model is None or one is model else units) for one, units in self._models]
 
-    def unit(self, step: Step) -> Unit:
+    def unit(self, step: Step) -> FSDPUnit:
         """The unit of an exchange."""
         return self._models[step[2]][1][step[3]]
 

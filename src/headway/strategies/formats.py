@@ -29,7 +29,7 @@ _NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm)
 
 
 @dataclass(frozen=True)
-class Formats:
+class MixedPrecisionFormats:
     """The formats of one run.
 
     Attributes:
@@ -45,7 +45,7 @@ class Formats:
     told: str = ""
 
 
-def choose_formats(options: ShardingOptions, number_format: str, device_type: str) -> Formats:
+def choose_formats(options: ShardingOptions, number_format: str, device_type: str) -> MixedPrecisionFormats:
     """The formats that the run's mixed_precision and the options of sharding mean.
 
     Args:
@@ -64,7 +64,7 @@ def choose_formats(options: ShardingOptions, number_format: str, device_type: st
         )
         told = "" if given is None else f"all units compute with {_short(given)} parameters"
         inner = fsdp.MixedPrecisionPolicy(param_dtype=given, reduce_dtype=reduce, cast_forward_inputs=given is not None)
-        return Formats(inner, policy, (), told)
+        return MixedPrecisionFormats(inner, policy, (), told)
     param = given or half
     blocks = fsdp.MixedPrecisionPolicy(
         param_dtype=param, reduce_dtype=reduce or torch.float32, cast_forward_inputs=False
@@ -76,10 +76,10 @@ def choose_formats(options: ShardingOptions, number_format: str, device_type: st
         f"mixed_precision={number_format!r}: blocks are gathered in {_short(param)}, the root and its residual stream keep their "
         f"dtype; gradients of blocks are summed in {_short(reduce or torch.float32)}, and the optimizer's parameters keep their dtype"
     )
-    return Formats(blocks, root, norms, told)
+    return MixedPrecisionFormats(blocks, root, norms, told)
 
 
-def norms_within(units: Iterable[torch.nn.Module], formats: Formats) -> Iterator[torch.nn.Module]:
+def norms_within(units: Iterable[torch.nn.Module], formats: MixedPrecisionFormats) -> Iterator[torch.nn.Module]:
     """Norms with parameters that lie in these units and stay in float32, each once."""
     seen = {id(unit) for unit in units}
     for unit in units:

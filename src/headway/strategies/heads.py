@@ -7,14 +7,14 @@ import torch
 from headway.config.tensor import TensorParallelOptions
 from headway.errors import ConfigError, PrepareError
 from headway.strategies import plans
-from headway.strategies.plans import Cuts
+from headway.strategies.plans import ModelSplit
 from headway.strategies.styles import Colwise
 
 _COUNTS = re.compile(r"(num|n)?_?(local_|attention_|key_value_|query_|kv_|q_|k_|v_)*n?heads?")
 _SIZES = ("head_dim", "head_size", "d_head", "dim_head", "attention_head_size")
 
 
-def check(model: torch.nn.Module, cuts: Cuts, size: int, options: TensorParallelOptions) -> None:
+def check(model: torch.nn.Module, cuts: ModelSplit, size: int, options: TensorParallelOptions) -> None:
     """Each rank must get whole heads, and the module's own count of them must be one that forward may use.
 
     Raises:

@@ -1,7 +1,7 @@
 """A model's own forward, run on every stage: blocks of other stages are passed over, and those of this one get what was received.
 
-The class of the model, of its blocks and of the modules around them is exchanged for a subclass whose call goes through a `Route`.
-While a stage runs, a `Journey` says what each call does: earlier blocks give stand-ins, the last of them what the stage before has
+The class of the model, of its blocks and of the modules around them is exchanged for a subclass whose call goes through a `ModuleRouter`.
+While a stage runs, a `StageForward` says what each call does: earlier blocks give stand-ins, the last of them what the stage before has
 sent; after the stage's own last block the forward, and whatever called it, is left by an exception. So everything that a model's
 forward computes on its way (masks, positions) is there on each stage, and no code of the model is known or traced.
 
@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import is_fake
 
 from headway.collectives.tree import Tree, map_tensors, tensors
 from headway.errors import PrepareError, UnsupportedError
-from headway.strategies.known import Known, signature
-from headway.strategies.stages import Stages
+from headway.strategies.known import CallCache, signature
+from headway.strategies.stages import StageSplit
 
 _KEY = "_headway_route"
 _ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -31,26 +31,26 @@ Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """What stands around a module's own call."""
 
 
-class StandIn(torch.Tensor):
+class PlaceholderTensor(torch.Tensor):
     """A tensor of a certain shape without values of its own; what is computed from it is one as well."""
 
 
 def stand_in(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """One of the shape and dtype of `like`; it takes no memory. In a plan no tensor has values, and none is marked."""
     found = torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
-    return found if is_fake(found) else found.as_subclass(StandIn)
+    return found if is_fake(found) else found.as_subclass(PlaceholderTensor)
 
 
-class Arrived(BaseException):
+class StageDone(BaseException):
     """The stage's last block has run. No error: what it leaves must not handle it."""
 
-    def __init__(self, journey: "Journey", output: Tree) -> None:
+    def __init__(self, journey: "StageForward", output: Tree) -> None:
         super().__init__("the stage is done; this leaves the forward, and is not an error")
         self.journey = journey
         self.output = output
 
 
-class Journey:
+class StageForward:
     """One run of one stage.
 
     Args:
@@ -61,7 +61,7 @@ class Journey:
         is_tail: all blocks have run; only what comes after them is wanted.
     """
 
-    def __init__(self, route: "Route", stage: int, received: Tree, goes_on: bool, is_tail: bool = False) -> None:
+    def __init__(self, route: "ModuleRouter", stage: int, received: Tree, goes_on: bool, is_tail: bool = False) -> None:
         self._route = route
         self.stage = stage
         self._received = received
@@ -111,7 +111,7 @@ class Journey:
         self._check_gradients(index, (args, kwargs, list(self._route.stages.blocks[index].parameters())))
         output = bare(*args, **kwargs)
         if index == self._end - 1 and not self._goes_on:
-            raise Arrived(self, output)
+            raise StageDone(self, output)
         return output
 
     def absent(self, name: str) -> None:
@@ -133,7 +133,7 @@ class Journey:
         self._check("the result", result)
 
     def _check_gradients(self, index: int, used: Tree) -> None:
-        """Is the graph of what learns lost around this block? `Arrived` leaves a reentrant checkpoint before it has made its own."""
+        """Is the graph of what learns lost around this block? `StageDone` leaves a reentrant checkpoint before it has made its own."""
         if not self._learns or torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors(used)):
             return
         raise UnsupportedError(
@@ -143,7 +143,7 @@ class Journey:
         )
 
     def _check(self, where: str, tree: Tree) -> None:
-        if any(isinstance(tensor, StandIn) for tensor in tensors(tree)):
+        if any(isinstance(tensor, PlaceholderTensor) for tensor in tensors(tree)):
             passed = f" ({', '.join(dict.fromkeys(self._absent))})" if self._absent else ""
             raise UnsupportedError(
                 f"{where} of {self._route.kind} on stage {self.stage} needs values that only other stages have{passed}: a pipeline "
@@ -152,7 +152,7 @@ class Journey:
             )
 
 
-class Route:
+class ModuleRouter:
     """How calls of one model's modules run in this process.
 
     Args:
@@ -166,14 +166,16 @@ class Route:
         whole: what runs the whole pipeline, when the model is called outside of any journey.
     """
 
-    def __init__(self, model: torch.nn.Module, stages: Stages, local: frozenset[int], device: torch.device) -> None:
+    def __init__(self, model: torch.nn.Module, stages: StageSplit, local: frozenset[int], device: torch.device) -> None:
         self.stages = stages
         self.kind = type(model).__name__
         self.local = local
-        self.journey: Journey | None = None
+        self.journey: StageForward | None = None
         self.whole: Call | None = None
         self._device = device
-        self._shapes: Known[Tree] = Known("the shapes that modules of other stages return are found anew for each")
+        self._shapes: CallCache[Tree] = CallCache(
+            "the shapes that modules of other stages return are found anew for each"
+        )
         self._takes_cache = _takes(model, "use_cache")
         self._config = getattr(model, "config", None)
         for number, block in enumerate(stages.blocks):
@@ -187,13 +189,13 @@ class Route:
         self, stage: int, received: Tree, forward: Callable[[], Any], goes_on: bool = False, is_tail: bool = False
     ) -> Any:
         """Run `forward`, which calls the model, as one stage; returns what its last block did, or what `forward` does."""
-        before, self.journey = self.journey, Journey(self, stage, received, goes_on, is_tail)
+        before, self.journey = self.journey, StageForward(self, stage, received, goes_on, is_tail)
         mine = self.journey
         try:
             result = forward()
             mine.finished(result)
             return result
-        except Arrived as arrived:
+        except StageDone as arrived:
             if arrived.journey is not mine:
                 raise
             return arrived.output
@@ -264,7 +266,7 @@ def _without_values(module: torch.nn.Module) -> Iterator[None]:
 
 
 class _BlockCall:
-    def __init__(self, route: Route, number: int) -> None:
+    def __init__(self, route: ModuleRouter, number: int) -> None:
         self._route, self._number = route, number
 
     def __call__(self, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -277,7 +279,7 @@ class _BlockCall:
 
 
 class _SideCall:
-    def __init__(self, route: Route, name: str, module: torch.nn.Module, on: frozenset[int]) -> None:
+    def __init__(self, route: ModuleRouter, name: str, module: torch.nn.Module, on: frozenset[int]) -> None:
         self._route, self._name, self._module, self._on = route, name, module, on
 
     def __call__(self, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -296,7 +298,7 @@ class _SideCall:
 
 
 class _ModelCall:
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: ModuleRouter) -> None:
         self._route = route
 
     def __call__(self, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -311,7 +313,7 @@ class _ModelCall:
         return whole(bare, args, self._route.inputs(args, kwargs))
 
 
-def _refuse(route: Route, name: str) -> None:
+def _refuse(route: ModuleRouter, name: str) -> None:
     raise UnsupportedError(
         f"{name} of {route.kind} was called outside of the model's forward, but it is on another stage of the pipeline"
     )
@@ -322,7 +324,7 @@ def is_routed(model: torch.nn.Module) -> bool:
     return _KEY in model.__dict__
 
 
-class Routed:
+class RoutedModule:
     """Mixed in before a module's class: its call goes through the route."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -341,7 +343,7 @@ def _exchange(module: torch.nn.Module, call: Call) -> None:
 def _routed(bare: Any) -> type:
     """One subclass for all modules of a class: the compiler's guards look at it."""
     try:
-        return type(bare.__name__, (Routed, bare), {"__module__": bare.__module__, "__doc__": bare.__doc__})
+        return type(bare.__name__, (RoutedModule, bare), {"__module__": bare.__module__, "__doc__": bare.__doc__})
     except TypeError as error:
         raise PrepareError(
             f"the class {bare.__qualname__} cannot be extended, which a pipeline needs: {error}"

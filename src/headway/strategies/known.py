@@ -17,7 +17,7 @@ Signature = tuple[str, ...]
 Value = TypeVar("Value")
 
 
-class Known(Generic[Value]):
+class CallCache(Generic[Value]):
     """By (signature, whatever else decides).
 
     Args:

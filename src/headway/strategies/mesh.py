@@ -18,7 +18,7 @@ from headway.config.float8 import Float8Options
 from headway.config.mesh import DATA_AXES, Layout, written
 from headway.config.sharding import ShardingOptions
 from headway.config.tensor import TensorParallelOptions
-from headway.data.shard import Shard
+from headway.data.shard import ShardIndex
 from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.optional import Later
@@ -33,14 +33,14 @@ from headway.strategies.float8 import check_float8, compute_scales, scale_before
 from headway.strategies.formats import check_formats, choose_formats, norms_within
 from headway.strategies.lost import LostWrites, check_hooks
 from headway.strategies.optimizers import check_optimizer
-from headway.strategies.replaced import Replaced
+from headway.strategies.replaced import ReplacedParameters
 from headway.strategies.scalars import WholeScalars
 from headway.strategies.second_order import SecondOrder
-from headway.strategies.sharded import Sharded
+from headway.strategies.sharded import ShardedModels
 from headway.strategies.single import SingleStrategy
 from headway.strategies.tensor_parallel import TensorParallel
-from headway.strategies.units import Units, check_whole, find_units
-from headway.strategies.usage import Usage
+from headway.strategies.units import ShardingUnits, check_whole, find_units
+from headway.strategies.usage import ParameterUsage
 from headway.units import format_bytes
 
 fsdp = Later("torch.distributed.fsdp")
@@ -96,13 +96,13 @@ class MeshStrategy(SingleStrategy):
         self.mesh, self._shards = build_mesh(collectives.runtime.device.type, layout)
         if layout.num_data_shards < layout.num_ranks:
             self.data_group = collectives.split(layout.data_groups)
-        self.data_shard = Shard(self._data_index(), layout.num_data_shards)
+        self.data_shard = ShardIndex(self._data_index(), layout.num_data_shards)
         # Along cp each rank has the gradient of its part of the same loss: a term, as of another shard of the data.
         self.gradient_divisor = layout.num_data_shards * layout.cp
         self._models: list[torch.nn.Module] = []
-        self._replaced = Replaced(self._models)
-        self._doors = doors.Doors(collectives)
-        self._usage: dict[int, Usage] = {}
+        self._replaced = ReplacedParameters(self._models)
+        self._doors = doors.CommHooks(collectives)
+        self._usage: dict[int, ParameterUsage] = {}
         self._seconds: dict[int, SecondOrder] = {}
         self._dtypes: dict[int, torch.dtype] = {}
         self._num_steps = 0
@@ -157,7 +157,7 @@ class MeshStrategy(SingleStrategy):
         self._models.append(model)
         self._replaced.look_again()
         self._doors.open(model)
-        self._usage[id(model)] = Usage(model, self.everyone, self._options.find_unused_parameters)
+        self._usage[id(model)] = ParameterUsage(model, self.everyone, self._options.find_unused_parameters)
         self._seconds[id(model)] = SecondOrder(model)
         self._dtypes.update(
             (id(record.sharded_param), record.sharded_param.dtype) for record in gathered.records(model)
@@ -165,7 +165,7 @@ class MeshStrategy(SingleStrategy):
         return context
 
     def _shard_once(self, model: torch.nn.Module, transforms: Iterable[Transform]) -> None:
-        known = self.everyone.runtime.scope.own(Sharded)
+        known = self.everyone.runtime.scope.own(ShardedModels)
         how = (self.layout, self._options, self._number_format, self._tensor)
         if known.is_sharded(model, how):
             self._cut_again(known.cut_of(model), model)
@@ -237,7 +237,7 @@ class MeshStrategy(SingleStrategy):
                 format_bytes(largest),
             )
 
-    def _shard(self, model: torch.nn.Module, units: Units) -> list[torch.nn.Module]:
+    def _shard(self, model: torch.nn.Module, units: ShardingUnits) -> list[torch.nn.Module]:
         """Shard each unit and the root; returns the units, innermost first."""
         chosen, device_type = self._options, self.everyone.runtime.device.type
         formats = choose_formats(chosen, self._number_format, self._computes_on)

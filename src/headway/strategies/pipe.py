@@ -22,11 +22,11 @@ from headway.config.pipeline import PipelineOptions
 from headway.errors import CollectiveError, HeadwayError, PeerOutOfMemory, UnsupportedError
 from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory
-from headway.strategies.journey import Route
-from headway.strategies.known import Known, signature
+from headway.strategies.journey import ModuleRouter
+from headway.strategies.known import CallCache, signature
 
 if TYPE_CHECKING:
-    from headway.strategies.chunk import Chunk, Parcel
+    from headway.strategies.chunk import PipelineStage, StageActivation
 
 log = get_logger(__name__)
 
@@ -35,7 +35,7 @@ Compute = Callable[[int, int, Tree], Tree]
 
 
 @dataclass
-class Batch:
+class PipelineBatch:
     """A batch on its way.
 
     Attributes:
@@ -45,13 +45,13 @@ class Batch:
         ahead: the micro-batches whose forward is done.
     """
 
-    chunks: "dict[int, Chunk]"
+    chunks: "dict[int, PipelineStage]"
     num: int
     keys: list[Any]
     ahead: set[int] = field(default_factory=set)
 
 
-class Pipe:
+class PipelineRunner:
     """One model's pipeline.
 
     Args:
@@ -61,7 +61,9 @@ class Pipe:
         options: as given.
     """
 
-    def __init__(self, model: torch.nn.Module, route: Route, group: Collectives, options: PipelineOptions) -> None:
+    def __init__(
+        self, model: torch.nn.Module, route: ModuleRouter, group: Collectives, options: PipelineOptions
+    ) -> None:
         self.model = model
         self.route = route
         self.group = group
@@ -70,7 +72,7 @@ class Pipe:
         self.num_stages = route.stages.num
         self.owners = [options.rank_of(stage, group.world_size) for stage in range(self.num_stages)]
         self.last_rank = self.owners[-1]
-        self._known: Known[list[Parcel]] = Known(
+        self._known: CallCache[list[StageActivation]] = CallCache(
             "a micro-batch of each new kind goes through the stages by itself, which is slow"
         )
         holders = route.stages.holders(model)
@@ -114,7 +116,7 @@ class Pipe:
             return True
         return number % max(1, number // self.group.world_size) == 0
 
-    def begin(self, pieces: Sequence[Tree], compute: Compute, what: Any) -> Batch:
+    def begin(self, pieces: Sequence[Tree], compute: Compute, what: Any) -> PipelineBatch:
         """A batch, of which the micro-batches of unknown shapes have gone ahead.
 
         Args:
@@ -129,8 +131,8 @@ class Pipe:
         frozen = bytes(not parameter.requires_grad for parameter in self.model.parameters())
         state = (what, self.model.training, torch.is_grad_enabled(), _autocast(self.device), frozen)
         keys = [(signature(piece), state) for piece in pieces]
-        batch = Batch(self._chunks(compute), len(pieces), keys)
-        parcels: list[list[Parcel]] = []
+        batch = PipelineBatch(self._chunks(compute), len(pieces), keys)
+        parcels: list[list[StageActivation]] = []
         for number, key in enumerate(keys):
             known = self._known.get(key)
             if known is None:
@@ -145,8 +147,8 @@ class Pipe:
                 chunk.arriving = {number: known[stage - 1] for number, known in enumerate(parcels)}
         return batch
 
-    def _chunks(self, compute: Compute) -> "dict[int, Chunk]":
-        from headway.strategies.chunk import Chunk  # torch's schedules, which take a second to import
+    def _chunks(self, compute: Compute) -> "dict[int, PipelineStage]":
+        from headway.strategies.chunk import PipelineStage  # torch's schedules, which take a second to import
 
         made = {}
         for stage in sorted(self.route.local):
@@ -155,13 +157,13 @@ class Pipe:
             def run(number: int, received: Tree, stage: int = stage) -> Tree:
                 return compute(stage, number, received)
 
-            made[stage] = Chunk(
+            made[stage] = PipelineStage(
                 self.model, stage, self.num_stages, self.device, self.group.group, self.owners, weights, run
             )
         return made
 
-    def _go_ahead(self, batch: Batch, number: int) -> "list[Parcel]":
-        parcels: list[Parcel] = []
+    def _go_ahead(self, batch: PipelineBatch, number: int) -> "list[StageActivation]":
+        parcels: list[StageActivation] = []
         for stage in range(self.num_stages):
             chunk, failure, told = batch.chunks.get(stage), None, None
             if chunk is not None:
@@ -181,7 +183,7 @@ class Pipe:
                 self._hand_on(batch, stage, number, parcel)
         return parcels
 
-    def _hand_on(self, batch: Batch, stage: int, number: int, parcel: "Parcel") -> None:
+    def _hand_on(self, batch: PipelineBatch, stage: int, number: int, parcel: "StageActivation") -> None:
         chunk, following = batch.chunks.get(stage), batch.chunks.get(stage + 1)
         if following is not None:
             following.arriving[number] = parcel
@@ -192,7 +194,7 @@ class Pipe:
         elif following is not None:
             carry(following.receive_ops(number))
 
-    def told(self, result: Tree, failure: Exception | None) -> "tuple[Parcel | None, tuple[str, str] | None]":
+    def told(self, result: Tree, failure: Exception | None) -> "tuple[StageActivation | None, tuple[str, str] | None]":
         """What the last stage tells the others of its result, or of its failure."""
         from headway.strategies.chunk import wrap
 
@@ -203,7 +205,7 @@ class Pipe:
         except HeadwayError as error:
             return None, _named(error)
 
-    def _sendable(self, parcel: "Parcel") -> "Parcel":
+    def _sendable(self, parcel: "StageActivation") -> "StageActivation":
         """What is beside the tensors goes to the other ranks as it is.
 
         Raises:
@@ -220,14 +222,14 @@ class Pipe:
 
     # ---------------------------------------------------------------- torch's schedules
 
-    def drive(self, batch: Batch, has_backward: bool) -> None:
+    def drive(self, batch: PipelineBatch, has_backward: bool) -> None:
         """Run what remains of a batch by the schedule that was asked for; each chunk's `outputs` of the last stage are losses."""
         chunks = [batch.chunks[stage] for stage in sorted(batch.chunks)]
         schedule = self._schedule(chunks, batch.num)
         run = schedule.step if has_backward else schedule.eval
         run(target=torch.arange(batch.num), return_outputs=False)
 
-    def _schedule(self, chunks: "list[Chunk]", num: int) -> Any:
+    def _schedule(self, chunks: "list[PipelineStage]", num: int) -> Any:
         from torch.distributed.pipelining import schedules
 
         name = self.options.schedule

@@ -15,7 +15,7 @@ from headway.collectives.door import Collectives
 from headway.collectives.tree import Tree, find_batch_size
 from headway.config.mesh import Layout
 from headway.config.pipeline import PipelineOptions
-from headway.data.shard import Shard
+from headway.data.shard import ShardIndex
 from headway.errors import LossError, PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.precision.base import Precision
@@ -23,11 +23,11 @@ from headway.runtime import process
 from headway.strategies import gradients
 from headway.strategies.axes import left
 from headway.strategies.base import Capabilities, Engine, Transform
-from headway.strategies.journey import Route, is_routed
-from headway.strategies.pipe import Pipe
+from headway.strategies.journey import ModuleRouter, is_routed
+from headway.strategies.pipe import PipelineRunner
 from headway.strategies.pipeline_state import PipelineState
 from headway.strategies.plain_calls import PlainCalls
-from headway.strategies.replica import Buckets
+from headway.strategies.replica import GradientBuckets
 from headway.strategies.single import SingleStrategy
 from headway.strategies.stage_streams import go_on, own_streams
 from headway.strategies.stages import find_stages
@@ -35,7 +35,7 @@ from headway.strategies.stages import find_stages
 log = get_logger(__name__)
 
 
-class Task:
+class PipelineTask:
     """A batch whose loss is computed in backward.
 
     Args:
@@ -83,7 +83,7 @@ class PipelineStrategy(SingleStrategy):
         self._group = collectives.split(layout.groups("pp"))
         self.data_group = collectives.split(layout.data_groups)
         self._peers = self.data_group  # other ranks' optimizers hold the parameters of other stages
-        self.data_shard = Shard(layout.coordinates(collectives.rank)["replicate"], layout.replicate)
+        self.data_shard = ShardIndex(layout.coordinates(collectives.rank)["replicate"], layout.replicate)
         self.gradient_divisor = layout.replicate
         self._replaced: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._shared: list[tuple[Collectives, list[torch.nn.Parameter]]] = []
@@ -91,10 +91,10 @@ class PipelineStrategy(SingleStrategy):
         self._summed: dict[int, torch.Tensor] = {}
         self._aside: dict[int, torch.Tensor] = {}
         self._model: torch.nn.Module | None = None
-        self._pipe: Pipe | None = None
+        self._pipe: PipelineRunner | None = None
         self._calls: PlainCalls | None = None
         self._state: PipelineState | None = None
-        self._task: Task | None = None
+        self._task: PipelineTask | None = None
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._has_left = False
         process.at_end(self._leave, is_engine=True)
@@ -112,7 +112,7 @@ class PipelineStrategy(SingleStrategy):
         Raises:
             PrepareError: whole models come with their values.
         """
-        if model in self.everyone.runtime.scope.own(Staged).of:
+        if model in self.everyone.runtime.scope.own(StagedModels).of:
             return
         if is_routed(model):
             raise PrepareError(
@@ -132,7 +132,7 @@ class PipelineStrategy(SingleStrategy):
         """
         if self._has_left and self.layout.replicate > 1:
             raise StateError(left(self.layout))
-        known = self.everyone.runtime.scope.own(Staged).of
+        known = self.everyone.runtime.scope.own(StagedModels).of
         how = (self.layout, self._options)
         before = known.get(model)
         if before is None:
@@ -145,7 +145,7 @@ class PipelineStrategy(SingleStrategy):
             )
         else:
             _, route, state = before
-        self._pipe = Pipe(model, route, self._group, self._options)
+        self._pipe = PipelineRunner(model, route, self._group, self._options)
         self._calls = PlainCalls(self._pipe)
         route.whole = self._calls
         self._model, self._state = model, state
@@ -168,7 +168,7 @@ class PipelineStrategy(SingleStrategy):
 
         pipe.route.whole = call
 
-    def _cut(self, model: torch.nn.Module, transforms: Iterable[Transform]) -> tuple[Route, PipelineState]:
+    def _cut(self, model: torch.nn.Module, transforms: Iterable[Transform]) -> tuple[ModuleRouter, PipelineState]:
         num_ranks, rank = self._group.world_size, self._group.rank
         num_stages = num_ranks * self._options.num_per_rank
         stages = find_stages(model, num_stages, self._options)  # what is refused is refused before anything is changed
@@ -197,7 +197,7 @@ class PipelineStrategy(SingleStrategy):
             for key, on in stages.holders(model).items()
         }
         log.info("stages of %s: %s", type(model).__name__, stages.describe())
-        route = Route(model, stages, local, self.everyone.runtime.device)
+        route = ModuleRouter(model, stages, local, self.everyone.runtime.device)
         owners = {id(tensor): holders[id(tensor)] for tensor in (*model.parameters(), *model.buffers())}
         return route, PipelineState(model, self._keep(model, owners), self.layout, self.everyone.rank)
 
@@ -299,7 +299,7 @@ class PipelineStrategy(SingleStrategy):
         pieces = self._pipe.cut(batch)
         weights = [float(find_batch_size(piece) or 1) if weigh is None else float(weigh(piece)) for piece in pieces]
         loss = torch.zeros((), device=self.everyone.runtime.device, requires_grad=True)
-        self._task = Task(fn, pieces, weights, reduction, loss)
+        self._task = PipelineTask(fn, pieces, weights, reduction, loss)
         return loss
 
     def backward(self, loss: torch.Tensor, factor: float, precision: Precision, **kwargs: Any) -> None:
@@ -314,7 +314,7 @@ class PipelineStrategy(SingleStrategy):
         if self._calls is not None:
             self._calls.backward(held, bool(kwargs.get("retain_graph")))
 
-    def _run(self, task: Task, factor: float, precision: Precision) -> None:
+    def _run(self, task: PipelineTask, factor: float, precision: Precision) -> None:
         pipe = self._pipe
         assert pipe is not None
         last, total = pipe.num_stages - 1, torch.zeros((), device=pipe.device)
@@ -398,7 +398,7 @@ class PipelineStrategy(SingleStrategy):
                     parameter.grad = torch.zeros_like(parameter)
             grads = [parameter.grad for parameter in learning if parameter.grad is not None]
             if grads:
-                buckets = Buckets(grads)
+                buckets = GradientBuckets(grads)
                 self.data_group.sum_in_place(buckets.pack(grads))
                 buckets.unpack(grads)
                 torch._foreach_mul_(grads, 1.0 / self.data_group.world_size)
@@ -467,7 +467,7 @@ class PipelineStrategy(SingleStrategy):
         self._optimizers.clear()
 
 
-class Staged:
+class StagedModels:
     """The models that were cut in this process.
 
     Attributes:
@@ -475,7 +475,7 @@ class Staged:
     """
 
     def __init__(self) -> None:
-        self.of: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Route, PipelineState]] = (
+        self.of: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, ModuleRouter, PipelineState]] = (
             weakref.WeakKeyDictionary()
         )
 

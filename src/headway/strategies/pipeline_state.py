@@ -8,7 +8,7 @@ import torch
 
 from headway.collectives.door import Collectives
 from headway.config.mesh import Layout
-from headway.weights.pieces import Box, Piece, Split
+from headway.weights.pieces import ShardPiece, TensorBox, TensorSplit
 
 
 class PipelineState:
@@ -35,13 +35,13 @@ class PipelineState:
 
     def _piece(
         self, shape: tuple[int, ...], dtype: torch.dtype, on: frozenset[int], held: torch.Tensor | None
-    ) -> Piece:
+    ) -> ShardPiece:
         writer = self._ranks[min(on)]
-        split = Split(tuple((size,) for size in shape), (writer,))
+        split = TensorSplit(tuple((size,) for size in shape), (writer,))
         if held is None:
-            return Piece(shape, dtype, (), None, split)
+            return ShardPiece(shape, dtype, (), None, split)
         plain = held.detach()
-        return Piece(shape, dtype, (Box((0,) * len(shape), plain, self._rank == writer),), plain, split)
+        return ShardPiece(shape, dtype, (TensorBox((0,) * len(shape), plain, self._rank == writer),), plain, split)
 
     def _part(self, name: str, tensor: torch.Tensor) -> Any:
         on = self.owners[name]
@@ -123,7 +123,7 @@ class PipelineState:
                 continue
             state = optimizer.state[parameter]
             for key, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, Piece):
+                if isinstance(value, ShardPiece):
                     whole = value.boxes[0].values if value.boxes else torch.empty(value.shape, dtype=value.dtype)
                     state[key] = whole.to(parameter.device)
 

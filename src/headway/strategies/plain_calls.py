@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from headway.collectives.tree import Tree, concatenate, find_batch_size, map_tensors, tensors
 from headway.errors import StateError, UnsupportedError
-from headway.strategies.pipe import Batch, Pipe, again
+from headway.strategies.pipe import PipelineBatch, PipelineRunner, again
 from headway.strategies.stage_streams import go_on, own_streams
 
 
-class Returned:
+class ReturnedOutputs:
     """Outputs that a script has, seen from backward.
 
     Attributes:
@@ -30,11 +30,13 @@ class Returned:
         self.grads: tuple[torch.Tensor | None, ...] | None = None
 
 
-class _Hand(torch.autograd.Function):
+class _HandOver(torch.autograd.Function):
     """Hands outputs to the script: its graph begins here, and its backward ends here."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, returned: Returned, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, returned: ReturnedOutputs, *values: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.returned = returned
         ctx.set_materialize_grads(False)
         return tuple(value.detach() for value in values)
@@ -46,7 +48,7 @@ class _Hand(torch.autograd.Function):
 
 
 @dataclass
-class Pending:
+class PendingForward:
     """A forward whose backward may come.
 
     Attributes:
@@ -56,8 +58,8 @@ class Pending:
         joined: there, what the blocks returned, as leaves of that graph.
     """
 
-    returned: "weakref.ref[Returned]"
-    batch: Batch | None
+    returned: "weakref.ref[ReturnedOutputs]"
+    batch: PipelineBatch | None
     whole: list[torch.Tensor]
     joined: list[torch.Tensor]
 
@@ -69,9 +71,9 @@ class PlainCalls:
         pipe: its pipeline.
     """
 
-    def __init__(self, pipe: Pipe) -> None:
+    def __init__(self, pipe: PipelineRunner) -> None:
         self._pipe = pipe
-        self._pending: list[Pending] = []
+        self._pending: list[PendingForward] = []
 
     # ---------------------------------------------------------------- forward
 
@@ -104,7 +106,7 @@ class PlainCalls:
 
     def _forward(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, list[torch.Tensor], list[torch.Tensor], Batch]:
+    ) -> tuple[Any, list[torch.Tensor], list[torch.Tensor], PipelineBatch]:
         pipe, last = self._pipe, self._pipe.num_stages - 1
         pieces = pipe.cut_call(args, kwargs)
 
@@ -135,7 +137,7 @@ class PlainCalls:
             raise again(problem, last, pipe.last_rank)
         return parcel, list(tensors(result)), joined, batch
 
-    def _run(self, batch: Batch) -> None:
+    def _run(self, batch: PipelineBatch) -> None:
         """The forwards that remain."""
         if len(batch.chunks) > 1:
             self._pipe.drive(batch, has_backward=False)
@@ -149,7 +151,7 @@ class PlainCalls:
                 sent += _start(chunk.get_fwd_send_ops(number))
         _wait(sent)
 
-    def _join(self, batch: Batch, pieces: Sequence[Tree]) -> tuple[Tree, list[torch.Tensor]]:
+    def _join(self, batch: PipelineBatch, pieces: Sequence[Tree]) -> tuple[Tree, list[torch.Tensor]]:
         """What the last block returned for all micro-batches, joined to what it would for the batch."""
         chunk = batch.chunks[self._pipe.num_stages - 1]
         parts = [
@@ -171,7 +173,7 @@ class PlainCalls:
         return whole, list(tensors(whole))
 
     def _outputs(
-        self, parcel: Any, found: list[torch.Tensor], joined: list[torch.Tensor], batch: Batch, learns: bool
+        self, parcel: Any, found: list[torch.Tensor], joined: list[torch.Tensor], batch: PipelineBatch, learns: bool
     ) -> Any:
         """The last stage's outputs on all ranks."""
         pipe = self._pipe
@@ -180,21 +182,21 @@ class PlainCalls:
         learning = [number for number, meta in enumerate(parcel.metas) if meta[2] and learns]
         if learning:
             self._pending = [each for each in self._pending if each.returned() is not None]
-            returned, anchor = Returned(), torch.zeros((), device=pipe.device, requires_grad=True)
-            handed = _Hand.apply(anchor, returned, *(values[number] for number in learning))  # type: ignore[no-untyped-call]
+            returned, anchor = ReturnedOutputs(), torch.zeros((), device=pipe.device, requires_grad=True)
+            handed = _HandOver.apply(anchor, returned, *(values[number] for number in learning))  # type: ignore[no-untyped-call]
             for number, value in zip(learning, handed):
                 values[number] = value
             whole = [found[number] for number in learning] if pipe.is_last else []
-            self._pending.append(Pending(weakref.ref(returned), batch, whole, joined))
+            self._pending.append(PendingForward(weakref.ref(returned), batch, whole, joined))
         return parcel.open(values)
 
     # ---------------------------------------------------------------- backward
 
-    def held(self) -> list[tuple[Pending, Returned | None]]:
+    def held(self) -> list[tuple[PendingForward, ReturnedOutputs | None]]:
         """Forwards whose backward may be about to come."""
         return [(each, each.returned()) for each in self._pending]
 
-    def backward(self, held: list[tuple[Pending, Returned | None]], is_kept: bool) -> None:
+    def backward(self, held: list[tuple[PendingForward, ReturnedOutputs | None]], is_kept: bool) -> None:
         """The script's backward has run: go on through the stages, for those forwards whose outputs it reached.
 
         Raises:
@@ -213,7 +215,7 @@ class PlainCalls:
             self._back(batch, pending, grads)
             pending.whole, pending.joined = [], []
 
-    def _back(self, batch: Batch, pending: Pending, grads: Sequence[torch.Tensor | None]) -> None:
+    def _back(self, batch: PipelineBatch, pending: PendingForward, grads: Sequence[torch.Tensor | None]) -> None:
         (chunk,) = batch.chunks.values()
         chunk.has_backward, chunk.chunks = True, batch.num
         if self._pipe.is_last:
@@ -226,7 +228,9 @@ class PlainCalls:
         _wait(sent)
 
     @staticmethod
-    def _share_out(chunk: Any, batch: Batch, pending: Pending, grads: Sequence[torch.Tensor | None]) -> None:
+    def _share_out(
+        chunk: Any, batch: PipelineBatch, pending: PendingForward, grads: Sequence[torch.Tensor | None]
+    ) -> None:
         """Backward through what comes after the blocks, and the parts of each micro-batch in its result."""
         reached = [(out, grad) for out, grad in zip(pending.whole, grads) if grad is not None]
         torch.autograd.backward([out for out, _ in reached], [grad for _, grad in reached])

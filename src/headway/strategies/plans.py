@@ -11,12 +11,12 @@ import torch
 from headway.config.tensor import STYLES, TensorParallelOptions, unknown_style
 from headway.errors import ConfigError, PrepareError
 from headway.strategies import adapters, styles
-from headway.strategies.crossings import Axis
-from headway.strategies.styles import Site, Style
+from headway.strategies.crossings import SplitAxis
+from headway.strategies.styles import SplitModule, SplitStyle
 
 
 @dataclass
-class Cuts:
+class ModelSplit:
     """What a plan does to a model.
 
     Attributes:
@@ -26,13 +26,13 @@ class Cuts:
         adapted: layers with adapters around modules that are cut, by name.
     """
 
-    sites: dict[str, Site] = field(default_factory=dict)
-    parameters: dict[str, Style] = field(default_factory=dict)
+    sites: dict[str, SplitModule] = field(default_factory=dict)
+    parameters: dict[str, SplitStyle] = field(default_factory=dict)
     foreign: dict[str, Any] = field(default_factory=dict)
-    adapted: dict[str, Style] = field(default_factory=dict)
+    adapted: dict[str, SplitStyle] = field(default_factory=dict)
 
 
-def read(model: torch.nn.Module, axis: Axis, options: TensorParallelOptions) -> Cuts:
+def read(model: torch.nn.Module, axis: SplitAxis, options: TensorParallelOptions) -> ModelSplit:
     """What the options, or the model's own plan, do to the model.
 
     Raises:
@@ -43,7 +43,7 @@ def read(model: torch.nn.Module, axis: Axis, options: TensorParallelOptions) -> 
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     plan = options.plan if options.plan is not None else _own_plan(model)
     plan = _below_wrappers(plan, [*modules, *parameters], parameters)
-    cuts, chosen = Cuts(), dict[str, str]()
+    cuts, chosen = ModelSplit(), dict[str, str]()
     for pattern, style in plan.items():
         found = [name for name in (*modules, *sorted(parameters)) if name and fits(pattern, name)]
         if not found and options.plan is not None:
@@ -133,7 +133,9 @@ def _check_foreign(name: str, style: Any, modules: Mapping[str, torch.nn.Module]
         raise ConfigError(f"the plan gives the parameter {name!r} a ParallelStyle object; those are for modules")
 
 
-def _add_sites(cuts: Cuts, model: torch.nn.Module, name: str, module: torch.nn.Module, style: str, axis: Axis) -> None:
+def _add_sites(
+    cuts: ModelSplit, model: torch.nn.Module, name: str, module: torch.nn.Module, style: str, axis: SplitAxis
+) -> None:
     """The module, or what takes its place where it has adapters."""
     if not adapters.is_adapted(module):
         cuts.sites[name] = _site(model, name, module, style, axis)
@@ -148,10 +150,10 @@ def _add_sites(cuts: Cuts, model: torch.nn.Module, name: str, module: torch.nn.M
         cuts.sites[f"{name}.{part}"] = _site(model, name, module.get_submodule(part), style, axis)
 
 
-def _site(model: torch.nn.Module, name: str, module: torch.nn.Module, style: str, axis: Axis) -> Site:
+def _site(model: torch.nn.Module, name: str, module: torch.nn.Module, style: str, axis: SplitAxis) -> SplitModule:
     if style not in STYLES:
         raise ConfigError(unknown_style(name, style))
-    site = Site(module, name, axis, styles.make(style))
+    site = SplitModule(module, name, axis, styles.make(style))
     if (reason := site.style.misfit(module, axis.size)) is not None:
         raise PrepareError(
             f"the tensor-parallel style {style!r} does not fit {name!r} ({type(module).__name__}): {reason}; choose another "
@@ -173,7 +175,7 @@ def _fact(model: torch.nn.Module, name: str, fact: str) -> int:
     )
 
 
-def _parameter_style(name: str, style: str) -> Style:
+def _parameter_style(name: str, style: str) -> SplitStyle:
     if style not in STYLES:
         raise ConfigError(unknown_style(name, style))
     made = styles.make(style)
@@ -185,7 +187,7 @@ def _parameter_style(name: str, style: str) -> Style:
     return made
 
 
-def _check_nesting(cuts: Cuts) -> None:
+def _check_nesting(cuts: ModelSplit) -> None:
     """A module within one that torch's style cuts is torch's; two styles on one parameter contradict each other."""
     for name in cuts.parameters:
         owner, _, key = name.rpartition(".")
@@ -202,7 +204,7 @@ def _check_nesting(cuts: Cuts) -> None:
                 )
 
 
-def _own_parameters_of(cuts: Cuts, name: str) -> Iterator[str]:
+def _own_parameters_of(cuts: ModelSplit, name: str) -> Iterator[str]:
     # PrepareModuleInput and its like change arguments alone; others cut what they are given.
     if not type(cuts.foreign[name]).__name__.startswith("PrepareModule"):
         yield name

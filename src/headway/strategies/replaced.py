@@ -9,7 +9,7 @@ import torch
 from headway.strategies import gathered, gradients
 
 
-class Replaced:
+class ReplacedParameters:
     """The parameters of a strategy's models, by what stood or stands in their place.
 
     Args:

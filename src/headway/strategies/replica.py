@@ -32,7 +32,7 @@ class ReplicaStrategy(SingleStrategy):
         super().__init__(collectives)
         self.gradient_divisor = collectives.world_size
         self._broadcasts = options.broadcast_buffers
-        self._buckets: dict[str, tuple[list[torch.Tensor], Buckets]] = {}
+        self._buckets: dict[str, tuple[list[torch.Tensor], GradientBuckets]] = {}
         self._models: list[torch.nn.Module] = []
         self._flags: list[bool] = []
         chosen = (options.comm_hook, options.comm_wrapper)
@@ -125,11 +125,14 @@ class ReplicaStrategy(SingleStrategy):
             return []
         return [buffer for model in self._models if model.training for buffer in model.buffers() if buffer.numel()]
 
-    def _plan(self, name: str, tensors: list[torch.Tensor]) -> "Buckets":
+    def _plan(self, name: str, tensors: list[torch.Tensor]) -> "GradientBuckets":
         known = self._buckets.get(name)
         if known is None or not _are_alike(known[0], tensors):
             # Only shapes are remembered: meta tensors hold no memory.
-            known = self._buckets[name] = ([torch.empty_like(t, device="meta") for t in tensors], Buckets(tensors))
+            known = self._buckets[name] = (
+                [torch.empty_like(t, device="meta") for t in tensors],
+                GradientBuckets(tensors),
+            )
         return known[1]
 
     def _travel(
@@ -151,7 +154,7 @@ class ReplicaStrategy(SingleStrategy):
         self._buckets.clear()
 
 
-class Buckets:
+class GradientBuckets:
     """Packs small tensors of one kind into flat ones; large contiguous ones travel as they are.
 
     The plan depends on sizes, types and order alone, so it is the same on all ranks.

@@ -22,14 +22,14 @@ _NEEDED = (
 )  # fmt: skip
 
 
-class Rings:
+class RingDispatcher:
     """Those in use, and how keys and values travelled before: torch has one dispatcher and one way for the whole process."""
 
     def __init__(self) -> None:
-        self._held: list[Ring] = []
+        self._held: list[RingAttention] = []
         self._before: Any = None
 
-    def enter(self, ring: "Ring", rotation: str) -> None:
+    def enter(self, ring: "RingAttention", rotation: str) -> None:
         """Let torch's attention be a ring that sends in this way."""
         if not self._held:
             self._before = attention._cp_options.rotate_method
@@ -37,7 +37,7 @@ class Rings:
         attention._enable_context_parallel_dispatcher()
         self._held.append(ring)
 
-    def leave(self, ring: "Ring") -> None:
+    def leave(self, ring: "RingAttention") -> None:
         """The last ring leaves torch as it was."""
         if ring not in self._held:
             return
@@ -47,7 +47,7 @@ class Rings:
             attention._disable_context_parallel_dispatcher()
 
 
-def find(mesh: Any, rotation: str, known: Rings) -> "Ring | None":
+def find(mesh: Any, rotation: str, known: RingDispatcher) -> "RingAttention | None":
     """Causal attention by torch's ring; None where it has no kernel, or where this torch has another form of it.
 
     Args:
@@ -70,10 +70,10 @@ def find(mesh: Any, rotation: str, known: Rings) -> "Ring | None":
             ", ".join(missing),
         )
         return None
-    return Ring(mesh, rotation, known)
+    return RingAttention(mesh, rotation, known)
 
 
-class Ring:
+class RingAttention:
     """torch's ring attention on the ranks of one axis.
 
     Args:
@@ -82,7 +82,7 @@ class Ring:
         known: the process's rings.
     """
 
-    def __init__(self, mesh: Any, rotation: str, known: Rings) -> None:
+    def __init__(self, mesh: Any, rotation: str, known: RingDispatcher) -> None:
         self._mesh, self._known = mesh, known
         kind = attention._ContextParallel
         self._style = kind(seq_dim=2, attention_type=kind.AttentionType.SDPA)

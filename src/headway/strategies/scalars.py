@@ -11,7 +11,7 @@ import torch
 
 from headway.optional import Later
 from headway.runtime import process
-from headway.runtime.lone import LoneCalls
+from headway.runtime.lone import RankConditionalCallCheck
 from headway.runtime.process import ProcessRuntime
 
 dtensor = Later("torch.distributed.tensor")
@@ -23,14 +23,14 @@ class WholeScalars:
     """The process's entry in that table, until its runtime ends, to which this belongs."""
 
     def __init__(self) -> None:
-        self._calls: LoneCalls | None = None
+        self._calls: RankConditionalCallCheck | None = None
         self._table: dict[Any, Any] = dtensor.DTensor._op_dispatcher._custom_op_handlers
         self._entry = self._item
 
     def enter(self, runtime: ProcessRuntime) -> None:
         """From now on; where it is entered already, nothing changes."""
         if self._calls is None:
-            self._calls = LoneCalls(runtime, "sharded")
+            self._calls = RankConditionalCallCheck(runtime, "sharded")
             self._table.setdefault(_ITEM, self._entry)
             process.at_end(self.release)
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 
 from headway.errors import PrepareError
-from headway.strategies.plans import Cuts
-from headway.strategies.styles import Colwise, Crossing, PartialGradients, Rowwise, Site
+from headway.strategies.plans import ModelSplit
+from headway.strategies.styles import BoundaryLayout, Colwise, PartialGradients, Rowwise, SplitModule
 
 
 @dataclass
-class Stack:
+class SequenceRegion:
     """Where the sequence is cut.
 
     Attributes:
@@ -28,7 +28,7 @@ class Stack:
     partial: set[str] = field(default_factory=set)
 
 
-def arrange(model: torch.nn.Module, cuts: Cuts) -> Stack:
+def arrange(model: torch.nn.Module, cuts: ModelSplit) -> SequenceRegion:
     """Find the stack of blocks, and tell its sites what they are given.
 
     Raises:
@@ -39,7 +39,7 @@ def arrange(model: torch.nn.Module, cuts: Cuts) -> Stack:
             "sequence_parallel=True works with styles given by name; a plan of ParallelStyle objects says itself where "
             "sequences are split (torch's SequenceParallel and PrepareModuleInput): leave the option out"
         )
-    stack = Stack(_blocks(model, cuts))
+    stack = SequenceRegion(_blocks(model, cuts))
     for name in stack.blocks:
         block = model.get_submodule(name)
         stack.partial.add(name)
@@ -48,7 +48,7 @@ def arrange(model: torch.nn.Module, cuts: Cuts) -> Stack:
     return stack
 
 
-def _blocks(model: torch.nn.Module, cuts: Cuts) -> list[str]:
+def _blocks(model: torch.nn.Module, cuts: ModelSplit) -> list[str]:
     rows = [name for name, site in cuts.sites.items() if isinstance(site.style, Rowwise)]
     found: list[list[str]] = []
     for name, module in model.named_modules():
@@ -66,7 +66,7 @@ def _blocks(model: torch.nn.Module, cuts: Cuts) -> list[str]:
     return found[0]
 
 
-def _arrange_child(name: str, child: torch.nn.Module, cuts: Cuts, stack: Stack) -> None:
+def _arrange_child(name: str, child: torch.nn.Module, cuts: ModelSplit, stack: SequenceRegion) -> None:
     inside = {path: site for path, site in cuts.sites.items() if path == name or path.startswith(f"{name}.")}
     named = [path for path in cuts.parameters if path.startswith(f"{name}.")]
     if named or any(not _is_known(site) for site in inside.values()):
@@ -77,7 +77,7 @@ def _arrange_child(name: str, child: torch.nn.Module, cuts: Cuts, stack: Stack) 
         )
     cutting = {path: site for path, site in inside.items() if not isinstance(site.style, PartialGradients)}
     if name in cutting:
-        cutting[name].crossing = Crossing.SEQUENCE
+        cutting[name].crossing = BoundaryLayout.SEQUENCE
         return
     if not cutting:
         stack.partial.update(f"{name}.{path}" if path else name for path, _ in child.named_modules())
@@ -93,10 +93,10 @@ def _arrange_child(name: str, child: torch.nn.Module, cuts: Cuts, stack: Stack) 
         raise PrepareError(f"sequence_parallel=True: {name!r} has colwise matrices, but no rowwise matrix after them")
     stack.gathered.append(name)
     for site in cutting.values():
-        site.crossing = Crossing.SEQUENCE if isinstance(site.style, Rowwise) else Crossing.GATHERED
+        site.crossing = BoundaryLayout.SEQUENCE if isinstance(site.style, Rowwise) else BoundaryLayout.GATHERED
 
 
-def _is_known(site: Site) -> bool:
+def _is_known(site: SplitModule) -> bool:
     style = site.style
     if isinstance(style, Colwise):
         return not style.is_gathered

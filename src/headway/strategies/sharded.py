@@ -9,7 +9,7 @@ from headway.errors import PrepareError
 from headway.strategies.tensor_parallel import TensorParallel
 
 
-class Sharded:
+class ShardedModels:
     """The models that were sharded in this process, and how."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from headway.collectives.door import Collectives
-from headway.data.shard import Shard
+from headway.data.shard import ShardIndex
 from headway.errors import CollectiveError, PrepareError
 from headway.precision.base import Precision
 from headway.runtime.trail import Step
@@ -26,7 +26,7 @@ class SingleStrategy:
 
     def __init__(self, collectives: Collectives) -> None:
         self.data_group = self.everyone = self._peers = collectives
-        self.data_shard = Shard(collectives.rank, collectives.world_size)
+        self.data_shard = ShardIndex(collectives.rank, collectives.world_size)
         self.gradient_divisor = 1
         self._seeds: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 

@@ -21,7 +21,7 @@ from headway.runtime.seed import mix, read_streams, write_streams
 NAMES = ("python", "numpy", "torch", "device")
 
 
-class Drawn:
+class StageRNG:
     """What a batch draws in this rank's stages, and from which streams.
 
     Args:
@@ -74,10 +74,10 @@ class Drawn:
 
 
 @contextmanager
-def own_streams(hardware: Hardware) -> Iterator[Drawn]:
+def own_streams(hardware: Hardware) -> Iterator[StageRNG]:
     """A block after which all streams are as before."""
     common = read_streams(hardware)
-    told = Drawn(hardware, common)
+    told = StageRNG(hardware, common)
     try:
         yield told
     finally:

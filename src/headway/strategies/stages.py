@@ -16,7 +16,7 @@ from headway.strategies.blocks import find_blocks
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageSplit:
     """A model's stages.
 
     Attributes:
@@ -73,7 +73,7 @@ class Stages:
         return "; ".join(parts)
 
 
-def find_stages(model: torch.nn.Module, num_stages: int, options: PipelineOptions) -> Stages:
+def find_stages(model: torch.nn.Module, num_stages: int, options: PipelineOptions) -> StageSplit:
     """Cut a model.
 
     Args:
@@ -97,7 +97,7 @@ def find_stages(model: torch.nn.Module, num_stages: int, options: PipelineOption
         )
     bounds = _named_bounds(names, num_stages, options.split) if options.split else _even(len(blocks), num_stages)
     sides, loose = _sides(model, set(map(id, blocks)), num_stages, options)
-    return Stages(tuple(blocks), tuple(names), tuple(bounds), sides, tuple(loose))
+    return StageSplit(tuple(blocks), tuple(names), tuple(bounds), sides, tuple(loose))
 
 
 def _even(num_blocks: int, num_stages: int) -> list[int]:

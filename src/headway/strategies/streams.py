@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 
 from headway.runtime import torch_stream
-from headway.strategies.crossings import Axis
+from headway.strategies.crossings import SplitAxis
 
 
-class Streams:
+class SplitRNG:
     """Of one model on one rank.
 
     Args:
@@ -26,7 +26,7 @@ class Streams:
         join: from here on they are whole again.
     """
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: SplitAxis) -> None:
         self._axis = axis
         self._common: torch.Tensor | None = None
         self._start: torch.Tensor | None = None

@@ -1,6 +1,6 @@
 """The ways to split one module: which dimension of its parameters, and which collectives run at its input and output.
 
-All compute on plain local tensors. Sequence parallel changes two crossings: see `Crossing`.
+All compute on plain local tensors. Sequence parallel changes two crossings: see `BoundaryLayout`.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from headway.strategies import crossings
-from headway.strategies.crossings import Axis
+from headway.strategies.crossings import SplitAxis
 
 SEQUENCE_DIM = 1
 """(batch, sequence, features), as transformers and torch's batch_first have it."""
 
 
-class Crossing(Enum):
+class BoundaryLayout(Enum):
     """What a cut module's input and output are outside of it, where sequence parallel has changed that.
 
     PLAIN: whole activations on all ranks.
@@ -32,7 +32,7 @@ class Crossing(Enum):
 
 
 @dataclass
-class Site:
+class SplitModule:
     """One module that is cut, and what a call of it leaves for its end.
 
     Attributes:
@@ -46,9 +46,9 @@ class Site:
 
     module: torch.nn.Module
     name: str
-    axis: Axis
-    style: "Style"
-    crossing: Crossing = Crossing.PLAIN
+    axis: SplitAxis
+    style: "SplitStyle"
+    crossing: BoundaryLayout = BoundaryLayout.PLAIN
     facts: dict[str, int] = field(default_factory=dict)
     held: dict[str, Any] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ class Site:
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Style:
+class SplitStyle:
     """The base: parameters stay whole, and nothing crosses.
 
     Attributes:
@@ -80,14 +80,14 @@ class Style:
     factor = 1
     """How many matrices lie packed along that dimension, each of which is cut."""
 
-    def enter(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def enter(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments of the module's forward."""
         return args, kwargs
 
-    def restore(self, site: Site) -> None:
+    def restore(self, site: SplitModule) -> None:
         """Give the module back what `enter` took from it; called however the forward ends, and before `leave`."""
 
-    def leave(self, site: Site, output: Any) -> Any:
+    def leave(self, site: SplitModule, output: Any) -> Any:
         """The output of the module."""
         return output
 
@@ -102,7 +102,7 @@ def with_first(
     return args, {**kwargs, name: change(kwargs[name])}
 
 
-class Colwise(Style):
+class Colwise(SplitStyle):
     """Each rank computes some of the outputs.
 
     Args:
@@ -121,15 +121,15 @@ class Colwise(Style):
         """The outputs'."""
         return parameter.dim() - 1 if parameter.dim() == 1 or key.endswith("bias") else parameter.dim() - 2
 
-    def enter(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def enter(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Its gradient comes in terms."""
-        if site.crossing is Crossing.GATHERED:
+        if site.crossing is BoundaryLayout.GATHERED:
             return args, kwargs
-        if site.crossing is Crossing.SEQUENCE:
+        if site.crossing is BoundaryLayout.SEQUENCE:
             return with_first(args, kwargs, lambda x: crossings.join_for_terms(x, site.axis, SEQUENCE_DIM))
         return with_first(args, kwargs, lambda x: crossings.spread(x, site.axis))
 
-    def leave(self, site: Site, output: Any) -> Any:
+    def leave(self, site: SplitModule, output: Any) -> Any:
         """Cut, or gathered."""
         size = int(site.module.out_features) if self.is_gathered else 0  # type: ignore[arg-type]
         return crossings.join(output, site.axis, -1, size) if self.is_gathered else output
@@ -147,7 +147,7 @@ class PackedColwise(Colwise):
         return found or (f"its {outputs} outputs cannot be divided by 2 x {size}" if outputs % (2 * size) else None)
 
 
-class Rowwise(Style):
+class Rowwise(SplitStyle):
     """Each rank computes with some of the inputs; what they get is summed.
 
     Args:
@@ -167,7 +167,7 @@ class Rowwise(Style):
         """The inputs'."""
         return None if key.endswith("bias") else parameter.dim() - 1
 
-    def enter(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def enter(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Its part."""
         if site.module._parameters.get("bias") is not None:
             site.held["bias"] = site.module._parameters["bias"]
@@ -176,14 +176,14 @@ class Rowwise(Style):
             return with_first(args, kwargs, lambda x: crossings.part_of(x, site.axis, -1))
         return args, kwargs
 
-    def restore(self, site: Site) -> None:
+    def restore(self, site: SplitModule) -> None:
         """Its bias."""
         if (bias := site.held.pop("bias", None)) is not None:
             site.module._parameters["bias"] = bias
 
-    def leave(self, site: Site, output: Any) -> Any:
+    def leave(self, site: SplitModule, output: Any) -> Any:
         """The sum, and the bias once."""
-        if site.crossing is Crossing.PLAIN:
+        if site.crossing is BoundaryLayout.PLAIN:
             output = crossings.total(output, site.axis)
         else:
             output = crossings.part_of_total(output, site.axis, SEQUENCE_DIM)
@@ -191,7 +191,7 @@ class Rowwise(Style):
         if bias is None:
             return output
         local = bias.to_local() if isinstance(bias, DTensor) else bias  # which dynamo can tell; attributes it cannot
-        if site.crossing is not Crossing.PLAIN:
+        if site.crossing is not BoundaryLayout.PLAIN:
             local = crossings.spread(local, site.axis)
         return output + local.to(output.dtype)
 
@@ -206,7 +206,7 @@ class PackedRowwise(Rowwise):
         return "it is for a packed parameter, not for a module"
 
 
-class EmbeddingRowwise(Style):
+class EmbeddingRowwise(SplitStyle):
     """Each rank has some of the rows; what they look up is summed."""
 
     def misfit(self, module: torch.nn.Module, size: int) -> str | None:
@@ -221,7 +221,7 @@ class EmbeddingRowwise(Style):
         """The rows'."""
         return 0
 
-    def enter(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def enter(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Row numbers within this rank's part."""
         module: Any = site.module
         step = -(-module.num_embeddings // site.axis.size)
@@ -238,17 +238,17 @@ class EmbeddingRowwise(Style):
 
         return with_first(args, kwargs, local)
 
-    def restore(self, site: Site) -> None:
+    def restore(self, site: SplitModule) -> None:
         """Its number of the padding's row."""
         if (padding := site.held.pop("padding", None)) is not None:
             site.module.padding_idx = padding
 
-    def leave(self, site: Site, output: Any) -> Any:
+    def leave(self, site: SplitModule, output: Any) -> Any:
         """Zero for rows elsewhere, and the sum."""
         return crossings.total(output.masked_fill(site.held.pop("elsewhere").unsqueeze(-1), 0), site.axis)
 
 
-class EmbeddingColwise(Style):
+class EmbeddingColwise(SplitStyle):
     """Each rank has some of the columns; what they look up is joined."""
 
     def misfit(self, module: torch.nn.Module, size: int) -> str | None:
@@ -259,23 +259,23 @@ class EmbeddingColwise(Style):
         """The columns'."""
         return 1
 
-    def leave(self, site: Site, output: Any) -> Any:
+    def leave(self, site: SplitModule, output: Any) -> Any:
         """All columns."""
         return crossings.join(output, site.axis, -1, int(site.module.embedding_dim))  # type: ignore[arg-type]
 
 
-class PartialGradients(Style):
+class PartialGradients(SplitStyle):
     """Whole parameters that see a part of the activations: a norm over a head, or over a part of the sequence."""
 
     is_partial = True
 
 
-class Experts(Style):
+class Experts(SplitStyle):
     """Each rank has a part of what is computed: inputs (and routing weights) are whole, outputs are terms."""
 
     closes = True
 
-    def enter(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def enter(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The gradients of all floating-point arguments come in terms."""
 
         def change(x: Any) -> Any:
@@ -284,23 +284,23 @@ class Experts(Style):
 
         return tuple(change(x) for x in args), {name: change(x) for name, x in kwargs.items()}
 
-    def leave(self, site: Site, output: Any) -> Any:
+    def leave(self, site: SplitModule, output: Any) -> Any:
         """Their sum."""
         return None if output is None else crossings.total(output, site.axis)
 
 
-class IdentityExpert(Style):
+class IdentityExpert(SplitStyle):
     """An expert that gives back its input, within experts whose outputs are summed over the ranks."""
 
-    def enter(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def enter(self, site: SplitModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Its share."""
         return with_first(args, kwargs, lambda x: x / site.axis.size)
 
 
-class LatentKeys(Style):
+class LatentKeys(SplitStyle):
     """The joint projection of DeepSeek's attention: its rotary part goes to all heads past the next projection."""
 
-    def leave(self, site: Site, output: Any) -> Any:
+    def leave(self, site: SplitModule, output: Any) -> Any:
         """The rotary part's gradient comes in terms."""
         rotary = site.facts["qk_rope_head_dim"]
         latent, keys = output.split([output.shape[-1] - rotary, rotary], dim=-1)
@@ -324,9 +324,9 @@ def _embedding_misfit(module: torch.nn.Module) -> str | None:
     return None
 
 
-def make(name: str) -> Style:
+def make(name: str) -> SplitStyle:
     """The style of this name; `config.tensor.STYLES` has the names."""
-    known: dict[str, Callable[[], Style]] = {
+    known: dict[str, Callable[[], SplitStyle]] = {
         "colwise": Colwise,
         "colwise_gather_output": lambda: Colwise(is_gathered=True),
         "colwise_rep": lambda: Colwise(is_gathered=True),
@@ -343,7 +343,7 @@ def make(name: str) -> Style:
         "all_reduce": Experts,
         "moe_tp_experts": Experts,
         "moe_identity_expert": IdentityExpert,
-        "local_params": Style,
-        "replicate": Style,
+        "local_params": SplitStyle,
+        "replicate": SplitStyle,
     }
     return known[name]()

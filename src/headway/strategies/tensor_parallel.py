@@ -16,12 +16,12 @@ from headway.errors import ConfigError, PrepareError
 from headway.optional import Later
 from headway.strategies import agreement, heads, plans, sequence, styles
 from headway.strategies.adapters import AdaptedCall
-from headway.strategies.calls import Block, CutCall, Gathered, Loan
-from headway.strategies.crossings import Axis, cut
-from headway.strategies.plans import Cuts
-from headway.strategies.sequence import Stack
-from headway.strategies.streams import Streams
-from headway.strategies.styles import Site
+from headway.strategies.calls import GatheredInput, LocalParameters, SequenceBlock, SplitCall
+from headway.strategies.crossings import SplitAxis, cut
+from headway.strategies.plans import ModelSplit
+from headway.strategies.sequence import SequenceRegion
+from headway.strategies.streams import SplitRNG
+from headway.strategies.styles import SplitModule
 
 tensor = Later("torch.distributed.tensor")
 placements = Later("torch.distributed.tensor.placement_types")
@@ -45,13 +45,13 @@ class TensorParallel:
     def __init__(
         self, model: torch.nn.Module, mesh: Any, options: TensorParallelOptions, is_sharded: bool = False
     ) -> None:
-        self.axis = Axis.of(mesh)
-        self._streams, self._ends = Streams(self.axis), ExitStack()
+        self.axis = SplitAxis.of(mesh)
+        self._streams, self._ends = SplitRNG(self.axis), ExitStack()
         self._model, self._is_checked = model, False
         cuts = plans.read(model, self.axis, options)
         _refuse_within_attention(model, cuts)
         heads.check(model, cuts, self.axis.size, options)
-        stack = sequence.arrange(model, cuts) if options.sequence_parallel else Stack([])
+        stack = sequence.arrange(model, cuts) if options.sequence_parallel else SequenceRegion([])
         head = _find_head(model, cuts) if options.loss_parallel else None
         where = _dimensions(model, cuts, self.axis)
         if is_sharded:
@@ -82,7 +82,7 @@ class TensorParallel:
         """Undo that."""
         self._ends.close()
 
-    def _apply_foreign(self, model: torch.nn.Module, cuts: Cuts) -> set[torch.nn.Module]:
+    def _apply_foreign(self, model: torch.nn.Module, cuts: ModelSplit) -> set[torch.nn.Module]:
         """Apply torch's styles; the modules whose parameters they have taken."""
         for name, style in cuts.foreign.items():
             style.src_data_rank = None
@@ -97,7 +97,12 @@ class TensorParallel:
         return taken
 
     def _hook(
-        self, model: torch.nn.Module, cuts: Cuts, stack: Stack, foreign: set[torch.nn.Module], head: Site | None
+        self,
+        model: torch.nn.Module,
+        cuts: ModelSplit,
+        stack: SequenceRegion,
+        foreign: set[torch.nn.Module],
+        head: SplitModule | None,
     ) -> None:
         partial = {site.module for site in cuts.sites.values() if site.style.is_partial}
         partial |= {model.get_submodule(name) for name in stack.partial}
@@ -112,23 +117,23 @@ class TensorParallel:
             if module in blocks:
                 name = blocks[module]
                 self._register(
-                    module, Block(self.axis, self._streams, name == stack.blocks[0], name == stack.blocks[-1])
+                    module, SequenceBlock(self.axis, self._streams, name == stack.blocks[0], name == stack.blocks[-1])
                 )
             if module in gathered:
-                self._register(module, Gathered(self.axis))
+                self._register(module, GatheredInput(self.axis))
             if module in sites:
                 keeps = self._keep_cut if head is not None and sites[module] is head else None
                 is_known = any(module in scope.modules() for scope in scopes) and module not in within
-                self._register(module, CutCall(sites[module], streams if is_known else None, keeps))
+                self._register(module, SplitCall(sites[module], streams if is_known else None, keeps))
             if module in adapted and streams is not None:
                 self._register(module, AdaptedCall(adapted[module], streams))
             if module not in foreign and (module._parameters or isinstance(module, torch.nn.MultiheadAttention)):
                 held = [*module.modules()] if isinstance(module, torch.nn.MultiheadAttention) else [module]
-                self._register(module, Loan(held, self.axis, module in partial))
+                self._register(module, LocalParameters(held, self.axis, module in partial))
             if module in scopes and streams is not None:
                 module.register_forward_hook(lambda *_: self._streams.join(), always_call=True)
         rest = [module for module in model.modules() if module not in foreign and module not in partial]
-        self._register(model, Loan(rest, self.axis, only_whole=True))
+        self._register(model, LocalParameters(rest, self.axis, only_whole=True))
 
     @staticmethod
     def _register(module: torch.nn.Module, call: Any) -> None:
@@ -136,7 +141,7 @@ class TensorParallel:
         if hasattr(call, "after_any"):
             module.register_forward_hook(call.after_any, always_call=True)
         if hasattr(call, "after"):
-            module.register_forward_hook(call.after, always_call=isinstance(call, Loan))
+            module.register_forward_hook(call.after, always_call=isinstance(call, LocalParameters))
 
     def _keep_cut(self, module: torch.nn.Module, output: torch.Tensor) -> Any:
         shape = torch.Size((*output.shape[:-1], int(module.out_features)))  # type: ignore[arg-type]
@@ -152,7 +157,7 @@ def _complete(parameter: Any) -> None:
         parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
 
-def _refuse_within_attention(model: torch.nn.Module, cuts: Cuts) -> None:
+def _refuse_within_attention(model: torch.nn.Module, cuts: ModelSplit) -> None:
     for name in (*cuts.sites, *cuts.foreign, *cuts.parameters):
         for around in plans.ancestors(name):
             if isinstance(model.get_submodule(around), torch.nn.MultiheadAttention):
@@ -171,7 +176,7 @@ def _refuse_packed_rows(model: torch.nn.Module, where: "Where") -> None:
             )
 
 
-def _find_head(model: torch.nn.Module, cuts: Cuts) -> Site:
+def _find_head(model: torch.nn.Module, cuts: ModelSplit) -> SplitModule:
     gathered = [
         site for site in cuts.sites.values() if isinstance(site.style, styles.Colwise) and site.style.is_gathered
     ]
@@ -186,7 +191,7 @@ def _find_head(model: torch.nn.Module, cuts: Cuts) -> Site:
     return found[0]
 
 
-def _scopes(model: torch.nn.Module, cuts: Cuts) -> list[torch.nn.Module]:
+def _scopes(model: torch.nn.Module, cuts: ModelSplit) -> list[torch.nn.Module]:
     """Modules within which activations are cut for a while: the nearest around a site that opens with one that closes."""
     closing = [name for name, site in cuts.sites.items() if site.style.closes]
     found: dict[str, None] = {}
@@ -203,7 +208,7 @@ Where = dict[int, tuple[int, int]]
 """By a parameter's id: the dimension along which it is cut, and how many matrices lie packed along it."""
 
 
-def _dimensions(model: torch.nn.Module, cuts: Cuts, axis: Axis) -> Where:
+def _dimensions(model: torch.nn.Module, cuts: ModelSplit, axis: SplitAxis) -> Where:
     where: Where = {}
     for parameter, owners in _owners(model).values():
         asked = {f"{name}.{key}" if name else key: _asked(cuts, name, key, parameter) for name, key in owners}
@@ -230,7 +235,7 @@ def _dimensions(model: torch.nn.Module, cuts: Cuts, axis: Axis) -> Where:
     return where
 
 
-def _asked(cuts: Cuts, name: str, key: str, parameter: torch.Tensor) -> tuple[int, int] | None:
+def _asked(cuts: ModelSplit, name: str, key: str, parameter: torch.Tensor) -> tuple[int, int] | None:
     style = cuts.parameters.get(f"{name}.{key}" if name else key)
     if style is None and name in cuts.sites:
         style = cuts.sites[name].style
@@ -239,7 +244,7 @@ def _asked(cuts: Cuts, name: str, key: str, parameter: torch.Tensor) -> tuple[in
     return dim, style.factor
 
 
-def _check_size(name: str, parameter: torch.Tensor, dim: int, factor: int, axis: Axis) -> None:
+def _check_size(name: str, parameter: torch.Tensor, dim: int, factor: int, axis: SplitAxis) -> None:
     size = parameter.shape[dim] if dim < parameter.dim() else 0
     if factor > 1 and size % (factor * axis.size):
         raise PrepareError(
@@ -253,10 +258,10 @@ def _check_size(name: str, parameter: torch.Tensor, dim: int, factor: int, axis:
         )
 
 
-def _tied_site(model: torch.nn.Module, name: str, key: str, dim: int, cuts: Cuts, axis: Axis) -> Site:
+def _tied_site(model: torch.nn.Module, name: str, key: str, dim: int, cuts: ModelSplit, axis: SplitAxis) -> SplitModule:
     """A module that shares a cut parameter and that the plan does not name is cut alike."""
     module = model.get_submodule(name)
-    style: styles.Style | None = None
+    style: styles.SplitStyle | None = None
     if name not in cuts.sites and key == "weight" and isinstance(module, torch.nn.Embedding):
         style = styles.EmbeddingRowwise() if dim == 0 else styles.EmbeddingColwise()
     elif name not in cuts.sites and key == "weight" and isinstance(getattr(module, "out_features", None), int):
@@ -267,7 +272,7 @@ def _tied_site(model: torch.nn.Module, name: str, key: str, dim: int, cuts: Cuts
             f"{name!r} shares its {key} with a module that the plan splits, but cannot be split in the same way: {reason}; give both "
             "a style, or none"
         )
-    return Site(module, name, axis, style)
+    return SplitModule(module, name, axis, style)
 
 
 def _owners(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Parameter, list[tuple[str, str]]]]:
@@ -279,7 +284,7 @@ def _owners(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Parameter, list[
     return found
 
 
-def _place(model: torch.nn.Module, where: Where, axis: Axis) -> None:
+def _place(model: torch.nn.Module, where: Where, axis: SplitAxis) -> None:
     for parameter, owners in _owners(model).values():
         if isinstance(parameter, tensor.DTensor):
             continue  # one of torch's styles has placed it
@@ -288,7 +293,7 @@ def _place(model: torch.nn.Module, where: Where, axis: Axis) -> None:
             model.get_submodule(name)._parameters[key] = placed
 
 
-def _placed(parameter: torch.nn.Parameter, where: tuple[int, int] | None, axis: Axis) -> torch.nn.Parameter:
+def _placed(parameter: torch.nn.Parameter, where: tuple[int, int] | None, axis: SplitAxis) -> torch.nn.Parameter:
     local, placement = parameter.detach(), tensor.Replicate()
     if where is not None:
         dim, factor = where

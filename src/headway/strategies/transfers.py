@@ -12,7 +12,7 @@ import torch.distributed as dist
 from headway.runtime import pulse
 
 
-class Transfer(dist.P2POp):
+class StageTransfer(dist.P2POp):
     """torch's operation between two ranks, with a name.
 
     Args:
@@ -25,15 +25,15 @@ class Transfer(dist.P2POp):
 
     def __init__(self, op: Any, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, name: str) -> None:
         super().__init__(op, tensor, peer, group)
-        self.op: Any = _Named(op, name)
+        self.op: Any = _NamedTransfer(op, name)
 
-    def __new__(cls, op: Any, tensor: torch.Tensor, peer: int, group: Any, name: str) -> "Transfer":
+    def __new__(cls, op: Any, tensor: torch.Tensor, peer: int, group: Any, name: str) -> "StageTransfer":
         """torch checks its arguments where the object is made."""
-        made: Transfer = super().__new__(cls, op, tensor, peer, group)
+        made: StageTransfer = super().__new__(cls, op, tensor, peer, group)
         return made
 
 
-class _Named:
+class _NamedTransfer:
     """In the place of torch's function, which schedules compare it with."""
 
     def __init__(self, op: Any, name: str) -> None:
@@ -49,7 +49,7 @@ class _Named:
         return None if work is None else _Awaited(work, self._name)
 
     def __eq__(self, other: object) -> bool:
-        return other is self or other is self._op or (isinstance(other, _Named) and other._op is self._op)
+        return other is self or other is self._op or (isinstance(other, _NamedTransfer) and other._op is self._op)
 
     def __hash__(self) -> int:
         return hash(self._op)

@@ -22,7 +22,7 @@ _NUM_NAMES = 3
 
 
 @dataclass(frozen=True)
-class Units:
+class ShardingUnits:
     """How a model is cut up.
 
     Attributes:
@@ -36,7 +36,7 @@ class Units:
     split: tuple[str, ...] = ()
 
 
-def find_units(model: torch.nn.Module, options: ShardingOptions) -> Units:
+def find_units(model: torch.nn.Module, options: ShardingOptions) -> ShardingUnits:
     """The units of a model.
 
     Raises:
@@ -58,7 +58,7 @@ def find_units(model: torch.nn.Module, options: ShardingOptions) -> Units:
     units = [unit for unit in units if _has_own(unit, ignored)]
     units.sort(key=lambda unit: -names[id(unit)].count("."))
     _check_parameters(model, units, ignored)
-    return Units(tuple(units), frozenset(ignored), tuple(split))
+    return ShardingUnits(tuple(units), frozenset(ignored), tuple(split))
 
 
 # ---------------------------------------------------------------- choosing

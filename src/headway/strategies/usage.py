@@ -16,7 +16,7 @@ from headway.strategies import gathered
 _NUM_NAMES = 3
 
 
-class Usage:
+class ParameterUsage:
     """What the losses since a model's last update have used, here.
 
     Args:

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from headway.strategies.crossings import Axis
+from headway.strategies.crossings import SplitAxis
 
 
-def padded(length: int, axis: Axis) -> int:
+def padded(length: int, axis: SplitAxis) -> int:
     """The next length that can be divided."""
     step = 2 * axis.size
     return -(-length // step) * step
 
 
-def pieces_of(rank: int, axis: Axis) -> tuple[int, int]:
+def pieces_of(rank: int, axis: SplitAxis) -> tuple[int, int]:
     """The numbers of the two pieces that a rank holds."""
     return rank, 2 * axis.size - 1 - rank
 
 
-def part_of(whole: torch.Tensor, axis: Axis, dim: int, filler: float = 0) -> torch.Tensor:
+def part_of(whole: torch.Tensor, axis: SplitAxis, dim: int, filler: float = 0) -> torch.Tensor:
     """This rank's part of a whole tensor; the gradients that come back through it are terms of a sum over the ranks.
 
     Args:
@@ -41,12 +41,12 @@ def part_of(whole: torch.Tensor, axis: Axis, dim: int, filler: float = 0) -> tor
     return torch.cat([whole.narrow(dim, piece * step, step) for piece in pieces_of(axis.rank, axis)], dim)
 
 
-def gather(part: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def gather(part: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """The whole of the ranks' parts, padding included, for computations in which each rank does its share."""
     return _Gather.apply(part, axis, dim % part.dim(), 0)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def scatter(terms: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def scatter(terms: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """This rank's part of the sum of the ranks' terms; autograd does not see it."""
     stacked = _by_rank(terms, axis, dim % terms.dim())
     collectives = torch.ops._c10d_functional
@@ -57,7 +57,7 @@ def scatter(terms: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     return found
 
 
-def join(part: torch.Tensor, axis: Axis, dim: int, length: int, times: int = 1) -> torch.Tensor:
+def join(part: torch.Tensor, axis: SplitAxis, dim: int, length: int, times: int = 1) -> torch.Tensor:
     """The whole of the ranks' parts, of this length without padding, for computations that all ranks do alike.
 
     Args:
@@ -71,12 +71,12 @@ def join(part: torch.Tensor, axis: Axis, dim: int, length: int, times: int = 1) 
     return whole if whole.shape[dim] == length else whole.narrow(dim, 0, length).clone()
 
 
-def one_of(whole: torch.Tensor, axis: Axis) -> torch.Tensor:
+def one_of(whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
     """What all ranks compute alike, as one term of a sum over them: its gradient is divided among them."""
     return _OneOf.apply(whole, axis) if whole.requires_grad else whole  # type: ignore[no-untyped-call]
 
 
-def _in_order(by_rank: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def _in_order(by_rank: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """Parts, stacked by rank along a new first dimension, as one sequence."""
     step = by_rank.shape[dim + 1] // 2
     found: list[Any] = [None] * (2 * axis.size)
@@ -86,7 +86,7 @@ def _in_order(by_rank: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     return torch.cat(found, dim)
 
 
-def _by_rank(whole: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+def _by_rank(whole: torch.Tensor, axis: SplitAxis, dim: int) -> torch.Tensor:
     """A sequence as its parts, stacked by rank along a new first dimension."""
     pieces = whole.chunk(2 * axis.size, dim)
     return torch.stack([torch.cat([pieces[p] for p in pieces_of(rank, axis)], dim) for rank in range(axis.size)])
@@ -94,7 +94,7 @@ def _by_rank(whole: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, axis: Axis, dim: int, times: int) -> torch.Tensor:
+    def forward(ctx: Any, part: torch.Tensor, axis: SplitAxis, dim: int, times: int) -> torch.Tensor:
         ctx.axis, ctx.dim, ctx.times = axis, dim, times
         collectives = torch.ops._c10d_functional
         found = collectives.all_gather_into_tensor(part.contiguous(), axis.size, axis.group.group_name)
@@ -112,7 +112,7 @@ class _Gather(torch.autograd.Function):
 
 class _OneOf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def forward(ctx: Any, whole: torch.Tensor, axis: SplitAxis) -> torch.Tensor:
         ctx.size = axis.size
         return whole.view_as(whole)
 

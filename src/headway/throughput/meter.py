@@ -27,8 +27,8 @@ from headway.runtime.process import ProcessRuntime
 from headway.runtime.readback import Readback
 from headway.throughput.peak import Peak, peak_of
 from headway.throughput.stragglers import RankPace, RankPaces
-from headway.training.step import Step
-from headway.training.windows import Clock
+from headway.training.step import TrainingStep
+from headway.training.windows import UpdateClock
 
 log = get_logger(__name__)
 
@@ -70,9 +70,9 @@ class Throughput:
 
     def __init__(
         self,
-        step: Step,
+        step: TrainingStep,
         events: LoaderEvents,
-        clock: Clock,
+        clock: UpdateClock,
         runtime: ProcessRuntime,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:

@@ -71,7 +71,7 @@ class RunRecorder:
         has_folder = self._project().logging_dir is not None
         self._choices = select_trackers(log_with, has_folder=has_folder, is_main=is_main)
         self._is_begun = False
-        self._resumed: events.Happening | None = None
+        self._resumed: events.RunEvent | None = None
         self._ended: tuple[tuple[str, Path | None], float] | None = None
         events.subscribe(self._on_event)
 
@@ -186,7 +186,7 @@ class RunRecorder:
         self._notes[STEP] = int(step)
         return int(step)
 
-    def _on_event(self, happening: events.Happening) -> None:
+    def _on_event(self, happening: events.RunEvent) -> None:
         """Something happened to this process; on any thread."""
         if happening.source not in (None, self._progress):
             return

@@ -25,9 +25,9 @@ from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime.events import notify
 from headway.strategies.base import Strategy
-from headway.training.guard import Skips
-from headway.training.prepared import Prepared
-from headway.training.windows import Clock, Windows
+from headway.training.guard import SkippedUpdates
+from headway.training.prepared import PreparedObjects
+from headway.training.windows import AccumulationWindows, UpdateClock
 
 log = get_logger(__name__)
 
@@ -118,12 +118,12 @@ class FiniteGuard:
     def __init__(
         self,
         policy: NonFinitePolicy,
-        windows: Windows,
-        prepared: Prepared,
-        clock: Clock,
+        windows: AccumulationWindows,
+        prepared: PreparedObjects,
+        clock: UpdateClock,
         strategy: Strategy,
         has_scaler: bool,
-        skips: Skips,
+        skips: SkippedUpdates,
     ) -> None:
         self.policy = policy
         self.num_skipped = self.num_in_row = 0
@@ -360,12 +360,12 @@ class FiniteGuard:
 
 def build_guard(
     chosen: str | NonFinitePolicy,
-    windows: Windows,
-    prepared: Prepared,
-    clock: Clock,
+    windows: AccumulationWindows,
+    prepared: PreparedObjects,
+    clock: UpdateClock,
     precision: Precision,
     strategy: Strategy,
-    skips: Skips,
+    skips: SkippedUpdates,
 ) -> "FiniteGuard":
     """The guard that is asked for.
 

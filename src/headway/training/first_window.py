@@ -5,8 +5,8 @@ import torch
 from headway.errors import StateError
 from headway.log import get_logger
 from headway.strategies.base import Strategy
-from headway.training.prepared import Prepared
-from headway.training.windows import Windows
+from headway.training.prepared import PreparedObjects
+from headway.training.windows import AccumulationWindows
 
 log = get_logger(__name__)
 
@@ -38,7 +38,7 @@ class FirstWindow:
         strategy: knows the gradients.
     """
 
-    def __init__(self, windows: Windows, prepared: Prepared, strategy: Strategy) -> None:
+    def __init__(self, windows: AccumulationWindows, prepared: PreparedObjects, strategy: Strategy) -> None:
         self._windows = windows
         self._prepared = prepared
         self._strategy = strategy

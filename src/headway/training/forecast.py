@@ -25,9 +25,9 @@ from headway.forecasting.devices import Device, find, room, spread
 from headway.forecasting.fake import refuse_compiled
 from headway.forecasting.masks import drop_masks, unmasked
 from headway.forecasting.present import memory_left, present_device
-from headway.forecasting.rows import Rows
-from headway.forecasting.sizes import Sizes
-from headway.forecasting.step import Engine, Loss, MakeOptimizer, Recipe
+from headway.forecasting.rows import BatchResizer
+from headway.forecasting.sizes import TraceCache
+from headway.forecasting.step import Loss, MakeOptimizer, StepEngine, StepRecipe
 from headway.forecasting.twin import twin_of, twin_of_optimizer, untouched
 from headway.offload.spread import spread_over
 from headway.runtime.process import ProcessRuntime
@@ -44,7 +44,7 @@ _PADDED = "the batch's attention_mask masks something; if nothing is masked, tra
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainingSetup:
     """How an Accelerator trains.
 
     Attributes:
@@ -67,7 +67,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Question:
+class ForecastRequest:
     """What is to be forecast; see `Accelerator.forecast`."""
 
     model: nn.Module
@@ -94,16 +94,16 @@ class _Called(nn.Module):
         return self._function(self.model, batch)
 
 
-def forecast(question: Question, setting: Setting) -> Forecast:
+def forecast(question: ForecastRequest, setting: TrainingSetup) -> Forecast:
     """Answer it; `Accelerator.forecast` says what is raised."""
     began = time.perf_counter()
     _check(question, setting)
     target, limit = _target(question, setting.runtime)
-    rows = Rows(question.batch)
+    rows = BatchResizer(question.batch)
     recipe, caveats = _recipe(question, setting)
     is_expandable = target.is_cuda and any(_EXPANDABLE in (env.get(name) or "").lower() for name in _ALLOCATOR)
     with untouched(question.model), torch.inference_mode(False), torch.enable_grad():
-        tracer = Sizes(
+        tracer = TraceCache(
             partial(_twin, question, setting, rows.is_padded),
             partial(_batch, question, rows),
             recipe,
@@ -131,7 +131,7 @@ def forecast(question: Question, setting: Setting) -> Forecast:
     )
 
 
-def _check(question: Question, setting: Setting) -> None:
+def _check(question: ForecastRequest, setting: TrainingSetup) -> None:
     model = question.model
     if not isinstance(model, nn.Module):
         raise ConfigError(f"forecast() got a {type(model).__name__} as its model; give the torch.nn.Module")
@@ -160,7 +160,7 @@ def _check(question: Question, setting: Setting) -> None:
         )
 
 
-def _target(question: Question, runtime: ProcessRuntime) -> tuple[Device, int | None]:
+def _target(question: ForecastRequest, runtime: ProcessRuntime) -> tuple[Device, int | None]:
     """The device, and the bytes that the process may take on it."""
     if question.device is not None:
         target, left = find(question.device), find(question.device).memory
@@ -170,7 +170,7 @@ def _target(question: Question, runtime: ProcessRuntime) -> tuple[Device, int | 
     return target, left if question.budget is None else parse_bytes(question.budget)
 
 
-def _held(question: Question) -> int:
+def _held(question: ForecastRequest) -> int:
     """Bytes of what is there already and is counted in the forecast, too."""
     there: list[torch.Tensor] = [*question.model.parameters(), *question.model.buffers()]
     there += [parameter.grad for parameter in question.model.parameters() if parameter.grad is not None]
@@ -180,7 +180,7 @@ def _held(question: Question) -> int:
     return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in plain}.values())
 
 
-def _recipe(question: Question, setting: Setting) -> tuple[Recipe, tuple[str, ...]]:
+def _recipe(question: ForecastRequest, setting: TrainingSetup) -> tuple[StepRecipe, tuple[str, ...]]:
     given = question.optimizer
     made: MakeOptimizer | None = None
     caveats: tuple[str, ...] = ()
@@ -195,7 +195,7 @@ def _recipe(question: Question, setting: Setting) -> tuple[Recipe, tuple[str, ..
         raise ConfigError(
             f"optimizer={given!r}; give the model's optimizer, or a function that makes one from parameters"
         )
-    recipe = Recipe(
+    recipe = StepRecipe(
         made,
         None if question.forward is not None else question.loss,
         setting.precision if setting.options.autocast.enabled else "no",
@@ -212,7 +212,7 @@ def _optimizer(
     return twin_of_optimizer(optimizer, [each for each in model.parameters() if each.requires_grad], copies)
 
 
-def _twin(question: Question, setting: Setting, is_padded: bool | None) -> nn.Module:
+def _twin(question: ForecastRequest, setting: TrainingSetup, is_padded: bool | None) -> nn.Module:
     """A copy of the model as prepare() makes it.
 
     Args:
@@ -230,11 +230,11 @@ def _twin(question: Question, setting: Setting, is_padded: bool | None) -> nn.Mo
 
 
 @contextmanager
-def _replica(setting: Setting, model: nn.Module) -> Iterator[Engine]:
+def _replica(setting: TrainingSetup, model: nn.Module) -> Iterator[StepEngine]:
     yield replica(model, setting.options.ddp)
 
 
-def _batch(question: Question, rows: Rows, size: int) -> Any:
+def _batch(question: ForecastRequest, rows: BatchResizer, size: int) -> Any:
     made = rows(size) if question.batch_fn is None else question.batch_fn(size)
     # As one argument, whatever it is.
     return made if question.forward is None else (made, None)

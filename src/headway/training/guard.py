@@ -17,7 +17,7 @@ from headway.runtime import control, events, process
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.readback import Readback
 from headway.strategies.gradients import local
-from headway.training.windows import Clock, Windows
+from headway.training.windows import AccumulationWindows, UpdateClock
 
 log = get_logger(__name__)
 
@@ -25,7 +25,7 @@ _NUM_HOPELESS = 20
 """After so many halvings of fp16's usual scale, 65536, it is below 1: what overflows now is not the scale's doing."""
 
 
-class Guard(Protocol):
+class StepGuard(Protocol):
     """Watches the numbers of a step."""
 
     def watch(self, loss: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ class Guard(Protocol):
         """An optimizer has made its step, or not."""
 
 
-class Notice:
+class NonFiniteNotice:
     """Tells once, on one rank, that a loss was not finite.
 
     Args:
@@ -56,7 +56,7 @@ class Notice:
         runtime: this process.
     """
 
-    def __init__(self, windows: Windows, clock: Clock, runtime: ProcessRuntime) -> None:
+    def __init__(self, windows: AccumulationWindows, clock: UpdateClock, runtime: ProcessRuntime) -> None:
         self._windows = windows
         self._clock = clock
         self._runtime = runtime
@@ -117,7 +117,7 @@ class Notice:
         )
 
 
-class Skips:
+class SkippedUpdates:
     """Counts the updates that fp16's scaler leaves out.
 
     Args:
@@ -125,7 +125,7 @@ class Skips:
         clock: keeps the count.
     """
 
-    def __init__(self, windows: Windows, clock: Clock) -> None:
+    def __init__(self, windows: AccumulationWindows, clock: UpdateClock) -> None:
         self._windows = windows
         self._clock = clock
 

@@ -16,7 +16,7 @@ import torch
 from headway.collectives.door import Collectives
 from headway.errors import ConfigError, PrepareError, StateError
 from headway.strategies.base import Strategy
-from headway.training.windows import Windows
+from headway.training.windows import AccumulationWindows
 
 _GROUP_BYTES = 256 << 20
 """How much is averaged at once: as much memory is needed beside the model."""
@@ -33,7 +33,7 @@ class LocalTraining:
         parted: models that were in one: their optimizers' states differ between the ranks from then on.
     """
 
-    def __init__(self, windows: Windows) -> None:
+    def __init__(self, windows: AccumulationWindows) -> None:
         self.blocks: dict[torch.nn.Module, LocalSGD] = {}
         self.parted: WeakSet[torch.nn.Module] = WeakSet()
         self._windows = windows
@@ -69,7 +69,7 @@ class LocalTraining:
         del self.blocks[block.model]
 
 
-class Run(Protocol):
+class LocalSGDRun(Protocol):
     """What local SGD needs of an Accelerator."""
 
     collectives: Collectives
@@ -104,7 +104,9 @@ class LocalSGD:
         UnsupportedError: on entering, under microbatching="auto" or a static graph.
     """
 
-    def __init__(self, accelerator: Run, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+    def __init__(
+        self, accelerator: LocalSGDRun, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
         if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
             raise ConfigError(f"local_sgd_steps={local_sgd_steps!r}; give how many steps are local, 1 or more")
         if not isinstance(model, torch.nn.Module):

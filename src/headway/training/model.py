@@ -18,7 +18,7 @@ import torch
 from headway.callsite import is_users, stack
 from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
-from headway.runtime.lone import LoneCalls
+from headway.runtime.lone import RankConditionalCallCheck
 from headway.strategies.base import Engine
 from headway.strategies.gradients import cut_like
 
@@ -61,7 +61,7 @@ class _Call:
         keep_local: KeepLocal | None,
         shards: str | None,
         looks: Sequence[Look],
-        lone: LoneCalls | None,
+        lone: RankConditionalCallCheck | None,
     ) -> None:
         self.bare_class = bare_class
         self.engine = engine
@@ -163,7 +163,7 @@ class PreparedPart(PreparedModel):
         return super().load_state_dict(fits, *args, **kwargs)  # type: ignore[misc]
 
     def _look(self, call: str, action: str) -> None:
-        lone: LoneCalls | None = self.__dict__[_KEY].lone
+        lone: RankConditionalCallCheck | None = self.__dict__[_KEY].lone
         if lone is not None:
             lone.check(call, action)
 
@@ -218,7 +218,7 @@ def attach(
     keep_local: KeepLocal | None = None,
     shards: str | None = None,
     looks: Sequence[Look] = (),
-    lone: LoneCalls | None = None,
+    lone: RankConditionalCallCheck | None = None,
 ) -> None:
     """Make calls of `model` run through `engine` and `autocast`; with nothing to add, the object is left as it is.
 

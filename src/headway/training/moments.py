@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass
-class Moments:
+class StepHooks:
     """Who hears of a step's moments: lists of functions, empty while nothing is measured or watched.
 
     Attributes:

@@ -11,11 +11,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from headway.errors import PrepareError, StateError
 from headway.log import get_logger
 from headway.runtime import process
-from headway.runtime.lone import LoneCalls
-from headway.training.neighbours import Neighbours
+from headway.runtime.lone import RankConditionalCallCheck
+from headway.training.neighbours import AcceleratorRegistry
 from headway.training.repoint import fit_state, repoint
-from headway.training.step import Step
-from headway.training.windows import Clock, Window
+from headway.training.step import TrainingStep
+from headway.training.windows import AccumulationWindow, UpdateClock
 
 log = get_logger(__name__)
 
@@ -76,10 +76,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        step: Step,
-        clock: Clock,
-        neighbours: Neighbours,
-        looks: LoneCalls | None = None,
+        step: TrainingStep,
+        clock: UpdateClock,
+        neighbours: AcceleratorRegistry,
+        looks: RankConditionalCallCheck | None = None,
     ) -> None:
         # Optimizer.__init__ would build a second set of groups and state: everything is delegated instead.
         self.optimizer = optimizer
@@ -239,11 +239,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if not window.is_empty:
             step.guard.after_step(did_step)
 
-    def _window(self) -> Window | None:
+    def _window(self) -> AccumulationWindow | None:
         """The one that its models have learned in last."""
         return self._step.turns.window_of(self.optimizer)
 
-    def _is_final(self, window: Window, closure: Callable[[], Any] | None) -> bool:
+    def _is_final(self, window: AccumulationWindow, closure: Callable[[], Any] | None) -> bool:
         """May it step? Looks for gradients that cannot be those of the window.
 
         Raises:
@@ -316,7 +316,7 @@ class StepWatch:
         judge: looks at an optimizer that steps for the first time.
     """
 
-    def __init__(self, neighbours: Neighbours, judge: Callable[[torch.optim.Optimizer], None]) -> None:
+    def __init__(self, neighbours: AcceleratorRegistry, judge: Callable[[torch.optim.Optimizer], None]) -> None:
         self._neighbours = neighbours
         self._judge = judge
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -342,7 +342,7 @@ class StepWatch:
             self._judge(optimizer)
 
 
-def _check_apart(optimizer: torch.optim.Optimizer, step: Step) -> None:
+def _check_apart(optimizer: torch.optim.Optimizer, step: TrainingStep) -> None:
     """The optimizer must not step on what learns in the window in progress."""
     learning = {id(parameter) for parameter in step.prepared.parameters_of(step.windows.current)}
     current = step.strategy.current

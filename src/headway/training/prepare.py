@@ -19,29 +19,29 @@ from headway.data.rules import LoadingRules, TorchRules
 from headway.errors import PrepareError
 from headway.log import get_logger
 from headway.offload.spread import spread_over
-from headway.runtime.lone import LoneCalls
+from headway.runtime.lone import RankConditionalCallCheck
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix
 from headway.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from headway.training import model as prepared_model
 from headway.training.alike import check_alike, compare_data
 from headway.training.global_batch import derive_steps
-from headway.training.neighbours import Neighbours
+from headway.training.neighbours import AcceleratorRegistry
 from headway.training.optimizer import PreparedOptimizer, check_owned
-from headway.training.prepared import Optimizing, Scheduling
+from headway.training.prepared import OptimizerEntry, SchedulerEntry
 from headway.training.repoint import repoint
 from headway.training.scheduler import (
-    KeptTicks,
-    MicroBatchTicks,
-    PerProcessTicks,
+    KeptSteps,
     PreparedScheduler,
-    TickRule,
-    UpdateTicks,
+    SchedulerStepRule,
+    StepsPerMicroBatch,
+    StepsPerProcess,
+    StepsPerUpdate,
     is_scheduler,
     schedule_length,
 )
-from headway.training.step import Step
-from headway.training.windows import Clock
+from headway.training.step import TrainingStep
+from headway.training.windows import UpdateClock
 from headway.weights.moving import move
 
 log = get_logger(__name__)
@@ -73,14 +73,14 @@ class Preparation:
 
     def __init__(
         self,
-        step: Step,
-        clock: Clock,
+        step: TrainingStep,
+        clock: UpdateClock,
         runtime: ProcessRuntime,
         events: LoaderEvents,
-        neighbours: Neighbours,
+        neighbours: AcceleratorRegistry,
         loading: DataLoaderConfiguration,
         device_placement: bool,
-        rule: TickRule,
+        rule: SchedulerStepRule,
         follows_optimizer: bool,
         rng_types: tuple[str, ...],
         global_batch_size: int | None,
@@ -107,7 +107,9 @@ class Preparation:
         self._rng_types = rng_types
         self._global_batch_size = global_batch_size
         self._is_sharing = False
-        self._lone = None if self._strategy.capabilities.lone_forward else LoneCalls(runtime, self._strategy.name)
+        self._lone = (
+            None if self._strategy.capabilities.lone_forward else RankConditionalCallCheck(runtime, self._strategy.name)
+        )
         lone: Sequence[prepared_model.Look] = () if self._lone is None else (self._lone,)
         self._looks = (*lone, *step.moments.before_forward)
         attempt.register(self)
@@ -118,7 +120,7 @@ class Preparation:
         return self._prepared.models
 
     @property
-    def optimizers(self) -> list[Optimizing]:
+    def optimizers(self) -> list[OptimizerEntry]:
         """In the order they were prepared."""
         return self._prepared.optimizers
 
@@ -128,7 +130,7 @@ class Preparation:
         return self._prepared.loaders
 
     @property
-    def schedulers(self) -> list[Scheduling]:
+    def schedulers(self) -> list[SchedulerEntry]:
         """In the order they were prepared."""
         return self._prepared.schedulers
 
@@ -333,7 +335,7 @@ class Preparation:
         rule = self._rule
         if isinstance(scheduler, DummyScheduler):
             scheduler = self._strategy.stand_for(scheduler, self.tick_base[0])
-            rule = UpdateTicks()  # such a configuration counts updates
+            rule = StepsPerUpdate()  # such a configuration counts updates
         for known in self.schedulers:
             if scheduler is known or scheduler is known.scheduler:
                 return cast(PreparedScheduler, known)
@@ -377,10 +379,10 @@ class Preparation:
         if self.tick_base == (num_processes, accumulation):
             return
         self._tick_base = (num_processes, accumulation)
-        if isinstance(self._rule, PerProcessTicks):
-            self._rule = PerProcessTicks(num_processes)
-        elif isinstance(self._rule, MicroBatchTicks | KeptTicks):
-            self._rule = KeptTicks(num_processes * accumulation, self._windows.num_steps)
+        if isinstance(self._rule, StepsPerProcess):
+            self._rule = StepsPerProcess(num_processes)
+        elif isinstance(self._rule, StepsPerMicroBatch | KeptSteps):
+            self._rule = KeptSteps(num_processes * accumulation, self._windows.num_steps)
         for scheduler in self.schedulers:
             scheduler.go_by(self._rule)
 
@@ -430,7 +432,7 @@ class Preparation:
             self._strategy.release()
 
 
-def _as_made(optimizer: Optimizing) -> PreparedOptimizer:
+def _as_made(optimizer: OptimizerEntry) -> PreparedOptimizer:
     """What the registry holds, as the class that this file put into it."""
     return cast(PreparedOptimizer, optimizer)
 

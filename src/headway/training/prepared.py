@@ -6,10 +6,10 @@ from typing import Any, Protocol
 import torch
 
 from headway.data.loader import PreparedLoader
-from headway.training.windows import Window
+from headway.training.windows import AccumulationWindow
 
 
-class Optimizing(Protocol):
+class OptimizerEntry(Protocol):
     """What the registry tells of a prepared optimizer.
 
     Attributes:
@@ -40,7 +40,7 @@ class Optimizing(Protocol):
         """Go back to a snapshot, which stays good."""
 
 
-class Scheduling(Protocol):
+class SchedulerEntry(Protocol):
     """What the registry tells of a prepared schedule.
 
     Attributes:
@@ -51,7 +51,7 @@ class Scheduling(Protocol):
     """
 
     scheduler: Any
-    optimizers: Sequence[Optimizing]
+    optimizers: Sequence[OptimizerEntry]
     rule: Any
     follows_optimizer: bool
 
@@ -65,7 +65,7 @@ class Scheduling(Protocol):
         """Updates so far count as ticked for."""
 
 
-class Prepared:
+class PreparedObjects:
     """The prepared objects of one Accelerator.
 
     Args:
@@ -81,9 +81,9 @@ class Prepared:
     def __init__(self, rest: Callable[[torch.nn.Module], None] | None = None) -> None:
         self._rest = rest
         self.models: list[torch.nn.Module] = []
-        self.optimizers: list[Optimizing] = []
+        self.optimizers: list[OptimizerEntry] = []
         self.loaders: list[PreparedLoader] = []
-        self.schedulers: list[Scheduling] = []
+        self.schedulers: list[SchedulerEntry] = []
         self.parameters: dict[int, list[torch.nn.Parameter]] = {}
         self.num_resets = 0
         self.has_had_loader = False
@@ -110,7 +110,7 @@ class Prepared:
         """Of all models, each once."""
         return list({id(p): p for parameters in self.parameters.values() for p in parameters}.values())
 
-    def parameters_of(self, window: Window) -> Iterable[torch.nn.Parameter]:
+    def parameters_of(self, window: AccumulationWindow) -> Iterable[torch.nn.Parameter]:
         """Those that learn in the window: of its models, or of all where it has none."""
         models = [id(model) for model in window.models] or list(self.parameters)
         unique = {id(p): p for model in models for p in self.parameters.get(model, ())}

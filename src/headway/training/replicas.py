@@ -20,8 +20,8 @@ from headway.errors import StateError
 from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory
 from headway.strategies.base import Strategy
-from headway.training.prepared import Prepared
-from headway.training.rows import Rows
+from headway.training.prepared import PreparedObjects
+from headway.training.rows import RowCountCheck
 
 log = get_logger(__name__)
 
@@ -41,7 +41,7 @@ Settings = list[dict[str, Any]]
 """The hyperparameters of each group of each optimizer."""
 
 
-class Replicas:
+class ReplicaCheck:
     """Compares ranks now and then.
 
     Args:
@@ -51,7 +51,7 @@ class Replicas:
         is_strict: ranks that differ are an error; False: one warning.
     """
 
-    def __init__(self, prepared: Prepared, strategy: Strategy, rows: Rows, is_strict: bool) -> None:
+    def __init__(self, prepared: PreparedObjects, strategy: Strategy, rows: RowCountCheck, is_strict: bool) -> None:
         self._prepared = prepared
         self._strategy = strategy
         self._rows = rows

@@ -6,7 +6,7 @@ import torch
 
 from headway.collectives.tree import find_batch_size
 from headway.log import get_logger
-from headway.training.windows import Windows
+from headway.training.windows import AccumulationWindows
 
 log = get_logger(__name__)
 
@@ -16,14 +16,14 @@ _WORDS = (
 )
 
 
-class Rows:
+class RowCountCheck:
     """Looks at the first dimension of what models are called with; it guesses no weight from that, it tells.
 
     Args:
         windows: of the run; what a prepared loader counts is not looked at.
     """
 
-    def __init__(self, windows: Windows) -> None:
+    def __init__(self, windows: AccumulationWindows) -> None:
         self._windows = windows
         self._seen: set[int] = set()
         self._first: set[int] = set()

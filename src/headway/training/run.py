@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 from headway.collectives.door import Collectives
 from headway.config.choice import ResolvedLayout
 from headway.config.compiling import TorchDynamoPlugin
-from headway.training.windows import Windows
+from headway.training.windows import AccumulationWindows
 
 
-class Run:
-    """One Accelerator's run; `Run.latest` is that of the Accelerator built last.
+class AcceleratorRun:
+    """One Accelerator's run; `AcceleratorRun.latest` is that of the Accelerator built last.
 
     Attributes:
         collectives: the way to the other processes.
@@ -22,13 +22,13 @@ class Run:
         answers_after_end: states speak of this run even when its process runtime has ended.
     """
 
-    latest: ClassVar["Run | None"] = None
+    latest: ClassVar["AcceleratorRun | None"] = None
 
     def __init__(
         self,
         collectives: Collectives,
         mixed_precision: str,
-        accumulation: Windows,
+        accumulation: AccumulationWindows,
         adjust_scheduler: bool,
         chosen: ResolvedLayout,
         dynamo_plugin: TorchDynamoPlugin,
@@ -43,9 +43,9 @@ class Run:
         self.answers_after_end = True
         # Weakly: what was prepared goes with its Accelerator.
         self._accumulation = weakref.ref(accumulation)
-        Run.latest = self
+        AcceleratorRun.latest = self
 
     @property
-    def accumulation(self) -> Windows | None:
+    def accumulation(self) -> AccumulationWindows | None:
         """The windows, while their Accelerator lives."""
         return self._accumulation()

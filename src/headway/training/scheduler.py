@@ -9,13 +9,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from headway.errors import ConfigError
 from headway.log import get_logger
-from headway.training.prepared import Optimizing
-from headway.training.step import Step
+from headway.training.prepared import OptimizerEntry
+from headway.training.step import TrainingStep
 
 log = get_logger(__name__)
 
 
-class TickRule(Protocol):
+class SchedulerStepRule(Protocol):
     """How often a schedule is stepped for one update."""
 
     @property
@@ -31,7 +31,7 @@ class TickRule(Protocol):
 
 
 @dataclass(frozen=True)
-class PerProcessTicks:
+class StepsPerProcess:
     """P ticks per update on P processes: the schedule was written for the single-process loop, stepped once an update.
 
     That loop makes P times as many updates for the same data.
@@ -52,7 +52,7 @@ class PerProcessTicks:
 
 
 @dataclass(frozen=True)
-class MicroBatchTicks:
+class StepsPerMicroBatch:
     """P times the window's length: the schedule was counted in the micro-batches of the single-process loop."""
 
     num_processes: int
@@ -69,7 +69,7 @@ class MicroBatchTicks:
 
 
 @dataclass(frozen=True)
-class KeptTicks:
+class KeptSteps:
     """As many ticks as an update had before the run was resumed on another world, with windows of another length.
 
     Attributes:
@@ -92,7 +92,7 @@ class KeptTicks:
 
 
 @dataclass(frozen=True)
-class UpdateTicks:
+class StepsPerUpdate:
     """One tick per update: the schedule was counted in real updates."""
 
     name: str = "updates"
@@ -115,7 +115,12 @@ class PreparedScheduler(LRScheduler):
     """
 
     def __init__(
-        self, scheduler: Any, optimizers: Sequence[Optimizing], rule: TickRule, follows_optimizer: bool, step: Step
+        self,
+        scheduler: Any,
+        optimizers: Sequence[OptimizerEntry],
+        rule: SchedulerStepRule,
+        follows_optimizer: bool,
+        step: TrainingStep,
     ) -> None:
         # LRScheduler.__init__ would tick and bind the optimizer a second time: everything is delegated instead.
         self.scheduler = scheduler
@@ -168,7 +173,7 @@ class PreparedScheduler(LRScheduler):
         is_by_hand = self._step.windows.current.is_by_hand
         return is_by_hand and not any(optimizer.step_was_skipped for optimizer in self.optimizers)
 
-    def go_by(self, rule: TickRule) -> None:
+    def go_by(self, rule: SchedulerStepRule) -> None:
         """Tick by another rule from now on."""
         self.rule = rule
 
@@ -231,7 +236,7 @@ def is_scheduler(obj: Any) -> bool:
     return all(callable(getattr(obj, name, None)) for name in ("step", "state_dict", "load_state_dict"))
 
 
-def choose_rule(given: str | TickRule | None, in_micro_batches: bool, num_processes: int) -> TickRule:
+def choose_rule(given: str | SchedulerStepRule | None, in_micro_batches: bool, num_processes: int) -> SchedulerStepRule:
     """The tick rule that the settings mean.
 
     Args:
@@ -247,9 +252,9 @@ def choose_rule(given: str | TickRule | None, in_micro_batches: bool, num_proces
             "scheduler_ticks and adjust_scheduler_to_accumulation both set the rule for the schedule; give one"
         )
     if given is None:
-        return MicroBatchTicks(num_processes) if in_micro_batches else PerProcessTicks(num_processes)
+        return StepsPerMicroBatch(num_processes) if in_micro_batches else StepsPerProcess(num_processes)
     if given == "updates":
-        return UpdateTicks()
+        return StepsPerUpdate()
     if isinstance(given, str):
         raise ConfigError(
             f"scheduler_ticks={given!r}; allowed: 'updates', None, or an object with ticks(window_length)"

@@ -6,7 +6,7 @@
     backward   -> weigh, run   each loss with its weight; the window's last one sums weights and makes gradients final
     clip, step, zero_grad      act on final gradients, through `act`, `update` and `drop`
 
-`Step` is what both kinds share. `WholeStep` runs each batch once; `replay/step.py` runs it in pieces, and again where memory
+`TrainingStep` is what both kinds share. `WholeStep` runs each batch once; `replay/step.py` runs it in pieces, and again where memory
 ran out. What a step works with comes in through its constructor; a feature that is off is an empty list or a null object.
 """
 
@@ -24,13 +24,20 @@ from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.strategies.base import Strategy
 from headway.training.first_window import BY_HAND, FirstWindow
-from headway.training.guard import Guard, Notice, Skips
+from headway.training.guard import NonFiniteNotice, SkippedUpdates, StepGuard
 from headway.training.losses import refuse_loss, refuse_weight
-from headway.training.moments import Moments
-from headway.training.prepared import Prepared
-from headway.training.task import Task, Weigher
-from headway.training.turns import TWO_TURNS, Turns
-from headway.training.windows import WHOLE, LossPolicy, Piece, WeightedMean, Window, Windows
+from headway.training.moments import StepHooks
+from headway.training.prepared import PreparedObjects
+from headway.training.task import BatchTask, Weigher
+from headway.training.turns import TWO_TURNS, ModelTurns
+from headway.training.windows import (
+    WHOLE,
+    AccumulationWindow,
+    AccumulationWindows,
+    BatchPiece,
+    LossPolicy,
+    WeightedMean,
+)
 
 log = get_logger(__name__)
 
@@ -45,7 +52,7 @@ class NoGuard:
         skips: counts steps that were not made.
     """
 
-    def __init__(self, notice: Notice | None, skips: Skips) -> None:
+    def __init__(self, notice: NonFiniteNotice | None, skips: SkippedUpdates) -> None:
         self._notice = notice
         self._skips = skips
         self._is_read_late = False
@@ -79,7 +86,7 @@ class NoGuard:
             self._skips.note()
 
 
-class Step(ABC):
+class TrainingStep(ABC):
     """What both kinds of a step share.
 
     Args:
@@ -98,13 +105,13 @@ class Step(ABC):
 
     def __init__(
         self,
-        windows: Windows,
-        prepared: Prepared,
+        windows: AccumulationWindows,
+        prepared: PreparedObjects,
         strategy: Strategy,
         precision: Precision,
         policy: LossPolicy,
-        guard: Guard,
-        moments: Moments,
+        guard: StepGuard,
+        moments: StepHooks,
     ) -> None:
         self.windows = windows
         self.prepared = prepared
@@ -112,7 +119,7 @@ class Step(ABC):
         self.precision = precision
         self.guard = guard
         self.moments = moments
-        self.turns = Turns(windows, prepared, strategy)
+        self.turns = ModelTurns(windows, prepared, strategy)
         self._first_window = FirstWindow(windows, prepared, strategy)
         self.weighs_losses = isinstance(policy, WeightedMean)
         self._policy = policy
@@ -169,7 +176,7 @@ class Step(ABC):
         rows, total = piece.num_rows, piece.total_rows
         return counts[shard.index] * rows / total, sum(counts) * rows / total
 
-    def weigh_micro_batch(self, window: Window, weight: float | None) -> float:
+    def weigh_micro_batch(self, window: AccumulationWindow, weight: float | None) -> float:
         """Count the micro-batch once, by its first loss; later losses of it are further terms over the same items."""
         if window.micro_weight is None:
             local, total = self.weigh(weight)
@@ -245,7 +252,11 @@ class Step(ABC):
             self.guard.after_backward(loss)
 
     def close(
-        self, window: Window, total: float, parameters: Sequence[torch.nn.Parameter] = (), has_gaps: bool = False
+        self,
+        window: AccumulationWindow,
+        total: float,
+        parameters: Sequence[torch.nn.Parameter] = (),
+        has_gaps: bool = False,
     ) -> None:
         """The window's last backward has run, and all ranks' weights are known: make gradients final."""
         window.close(total)
@@ -350,7 +361,7 @@ class Step(ABC):
     ) -> torch.Tensor:
         """Run `fn` and backward on the batch; returns the loss over all ranks."""
 
-    def run_task(self, task: Task, piece: Tree) -> None:
+    def run_task(self, task: BatchTask, piece: Tree) -> None:
         """A piece of a batch that is held as a function, or all of it."""
         with MicroBatch(self, self.prepared.models):
             weigh = task.weigher(piece)
@@ -370,7 +381,7 @@ class Step(ABC):
         self.turns.forget()
 
 
-class WholeStep(Step):
+class WholeStep(TrainingStep):
     """Each batch as it comes, once."""
 
     def _backward_inside(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
@@ -398,7 +409,7 @@ class WholeStep(Step):
             self.run(loss, local, nominal, reduction, **kwargs)
             self.close(window, group.finish_sum(pending)[0])
 
-    def _agree_nominal(self, window: Window) -> float | None:
+    def _agree_nominal(self, window: AccumulationWindow) -> float | None:
         """The first window's nominal weight: what its first micro-batch that weighs anything weighs, times the steps."""
         assert window.micro_weight is not None
         local, total = window.micro_weight
@@ -458,7 +469,7 @@ class WholeStep(Step):
     def _handed_out(self, batch: Tree) -> Iterator[None]:
         """A block in which the batch's own rows are what a loss weighs, where no loader counts them."""
         rows = find_batch_size(batch) if self.windows.loader is None else None
-        self.windows.hand_out(WHOLE if rows is None else Piece(0, rows, rows, True))
+        self.windows.hand_out(WHOLE if rows is None else BatchPiece(0, rows, rows, True))
         try:
             yield
         finally:
@@ -468,7 +479,7 @@ class WholeStep(Step):
         self, batch: Tree, fn: Callable[[Tree], torch.Tensor], weight: Weigher | None, reduction: str
     ) -> torch.Tensor:
         """All of it at once."""
-        task = Task(batch, fn, weight, reduction)
+        task = BatchTask(batch, fn, weight, reduction)
         with self._handed_out(batch):
             self.run_task(task, batch)
         return task.loss(self.strategy.data_group)
@@ -479,7 +490,7 @@ class MicroBatch:
 
     __slots__ = ("_contexts", "_models", "_step")
 
-    def __init__(self, step: Step, models: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, step: TrainingStep, models: Sequence[torch.nn.Module]) -> None:
         self._step = step
         self._models = models
         self._contexts: list[AbstractContextManager[Any]] = []

@@ -13,7 +13,7 @@ Weigher = Callable[[Tree], float | torch.Tensor]
 """Over how many items the loss of a piece was taken."""
 
 
-class Task:
+class BatchTask:
     """One batch as a function, and the loss of the attempt in progress.
 
     Args:

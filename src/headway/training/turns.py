@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from headway.strategies.base import Strategy
-from headway.training.prepared import Prepared
-from headway.training.windows import Window, Windows
+from headway.training.prepared import PreparedObjects
+from headway.training.windows import AccumulationWindow, AccumulationWindows
 
 TWO_TURNS = (
     "backward() came after step() or zero_grad() in one accumulate() block, whose window has several micro-batches: both wait for "
@@ -23,7 +23,7 @@ TWO_TURNS = (
 
 
 @dataclass(frozen=True)
-class Others:
+class OtherModels:
     """What does not learn in a window.
 
     Attributes:
@@ -35,10 +35,10 @@ class Others:
     models: tuple[torch.nn.Module, ...] = ()
 
 
-_NONE = Others()
+_NONE = OtherModels()
 
 
-class Turns:
+class ModelTurns:
     """Whose turn it is.
 
     Args:
@@ -47,11 +47,11 @@ class Turns:
         strategy: takes gradients out and puts them back.
     """
 
-    def __init__(self, windows: Windows, prepared: Prepared, strategy: Strategy) -> None:
+    def __init__(self, windows: AccumulationWindows, prepared: PreparedObjects, strategy: Strategy) -> None:
         self._windows = windows
         self._prepared = prepared
         self._strategy = strategy
-        self._others: dict[frozenset[int], Others] = {}
+        self._others: dict[frozenset[int], OtherModels] = {}
         self._models: dict[int, set[int]] = {}
         self._known: Any = None
 
@@ -72,7 +72,7 @@ class Turns:
         finally:
             self._strategy.put_back(kept)
 
-    def take(self, window: Window) -> None:
+    def take(self, window: AccumulationWindow) -> None:
         """Of windows that train some of the same parameters, let this one have its gradients in the tensors."""
         for other in self._windows.waiting_beside(window):
             away = {key for ids, _ in other.set_aside for key in ids}
@@ -86,24 +86,24 @@ class Turns:
 
     # ---------------------------------------------------------------- who learns with whom
 
-    def window_of(self, optimizer: torch.optim.Optimizer) -> Window | None:
+    def window_of(self, optimizer: torch.optim.Optimizer) -> AccumulationWindow | None:
         """The window in which the models of an optimizer have learned last, at its turn now; None: in none."""
         self._look()
         if id(optimizer) not in self._models:
             self._models[id(optimizer)] = self.models_of(_parameters(optimizer))
         return self._window(self._models[id(optimizer)])
 
-    def window_with(self, parameters: Iterable[torch.Tensor]) -> Window | None:
+    def window_with(self, parameters: Iterable[torch.Tensor]) -> AccumulationWindow | None:
         """The same for the models of these parameters."""
         return self._window(self.models_of(parameters))
 
-    def _window(self, models: set[int]) -> Window | None:
+    def _window(self, models: set[int]) -> AccumulationWindow | None:
         window = self._windows.latest(models) if models else self._windows.current
         if window is not None:
             self.take(window)
         return window
 
-    def others(self, models: Sequence[torch.nn.Module]) -> Others:
+    def others(self, models: Sequence[torch.nn.Module]) -> OtherModels:
         """What does not learn in a window of these models: a backward in it must leave no gradient there.
 
         An optimizer that holds parameters of two models lets them learn together; a parameter that several models share does not.
@@ -134,7 +134,7 @@ class Turns:
         found = (owners.get(id(p), ()) for p in parameters)
         return {models[0] for models in found if len(models) == 1}
 
-    def _find_others(self, models: frozenset[int]) -> Others:
+    def _find_others(self, models: frozenset[int]) -> OtherModels:
         held = [{id(p): p for p in _parameters(each.optimizer)} for each in self._prepared.optimizers]
         links = [self.models_of(each.values()) for each in held]
         together, size = set(models), -1
@@ -149,7 +149,7 @@ class Turns:
             for model in self._prepared.models
             if any(id(p) in apart for p in self._prepared.parameters[id(model)])
         ]
-        return Others(tuple(apart.values()), tuple(theirs))
+        return OtherModels(tuple(apart.values()), tuple(theirs))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:

@@ -32,9 +32,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from headway.errors import StateError
 from headway.log import get_logger
 from headway.runtime import process
-from headway.training.neighbours import Membership, Neighbours, ids_in
+from headway.training.neighbours import AcceleratorRegistration, AcceleratorRegistry, ids_in
 from headway.training.optimizer import StepWatch
-from headway.training.step import Step
+from headway.training.step import TrainingStep
 
 log = get_logger(__name__)
 
@@ -45,19 +45,19 @@ _MOST_LOOKS = 4
 """How often the process's objects are gone through for each Accelerator: some scripts have an optimizer per parameter."""
 
 
-class Lookout:
+class BypassDetector:
     """Watches the optimizers of this process on behalf of all its Accelerators; hangs on the process runtime.
 
     Args:
         neighbours: the Accelerators.
     """
 
-    def __init__(self, neighbours: Neighbours) -> None:
+    def __init__(self, neighbours: AcceleratorRegistry) -> None:
         self._neighbours = neighbours
         self._num_looks = 0
         self._watch = StepWatch(neighbours, self._judge)
 
-    def join(self, step: Step) -> Membership:
+    def join(self, step: TrainingStep) -> AcceleratorRegistration:
         """An Accelerator with this step is made, and is known as long as it holds what is returned."""
         self._num_looks = 0
         return self._neighbours.join(step)
@@ -111,7 +111,7 @@ class Lookout:
 
     # ---------------------------------------------------------------- loaders
 
-    def look_for_loader(self, step: Step) -> None:
+    def look_for_loader(self, step: TrainingStep) -> None:
         """Warn where the batch in hand of this Accelerator can only come from a DataLoader that is not prepared."""
         count = step.strategy.data_shard.count
         if count == 1 or step.windows.loader is not None or self._num_looks >= _MOST_LOOKS:
@@ -132,18 +132,18 @@ class Lookout:
             )
 
 
-def build_lookout() -> Lookout:
+def build_lookout() -> BypassDetector:
     """The one of this process's runtime, with which it ends."""
-    return Lookout(process.current().scope.own(Neighbours))
+    return BypassDetector(process.current().scope.own(AcceleratorRegistry))
 
 
-def _may_drift(steps: list[Step]) -> bool:
+def _may_drift(steps: list[TrainingStep]) -> bool:
     """Is no model prepared at all, or did accelerator.backward run for this step?"""
     is_nothing_prepared = not any(step.prepared.parameters or step.prepared.num_resets for step in steps)
     return is_nothing_prepared or any(step.windows.is_unfinished or step.windows.is_in_hand for step in steps)
 
 
-def _sees_scaled(optimizer: torch.optim.Optimizer, owner: Step) -> bool:
+def _sees_scaled(optimizer: torch.optim.Optimizer, owner: TrainingStep) -> bool:
     """Are the gradients multiplied by a loss scale that nobody, not even the user by hand, has divided out?"""
     scaler = getattr(owner.precision, "scaler", None)
     return scaler is not None and scaler.is_enabled() and id(optimizer) not in scaler._per_optimizer_states

@@ -8,7 +8,7 @@ import torch
 
 from headway.errors import ConfigError
 from headway.runtime.callers import calling_ranks
-from headway.runtime.lone import LoneCalls
+from headway.runtime.lone import RankConditionalCallCheck
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
 from headway.weights.export import save_pickled, save_weights
@@ -27,7 +27,7 @@ class WholeWeights:
     def __init__(self, strategy: Strategy, runtime: ProcessRuntime) -> None:
         self._strategy = strategy
         self._runtime = runtime
-        self._lone_calls = LoneCalls(runtime, strategy.name)
+        self._lone_calls = RankConditionalCallCheck(runtime, strategy.name)
 
     def state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The model's tensors by name; of a sharded model on rank 0 alone, on the host, and nothing elsewhere.

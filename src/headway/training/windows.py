@@ -40,7 +40,7 @@ _READ_AHEAD = (
 
 
 @dataclass(frozen=True)
-class Piece:
+class BatchPiece:
     """A part of a batch, under automatic micro-batching.
 
     Attributes:
@@ -61,12 +61,12 @@ class Piece:
         return self.num_rows / self.total_rows
 
 
-WHOLE = Piece(0, 1, 1, True)
+WHOLE = BatchPiece(0, 1, 1, True)
 """A batch that is not cut."""
 
 
 @dataclass
-class Window:
+class AccumulationWindow:
     """The micro-batches of one update, for one set of models.
 
     Attributes:
@@ -139,7 +139,7 @@ class Window:
         self.is_closed = self.is_empty = True
 
 
-class Windows:
+class AccumulationWindows:
     """The windows of a run.
 
     Args:
@@ -191,7 +191,7 @@ class Windows:
         self.active = events.active
         self._in_hand = events.in_hand
         self.restarted: list[Callable[[], None]] = []
-        self.current = Window()
+        self.current = AccumulationWindow()
         self.is_last = True
         self.num_windows = 0
         self.piece = WHOLE
@@ -200,7 +200,7 @@ class Windows:
         self._is_held = False
         self._elsewhere = elsewhere
         self._num_ahead = 0
-        self._by_models: dict[tuple[int, ...], Window] = {}
+        self._by_models: dict[tuple[int, ...], AccumulationWindow] = {}
 
     # ---------------------------------------------------------------- moves
 
@@ -209,7 +209,7 @@ class Windows:
         key = tuple(map(id, models))
         window = self._by_models.get(key)
         if window is None:
-            window = self._by_models[key] = Window(tuple(models))
+            window = self._by_models[key] = AccumulationWindow(tuple(models))
         elif window is not self.current:
             self._by_models[key] = self._by_models.pop(key)  # the latest is the last
         # A window whose last micro-batch never ran backward (the loop skipped it) goes on until one does.
@@ -231,20 +231,22 @@ class Windows:
         self.current, self.is_inside, self._is_held = window, True, False
         return is_first
 
-    def _note_reading(self, window: Window, num_read: int) -> None:
+    def _note_reading(self, window: AccumulationWindow, num_read: int) -> None:
         """Warn where the micro-batches of a window are read before the first of them begins."""
         if num_read:
             self._num_ahead = num_read - 1
         elif self._num_ahead and window is self.current and window.num_done > 1:
             log.warning_once(_READ_AHEAD, self._num_ahead + 1)
 
-    def begin_alone(self) -> Window:
+    def begin_alone(self) -> AccumulationWindow:
         """A backward comes outside any micro-batch: a window of its own."""
         self.num_windows += 1
         self._in_hand.clear()
         self.note_loader()
         self.is_last = True
-        self.current = Window(number=self.num_windows, num_done=1, is_last=True, is_by_hand=self.num_steps > 1)
+        self.current = AccumulationWindow(
+            number=self.num_windows, num_done=1, is_last=True, is_by_hand=self.num_steps > 1
+        )
         return self.current
 
     def leave(self) -> None:
@@ -255,7 +257,7 @@ class Windows:
         """The piece's block is left to be run again."""
         self.is_inside = self.is_last = False
 
-    def hand_out(self, piece: Piece) -> None:
+    def hand_out(self, piece: BatchPiece) -> None:
         """The micro-batches that follow are this piece of a batch."""
         self.piece = piece
 
@@ -288,7 +290,7 @@ class Windows:
         """Do different sets of models have windows of their own?"""
         return len(self._by_models) > 1
 
-    def is_first(self, window: Window) -> bool:
+    def is_first(self, window: AccumulationWindow) -> bool:
         """Is it the first one of its models?"""
         return window.number <= len(self._by_models)
 
@@ -297,7 +299,7 @@ class Windows:
         """Most batches that one loader has given since the micro-batch began."""
         return max(Counter(map(id, self._in_hand)).values(), default=0)
 
-    def latest(self, models: Container[int]) -> Window | None:
+    def latest(self, models: Container[int]) -> AccumulationWindow | None:
         """The window that one of these models, by their ids, learned in last; the current one, where that has no models."""
         if not self.current.models:
             return self.current
@@ -309,7 +311,7 @@ class Windows:
         """Are the gradients those of a whole window, so that clip and step may act?"""
         return self.may_step(self.current)
 
-    def may_step(self, window: Window) -> bool:
+    def may_step(self, window: AccumulationWindow) -> bool:
         """Are its gradients those of the whole window?"""
         return window.is_closed and not self._is_held
 
@@ -318,7 +320,7 @@ class Windows:
         """Does the micro-batch in hand end its window, so that step() will act?"""
         return self.is_last and not self._is_held
 
-    def may_clear(self, window: Window) -> bool:
+    def may_clear(self, window: AccumulationWindow) -> bool:
         """Does no gradient of it, in progress, lie in the tensors, so that zero_grad may act?"""
         return (window.is_closed or not window.has_gradient) and not self._is_held
 
@@ -349,10 +351,10 @@ class Windows:
         """Is no window in progress?"""
         return self._are_closed(None)
 
-    def _are_closed(self, but: Window | None) -> bool:
+    def _are_closed(self, but: AccumulationWindow | None) -> bool:
         return all(window.is_closed or window is but for window in self._by_models.values())
 
-    def waiting_beside(self, window: Window) -> list[Window]:
+    def waiting_beside(self, window: AccumulationWindow) -> list[AccumulationWindow]:
         """The others with a gradient that no optimizer has stepped on yet."""
         if not self.are_several:
             return []
@@ -381,7 +383,7 @@ class Windows:
         self.num_windows = num_updates
         for numbers, weight in nominal_weights:
             chosen = tuple(models[number] for number in numbers)
-            self._by_models[tuple(map(id, chosen))] = Window(chosen, next_nominal=weight)
+            self._by_models[tuple(map(id, chosen))] = AccumulationWindow(chosen, next_nominal=weight)
 
     def reset(self) -> None:
         """Forget all windows."""
@@ -391,7 +393,7 @@ class Windows:
     def _start_over(self) -> None:
         self._by_models.clear()
         self.trained_on.clear()
-        self.current, self.is_last, self.is_inside = Window(), True, False
+        self.current, self.is_last, self.is_inside = AccumulationWindow(), True, False
         for listener in self.restarted:
             listener()
 
@@ -411,7 +413,7 @@ class Windows:
 
 
 @dataclass
-class Clock:
+class UpdateClock:
     """How far training is: progress is counted in updates that happened.
 
     Attributes:

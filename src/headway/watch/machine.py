@@ -65,7 +65,7 @@ class Worker:
     pid: int
     path: Path
     exit_code: int | None = None
-    reader: pulse.Pulse | None = None
+    reader: pulse.HeartbeatFile | None = None
     num_written: int = -1
     written: float = -math.inf
     excused: float = -math.inf
@@ -205,7 +205,7 @@ class HangWatch:
 
     def _read_view(self, worker: Worker) -> RankView:
         if worker.reader is None:
-            worker.reader = pulse.Pulse(worker.path, is_writer=False)
+            worker.reader = pulse.HeartbeatFile(worker.path, is_writer=False)
         now = time.monotonic()
         worker.look(now)
         view = view_of(worker.rank, worker.reader.read(), now)
@@ -244,7 +244,7 @@ class HangWatch:
 
 def progress(path: Path) -> str:
     """How far training had come on the rank with this pulse; "" where it has not said."""
-    reading = pulse.Pulse(path, is_writer=False).read()
+    reading = pulse.HeartbeatFile(path, is_writer=False).read()
     return f"update {reading.update}, micro-step {reading.micro_step}" if reading.update or reading.micro_step else ""
 
 

@@ -132,7 +132,7 @@ class RankView:
         return next((call.number for call in self.calls or () if call.group == group), None)
 
 
-def view_of(rank: int, reading: pulse.Reading, now: float) -> RankView:
+def view_of(rank: int, reading: pulse.PulseReading, now: float) -> RankView:
     """What a pulse says, in ages."""
     note = reading.note
     calls: tuple[CollectiveCall, ...] | None = None

@@ -15,14 +15,14 @@ from headway.errors import CheckpointError, ConfigError
 from headway.units import parse_bytes
 from headway.weights.files import map_safetensors
 from headway.weights.pieces import memory_of
-from headway.weights.shards import Spec, is_same, raw_bytes, widest_first, write_file
+from headway.weights.shards import TensorSpec, is_same, raw_bytes, widest_first, write_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
 
 
-class Whole(Protocol):
+class LazyFullTensor(Protocol):
     """A tensor that is not in memory as a whole.
 
     Attributes:
@@ -77,7 +77,7 @@ def plan_shards(sizes: dict[str, int], max_shard_size: int) -> list[list[str]]:
 
 
 def save_weights(
-    tensors: Iterable[tuple[str, "torch.Tensor | Whole"]], folder: str | Path, max_shard_size: int | str
+    tensors: Iterable[tuple[str, "torch.Tensor | LazyFullTensor"]], folder: str | Path, max_shard_size: int | str
 ) -> list[Path]:
     """Write the tensors under their names and return the files.
 
@@ -157,8 +157,8 @@ def order_of(tensors: Mapping[str, Any], max_shard_size: int | str) -> list[str]
     return [name for shard in shards for name in widest_first({each: _spec(tensors[each]) for each in shard})]
 
 
-def _spec(tensor: Any) -> Spec:
-    return Spec(tuple(tensor.shape), tensor.dtype)
+def _spec(tensor: Any) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
 
 def _write(path: Path, tensors: Mapping[str, Any], tied: Mapping[str, str]) -> dict[str, str]:

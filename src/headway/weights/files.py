@@ -24,7 +24,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """One tensor of a checkpoint.
 
     Attributes:
@@ -57,7 +57,7 @@ class Stored:
 
 
 @dataclass
-class Checkpoint:
+class WeightFiles:
     """All tensors of a checkpoint by name, from one file or many.
 
     Attributes:
@@ -67,7 +67,7 @@ class Checkpoint:
     """
 
     source: str
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     ties: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -76,7 +76,7 @@ class Checkpoint:
         return sorted({stored.file for stored in self.tensors.values()})
 
 
-def open_checkpoint(source: str | Path) -> Checkpoint:
+def open_checkpoint(source: str | Path) -> WeightFiles:
     """Open a checkpoint; nothing is read but headers, and nothing in it is executed.
 
     Args:
@@ -97,7 +97,7 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     if path.name.endswith(".index.json"):
         return _open_sharded(path, str(source))
     tensors, metadata = _open_file(path)
-    return Checkpoint(str(source), tensors, _ties(metadata, tensors))
+    return WeightFiles(str(source), tensors, _ties(metadata, tensors))
 
 
 def _choose(folder: Path) -> Path:
@@ -160,7 +160,7 @@ def _read_index(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
     return weights, metadata
 
 
-def _open_sharded(index: Path, source: str) -> Checkpoint:
+def _open_sharded(index: Path, source: str) -> WeightFiles:
     weights, metadata = _read_index(index)
     files = sorted(set(weights.values()))
     absent = [name for name in files if not os.path.isfile(index.parent / name)]
@@ -177,14 +177,14 @@ def _open_sharded(index: Path, source: str) -> Checkpoint:
         )
     tensors = {name: shards[file][0][name] for name, file in weights.items()}
     said = {**{k: v for _, notes in shards.values() for k, v in notes.items()}, **metadata}
-    return Checkpoint(source, tensors, _ties(said, tensors))
+    return WeightFiles(source, tensors, _ties(said, tensors))
 
 
-def _ties(metadata: dict[str, Any], tensors: dict[str, Stored]) -> dict[str, str]:
+def _ties(metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, str]:
     return {k: v for k, v in metadata.items() if k not in tensors and isinstance(v, str) and v in tensors}
 
 
-def _open_file(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
+def _open_file(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     if not os.path.isfile(path):
         raise CheckpointError(f"{path} is not a regular file; nothing was read from it")
     if path.suffix in (".bin", ".pt", ".pth"):
@@ -194,7 +194,7 @@ def _open_file(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
     return map_safetensors(path)
 
 
-def _open_pickled(path: Path) -> Iterator[tuple[str, Stored]]:
+def _open_pickled(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
     except Exception as error:
@@ -214,7 +214,7 @@ def _open_pickled(path: Path) -> Iterator[tuple[str, Stored]]:
                 f"{path}: {name!r} is not a plain tensor ({tensor.layout}, {tensor.device}), which weights are"
             )
         is_mapped = _is_zip(path) and tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
-        yield name, Stored(path, tensor.dtype, tuple(tensor.shape), is_mapped, tensor.detach())
+        yield name, StoredTensor(path, tensor.dtype, tuple(tensor.shape), is_mapped, tensor.detach())
 
 
 def _is_zip(path: Path) -> bool:
@@ -222,7 +222,7 @@ def _is_zip(path: Path) -> bool:
         return file.read(2) == b"PK"
 
 
-def map_safetensors(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
+def map_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     """Map a safetensors file of any name, after checking all that its header says against its length.
 
     Returns:
@@ -236,7 +236,7 @@ def map_safetensors(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
         # A private mapping: pages come from the file when touched, and a write makes a copy of its page.
         view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     tensors = {
-        name: Stored(path, spec.dtype, spec.shape, start % spec.dtype.itemsize == 0, view, start)
+        name: StoredTensor(path, spec.dtype, spec.shape, start % spec.dtype.itemsize == 0, view, start)
         for name, (spec, start) in header.tensors.items()
     }
     return tensors, dict(header.metadata)

@@ -12,7 +12,7 @@ import torch
 from headway.collectives.door import Collectives
 from headway.errors import CheckpointError
 from headway.weights.export import order_of, save_weights, untied
-from headway.weights.pieces import Cutter, Piece, is_dtensor, is_spread
+from headway.weights.pieces import ShardCutter, ShardPiece, is_dtensor, is_spread
 from headway.weights.shards import bits, raw_bytes
 
 _T = TypeVar("_T")
@@ -20,7 +20,7 @@ _BLOCK = 16 * 2**20
 """Bytes that travel at once."""
 
 
-class Gathered:
+class GatheredTensor:
     """A tensor whose boxes come to rank 0 when all ranks ask for it, in the same order.
 
     Args:
@@ -28,7 +28,7 @@ class Gathered:
         collectives: all ranks.
     """
 
-    def __init__(self, piece: Piece, collectives: Collectives) -> None:
+    def __init__(self, piece: ShardPiece, collectives: Collectives) -> None:
         self.shape = torch.Size(piece.shape)
         self.dtype = piece.dtype
         self.is_done = False
@@ -100,10 +100,12 @@ def gathered(tensors: Mapping[str, Any], collectives: Collectives) -> dict[str, 
     Raises:
         CheckpointError: ranks hold other tensors, or cut otherwise, or not all of one; or values that were not reduced.
     """
-    cutter = Cutter()
+    cutter = ShardCutter()
     pieces = {name: cutter.piece(each) if is_dtensor(each) else each for name, each in tensors.items()}
     told = [(name, tuple(each.shape), str(each.dtype), _cut(each)) for name, each in pieces.items() if is_spread(each)]
-    brought = {name: _brought(each) for name, each in pieces.items() if isinstance(each, Piece) and each.split is None}
+    brought = {
+        name: _brought(each) for name, each in pieces.items() if isinstance(each, ShardPiece) and each.split is None
+    }
     answers = collectives.gather_objects((hashlib.sha256(repr(told).encode()).hexdigest(), list(brought.values())))
     if len({found for found, _ in answers}) > 1:
         raise CheckpointError("the ranks hold different sharded tensors; pass the same model on every rank")
@@ -111,14 +113,17 @@ def gathered(tensors: Mapping[str, Any], collectives: Collectives) -> dict[str, 
         wanted, there = prod(pieces[name].shape), sum(numbers)
         if there != wanted:  # the rest of it would be whatever lies in new memory
             raise CheckpointError(f"{name} has {wanted:,} values, but the ranks' parts of it have {there:,} in total")
-    return {name: Gathered(each, collectives) if isinstance(each, Piece) else each for name, each in pieces.items()}
+    return {
+        name: GatheredTensor(each, collectives) if isinstance(each, ShardPiece) else each
+        for name, each in pieces.items()
+    }
 
 
-def _brought(piece: Piece) -> int:
+def _brought(piece: ShardPiece) -> int:
     return sum(box.values.numel() for box in piece.boxes if box.is_written)
 
 
-def _cut(piece: Piece) -> Any:
+def _cut(piece: ShardPiece) -> Any:
     return None if piece.split is None else (piece.split.rows, piece.split.steps)
 
 
@@ -136,7 +141,9 @@ def whole_state(tensors: Iterable[tuple[str, Any]], collectives: Collectives) ->
     whole = gathered(kept, collectives)
 
     def put_together() -> dict[str, torch.Tensor]:
-        found = named | {name: each.whole() if isinstance(each, Gathered) else each for name, each in whole.items()}
+        found = named | {
+            name: each.whole() if isinstance(each, GatheredTensor) else each for name, each in whole.items()
+        }
         return {name: found[tied.get(name, name)] for name in named}
 
     return _on_rank_0(put_together, whole, list(whole), collectives) or {}
@@ -172,7 +179,7 @@ def _on_rank_0(
         failure = error
     for name in order:  # what rank 0 asks for, and where that failed, the rest of it
         each = whole[name]
-        if isinstance(each, Gathered) and not each.is_done:
+        if isinstance(each, GatheredTensor) and not each.is_done:
             each.pass_by()
     told = collectives.broadcast_object(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:

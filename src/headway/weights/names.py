@@ -14,7 +14,7 @@ from torch import nn
 
 from headway.errors import CheckpointError
 from headway.log import get_logger
-from headway.weights.files import Checkpoint
+from headway.weights.files import WeightFiles
 
 logger = get_logger(__name__)
 
@@ -22,7 +22,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Where a tensor hangs in a model: `module._parameters[leaf]`, or `_buffers`."""
 
     module: nn.Module
@@ -48,21 +48,21 @@ class Place:
             self.module._flat_weights = [getattr(self.module, name, None) for name in self.module._flat_weights_names]
 
 
-def places_of(model: nn.Module) -> dict[str, Place]:
+def places_of(model: nn.Module) -> dict[str, TensorLocation]:
     """Every parameter and buffer by name; one that is tied, or hangs in a module used twice, has several names."""
-    found: dict[str, Place] = {}
+    found: dict[str, TensorLocation] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                found[dot + leaf] = Place(module, leaf, True)
+                found[dot + leaf] = TensorLocation(module, leaf, True)
         for leaf, buffer in module._buffers.items():
             if buffer is not None:
-                found[dot + leaf] = Place(module, leaf, False, leaf not in module._non_persistent_buffers_set)
+                found[dot + leaf] = TensorLocation(module, leaf, False, leaf not in module._non_persistent_buffers_set)
     return found
 
 
-def tied_groups(places: Mapping[str, Place]) -> dict[str, list[str]]:
+def tied_groups(places: Mapping[str, TensorLocation]) -> dict[str, list[str]]:
     """{name: all names of the same tensor}, itself included."""
     groups: defaultdict[int, list[str]] = defaultdict(list)
     for name, place in places.items():
@@ -70,7 +70,7 @@ def tied_groups(places: Mapping[str, Place]) -> dict[str, list[str]]:
     return {name: group for group in groups.values() for name in group}
 
 
-def assign(places: Mapping[str, Place], names: list[str], value: torch.Tensor, is_mapped: bool) -> None:
+def assign(places: Mapping[str, TensorLocation], names: list[str], value: torch.Tensor, is_mapped: bool) -> None:
     """Give a tensor, under all its names, its value: new data for one that has values, a new parameter for a meta one."""
     first = places[names[0]]
     old = first.tensor
@@ -116,7 +116,7 @@ class Conversion:
 
 
 @dataclass
-class Sources:
+class TensorSources:
     """What comes from where.
 
     Attributes:
@@ -132,7 +132,9 @@ class Sources:
     unexpected: list[str] = field(default_factory=list)
 
 
-def match(model: nn.Module, places: Mapping[str, Place], checkpoint: Checkpoint, strict: bool) -> Sources:
+def match(
+    model: nn.Module, places: Mapping[str, TensorLocation], checkpoint: WeightFiles, strict: bool
+) -> TensorSources:
     """Settle every name, or say everything that does not fit at once.
 
     A tensor must come from the checkpoint, under one of its names where it is tied. Only a buffer that the model has
@@ -164,7 +166,7 @@ def match(model: nn.Module, places: Mapping[str, Place], checkpoint: Checkpoint,
     return sources
 
 
-def _is_missing(place: Place, group: list[str], found: Mapping[str, Any], strict: bool) -> bool:
+def _is_missing(place: TensorLocation, group: list[str], found: Mapping[str, Any], strict: bool) -> bool:
     if any(name in found for name in group):
         return False
     if place.is_parameter:
@@ -172,10 +174,10 @@ def _is_missing(place: Place, group: list[str], found: Mapping[str, Any], strict
     return place.tensor.is_meta or (strict and place.is_persistent)
 
 
-def _sources(model: nn.Module, places: Mapping[str, Place], checkpoint: Checkpoint) -> Sources:
+def _sources(model: nn.Module, places: Mapping[str, TensorLocation], checkpoint: WeightFiles) -> TensorSources:
     stored = checkpoint.tensors
     wanted = {name for name, place in places.items() if place.is_persistent}
-    sources = Sources(direct={name: name for name in stored if name in wanted})
+    sources = TensorSources(direct={name: name for name in stored if name in wanted})
     left = [name for name in stored if name not in sources.direct]
     if left and _is_transformers(model):
         sources.direct, sources.conversions, left = _by_transformers(model, stored, wanted)
@@ -190,7 +192,7 @@ def _sources(model: nn.Module, places: Mapping[str, Place], checkpoint: Checkpoi
     return sources
 
 
-def _trial(conversion: Conversion, checkpoint: Checkpoint) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _trial(conversion: Conversion, checkpoint: WeightFiles) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Run a conversion on tensors without values, so that what does not fit is known before anything is loaded."""
 
     def shape_only(key: str) -> torch.Tensor:
@@ -251,11 +253,11 @@ def _is_ignored(model: nn.Module, name: str) -> bool:
 
 
 def _complaint(
-    checkpoint: Checkpoint,
+    checkpoint: WeightFiles,
     missing: list[str],
     mismatched: list[str],
     unexpected: list[str],
-    places: Mapping[str, Place],
+    places: Mapping[str, TensorLocation],
 ) -> str:
     lines = [f"{checkpoint.source} does not fit the model; nothing was loaded."]
     if missing:

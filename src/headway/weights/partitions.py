@@ -5,7 +5,7 @@ from math import prod
 
 import torch
 
-from headway.weights.pieces import Box, Piece
+from headway.weights.pieces import ShardPiece, TensorBox
 
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -35,7 +35,7 @@ def _within(
         yield (index, *offsets), (1, *size)
 
 
-def piece_of_range(shape: Sequence[int], flat: torch.Tensor, start: int, is_written: bool) -> Piece:
+def piece_of_range(shape: Sequence[int], flat: torch.Tensor, start: int, is_written: bool) -> ShardPiece:
     """What a rank holds whose memory `flat` is a range of a tensor's values, from `start` on.
 
     Args:
@@ -47,6 +47,6 @@ def piece_of_range(shape: Sequence[int], flat: torch.Tensor, start: int, is_writ
     boxes, place = [], 0
     for offsets, size in boxes_of(shape, start, start + flat.numel()):
         count = prod(size)
-        boxes.append(Box(offsets, flat[place : place + count].view(size), is_written))
+        boxes.append(TensorBox(offsets, flat[place : place + count].view(size), is_written))
         place += count
-    return Piece(tuple(shape), flat.dtype, tuple(boxes))
+    return ShardPiece(tuple(shape), flat.dtype, tuple(boxes))

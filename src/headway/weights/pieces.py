@@ -1,6 +1,6 @@
 """Tensors that are sharded across ranks: what this rank holds of each, and how all ranks together hold it.
 
-A strategy yields DTensors, or, where its engine has none, a `Piece` of its own making.
+A strategy yields DTensors, or, where its engine has none, a `ShardPiece` of its own making.
 """
 
 import sys
@@ -24,7 +24,7 @@ Run = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorBox:
     """A box of a tensor that lies on this rank.
 
     Attributes:
@@ -39,7 +39,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Split:
+class TensorSplit:
     """How a tensor is cut on all ranks: along each dim into runs; every box of the grid that they make has a writer.
 
     Attributes:
@@ -76,7 +76,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """What this rank holds of a tensor.
 
     Attributes:
@@ -89,9 +89,9 @@ class Piece:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: tuple[Box, ...]
+    boxes: tuple[TensorBox, ...]
     local: torch.Tensor | None = None
-    split: Split | None = None
+    split: TensorSplit | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -107,7 +107,7 @@ def is_dtensor(value: Any) -> "TypeGuard[DTensor]":
 
 def is_spread(value: Any) -> bool:
     """Does a rank hold no more than a part of it, or a part with a place?"""
-    return isinstance(value, Piece) or is_dtensor(value)
+    return isinstance(value, ShardPiece) or is_dtensor(value)
 
 
 def held(value: Any) -> torch.Tensor:
@@ -116,7 +116,7 @@ def held(value: Any) -> torch.Tensor:
         local: torch.Tensor = value.detach().to_local()  # type: ignore[attr-defined]
         # What is cast as it is gathered (float8) lies in a tensor around the values.
         return local._tensor if hasattr(local, "fsdp_pre_all_gather") else local  # type: ignore[attr-defined]
-    if isinstance(value, Piece):
+    if isinstance(value, ShardPiece):
         if value.local is not None:
             return value.local
         return next((box.values for box in value.boxes), torch.empty(0, dtype=value.dtype))
@@ -129,7 +129,7 @@ def memory_of(value: Any) -> tuple[Any, ...]:
 
     An empty shard has no address, but its storage is one object.
     """
-    if is_spread(value) and not (isinstance(value, Piece) and value.local is None and not value.boxes):
+    if is_spread(value) and not (isinstance(value, ShardPiece) and value.local is None and not value.boxes):
         local, storage = held(value), held(value).untyped_storage()
         where = (storage._cdata, local.storage_offset(), tuple(local.shape), tuple(local.stride()))
         placed = str(value.placements) if is_dtensor(value) else tuple(box.offsets for box in value.boxes)
@@ -237,15 +237,15 @@ def _with_places(runs: Sequence[Run]) -> list[tuple[int, slice]]:
     return made
 
 
-class Cutter:
+class ShardCutter:
     """Makes pieces of DTensors. Which of those that hold the same box writes it is the same on every rank: each in turn, by bytes."""
 
     def __init__(self) -> None:
-        self._splits: dict[tuple[Any, ...], Split] = {}
+        self._splits: dict[tuple[Any, ...], TensorSplit] = {}
         self._ranks: dict[int, tuple[Any, numpy.ndarray[Any, Any]]] = {}
         self._written: dict[int, list[int]] = {}
 
-    def piece(self, tensor: "DTensor") -> Piece:
+    def piece(self, tensor: "DTensor") -> ShardPiece:
         """This rank's piece.
 
         Raises:
@@ -270,8 +270,8 @@ class Cutter:
             index = 0
             for start, known in zip(offsets, split.starts):
                 index = index * len(known) + known[start]
-            boxes.append(Box(offsets, local[where], split.writers[index] == rank))
-        return Piece(tuple(tensor.shape), tensor.dtype, tuple(boxes), local, split)
+            boxes.append(TensorBox(offsets, local[where], split.writers[index] == rank))
+        return ShardPiece(tuple(tensor.shape), tensor.dtype, tuple(boxes), local, split)
 
     def _ranks_of(self, mesh: Any) -> "numpy.ndarray[Any, Any]":
         """Ranks by (copy, coordinate in the mesh): what lies in one mesh of several lies in all of them.
@@ -327,7 +327,7 @@ def _steps(values: Sequence[int]) -> list[tuple[int, int, int]]:
 
 def _split(
     tensor: "DTensor", cuts: Sequence[Sequence[tuple[int, int | None]]], ranks: "numpy.ndarray[Any, Any]"
-) -> Split:
+) -> TensorSplit:
     """The grid of a tensor; `ranks` by the coordinates along the mesh's dims that cut it, in the mesh's order."""
     mesh = tensor.device_mesh
     order = sorted(axis for each in cuts for axis, _ in each)
@@ -342,4 +342,4 @@ def _split(
             index[order.index(axis)] = along.reshape([-1 if other == dim else 1 for other in range(tensor.ndim)])
     shape = tuple(map(len, sizes))
     chosen = ranks[tuple(index)] if order else ranks
-    return Split(tuple(sizes), tuple(int(rank) for rank in numpy.broadcast_to(chosen, shape).reshape(-1)))
+    return TensorSplit(tuple(sizes), tuple(int(rank) for rank in numpy.broadcast_to(chosen, shape).reshape(-1)))

@@ -61,7 +61,7 @@ _COUNTED = {
 
 
 @dataclass(frozen=True)
-class Spec:
+class TensorSpec:
     """What lies, or will be written, under a name."""
 
     shape: tuple[int, ...]
@@ -105,7 +105,7 @@ def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Header:
+class SafetensorsHeader:
     """What lies where in a file.
 
     Attributes:
@@ -113,11 +113,11 @@ class Header:
         metadata: text about the file; of anybody's, so any JSON.
     """
 
-    tensors: Mapping[str, tuple[Spec, int]]
+    tensors: Mapping[str, tuple[TensorSpec, int]]
     metadata: Mapping[str, Any]
 
 
-def read_header(file: BinaryIO, path: Path) -> Header:
+def read_header(file: BinaryIO, path: Path) -> SafetensorsHeader:
     """Read a file's header, and check all that it says against the file's length.
 
     Args:
@@ -151,7 +151,7 @@ def read_header(file: BinaryIO, path: Path) -> Header:
             else f"{size - end} bytes longer than its header says"
         )
         raise CheckpointError(f"{path}: the file is {state}; copy or download it again")
-    return Header(tensors, metadata if isinstance(metadata, dict) else {})
+    return SafetensorsHeader(tensors, metadata if isinstance(metadata, dict) else {})
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entry(path: Path, name: str, entry: Any, start: int) -> tuple[Spec, int]:
+def _entry(path: Path, name: str, entry: Any, start: int) -> tuple[TensorSpec, int]:
     try:
         dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
         is_sound = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
@@ -175,7 +175,7 @@ def _entry(path: Path, name: str, entry: Any, start: int) -> tuple[Spec, int]:
         )
     if len(shape) > _MAX_AXES or math.prod(n for n in shape if n) * dtype.itemsize > _MAX_BYTES:
         raise CheckpointError(f"{path}: the header is damaged: {name!r} has a shape that cannot be: {_cut(entry)}")
-    return Spec(shape, dtype), start + begin
+    return TensorSpec(shape, dtype), start + begin
 
 
 def _cut(entry: Any) -> str:
@@ -186,14 +186,14 @@ def _cut(entry: Any) -> str:
 # -------------------------------------------------------------------- write
 
 
-def widest_first(specs: Mapping[str, Spec]) -> dict[str, Spec]:
+def widest_first(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     """In an order in which every tensor begins at a multiple of its element's size, so that it can be used where it lies."""
     return dict(sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
 
 def write_file(
     path: Path,
-    specs: Mapping[str, Spec],
+    specs: Mapping[str, TensorSpec],
     values: Iterable[tuple[str, torch.Tensor]],
     metadata: Mapping[str, str] | None = None,
     passing: Callable[[memoryview], None] | None = None,
@@ -234,7 +234,7 @@ def write_file(
             os.fsync(file.fileno())
 
 
-def _header(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+def _header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """The file's first bytes, and where each tensor begins."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offsets, end = dict[str, int](), 0

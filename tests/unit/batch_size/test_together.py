@@ -3,7 +3,7 @@
 import threading
 import time
 
-from headway.batch_size.together import Alarm
+from headway.batch_size.together import GroupAborter
 from headway.runtime import control, process
 
 
@@ -30,7 +30,7 @@ def test_the_main_thread_waits_for_an_abort_that_is_half_done(monkeypatch):
     monkeypatch.setattr(process, "has_control_link", lambda: True)
     monkeypatch.setattr(process, "abort_group", abort)
     monkeypatch.setattr(control, "current", Plane)
-    alarm = Alarm("out_of_memory/0")
+    alarm = GroupAborter("out_of_memory/0")
     alarm.start()
     try:
         assert is_forgotten.wait(10)

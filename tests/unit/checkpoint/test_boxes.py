@@ -12,16 +12,16 @@ import torch
 from hypothesis import given, settings
 
 from headway.checkpoint import writer
-from headway.checkpoint.boxes import Chunk, Grid, meeting, overlapping
+from headway.checkpoint.boxes import ChunkGrid, TensorChunk, meeting, overlapping
 from headway.checkpoint.layout import open_tensors, read_state, read_tensors, verify
-from headway.checkpoint.manifest import Entry, Manifest, Written, _digest
-from headway.checkpoint.mosaic import Files, Mosaic
-from headway.checkpoint.spread import Spread, entries
-from headway.checkpoint.state import Collected
+from headway.checkpoint.manifest import Manifest, TensorEntry, WrittenFile, _digest
+from headway.checkpoint.mosaic import CheckpointFiles, ChunkedTensor
+from headway.checkpoint.spread import ShardedTensors, entries
+from headway.checkpoint.state import CollectedState
 from headway.errors import CheckpointError
 from headway.weights.export import save_weights
 from headway.weights.files import open_checkpoint
-from headway.weights.pieces import Box, Piece, Split
+from headway.weights.pieces import ShardPiece, TensorBox, TensorSplit
 from tests.sweep.fuzz import mutated
 from tests.unit.checkpoint.amount import EXAMPLES
 
@@ -32,18 +32,18 @@ def listed(sizes, writers):
     """The boxes one by one."""
     along = [list(zip(itertools.accumulate([0, *dim]), dim)) for dim in sizes]
     for place, rank in zip(itertools.product(*along), writers):
-        yield Chunk(
+        yield TensorChunk(
             tuple(s for s, _ in place), tuple(n for _, n in place), f"model-{rank:05d}.safetensors", "model/0/a"
         )
 
 
 def split_of(sizes, draw, spare=3):
     count = prod(map(len, sizes))
-    return Split(tuple(map(tuple, sizes)), tuple(draw.sample(range(count + spare), count)))
+    return TensorSplit(tuple(map(tuple, sizes)), tuple(draw.sample(range(count + spare), count)))
 
 
 def grid_of(split):
-    return Grid("model/0/a", split.rows, "model-*.safetensors", split.steps)
+    return ChunkGrid("model/0/a", split.rows, "model-*.safetensors", split.steps)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -75,16 +75,16 @@ def test_a_manifest_brings_a_grid_back(sizes, draw):
 def manifest_of(split, num_files):
     grid = grid_of(split)
     files = {
-        f"model-{n:05d}.safetensors": Written(f"model-{n:05d}.safetensors", 10**6, ("0" * 32,))
+        f"model-{n:05d}.safetensors": WrittenFile(f"model-{n:05d}.safetensors", 10**6, ("0" * 32,))
         for n in range(num_files)
     }
-    return Manifest({"model/0/a": Entry(grid.shape, "float32", grid)}, files, version=3)
+    return Manifest({"model/0/a": TensorEntry(grid.shape, "float32", grid)}, files, version=3)
 
 
 @pytest.mark.parametrize("is_grid", [True, False])
 def test_16384_boxes_are_no_quadratic_work(is_grid):
     """The alarm rings after 60 s, in which comparing every two of them does not come to an end."""
-    split = Split(((4,) * 16_384, (8,)), tuple(range(16_384)))
+    split = TensorSplit(((4,) * 16_384, (8,)), tuple(range(16_384)))
     found = manifest_of(split, 16_384)
     if not is_grid:
         entry = found.tensors["model/0/a"]
@@ -99,8 +99,8 @@ def test_the_largest_manifest_of_many_ranks_is_short():
     """300 tensors on 4,096 ranks, FSDP x TP: the files take the room, the tensors 100 kB."""
     sizes = ((2,) * 4096, (16,))
     writers = tuple(shard * 8 + tp for tp in range(8) for shard in range(512))
-    split = Split(sizes, writers)
-    told = json.dumps({f"model/0/{n}": Entry((8192, 16), "float32", grid_of(split)).encode() for n in range(300)})
+    split = TensorSplit(sizes, writers)
+    told = json.dumps({f"model/0/{n}": TensorEntry((8192, 16), "float32", grid_of(split)).encode() for n in range(300)})
     assert len(told) < 100_000
 
 
@@ -117,7 +117,7 @@ BAD = [
 
 @pytest.mark.parametrize(("key", "value", "told"), BAD)
 def test_a_grid_that_cannot_be_is_refused(key, value, told):
-    content = json.loads(manifest_of(Split(((2, 2), (2,)), (0, 1)), 2).encode())["content"]
+    content = json.loads(manifest_of(TensorSplit(((2, 2), (2,)), (0, 1)), 2).encode())["content"]
     content["tensors"]["model/0/a"]["grid"][key] = value
     with pytest.raises(CheckpointError, match=told):
         Manifest.decode(sealed(content))
@@ -130,11 +130,11 @@ def sealed(content, version=3):
 
 
 def test_a_grid_needs_room_a_key_and_its_version():
-    found = manifest_of(Split(((2, 2), (2,)), (0, 1)), 2)
+    found = manifest_of(TensorSplit(((2, 2), (2,)), (0, 1)), 2)
     small = replace(found, files={name: replace(each, num_bytes=10) for name, each in found.files.items()})
     with pytest.raises(CheckpointError, match="places more"):
         Manifest.decode(small.encode())
-    other = Entry((1,), "float32", (Chunk((0,), (1,), "model-00000.safetensors", "model/0/a"),))
+    other = TensorEntry((1,), "float32", (TensorChunk((0,), (1,), "model-00000.safetensors", "model/0/a"),))
     with pytest.raises(CheckpointError, match="for two tensors"):
         Manifest.decode(replace(found, tensors={**found.tensors, "b": other}).encode())
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -145,8 +145,8 @@ def test_a_grid_needs_room_a_key_and_its_version():
 
 
 def job(folder, part, num_parts, tensors):
-    share = writer.Share(part, num_parts, part == 0)
-    return writer.Job(folder / "checkpoint_1", "0" * 16, share, Collected(tensors), {}, writer.Policy())
+    share = writer.DiskShare(part, num_parts, part == 0)
+    return writer.SaveJob(folder / "checkpoint_1", "0" * 16, share, CollectedState(tensors), {}, writer.SavePolicy())
 
 
 def pieces(whole, split, part):
@@ -154,13 +154,13 @@ def pieces(whole, split, part):
     boxes = []
     for chunk, owner in zip(listed(split.sizes, split.writers), split.writers):
         where = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.shape))
-        boxes += [Box(chunk.offsets, whole[where], True)] if owner == part else []
-    return Piece(tuple(whole.shape), whole.dtype, tuple(boxes), split=split)
+        boxes += [TensorBox(chunk.offsets, whole[where], True)] if owner == part else []
+    return ShardPiece(tuple(whole.shape), whole.dtype, tuple(boxes), split=split)
 
 
 WHOLE = torch.arange(60.0).reshape(10, 6)
-REGULAR = Split(((4, 3, 3), (6,)), (2, 0, 1))
-SEVERAL = Split(((3, 2, 3, 2), (6,)), (0, 1, 0, 1))
+REGULAR = TensorSplit(((4, 3, 3), (6,)), (2, 0, 1))
+SEVERAL = TensorSplit(((3, 2, 3, 2), (6,)), (0, 1, 0, 1))
 ODD = torch.arange(7).to(torch.complex64)
 
 
@@ -168,8 +168,8 @@ def state(part):
     return {
         "model/0/plain": torch.ones(3), "model/0/a": pieces(WHOLE, REGULAR, part), "model/0/b": pieces(WHOLE, SEVERAL, part),
         "model/0/b@0": torch.zeros(2), "optimizer/0/a/m": pieces(-WHOLE, REGULAR, part),
-        "model/0/odd": pieces(ODD, Split(((3, 4),), (1, 2)), part),
-        "model/0/none": pieces(torch.empty(0, 4), Split(((), (4,)), ()), part),
+        "model/0/odd": pieces(ODD, TensorSplit(((3, 4),), (1, 2)), part),
+        "model/0/none": pieces(torch.empty(0, 4), TensorSplit(((), (4,)), ()), part),
         "model/0/foreign": replace(pieces(WHOLE, SEVERAL, part), split=None),
     }  # fmt: skip
 
@@ -192,7 +192,7 @@ def test_three_ranks_write_their_boxes_and_one_reads_them(written):
     folder, manifest = written
     assert verify(folder) == manifest
     assert manifest.version == 3
-    assert isinstance(manifest.tensors["model/0/a"].chunks, Grid)
+    assert isinstance(manifest.tensors["model/0/a"].chunks, ChunkGrid)
     assert [chunk.key for chunk in manifest.tensors["model/0/b"].chunks] == [
         "model/0/b@0@",
         *(f"model/0/b@{n}" for n in (1, 2, 3)),
@@ -209,7 +209,7 @@ def test_three_ranks_write_their_boxes_and_one_reads_them(written):
 def test_any_box_is_put_together(written):
     folder, manifest = written
     for name in ("model/0/a", "model/0/b", "model/0/foreign"):
-        mosaic = Mosaic(manifest.tensors[name], Files(folder, manifest))
+        mosaic = ChunkedTensor(manifest.tensors[name], CheckpointFiles(folder, manifest))
         for top, left in itertools.product(range(9), range(5)):
             box = torch.full((10 - top, 3 if left < 3 else 1), -1.0)
             mosaic.fill(box, (top, left))
@@ -219,7 +219,7 @@ def test_any_box_is_put_together(written):
 def test_weights_are_merged_one_tensor_at_a_time(written, tmp_path):
     folder, manifest = written
     named = [(name.removeprefix("model/0/"), each) for name, each in open_tensors(folder, manifest, "model/")]
-    assert sum(isinstance(each, Mosaic) for _, each in named) == 5
+    assert sum(isinstance(each, ChunkedTensor) for _, each in named) == 5
     save_weights(named, tmp_path / "out", "200B")
     found = open_checkpoint(tmp_path / "out").tensors
     for name, tensor in WANTED.items():
@@ -228,13 +228,13 @@ def test_weights_are_merged_one_tensor_at_a_time(written, tmp_path):
 
 
 def test_ranks_that_hold_different_states_are_told(tmp_path):
-    told = [Spread(state(part), part).told() for part in range(3)]
+    told = [ShardedTensors(state(part), part).told() for part in range(3)]
     assert len({each["grids"] for each in told}) == 1
-    other = {**state(1), "model/0/a": pieces(WHOLE, Split(((5, 2, 3), (6,)), (2, 0, 1)), 1)}
+    other = {**state(1), "model/0/a": pieces(WHOLE, TensorSplit(((5, 2, 3), (6,)), (2, 0, 1)), 1)}
     with pytest.raises(CheckpointError, match="rank 1 has different sharded tensors"):
-        entries(state(0), [told[0], Spread(other, 1).told(), told[2]])
+        entries(state(0), [told[0], ShardedTensors(other, 1).told(), told[2]])
     with pytest.raises(CheckpointError, match="differently from its placements"):
-        Spread({"model/0/a": pieces(WHOLE, REGULAR, 0)}, 1)
+        ShardedTensors({"model/0/a": pieces(WHOLE, REGULAR, 0)}, 1)
 
 
 def test_manifests_with_grids_that_are_not_what_was_written(written):

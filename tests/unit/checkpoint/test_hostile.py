@@ -12,7 +12,7 @@ from headway import Accelerator
 from headway.checkpoint import folders, manifest
 from headway.checkpoint.foreign import checkpoints_in, explain, foreign_in
 from headway.checkpoint.layout import read_state, read_tensors, verify
-from headway.checkpoint.manifest import MANIFEST, Chunk, Entry, Manifest, Written, _digest, read_manifest
+from headway.checkpoint.manifest import MANIFEST, Chunk, Manifest, TensorEntry, WrittenFile, _digest, read_manifest
 from headway.checkpoint.shards import describe, write_shard
 from headway.errors import CheckpointError
 from tests.unit.checkpoint.test_layout import TENSORS, job, save
@@ -80,7 +80,7 @@ def chunked(count, cuts=1):
     shape = (side,) * cuts
     places = [tuple(number // side**axis % side for axis in range(cuts)) for number in range(side**cuts)]
     chunks = tuple(Chunk(place, (1,) * cuts, "f", str(number)) for number, place in enumerate(places))
-    return Manifest({"a": Entry(shape, "uint8", chunks)}, {"f": Written("f", 2 * count, ("0" * 32,))})
+    return Manifest({"a": TensorEntry(shape, "uint8", chunks)}, {"f": WrittenFile("f", 2 * count, ("0" * 32,))})
 
 
 @pytest.mark.parametrize("cuts", [1, 2])
@@ -108,17 +108,17 @@ def test_chunks_in_no_grid_are_read(tmp_path):
     parts = {str(i): whole[y : y + h, x : x + w] for i, ((y, x), (h, w)) in enumerate(boxes)}
     written = write_shard(tmp_path / "f", list(parts.items()))
     chunks = tuple(Chunk(place, shape, "f", str(i)) for i, (place, shape) in enumerate(boxes))
-    found = Manifest.decode(Manifest({"a": Entry((3, 3), "float32", chunks)}, {"f": written}).encode())
+    found = Manifest.decode(Manifest({"a": TensorEntry((3, 3), "float32", chunks)}, {"f": written}).encode())
     assert torch.equal(dict(read_tensors(tmp_path, found))["a"], whole)
 
 
 def test_the_same_bytes_are_not_listed_twice():
-    entry = Entry((1000,), "float32", (Chunk((0,), (1000,), "f", "a"),))
-    files = {"f": Written("f", 4100, ("0" * 32,))}
+    entry = TensorEntry((1000,), "float32", (Chunk((0,), (1000,), "f", "a"),))
+    files = {"f": WrittenFile("f", 4100, ("0" * 32,))}
     Manifest.decode(Manifest({"a": entry}, files).encode())
     with pytest.raises(CheckpointError, match="for two tensors"):
         Manifest.decode(Manifest({f"a{number}": entry for number in range(300)}, files).encode())
-    other = {str(n): Entry((1000,), "float32", (Chunk((0,), (1000,), "f", str(n)),)) for n in range(2)}
+    other = {str(n): TensorEntry((1000,), "float32", (Chunk((0,), (1000,), "f", str(n)),)) for n in range(2)}
     with pytest.raises(CheckpointError, match="places more in 'f' than its 4,100 bytes hold"):
         Manifest.decode(Manifest(other, files).encode())
 
@@ -153,7 +153,7 @@ def test_what_would_not_be_read_is_not_committed(tmp_path):
     odd = job(tmp_path, nonce="2" * 16)
     odd.staging.mkdir()
     with pytest.raises(CheckpointError, match="unknown dtype"):
-        folders.commit(odd.staging, odd.final, Manifest({"a": Entry((), "complex33", ())}, {}))
+        folders.commit(odd.staging, odd.final, Manifest({"a": TensorEntry((), "complex33", ())}, {}))
     verify(tmp_path / "checkpoint_1")
 
 
@@ -197,7 +197,7 @@ def test_folders_that_cannot_be_looked_into_are_said_to_be_none(tmp_path):
 
 
 def test_names_of_files_that_no_disk_has():
-    content = json.loads(Manifest({}, {"f": Written("f", 1, ("0" * 32,))}).encode())["content"]
+    content = json.loads(Manifest({}, {"f": WrittenFile("f", 1, ("0" * 32,))}).encode())["content"]
     for name in ("\ud800", "a\0b", "/a", "a/../b", ""):
         with pytest.raises(CheckpointError):
             Manifest.decode(sealed({**content, "files": {name: content["files"]["f"]}}).encode())

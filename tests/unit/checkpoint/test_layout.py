@@ -13,9 +13,9 @@ from safetensors.torch import load_file, safe_open
 
 from headway.checkpoint import folders, writer
 from headway.checkpoint.layout import read_state, read_tensors, verify
-from headway.checkpoint.manifest import MANIFEST, Chunk, Entry, Manifest, Written, read_manifest
+from headway.checkpoint.manifest import MANIFEST, Chunk, Manifest, TensorEntry, WrittenFile, read_manifest
 from headway.checkpoint.shards import describe, write_shard
-from headway.checkpoint.state import Collected
+from headway.checkpoint.state import CollectedState
 from headway.errors import CheckpointError
 from tests.unit.checkpoint.amount import EXAMPLES
 
@@ -27,12 +27,12 @@ TENSORS = {
 
 
 def job(folder, nonce="0" * 16, **more):
-    share = writer.Share(**{name: more.pop(name) for name in ("part", "num_parts", "leads") if name in more})
+    share = writer.DiskShare(**{name: more.pop(name) for name in ("part", "num_parts", "leads") if name in more})
     content = {"tensors": TENSORS, "aliases": {"model/0/tied": "model/0/a"}, "state": {"clock": [1]}}
-    content = Collected(**{name: more.pop(name, value) for name, value in content.items()})
-    given = {"final": folder / "checkpoint_1", "nonce": nonce, "share": share, "policy": writer.Policy(), "content": content,
+    content = CollectedState(**{name: more.pop(name, value) for name, value in content.items()})
+    given = {"final": folder / "checkpoint_1", "nonce": nonce, "share": share, "policy": writer.SavePolicy(), "content": content,
              "about": {"num_updates": 7}}  # fmt: skip
-    return writer.Job(**{**given, **more})
+    return writer.SaveJob(**{**given, **more})
 
 
 def save(folder, **more):
@@ -172,8 +172,8 @@ def test_a_missing_manifest_is_no_checkpoint(tmp_path):
         folders.locate(tmp_path / "checkpoint_1")
 
 
-SMALL = Manifest({"a": Entry((4, 2), "float32", (Chunk((0, 0), (2, 2), "f", "a"), Chunk((2, 0), (2, 2), "f", "b")))},
-                 {"f": Written("f", 40, ("0" * 32,))}, {"t": "a"}, {"x": [1]}, {"y": 2})  # fmt: skip
+SMALL = Manifest({"a": TensorEntry((4, 2), "float32", (Chunk((0, 0), (2, 2), "f", "a"), Chunk((2, 0), (2, 2), "f", "b")))},
+                 {"f": WrittenFile("f", 40, ("0" * 32,))}, {"t": "a"}, {"x": [1]}, {"y": 2})  # fmt: skip
 
 
 def test_chunks_are_joined(tmp_path):
@@ -218,7 +218,7 @@ def test_another_version_or_file_is_said():
 def as_version_1(folder):
     """Let a checkpoint's manifest be what Headway wrote before XXH3: SHA-256 for each file."""
     found = read_manifest(folder)
-    files = {name: Written(name, each.num_bytes, (hashlib.sha256((folder / name).read_bytes()).hexdigest(),), "sha256")
+    files = {name: WrittenFile(name, each.num_bytes, (hashlib.sha256((folder / name).read_bytes()).hexdigest(),), "sha256")
              for name, each in found.files.items()}  # fmt: skip
     old = replace(found, files=files, version=1)
     (folder / MANIFEST).write_bytes(old.encode())
@@ -323,7 +323,7 @@ LARGE = {
 
 @pytest.mark.parametrize("is_verified", [True, False])
 def test_the_state_is_read_into_memory_of_its_own(tmp_path, is_verified):
-    save(tmp_path, content=Collected(LARGE))
+    save(tmp_path, content=CollectedState(LARGE))
     folder = tmp_path / "checkpoint_1"
     manifest = read_manifest(folder)
     assert len(manifest.files["optimizer-00000.safetensors"].digests) == 2
@@ -341,7 +341,7 @@ def test_the_state_is_read_into_memory_of_its_own(tmp_path, is_verified):
 
 @pytest.mark.parametrize("place", [3, 200, 17_000_000, -1])
 def test_a_flipped_byte_is_found_and_its_piece_named(tmp_path, place):
-    save(tmp_path, content=Collected(LARGE))
+    save(tmp_path, content=CollectedState(LARGE))
     folder = tmp_path / "checkpoint_1"
     manifest = read_manifest(folder)
     path = folder / "optimizer-00000.safetensors"

@@ -11,14 +11,14 @@ from dataclasses import asdict, replace
 import pytest
 
 from headway.checkpoint import lock
-from headway.checkpoint.lock import FolderLock, Holder, Locks
+from headway.checkpoint.lock import FolderLock, LockOwner, Locks
 from headway.errors import CheckpointError
 
 
 def written(tmp_path, age=0.0, **fields):
     """A lock as another process has left it, last touched so many seconds ago."""
     path = tmp_path / "checkpoints.lock"
-    holder = replace(Holder.here("theirs", "their start"), **fields)
+    holder = replace(LockOwner.here("theirs", "their start"), **fields)
     path.write_text(json.dumps(asdict(holder)))
     os.utime(path, (time.time() - age,) * 2)
     return path

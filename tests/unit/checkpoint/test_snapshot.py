@@ -11,8 +11,8 @@ import torch
 from headway.checkpoint import writer
 from headway.checkpoint.layout import read_tensors
 from headway.checkpoint.manifest import read_manifest
-from headway.checkpoint.snapshot import Snapshot
-from headway.checkpoint.state import Collected
+from headway.checkpoint.snapshot import HostCopies
+from headway.checkpoint.state import CollectedState
 from headway.weights.shards import raw_bytes
 from tests.unit.checkpoint.test_layout import TENSORS, job
 
@@ -83,12 +83,12 @@ VALUES = {
 
 def test_every_device_is_waited_for_by_the_thread_that_writes(tmp_path):
     devices = Devices()
-    taken = Snapshot(devices.mark, devices.allocate).take(spread(devices), VALUES)
+    taken = HostCopies(devices.mark, devices.allocate).take(spread(devices), VALUES)
     assert devices.waited == []
-    made = job(tmp_path, content=Collected(taken.tensors), arrivals=taken.arrivals)
+    made = job(tmp_path, content=CollectedState(taken.tensors), arrivals=taken.arrivals)
     writer.begin(made)
     writer.announce(made)
-    background = writer.Background()
+    background = writer.BackgroundSave()
     background.start(made)
     assert background.wait() is None
     assert devices.waited == [(torch.device("cuda", n), "headway-save") for n in (0, 1)]
@@ -112,7 +112,7 @@ def test_a_device_that_fails_fails_the_save(tmp_path):
 
 def test_pinned_memory_is_one_arena_and_used_again():
     devices = Devices()
-    snapshot = Snapshot(devices.mark, devices.allocate)
+    snapshot = HostCopies(devices.mark, devices.allocate)
     first = snapshot.take(spread(devices), VALUES)
     assert devices.num_pinned == 2048  # 1,200 + 40 + 8 bytes, each at a multiple of 256
     assert (
@@ -130,7 +130,7 @@ def test_where_pinning_fails_one_warning_says_so(caplog):
         raise RuntimeError("CUDA error: out of memory")
 
     devices = Devices()
-    taken = Snapshot(devices.mark, refuse).take(spread(devices), VALUES)
+    taken = HostCopies(devices.mark, refuse).take(spread(devices), VALUES)
     for arrival in taken.arrivals:
         arrival.wait()
     assert all(torch.equal(taken.tensors[name], value) for name, value in VALUES.items())
@@ -139,7 +139,7 @@ def test_where_pinning_fails_one_warning_says_so(caplog):
 
 
 def test_memory_of_the_host_is_used_again():
-    snapshot = Snapshot()
+    snapshot = HostCopies()
     first = snapshot.take(TENSORS, TENSORS).tensors
     source = {name: tensor.clone() for name, tensor in TENSORS.items()}
     source["model/0/a"] += 1
@@ -154,7 +154,7 @@ def test_a_rank_takes_its_own_part_and_the_manifest_has_all(tmp_path):
     assert set().union(*names) == set(TENSORS)
     assert sum(map(len, names)) == len(TENSORS)
     assert job(tmp_path, part=None, num_parts=3).own_names == frozenset()
-    taken = [Snapshot().take(TENSORS, own).tensors for own in names]
+    taken = [HostCopies().take(TENSORS, own).tensors for own in names]
     assert [{name for name, tensor in each.items() if not tensor.is_meta} for each in taken] == [
         set(own) for own in names
     ]

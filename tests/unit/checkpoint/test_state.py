@@ -9,7 +9,7 @@ import torch
 from headway.checkpoint.layout import read_tensors, verify
 from headway.checkpoint.manifest import Manifest
 from headway.checkpoint.restoring import cast_lines, misfits, restore
-from headway.checkpoint.state import Collected, Parts, collect
+from headway.checkpoint.state import CollectedState, StatefulObjects, collect
 from headway.checkpoint.tensors import copied
 from headway.errors import CheckpointError
 from headway.weights.shards import raw_bytes
@@ -26,7 +26,7 @@ def build(seed=0, tied=False):
 
 
 def parts(model, optimizer, **others):
-    return Parts([model], [optimizer], others, lambda m: m.state_dict().items())
+    return StatefulObjects([model], [optimizer], others, lambda m: m.state_dict().items())
 
 
 def train(model, optimizer, scheduler=None, steps=3, seed=1):
@@ -50,7 +50,7 @@ def train(model, optimizer, scheduler=None, steps=3, seed=1):
 def through_files(collected, folder):
     save(folder, tensors=collected.tensors, aliases=collected.aliases, state=collected.state)
     manifest = verify(folder / "checkpoint_1")
-    return Collected(
+    return CollectedState(
         dict(read_tensors(folder / "checkpoint_1", manifest)), dict(manifest.aliases), dict(manifest.state)
     )
 
@@ -205,7 +205,7 @@ def test_manifests_of_states_are_plain_json(tmp_path):
 
 
 def custom(*objects):
-    return Parts([], [], {"custom": objects}, lambda m: m.state_dict().items())
+    return StatefulObjects([], [], {"custom": objects}, lambda m: m.state_dict().items())
 
 
 class Broken(WithExtra):
@@ -218,13 +218,13 @@ def test_extra_state_that_is_refused_leaves_every_model_as_it_was():
     saved = [build(), torch.nn.Sequential(WithExtra(2, 2))]
     saved[1][0].mood = "wild"
     export = lambda m: m.state_dict().items()  # noqa: E731
-    found = copy.deepcopy(collect(Parts(saved, [], {}, export)))
+    found = copy.deepcopy(collect(StatefulObjects(saved, [], {}, export)))
     first, calm, broken = build(seed=9), torch.nn.Sequential(WithExtra(2, 2)), torch.nn.Sequential(Broken(2, 2))
     before = copy.deepcopy(first.state_dict())
     with pytest.raises(CheckpointError, match=r"no such mood\); nothing was changed"):
-        restore(Parts([first, broken], [], {}, export), found)
+        restore(StatefulObjects([first, broken], [], {}, export), found)
     assert all(torch.equal(before[name], value) for name, value in first.state_dict().items())
-    two = Parts([first, calm], [], {"custom": [Fussy()]}, export)
+    two = StatefulObjects([first, calm], [], {"custom": [Fussy()]}, export)
     found.state["custom"] = [{"count": 1}]
     with pytest.raises(CheckpointError, match="nothing was changed"):
         restore(two, found)
@@ -271,7 +271,9 @@ def test_an_undo_goes_on_where_one_step_of_it_fails_and_says_which():
             super().load_state_dict(state)
             self.is_stuck = True
 
-    found = Collected(state={"extra": [], "optimizer": [], "custom": [{"items": [9]}, {"items": [9]}, {"count": 1}]})
+    found = CollectedState(
+        state={"extra": [], "optimizer": [], "custom": [{"items": [9]}, {"items": [9]}, {"count": 1}]}
+    )
     clinging, sticks = Clinging(), Sticks()
     with pytest.raises(
         CheckpointError, match=r"do not like it\); but this could not be put back.*custom 1 .*I am stuck"
@@ -282,7 +284,7 @@ def test_an_undo_goes_on_where_one_step_of_it_fails_and_says_which():
 
 def test_a_load_that_fails_on_another_rank_is_undone_here():
     counter = Counter()
-    found = Collected(state={"extra": [], "optimizer": [], "custom": [{"count": 5}]})
+    found = CollectedState(state={"extra": [], "optimizer": [], "custom": [{"count": 5}]})
     with pytest.raises(CheckpointError, match="rank 1: it broke"):
         restore(custom(counter), found, agree=lambda failure: [failure or "rank 1: it broke"])
     assert counter.count == 0
@@ -427,8 +429,8 @@ def holding(tensor):
 ])  # fmt: skip
 def test_values_that_would_become_others_are_refused(own, saved, match):
     (model, export), (other, _) = holding(saved), holding(own)
-    found = collect(Parts([model], [], {}, export))
-    (problem,) = misfits(Parts([other], [], {}, export), found)
+    found = collect(StatefulObjects([model], [], {}, export))
+    (problem,) = misfits(StatefulObjects([other], [], {}, export), found)
     assert re.search(match, problem)
 
 
@@ -437,7 +439,7 @@ def test_a_cast_is_told():
         holding(torch.ones(2, dtype=torch.float64)),
         holding(torch.zeros(2, dtype=torch.bfloat16)),
     )
-    found, into = collect(Parts([model], [], {}, export)), Parts([other], [], {}, export)
+    found, into = collect(StatefulObjects([model], [], {}, export)), StatefulObjects([other], [], {}, export)
     assert misfits(into, found) == []
     assert cast_lines(into, found) == ["model/0/held: float64 -> bfloat16"]
     restore(into, found)

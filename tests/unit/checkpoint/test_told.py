@@ -1,11 +1,11 @@
 import pytest
 
-from headway.checkpoint.told import MOST, Told
+from headway.checkpoint.told import MOST, TypedReader
 from headway.errors import CheckpointError
 
 
 def test_what_belongs_there_comes_back():
-    told = Told({"n": 3, "x": 1.5, "s": "a", "b": False, "l": [1, 2], "t": (1,), "d": {"k": None}}, "state")
+    told = TypedReader({"n": 3, "x": 1.5, "s": "a", "b": False, "l": [1, 2], "t": (1,), "d": {"k": None}}, "state")
     assert (told["n"].whole(), told["x"].number(), told["n"].number()) == (3, 1.5, 3.0)
     assert (told["s"].text(), told["b"].flag()) == ("a", False)
     assert [each.whole() for each in told["l"].items(2)] == [1, 2]
@@ -18,17 +18,17 @@ def test_what_belongs_there_comes_back():
 
 
 @pytest.mark.parametrize(("value", "ask"), [
-    (True, Told.whole), (-1, Told.whole), (1.0, Told.whole), (MOST + 1, Told.whole), ("1", Told.whole), (None, Told.whole),
-    (True, Told.number), (float("nan"), Told.number), (float("inf"), Told.number), (10**400, Told.number), ("1", Told.number),
-    (1, Told.text), (0, Told.flag), ("ab", Told.items), ({}, Told.items), ([], Told.table), ({1: 2}, Told.table), ([], Told.mapping),
+    (True, TypedReader.whole), (-1, TypedReader.whole), (1.0, TypedReader.whole), (MOST + 1, TypedReader.whole), ("1", TypedReader.whole), (None, TypedReader.whole),
+    (True, TypedReader.number), (float("nan"), TypedReader.number), (float("inf"), TypedReader.number), (10**400, TypedReader.number), ("1", TypedReader.number),
+    (1, TypedReader.text), (0, TypedReader.flag), ("ab", TypedReader.items), ({}, TypedReader.items), ([], TypedReader.table), ({1: 2}, TypedReader.table), ([], TypedReader.mapping),
 ])  # fmt: skip
 def test_anything_else_is_refused(value, ask):
     with pytest.raises(CheckpointError, match=r"^the manifest's state\.x is .*, where .* belongs$"):
-        ask(Told(value, "state.x"))
+        ask(TypedReader(value, "state.x"))
 
 
 def test_places_are_told_and_long_values_are_cut():
-    told = Told({"a": [{"b": "x" * 1000}]}, "about")
+    told = TypedReader({"a": [{"b": "x" * 1000}]}, "about")
     with pytest.raises(CheckpointError, match=r"the manifest's about\.a\[0\]\.b is 'x{79}\.\.\., where") as caught:
         told["a"].items()[0]["b"].whole()
     assert len(str(caught.value)) < 250

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from headway.checks import doctor
-from headway.checks.doctor import Run
+from headway.checks.doctor import CheckedRun
 from headway.launch import network
 
 
@@ -14,7 +14,7 @@ def told(findings):
 
 
 def test_a_healthy_machine_has_nothing_bad():
-    findings = list(doctor.look({}, Run()))
+    findings = list(doctor.look({}, CheckedRun()))
     assert [finding.text() for finding in findings if finding.level == "bad"] == []
     assert findings[0].what.startswith("headway ")
 
@@ -33,7 +33,7 @@ def test_more_threads_than_cores(tmp_path):
 
 
 def test_an_interface_that_is_not_there():
-    (finding, *_) = doctor.interfaces({"GLOO_SOCKET_IFNAME": "ib77"}, Run())
+    (finding, *_) = doctor.interfaces({"GLOO_SOCKET_IFNAME": "ib77"}, CheckedRun())
     assert finding.level == "bad"
     assert finding.what == "GLOO_SOCKET_IFNAME=ib77: no interface ib77 is up here"
     assert "lo 127.0.0.1" in finding.hint
@@ -42,7 +42,7 @@ def test_an_interface_that_is_not_there():
 def test_a_port_that_is_taken_or_may_be():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        texts = told(doctor.ports(Run(2, 0, "127.0.0.1", port)))
+        texts = told(doctor.ports(CheckedRun(2, 0, "127.0.0.1", port)))
     assert ("bad", f"port {port} cannot be taken: Address already in use") in texts
     assert ("note", f"port {port} is one of those") in texts
 
@@ -51,7 +51,7 @@ def test_few_ports(tmp_path):
     folder = tmp_path / "proc/sys/net/ipv4"
     folder.mkdir(parents=True)
     (folder / "ip_local_port_range").write_text("40000\t40100\n")
-    assert told(doctor.ports(Run(), tmp_path)) == [("bad", "the system hands out ports 40000 to 40100")]
+    assert told(doctor.ports(CheckedRun(), tmp_path)) == [("bad", "the system hands out ports 40000 to 40100")]
 
 
 def test_a_containers_limit_of_processes(tmp_path):
@@ -61,9 +61,9 @@ def test_a_containers_limit_of_processes(tmp_path):
 
 
 def test_machine_0_by_a_name_that_leads_nowhere_or_home():
-    findings = told(doctor.names(Run(2, 1, "no-such-host.invalid", 1)))
+    findings = told(doctor.names(CheckedRun(2, 1, "no-such-host.invalid", 1)))
     assert ("bad", "machine 0 is no-such-host.invalid, which this machine cannot resolve") in findings
-    findings = told(doctor.names(Run(2, 1, "localhost", 1)))
+    findings = told(doctor.names(CheckedRun(2, 1, "localhost", 1)))
     assert ("bad", "machine 0 is localhost, which is this machine's own loopback address here") in findings
 
 

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from headway.checks.fabric import Place, compare, judge
+from headway.checks.fabric import RankLocation, compare, judge
 
-HERE = Place(0, "a", (("torch", "2.13"),), True, 100.0, "eth0")
+HERE = RankLocation(0, "a", (("torch", "2.13"),), True, 100.0, "eth0")
 
 
 def levels(findings):
@@ -16,7 +16,7 @@ def test_machines_that_agree():
 
 
 def test_other_versions_are_bad_and_other_folders_and_clocks_are_noted():
-    other = Place(1, "b", (("torch", "2.11"),), False, 107.0, "eth0")
+    other = RankLocation(1, "b", (("torch", "2.11"),), False, 107.0, "eth0")
     found = levels(compare([HERE, other]))
     assert found["machines run different versions: a: torch 2.13; b: torch 2.11"] == "bad"
     assert found["the clocks of a and b are 7.0 s apart"] == "note"

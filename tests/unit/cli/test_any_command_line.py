@@ -10,7 +10,7 @@ from headway.cli import launch
 from headway.config.launch import SETTINGS
 from headway.errors import ConfigError
 from headway.launch.machine import Machine
-from headway.launch.plan import AgentOrder, Plan
+from headway.launch.plan import AgentOrder, LaunchPlan
 
 EXAMPLES = settings(max_examples=int(os.environ.get("HEADWAY_EXAMPLES", "300")), deadline=None)
 MACHINES = st.sampled_from([
@@ -30,7 +30,7 @@ pieces = st.one_of(spelt, numbers, st.builds("{}={}".format, spelt, numbers), wo
 @given(st.lists(pieces, max_size=8), st.lists(words, max_size=4), MACHINES)
 @EXAMPLES
 def test_any_command_line(before, after, machine):
-    plans: list[Plan] = []
+    plans: list[LaunchPlan] = []
     patches = {
         "headway.launch.machine.look": lambda environment: machine,
         "headway.launch.run.execute": lambda plan, environment, is_quiet: plans.append(plan),
@@ -48,7 +48,7 @@ def test_any_command_line(before, after, machine):
         assert result.output
 
 
-def _check(plan: Plan, after: list[str]) -> None:
+def _check(plan: LaunchPlan, after: list[str]) -> None:
     assert plan.world_size >= plan.num_local >= 1
     if plan.world_size == 1:
         found = plan.argv

@@ -13,7 +13,7 @@ from headway.cli import main
 from headway.cli.estimate_training import NOT_FOR_RANKING
 from headway.errors import DeviceMapError
 from headway.placement import bandwidth, estimate
-from headway.placement.estimate import Bandwidths, Sizing, ceiling, expert_share, size_up, skeleton_from, traffic
+from headway.placement.estimate import Bandwidths, ModelSizes, ceiling, expert_share, size_up, skeleton_from, traffic
 from headway.placement.workload import Workload
 from headway.units import parse_bytes
 
@@ -53,7 +53,7 @@ def flat(*measures):
 
 def placed(model, max_memory, dtype="float32"):
     device_map = infer_auto_device_map(model, max_memory, ["LlamaDecoderLayer"], dtype)
-    return Sizing(dtype, 0, 0, "", device_map, "", traffic(model, device_map, dtype))
+    return ModelSizes(dtype, 0, 0, "", device_map, "", traffic(model, device_map, dtype))
 
 
 def test_a_config_alone(run, folder):

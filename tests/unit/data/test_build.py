@@ -11,7 +11,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from headway import DataLoaderConfiguration
 from headway.data import build
-from headway.data.shard import Shard
+from headway.data.shard import ShardIndex
 from headway.errors import DataError, OptionalDependencyMissing
 from tests.unit.data.fakes import Numbers, Stream, on_ranks, prepare
 
@@ -54,7 +54,7 @@ def test_data_that_is_shared_out_already():
     with pytest.raises(
         DataError, match="went through split_dataset_by_node"
     ):  # all ranks read the same (tensor parallel)
-        build._check(DataLoader(split), Shard(0, 1), DataLoaderConfiguration(), is_shared=True)
+        build._check(DataLoader(split), ShardIndex(0, 1), DataLoaderConfiguration(), is_shared=True)
 
 
 def test_ranks_with_different_data():

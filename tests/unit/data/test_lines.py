@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from headway import Accelerator, ProjectConfiguration
-from headway.data.lines import Lines, NumpyReader
+from headway.data.lines import DatasetRNGStates, NumpyReader
 from headway.data.randomness import among_streams, is_streams_text, text_of
 
 NUM_SAMPLES, BATCH, EPOCHS = 22, 4, 3
@@ -123,7 +123,7 @@ def test_so_is_one_whose_passes_are_left(tmp_path):
 
 def test_training_and_the_dataset_do_not_draw_the_same_numbers():
     torch.manual_seed(0)
-    lines = Lines()
+    lines = DatasetRNGStates()
     lines.begin()
     first = lines.fetch(lambda: torch.rand(5))
     training = torch.rand(5)
@@ -145,7 +145,7 @@ def test_a_line_that_no_save_writes_is_refused():
 
 
 def test_a_dataset_whose_first_draw_comes_late_in_a_pass_is_noticed_all_the_same():
-    lines = Lines()
+    lines = DatasetRNGStates()
     lines.begin()
     for number in range(60):
         before = torch.get_rng_state()
@@ -185,7 +185,7 @@ def test_numpys_stream_is_read_as_numpy_tells_it_whatever_happens_in_between(see
 
 @pytest.mark.parametrize("number", [1, 2, 311, 312, 623, 624, 625, 1248, 6240])
 def test_any_number_of_draws_from_pythons_stream_is_noticed(number):
-    lines = Lines()
+    lines = DatasetRNGStates()
     lines.begin()
     lines.fetch(lambda: [random.getrandbits(32) for _ in range(number)])
     assert [place for place, *_ in lines.state()["lines"]] == [1]

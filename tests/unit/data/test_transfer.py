@@ -3,7 +3,7 @@
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from headway.data.transfer import WaitingTransfer, transfer_to
+from headway.data.transfer import BlockingTransfer, transfer_to
 from tests.unit.data.fakes import prepare
 
 META = torch.device("meta")
@@ -18,7 +18,7 @@ def test_nothing_is_moved_where_batches_are():
 def test_a_device_without_streams_gets_batches_the_plain_way():
     for non_blocking in (None, True, False):
         transfer = transfer_to(META, non_blocking)
-        assert isinstance(transfer, WaitingTransfer)
+        assert isinstance(transfer, BlockingTransfer)
         assert not transfer.wants_pinned
     moved = transfer({"x": torch.ones(2), "text": ["a"]})
     assert (moved["x"].device, moved["text"]) == (META, ["a"])

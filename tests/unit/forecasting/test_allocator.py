@@ -5,8 +5,8 @@ import random
 import pytest
 
 from headway.errors import StateError
-from headway.forecasting.allocator import Allocator, Full, replay, rounded, segment_of
-from headway.forecasting.events import Event, plain_peak, split_at
+from headway.forecasting.allocator import Allocator, DeviceFull, replay, rounded, segment_of
+from headway.forecasting.events import MemoryEvent, plain_peak, split_at
 
 MIB = 1 << 20
 
@@ -93,7 +93,7 @@ def test_a_full_card_gets_back_what_is_cached_once():
     allocator.free("a")
     allocator.allocate("c", 30 * MIB)
     assert (allocator.flushes, allocator.reserved, allocator.peak_reserved) == (1, 50 * MIB, 50 * MIB)
-    with pytest.raises(Full):
+    with pytest.raises(DeviceFull):
         allocator.allocate("d", 2 * MIB)
     assert allocator.flushes == 2
 
@@ -104,7 +104,7 @@ def test_a_segment_that_is_in_use_in_part_is_not_given_back():
         allocator.allocate(key, 5 * MIB)
     for key in "abc":
         allocator.free(key)
-    with pytest.raises(Full):
+    with pytest.raises(DeviceFull):
         allocator.allocate("x", 22 * MIB)
     assert allocator.reserved == 20 * MIB
 
@@ -176,10 +176,10 @@ def test_nothing_is_lost_in_a_long_random_run():
 
 def test_a_replay_knows_its_peak_and_what_was_in_use_then():
     events = [
-        Event(1, 3 * MIB, kind="weights"),
-        Event(2, 4 * MIB, kind="activations"),
-        Event(2, -4 * MIB, kind="activations"),
-        Event(3, 2 * MIB, kind="gradients"),
+        MemoryEvent(1, 3 * MIB, kind="weights"),
+        MemoryEvent(2, 4 * MIB, kind="activations"),
+        MemoryEvent(2, -4 * MIB, kind="activations"),
+        MemoryEvent(3, 2 * MIB, kind="gradients"),
     ]
     found = replay(events)
     assert (found.allocated, found.reserved, found.peak, found.fits) == (7 * MIB, 20 * MIB, 1, True)

@@ -8,10 +8,10 @@ from click.testing import CliRunner
 from headway.cli.estimate import command
 from headway.errors import ConfigError, DeviceUnavailable
 from headway.forecasting import calibration
-from headway.forecasting.calibration import Record, name_of, read, write
+from headway.forecasting.calibration import CalibrationRecord, name_of, read, write
 from headway.forecasting.devices import DEVICES, MIB, find, spread
 
-MADE_UP = Record("NVIDIA A100-SXM4-80GB", 81920 * MIB, (8, 0), 431 * MIB, 17 * MIB, "2.13.0", "2026-11-22")
+MADE_UP = CalibrationRecord("NVIDIA A100-SXM4-80GB", 81920 * MIB, (8, 0), 431 * MIB, 17 * MIB, "2.13.0", "2026-11-22")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from headway.forecasting.devices import find
 from headway.forecasting.events import plain_peak, split_at
 from headway.forecasting.fake import trace
 from headway.forecasting.solve import alike
-from headway.forecasting.step import Recipe
+from headway.forecasting.step import StepRecipe
 from headway.planning.sources import unmasked
 
 CPU, CARD = find("cpu"), find("rtx-3090")
@@ -38,14 +38,14 @@ class Net(nn.Module):
 
 
 def traced(inner=lambda x: x, device=CARD, batch=64, precision="no", **recipe):
-    recipe = Recipe(recipe.pop("optimizer", adamw), total, precision, **recipe)
+    recipe = StepRecipe(recipe.pop("optimizer", adamw), total, precision, **recipe)
     return trace(lambda: Net(inner), lambda: torch.zeros(batch, 512), recipe, device)
 
 
 @pytest.mark.parametrize("name", ["MLP", "CNN", "GPT-2", "Llama"])
 def test_the_peak_on_a_cpu_is_the_profilers(name):
     case = CASES[name]
-    recipe = Recipe(adamw, case.loss, accumulation=2)
+    recipe = StepRecipe(adamw, case.loss, accumulation=2)
 
     def make():
         model = case.make()
@@ -163,7 +163,7 @@ def test_frozen_parameters_have_neither_gradients_nor_state():
         net.first.requires_grad_(False)
         return net
 
-    found = trace(make, lambda: torch.zeros(64, 512), Recipe(adamw, total), CARD)
+    found = trace(make, lambda: torch.zeros(64, 512), StepRecipe(adamw, total), CARD)
     held = split_at(found.events, found.phases["step 2 forward"])
     assert held["optimizer state"] == held["weights"]  # two for each of one half
 
@@ -213,16 +213,16 @@ def test_compiled_models_are_refused():
         return net
 
     with pytest.raises(UnsupportedError, match=r"torch\.compile"):
-        trace(make, lambda: torch.zeros(64, 512), Recipe(adamw, total), CARD)
+        trace(make, lambda: torch.zeros(64, 512), StepRecipe(adamw, total), CARD)
 
 
 def test_a_step_without_a_loss_is_refused():
     with pytest.raises(LossError, match=r"shape \[64, 512\]"):
-        trace(Net, lambda: torch.zeros(64, 512), Recipe(adamw), CARD)
+        trace(Net, lambda: torch.zeros(64, 512), StepRecipe(adamw), CARD)
 
 
 def test_convolutions_say_what_is_not_counted():
-    found = trace(lambda: nn.Conv2d(3, 4, 3), lambda: torch.zeros(2, 3, 8, 8), Recipe(adamw, total), CARD)
+    found = trace(lambda: nn.Conv2d(3, 4, 3), lambda: torch.zeros(2, 3, 8, 8), StepRecipe(adamw, total), CARD)
     assert any("cuDNN" in caveat for caveat in found.caveats)
 
 
@@ -243,14 +243,14 @@ def test_a_loss_that_torch_shrinks_keeps_the_memory_of_all_elements():
 
     real = torch.nn.functional.mse_loss(torch.zeros(64, 1024), torch.zeros(64, 1024))
     assert real.untyped_storage().nbytes() == 4 * 64 * 1024
-    taken = peak(net(), Recipe(torch.optim.SGD, nn.functional.mse_loss), batch)
-    found = trace(net, batch, Recipe(torch.optim.SGD, nn.functional.mse_loss), find("cpu"))
+    taken = peak(net(), StepRecipe(torch.optim.SGD, nn.functional.mse_loss), batch)
+    found = trace(net, batch, StepRecipe(torch.optim.SGD, nn.functional.mse_loss), find("cpu"))
     assert plain_peak(found.events) == pytest.approx(taken, rel=0.005)
 
 
 def test_under_autocast_two_batches_ask_and_give_back_in_the_same_order():
     """Casts of weights go all at once, in the order of their addresses."""
-    recipe = Recipe(adamw, nn.functional.mse_loss, "bf16", accumulation=2)
+    recipe = StepRecipe(adamw, nn.functional.mse_loss, "bf16", accumulation=2)
 
     def net():
         return nn.Sequential(*[nn.Linear(64, 64) for _ in range(12)])

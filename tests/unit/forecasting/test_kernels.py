@@ -6,8 +6,8 @@ from torch.nn import functional as F
 
 from headway.forecasting.devices import find
 from headway.forecasting.fake import trace
-from headway.forecasting.kernels import Choice
-from headway.forecasting.step import Recipe
+from headway.forecasting.kernels import AttentionKernel
+from headway.forecasting.step import StepRecipe
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 H100, A100, T4 = (9, 0), (8, 0), (7, 5)
@@ -37,7 +37,7 @@ H100, A100, T4 = (9, 0), (8, 0), (7, 5)
 def test_the_kernel(capability, version, dtype, width, groups, mask, p, kernel):
     query, key = torch.empty(2, 8, 16, width, dtype=dtype), torch.empty(2, groups, 16, width, dtype=dtype)
     added = torch.empty(2, 1, 16, 16, dtype=dtype) if mask else None
-    assert Choice(capability, version).kernel(query, key, added, p, False, True) == kernel
+    assert AttentionKernel(capability, version).kernel(query, key, added, p, False, True) == kernel
 
 
 LENGTH = 1024
@@ -61,6 +61,6 @@ class Attention(torch.nn.Module):
 
 @pytest.mark.parametrize(("name", "has_scores"), [("t4", True), ("h100", False), ("b200", False)])
 def test_scores_are_counted_where_they_are_kept(name, has_scores):
-    recipe = Recipe(None, lambda out, _: out.sum(), "bf16")
+    recipe = StepRecipe(None, lambda out, _: out.sum(), "bf16")
     found = trace(Attention, lambda: torch.zeros(2, LENGTH, 256), recipe, find(name))
     assert (max(event.num_bytes for event in found.events if event.kind != "workspaces") >= SCORES) is has_scores

@@ -3,8 +3,8 @@
 import pytest
 
 from headway.forecasting.allocator import replay
-from headway.forecasting.events import Event
-from headway.forecasting.solve import Search, alike, synthesise
+from headway.forecasting.events import MemoryEvent
+from headway.forecasting.solve import BudgetSearch, alike, synthesise
 
 MIB = 1 << 20
 
@@ -15,11 +15,11 @@ def takes(events):
 
 def step(batch):
     return [
-        Event(1, 100 * MIB, "weights"),
-        Event(2, 30 * MIB * batch, "mm"),
-        Event(3, (10 * batch + 5) * MIB, "add"),
-        Event(3, -(10 * batch + 5) * MIB, "add"),
-        Event(2, -30 * MIB * batch, "mm"),
+        MemoryEvent(1, 100 * MIB, "weights"),
+        MemoryEvent(2, 30 * MIB * batch, "mm"),
+        MemoryEvent(3, (10 * batch + 5) * MIB, "add"),
+        MemoryEvent(3, -(10 * batch + 5) * MIB, "add"),
+        MemoryEvent(2, -30 * MIB * batch, "mm"),
     ]
 
 
@@ -35,8 +35,8 @@ def test_other_sequences_give_none():
 
 def attention(length):
     scores = 3 * length * length * MIB
-    return [Event(1, 100 * MIB, "weights"), Event(2, scores, "bmm"), Event(3, 7 * length * MIB, "add"),
-            Event(3, -7 * length * MIB, "add"), Event(2, -scores, "bmm")]  # fmt: skip
+    return [MemoryEvent(1, 100 * MIB, "weights"), MemoryEvent(2, scores, "bmm"), MemoryEvent(3, 7 * length * MIB, "add"),
+            MemoryEvent(3, -7 * length * MIB, "add"), MemoryEvent(2, -scores, "bmm")]  # fmt: skip
 
 
 def test_three_traces_give_what_grows_with_the_square():
@@ -46,7 +46,7 @@ def test_three_traces_give_what_grows_with_the_square():
 
 @pytest.mark.parametrize("capacity", [100, 300, 4000, 90_000])
 def test_the_longest_sequence_where_memory_grows_with_the_square(capacity):
-    found = Search(attention, takes, capacity * MIB, degree=2).run()
+    found = BudgetSearch(attention, takes, capacity * MIB, degree=2).run()
     assert found.batch == 0 or takes(attention(found.batch)) <= capacity * MIB
     assert takes(attention(found.batch + 1)) > capacity * MIB
     assert found.num_traces <= 5
@@ -54,18 +54,18 @@ def test_the_longest_sequence_where_memory_grows_with_the_square(capacity):
 
 @pytest.mark.parametrize("limit", [1, 8, 9, 10, 13])
 def test_no_longer_than_the_limit(limit):
-    assert Search(attention, takes, 1 << 60, limit, degree=2).run().batch == limit
+    assert BudgetSearch(attention, takes, 1 << 60, limit, degree=2).run().batch == limit
 
 
 def test_the_curve_is_what_each_size_takes():
-    search = Search(step, takes, 1000 * MIB)
+    search = BudgetSearch(step, takes, 1000 * MIB)
     search.run()
     assert search.curve([1, 5, 40]) == [(size, takes(step(size))) for size in (1, 5, 40)]
 
 
 @pytest.mark.parametrize("capacity", [0, 100, 144, 146, 150, 500, 1000, 24_000])
 def test_the_largest_that_fits_and_no_more(capacity):
-    found = Search(step, takes, capacity * MIB).run()
+    found = BudgetSearch(step, takes, capacity * MIB).run()
     assert found.batch == 0 or takes(step(found.batch)) <= capacity * MIB
     assert takes(step(found.batch + 1)) > capacity * MIB
     assert found.num_traces <= 4
@@ -76,9 +76,9 @@ def test_events_that_change_with_the_batch_are_traced():
 
     def odd(batch):
         traced.append(batch)
-        return step(batch) + [Event(10 + each, 1) for each in range(batch)]
+        return step(batch) + [MemoryEvent(10 + each, 1) for each in range(batch)]
 
-    found = Search(odd, takes, 1000 * MIB).run()
+    found = BudgetSearch(odd, takes, 1000 * MIB).run()
     assert not found.is_synthesised
     assert found.num_traces == len(traced) == len(set(traced))
     assert takes(odd(found.batch)) <= 1000 * MIB
@@ -87,15 +87,15 @@ def test_events_that_change_with_the_batch_are_traced():
 
 def test_a_jump_at_large_batches_is_found_by_the_trace_at_the_answer():
     def jumps(batch):
-        return step(batch) if batch < 15 else [Event(9, 500 * MIB, "sort"), *step(batch)]
+        return step(batch) if batch < 15 else [MemoryEvent(9, 500 * MIB, "sort"), *step(batch)]
 
-    found = Search(jumps, takes, 1000 * MIB).run()
+    found = BudgetSearch(jumps, takes, 1000 * MIB).run()
     assert found.batch == 14
-    assert Search(jumps, takes, 1400 * MIB).run().batch == 19
+    assert BudgetSearch(jumps, takes, 1400 * MIB).run().batch == 19
 
 
 def test_a_limit_is_kept():
-    assert Search(step, takes, 100_000 * MIB, limit=20).run().batch == 20
+    assert BudgetSearch(step, takes, 100_000 * MIB, limit=20).run().batch == 20
 
 
 def test_no_answer_above_a_batch_that_fragments():
@@ -103,5 +103,5 @@ def test_no_answer_above_a_batch_that_fragments():
         batch = events[1].num_bytes // (30 * MIB)
         return takes(events) + (300 * MIB if batch == 17 else 0)
 
-    assert Search(step, takes, 1000 * MIB).run().batch == 22
-    assert Search(step, fragmented, 1000 * MIB).run().batch == 16
+    assert BudgetSearch(step, takes, 1000 * MIB).run().batch == 22
+    assert BudgetSearch(step, fragmented, 1000 * MIB).run().batch == 16

@@ -1,16 +1,16 @@
 """The timeline of a step, on events that are written by hand."""
 
-from headway.forecasting.events import Event, plain_peak, split_at
+from headway.forecasting.events import MemoryEvent, plain_peak, split_at
 from headway.forecasting.timeline import timeline
 
 EVENTS = [
-    Event(1, 100, kind="weights"),
-    Event(2, 10, kind="activations"),
-    Event(3, 500, kind="temporaries"),
-    Event(3, -500, kind="temporaries"),
-    Event(4, 20, kind="activations"),
-    Event(4, -20, kind="activations"),
-    Event(2, -10, kind="activations"),
+    MemoryEvent(1, 100, kind="weights"),
+    MemoryEvent(2, 10, kind="activations"),
+    MemoryEvent(3, 500, kind="temporaries"),
+    MemoryEvent(3, -500, kind="temporaries"),
+    MemoryEvent(4, 20, kind="activations"),
+    MemoryEvent(4, -20, kind="activations"),
+    MemoryEvent(2, -10, kind="activations"),
 ]
 PHASES = {"set-up": 0, "step 1 forward": 1, "step 1 backward": 5}
 

@@ -7,7 +7,7 @@ import pytest
 
 from headway.config.load import Value, resolve
 from headway.errors import ConfigError
-from headway.launch.clusters import Task, check_agreement, detect, first_host
+from headway.launch.clusters import ClusterTask, check_agreement, detect, first_host
 from headway.launch.machine import Machine
 from headway.launch.plan import AgentOrder, Program, commands_per_machine, make
 
@@ -46,7 +46,7 @@ class TestSlurm:
 
     def test_several_tasks_a_machine_are_the_processes(self):
         environment = {**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "6", "SLURM_LOCALID": "2"}
-        assert detect(environment).task == Task(6, 8, 2, 4)
+        assert detect(environment).task == ClusterTask(6, 8, 2, 4)
         made = planned(environment, GPUS)
         order = AgentOrder.decode(made.argv[-1])
         assert (order.num_local, order.num_machines, order.machine_rank, order.unit) == (1, 8, 6, "task")
@@ -137,7 +137,7 @@ class TestOpenMpi:
 
     def test_two_a_machine(self):
         cluster = detect(self.environment)
-        assert cluster.task == Task(3, 4, 1, 2)
+        assert cluster.task == ClusterTask(3, 4, 1, 2)
         made = planned(self.environment)
         assert AgentOrder.decode(made.argv[-1]).endpoint == f"10.0.0.5:{20000 + 314900480 % 12000}"
 

@@ -11,23 +11,25 @@ import torch
 
 from headway.callsite import users_line
 from headway.launch.control_group import MemoryWatch
-from headway.launch.endings import Report
-from headway.launch.records import Death, Record, read_record, write_record
+from headway.launch.endings import FailureReport
+from headway.launch.records import ExceptionRecord, RankExit, read_record, write_record
 
 
 def record(kind="ValueError", text="bad luck", line="train.py:3", at=10.0):
-    return Record(kind, text, line, f"Traceback of {kind}\n{kind}: {text}\n", at)
+    return ExceptionRecord(kind, text, line, f"Traceback of {kind}\n{kind}: {text}\n", at)
 
 
 def death(rank, code=1, rec=None, **more):
-    return Death(rank, "box", 100 + rank, code, rec, **more)
+    return RankExit(rank, "box", 100 + rank, code, rec, **more)
 
 
 LOST = record("RuntimeError", "[gloo/pair.cc] Connection closed by peer [127.0.0.1]:1234", "train.py:9", at=9.0)
 
 
 def test_the_earliest_exception_is_first():
-    report = Report((death(0, rec=record(at=10.2)), death(1, rec=record("KeyError", "'x'", "train.py:5", at=10.1))), 2)
+    report = FailureReport(
+        (death(0, rec=record(at=10.2)), death(1, rec=record("KeyError", "'x'", "train.py:5", at=10.1))), 2
+    )
     assert report.first.rank == 1
     text = report.text()
     assert text.startswith(
@@ -39,14 +41,14 @@ def test_the_earliest_exception_is_first():
 
 
 def test_a_lost_connection_is_a_consequence_even_if_it_is_noticed_first():
-    assert Report((death(0, rec=LOST), death(1, rec=record(at=11.0))), 2).first.rank == 1
-    assert Report((death(0, rec=LOST), death(1, code=3)), 2).first.rank == 1
-    assert Report((death(0, rec=LOST), death(1, code=-9)), 2).first.rank == 1
-    assert Report((death(0, rec=LOST),), 2).first.rank == 0
+    assert FailureReport((death(0, rec=LOST), death(1, rec=record(at=11.0))), 2).first.rank == 1
+    assert FailureReport((death(0, rec=LOST), death(1, code=3)), 2).first.rank == 1
+    assert FailureReport((death(0, rec=LOST), death(1, code=-9)), 2).first.rank == 1
+    assert FailureReport((death(0, rec=LOST),), 2).first.rank == 0
 
 
 def test_lost_connections_are_a_plain_line():
-    text = Report((death(0, rec=record(at=11.0)), death(1, rec=LOST)), 2).text()
+    text = FailureReport((death(0, rec=record(at=11.0)), death(1, rec=LOST)), 2).text()
     assert text.splitlines()[-1] == "headway: rank 1 then lost its connection to rank 0 (train.py:9)"
     assert "gloo" not in text
 
@@ -54,7 +56,7 @@ def test_lost_connections_are_a_plain_line():
 def test_lost_connections_of_several_ranks_are_one_line():
     late = replace(LOST, line="train.py:12")
     deaths = (death(0, rec=LOST), death(1, code=-9), death(2, rec=LOST), death(3, rec=late), death(4, code=5))
-    text = Report(deaths, 6).text()
+    text = FailureReport(deaths, 6).text()
     assert text.splitlines()[2:] == [
         "headway: ranks 0, 2 then lost their connection to the others (train.py:9)",
         "headway: rank 3 then lost its connection to the others (train.py:12)",
@@ -65,7 +67,7 @@ def test_lost_connections_of_several_ranks_are_one_line():
 
 def test_what_is_kept_is_the_whole_text(tmp_path):
     noisy = replace(LOST, text=f"{LOST.text}. This is typically caused by a remote worker crashing. GLHF! 🏖️")
-    report = Report((death(0, rec=noisy),), 2)
+    report = FailureReport((death(0, rec=noisy),), 2)
     report.write(tmp_path / "failure.json")
     kept = json.loads((tmp_path / "failure.json").read_text())["first"]["record"]
     assert kept["text"] == noisy.text
@@ -84,13 +86,13 @@ def test_the_screen_shows_the_short_trace_and_the_record_keeps_both(tmp_path, mo
         assert write_record(tmp_path / "error.json", raised.value, "a note")
         found = read_record(tmp_path / "error.json")
         assert "headway/config/files.py" in found.trace
-        shown = Report((death(0, rec=found),), 2).text()
+        shown = FailureReport((death(0, rec=found),), 2).text()
         assert ("headway/config/files.py" not in shown) is is_short
         assert shown.endswith(("a note", "a note\nheadway: the other 1 process has been ended"))
 
 
 def test_identical_failures_are_counted():
-    report = Report(tuple(death(rank, rec=record(at=10 + rank)) for rank in (0, 1, 2, 5)), 8)
+    report = FailureReport(tuple(death(rank, rec=record(at=10 + rank)) for rank in (0, 1, 2, 5)), 8)
     text = report.text()
     assert "the same on ranks 1-2, 5" in text
     assert "the other 4 processes have been ended" in text
@@ -98,14 +100,16 @@ def test_identical_failures_are_counted():
 
 
 def test_a_kill_is_explained_by_the_counters():
-    report = Report((death(1, code=-9),), 2, memory="the kernel's out-of-memory killer sent it")
+    report = FailureReport((death(1, code=-9),), 2, memory="the kernel's out-of-memory killer sent it")
     assert "rank 1 was ended by SIGKILL: the kernel's out-of-memory killer sent it" in report.text()
     assert report.exit_code == 137
-    assert "nothing in the kernel's counters says that memory ran out" in Report((death(1, code=-9),), 2).text()
+    assert "nothing in the kernel's counters says that memory ran out" in FailureReport((death(1, code=-9),), 2).text()
 
 
 def test_a_crash_shows_its_python_stack():
-    report = Report((death(0, rec=LOST), death(1, code=-signal.SIGSEGV, crash="File train.py, line 7 in main")), 2)
+    report = FailureReport(
+        (death(0, rec=LOST), death(1, code=-signal.SIGSEGV, crash="File train.py, line 7 in main")), 2
+    )
     assert report.first.rank == 1
     assert "ended by SIGSEGV\nFile train.py, line 7 in main" in report.text()
     assert report.exit_code == 139
@@ -115,26 +119,26 @@ def test_an_engine_that_gave_up_shows_the_users_lines_alone():
     library = [f'  File "{module.__file__}", line 7 in wait' for module in (threading, torch)]
     own = '  File "train.py", line 9 in <module>'
     dump = "\n".join(["Fatal Python error: Aborted", "", "Thread 0x1:", library[0], "", "Thread 0x2:", *library, own])
-    text = Report((death(0, code=-signal.SIGABRT, crash=dump),), 2).text()
+    text = FailureReport((death(0, code=-signal.SIGABRT, crash=dump),), 2).text()
     assert "was ended by SIGABRT: a library gave up" in text
     assert text.endswith(f"\nThread 0x2:\n{own}\nheadway: the other 1 process has been ended")
 
 
 def test_a_rank_that_the_launcher_ended_is_not_told_of():
-    report = Report((death(0, code=None, rec=LOST), death(1, rec=record())), 2)
+    report = FailureReport((death(0, code=None, rec=LOST), death(1, rec=record())), 2)
     assert report.first.rank == 1
-    assert Report((death(1, rec=record()), death(0, code=None)), 2).text().count("rank 0") == 0
+    assert FailureReport((death(1, rec=record()), death(0, code=None)), 2).text().count("rank 0") == 0
 
 
 def test_somebody_elses_signal():
     assert (
         "rank 0 was ended by SIGTERM, which somebody outside of this run sent"
-        in Report((death(0, code=-15),), 2).text()
+        in FailureReport((death(0, code=-15),), 2).text()
     )
 
 
 def test_the_exit_code_of_the_first():
-    assert Report((death(0, code=7),), 2).exit_code == 7
+    assert FailureReport((death(0, code=7),), 2).exit_code == 7
 
 
 def _failing():
@@ -167,7 +171,7 @@ def test_the_record_of_torchs_own_decorator_is_read(tmp_path):
     path = tmp_path / "error.json"
     inner = {"message": "KeyError: 'x'", "extraInfo": {"py_callstack": "Traceback ...", "timestamp": "12"}}
     path.write_text(json.dumps({"message": inner}))
-    assert read_record(path) == Record("KeyError", "'x'", "", "Traceback ...", 12.0)
+    assert read_record(path) == ExceptionRecord("KeyError", "'x'", "", "Traceback ...", 12.0)
 
 
 @pytest.mark.parametrize("content", ["", "{", "{}", '{"message": "x"}'])
@@ -182,7 +186,7 @@ def test_no_line_of_the_users():
 
 
 def test_failure_json(tmp_path):
-    report = Report((death(0, rec=LOST), death(1, rec=record())), 2, "memory")
+    report = FailureReport((death(0, rec=LOST), death(1, rec=record())), 2, "memory")
     report.write(tmp_path / "logs" / "failure.json")
     content = json.loads((tmp_path / "logs" / "failure.json").read_text())
     assert content["first"]["rank"] == 1

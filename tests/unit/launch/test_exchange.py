@@ -5,23 +5,23 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from headway.launch.endings import Report
-from headway.launch.exchange import Exchange
-from headway.launch.records import Death, Record
+from headway.launch.endings import FailureReport
+from headway.launch.exchange import AgentChannel
+from headway.launch.records import ExceptionRecord, RankExit
 from headway.runtime.sealed import SealedStore
-from headway.sealing import Seal, Strangers
+from headway.sealing import Seal, UnsealedCounter
 
 
-def failed(rank: int) -> Report:
-    record = Record("ValueError", "bad luck", "train.py:3", "Traceback\nValueError: bad luck\n", 10.0)
-    return Report((Death(rank, f"host-{rank}", 100 + rank, 1, record),), 3)
+def failed(rank: int) -> FailureReport:
+    record = ExceptionRecord("ValueError", "bad luck", "train.py:3", "Traceback\nValueError: bad luck\n", 10.0)
+    return FailureReport((RankExit(rank, f"host-{rank}", 100 + rank, 1, record),), 3)
 
 
 def texts(unit: str, machines: tuple[int, ...], *, is_over: bool = False) -> dict[int, str]:
     """What each of these machines, of three, tells after rank 1 has failed."""
-    seal, found = Seal(b"", Strangers(print)), {}
+    seal, found = Seal(b"", UnsealedCounter(print)), {}
     meeting = SealedStore(HashStore(), "meeting", seal)
-    exchanges = [Exchange(machine, 3, "127.0.0.1", seal, unit) for machine in range(3)]
+    exchanges = [AgentChannel(machine, 3, "127.0.0.1", seal, unit) for machine in range(3)]
     for exchange in exchanges:
         exchange.begin(meeting, 3)
 

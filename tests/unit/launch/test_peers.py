@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from headway.launch.peers import Peers
-from headway.sealing import Seal, Strangers
+from headway.launch.peers import PeerMachines
+from headway.sealing import Seal, UnsealedCounter
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -21,13 +21,13 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def seal() -> Seal:
-    return Seal(b"of these machines", Strangers(print))
+    return Seal(b"of these machines", UnsealedCounter(print))
 
 
 @pytest.fixture
 def three():
     lost = [threading.Event() for _ in range(3)]
-    peers = [Peers(machine, f"10.0.0.{machine}", 60, lost[machine].set) for machine in range(3)]
+    peers = [PeerMachines(machine, f"10.0.0.{machine}", 60, lost[machine].set) for machine in range(3)]
     port = peers[0].open_hub("127.0.0.1")
     for machine, one in enumerate(peers):
         assert one.meet("127.0.0.1", port, seal(), [2 * machine, 2 * machine + 1]) is None
@@ -74,7 +74,7 @@ def test_a_hub_that_cannot_be_reached_is_said():
     with socket.socket() as taken:  # bound and not listening: refused
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        trouble = Peers(1, "", 60, lambda: None).meet("127.0.0.1", port, seal(), [1])
+        trouble = PeerMachines(1, "", 60, lambda: None).meet("127.0.0.1", port, seal(), [1])
     assert trouble is not None
     assert trouble.startswith("machine 0 cannot be reached at 127.0.0.1:")
 
@@ -112,9 +112,9 @@ NONE_OF_THIS_RUN = {
 def hub():
     """Machine 0 and machine 1, with what machine 0 counts and says of others."""
     said, lost = [], [threading.Event(), threading.Event()]
-    peers = [Peers(machine, f"10.0.0.{machine}", 60, lost[machine].set) for machine in range(2)]
+    peers = [PeerMachines(machine, f"10.0.0.{machine}", 60, lost[machine].set) for machine in range(2)]
     port = peers[0].open_hub("127.0.0.1")
-    strangers = Strangers(said.append)
+    strangers = UnsealedCounter(said.append)
     assert peers[0].meet("127.0.0.1", port, Seal(b"of these machines", strangers), [0]) is None
     assert peers[1].meet("127.0.0.1", port, seal(), [1]) is None
     wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1})
@@ -163,7 +163,7 @@ def test_what_was_heard_on_the_way_is_of_no_use_again(hub):
                 outer.sendall(data)
 
     threading.Thread(target=hand_on, daemon=True).start()
-    third = Peers(2, "10.0.0.2", 60, lambda: None)
+    third = PeerMachines(2, "10.0.0.2", 60, lambda: None)
     assert third.meet("127.0.0.1", relay.getsockname()[1], seal(), [2]) is None
     wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1, 2})
     third.leave()

@@ -9,7 +9,7 @@ import torch
 
 from headway import Accelerator, memory_report
 from headway.memory import levers, report
-from headway.memory.census import Census, Holding, take
+from headway.memory.census import LiveStorage, TensorCensus, take
 from headway.memory.levers import find_levers
 from headway.memory.report import asked_bytes, explain
 from headway.memory.use import MemoryUse
@@ -142,10 +142,10 @@ def test_a_report_that_runs_short_itself(monkeypatch):
 
 def census_of(**sizes):
     """A census of the given MiB per category, on a device."""
-    census = Census("cuda")
+    census = TensorCensus("cuda")
     for number, (category, size) in enumerate(sizes.items()):
         category = category.replace("_", " ")
-        census.holdings["cuda:0", number + 1] = Holding(category, size * MIB, (1,), torch.float32, "somebody")
+        census.holdings["cuda:0", number + 1] = LiveStorage(category, size * MIB, (1,), torch.float32, "somebody")
     return census
 
 
@@ -182,10 +182,10 @@ def test_levers_for_the_optimizer():
 
 def test_levers_for_the_device():
     crowded = MemoryUse("cuda:0", 4 << 30, 9 << 30, 0, 24 << 30, 20 << 30)
-    found = told(Census("cuda"), crowded, asked=1 << 30)
+    found = told(TensorCensus("cuda"), crowded, asked=1 << 30)
     assert found["PYTORCH_CUDA_ALLOC_CONF"].saves == 5 << 30
     assert found["another"].saves == 11 << 30
-    assert told(Census("cpu"), MemoryUse("cpu", 1, 9 << 30, 0, 24 << 30, 20 << 30), asked=1) == {}
+    assert told(TensorCensus("cpu"), MemoryUse("cpu", 1, 9 << 30, 0, 24 << 30, 20 << 30), asked=1) == {}
 
 
 def test_losses_that_hold_their_graphs_are_counted():
@@ -205,7 +205,7 @@ def test_where_torch_recorded_allocations_they_are_told(monkeypatch):
     ]
     memory = types.SimpleNamespace(_snapshot=lambda device: {"segments": [{"blocks": blocks}]})
     monkeypatch.setattr(torch, "get_device_module", lambda kind: types.SimpleNamespace(memory=memory))
-    found = report._sites(torch.device("cuda", 0), Census("cuda"), 8)
+    found = report._sites(torch.device("cuda", 0), TensorCensus("cuda"), 8)
     assert [line.split() for line in found] == [
         [size, "MiB", "/x/net.py:7", "in", "forward"] for size in ("3.0", "2.0")
     ]

@@ -28,7 +28,7 @@ class SimulatedPoint:
 
 
 class SimulatedLane:
-    """`headway.runtime.lanes.Lane` without a device.
+    """`headway.runtime.lanes.CopyStream` without a device.
 
     Args:
         seed: of the order in which the queues run.

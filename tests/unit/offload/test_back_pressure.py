@@ -10,7 +10,7 @@ from torch import nn
 
 from headway.offload.stream import DeviceStream
 from headway.offload.transport import RingTransport
-from headway.weights.names import Place
+from headway.weights.names import TensorLocation
 from tests.unit.offload.simulated import SimulatedLane
 
 NUM_UNITS, ONE = 40, 16 * 4
@@ -23,7 +23,7 @@ def build(lane, window=2, chunk=1 << 20, is_pinned=True):
         module = nn.Linear(4, 4, bias=False)
         home = lane.pinned(ONE).view(torch.float32).view(4, 4) if is_pinned else torch.empty(4, 4)
         module.weight = nn.Parameter(home.fill_(number), requires_grad=False)
-        units.append([Place(module, "weight", True)])
+        units.append([TensorLocation(module, "weight", True)])
     return units, DeviceStream(units, torch.device("cpu"), window * ONE, RingTransport(lane, chunk))
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from headway import dispatch_model, init_empty_weights, load_checkpoint_and_dispatch, offload_pace
-from headway.offload.readahead import Order, ReadAhead, bring_in, give_back, is_resident, share_resident
+from headway.offload.readahead import ReadAhead, ReadOrder, bring_in, give_back, is_resident, share_resident
 
 
 def ahead(order, num, after=()):
@@ -21,7 +21,7 @@ def ahead(order, num, after=()):
 
 
 def test_before_anything_was_seen_the_order_of_registration_is_the_guess():
-    order = Order(4)
+    order = ReadOrder(4)
     assert ahead(order, 3) == []
     order.note(1)
     assert ahead(order, 4) == [2, 3, 0, 1]
@@ -29,7 +29,7 @@ def test_before_anything_was_seen_the_order_of_registration_is_the_guess():
 
 
 def test_loops_skips_and_second_uses():
-    order = Order(5)
+    order = ReadOrder(5)
     steps = [0, 3, 1, 3, 4]  # 3 is used twice, 2 never
     for unit in steps * 2:
         order.note(unit)
@@ -42,7 +42,7 @@ def test_loops_skips_and_second_uses():
 
 
 def test_an_encoder_and_then_a_decoding_loop():
-    order = Order(4)
+    order = ReadOrder(4)
     for unit in [0, 1, *[2, 3] * 5]:
         order.note(unit)
     assert ahead(order, 4) == [2, 3, 2, 3]
@@ -53,7 +53,7 @@ def test_an_encoder_and_then_a_decoding_loop():
 
 
 def test_one_unit():
-    order = Order(1)
+    order = ReadOrder(1)
     order.note(0)
     assert ahead(order, 2) == [0, 0]
 

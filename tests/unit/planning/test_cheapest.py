@@ -12,7 +12,7 @@ import headway
 from benchmarks.forecast.truth import peak
 from headway.cli.estimate import command
 from headway.errors import ConfigError, LossError
-from headway.forecasting.step import Recipe
+from headway.forecasting.step import StepRecipe
 
 PRODUCT = 2 * 64 * 512 * 64 * 64
 """Operations of 64 samples x 64 tokens times a layer's weights."""
@@ -44,11 +44,11 @@ def test_the_first_row_runs_within_its_forecast():
     """25 MiB hold neither all 64 samples nor 32 of them, which keep 2 x 512 x 64 floats of each layer and sample."""
     first = ranked(budget="25MiB", recompute=(False,))[0]
     assert (first.micro_batch, first.accumulation, first.fits) == (16, 4, True)
-    recipe = Recipe(torch.optim.AdamW, nn.functional.mse_loss, accumulation=first.accumulation)
+    recipe = StepRecipe(torch.optim.AdamW, nn.functional.mse_loss, accumulation=first.accumulation)
     real = peak(net(), recipe, partial(batch, first.micro_batch))
     assert real == pytest.approx(first.total, rel=0.03)
     assert real <= 25 << 20
-    doubled = peak(net(), Recipe(torch.optim.AdamW, nn.functional.mse_loss, accumulation=2), partial(batch, 32))
+    doubled = peak(net(), StepRecipe(torch.optim.AdamW, nn.functional.mse_loss, accumulation=2), partial(batch, 32))
     assert doubled > 25 << 20
 
 

@@ -7,8 +7,8 @@ from torch import nn
 from headway.config.mesh import Layout, parse
 from headway.errors import ConfigError, UnsupportedError
 from headway.planning.compare import candidates, compare, plan
-from headway.planning.costs import Cluster, cost
-from headway.planning.meter import Exchange, axes_of
+from headway.planning.costs import ClusterRates, cost
+from headway.planning.meter import CollectiveCall, axes_of
 from headway.planning.optimizers import maker
 from tests.unit.planning.models import chain, chain_loss, llama, loss, num_parameters
 
@@ -22,8 +22,8 @@ def test_axes_of_ranks():
 
 
 def test_what_a_ring_sends():
-    assert Exchange("forward", "all_gather", "shard", 4).sent(400) == 300
-    assert Exchange("backward", "all_reduce", "replicate", 4).sent(400) == 600
+    assert CollectiveCall("forward", "all_gather", "shard", 4).sent(400) == 300
+    assert CollectiveCall("backward", "all_reduce", "replicate", 4).sent(400) == 600
 
 
 def test_short_parameters_leave_ranks_empty():
@@ -83,7 +83,7 @@ def test_a_checkpoint_holds_each_element_once():
 
 
 def test_where_groups_lie():
-    cluster = Cluster(machine_ranks=8)
+    cluster = ClusterRates(machine_ranks=8)
     assert cluster.is_within_machine("shard", parse("hsdp=8").resolve(64))
     assert not cluster.is_within_machine("replicate", parse("hsdp=8").resolve(64))
     assert not cluster.is_within_machine("shard", parse("fsdp").resolve(64))
@@ -93,7 +93,7 @@ def test_where_groups_lie():
 
 def test_costs_by_hand():
     found = plan(chain, "hsdp=2", 4, step=chain_loss, tokens=5)
-    cluster = Cluster(machine_ranks=2, intra=1000.0, inter=10.0, flops=1000.0)
+    cluster = ClusterRates(machine_ranks=2, intra=1000.0, inter=10.0, flops=1000.0)
     spent = cost(found, cluster)
     whole = 3 * 24 * 24 * 4
     assert spent.compute == found.flops / 1000
@@ -105,12 +105,12 @@ def test_costs_by_hand():
 
 def test_computing_waits_for_tensor_parallelism():
     found = plan(llama, "fsdp+tp=2", 4, step=loss)
-    spent = cost(found, Cluster(machine_ranks=2, intra=1e3, inter=1e9, flops=1e6))
+    spent = cost(found, ClusterRates(machine_ranks=2, intra=1e3, inter=1e9, flops=1e6))
     assert spent.seconds == pytest.approx(spent.compute + spent.by_axis["tp"])
 
 
 def test_the_cheapest_that_fits_comes_first():
-    cluster = Cluster(machine_ranks=2, intra=1e6, inter=1e3, flops=1e6, memory=300_000)
+    cluster = ClusterRates(machine_ranks=2, intra=1e6, inter=1e3, flops=1e6, memory=300_000)
     found = compare(llama, ["ddp", "hsdp=3", "fsdp", "hsdp=2", "hsdp=5"], 12, cluster, step=loss, tokens=16)
     order = [row.strategy for row in found.rows]
     fitting = [row for row in found.rows if not row.reason]
@@ -169,9 +169,11 @@ def test_deepspeed_is_not_planned_as_something_else(engine):
 
 def test_shards_within_machines():
     assert plan(chain, "hsdp", 8, machine_ranks=4).layout == Layout(replicate=2, shard=4)
-    assert compare(chain, ["hsdp"], 8, Cluster(machine_ranks=2)).rows[0].plan.layout == Layout(replicate=4, shard=2)
+    assert compare(chain, ["hsdp"], 8, ClusterRates(machine_ranks=2)).rows[0].plan.layout == Layout(
+        replicate=4, shard=2
+    )
 
 
 def test_a_wrong_cluster():
     with pytest.raises(ConfigError, match="above 0"):
-        Cluster(intra=0)
+        ClusterRates(intra=0)

@@ -7,7 +7,7 @@ from torch import nn
 import headway
 from benchmarks.forecast.truth import peak
 from headway.errors import ConfigError
-from headway.forecasting.step import Recipe, state_of
+from headway.forecasting.step import StepRecipe, state_of
 from headway.planning.optimizers import maker
 
 PACKAGES = {"adafactor_transformers": "transformers", "adamw8bit": "torchao", "adamw8bit_bnb": "bitsandbytes"}
@@ -35,7 +35,7 @@ def real(optimizer):
         made.append(maker(optimizer)(parameters))
         return made[-1]
 
-    taken = peak(net(), Recipe(keep, nn.functional.mse_loss), batch)
+    taken = peak(net(), StepRecipe(keep, nn.functional.mse_loss), batch)
     parts = {each.data_ptr(): each.nbytes for each in state_of(made[0])}  # some share a table of codes
     return taken, sum(parts.values())
 

@@ -8,10 +8,10 @@ import torch
 from headway import PipelineOptions
 from headway.config.mesh import parse
 from headway.errors import StateError, UnsupportedError
-from headway.planning.bubble import Lane, simulate
+from headway.planning.bubble import StageTimeline, simulate
 from headway.planning.compare import compare, plan
-from headway.planning.costs import Cluster, cost
-from headway.planning.meter import Event
+from headway.planning.costs import ClusterRates, cost
+from headway.planning.meter import PlanEvent
 from tests.unit.planning.models import Chain, chain, chain_loss, llama, loss
 
 ROW = 24 * 4
@@ -70,7 +70,7 @@ def test_replicas_of_stages():
     assert [found.shares.of(rank).weights for rank in range(8)] == [2 * MATRIX] * 8
     assert found.sent()["replicate", "all_reduce"] == pytest.approx(2 * MATRIX, abs=16)
     assert [stage.share.rank for stage in found.stages] == [0, 4]
-    spent = cost(found, Cluster(machine_ranks=4, intra=1e3, inter=1e9, flops=1e9))
+    spent = cost(found, ClusterRates(machine_ranks=4, intra=1e3, inter=1e9, flops=1e9))
     assert spent.bottleneck == "replicate"
     assert spent.seconds == pytest.approx(spent.by_axis["replicate"], rel=0.1)
 
@@ -83,25 +83,25 @@ def events(schedule, place, num, num_stages):
     backward = [*(("recv", 0, r) for r in back), ("compute", 2, 0), *(("send", 0, r) for r in ahead)]
     warm = num if schedule == "gpipe" else min(num, num_stages - place)
     order = [forward] * warm + [backward, forward] * (num - warm) + [backward] * warm
-    return [Event(kind, amount, "pp", (rank,)) for part in order for kind, amount, rank in part]
+    return [PlanEvent(kind, amount, "pp", (rank,)) for part in order for kind, amount, rank in part]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_bubble_of_equal_stages(schedule):
-    lanes = [Lane(events(schedule, place, 6, 4), place) for place in range(4)]
+    lanes = [StageTimeline(events(schedule, place, 6, 4), place) for place in range(4)]
     taken = simulate(lanes, lambda event: event.amount)
     assert taken == 3 * (6 + 4 - 1)
     assert [lane.busy for lane in lanes] == [18] * 4
 
 
 def test_stages_that_wait_for_each_other_are_said():
-    lanes = [Lane([Event("recv", 0, "pp", (1 - rank,))], rank) for rank in range(2)]
+    lanes = [StageTimeline([PlanEvent("recv", 0, "pp", (1 - rank,))], rank) for rank in range(2)]
     with pytest.raises(StateError, match="wait for each other"):
         simulate(lanes, lambda event: 0.0)
 
 
 def test_the_bubble_is_part_of_the_cost():
-    fast = Cluster(intra=1e30, inter=1e30, flops=1e6)
+    fast = ClusterRates(intra=1e30, inter=1e30, flops=1e6)
     many, few = (cost(of("1f1b", num), fast) for num in (8, 4))
     assert 0 < many.bubble < few.bubble
     assert many.seconds == pytest.approx(many.compute + many.bubble)
@@ -135,6 +135,6 @@ def test_parameters_are_shared_along_both_axes_of_cut_sequences():
     # Keys and values of two layers, 2 heads of 8 numbers, gathered in forward and again in backward.
     assert found.sent()["cp", "all_gather"] == 2 * 2 * (16 * 2 * 2 * 8 * 4)
     assert found.activations < 0.7 * shards.activations
-    spent = cost(found, Cluster(machine_ranks=2, intra=1e3, inter=1e9, flops=1e6))
+    spent = cost(found, ClusterRates(machine_ranks=2, intra=1e3, inter=1e9, flops=1e6))
     assert spent.seconds == pytest.approx(spent.compute + spent.by_axis["cp"])
-    assert not Cluster(machine_ranks=2).is_within_machine("shard_cp", parse("fsdp+cp=2").resolve(4))
+    assert not ClusterRates(machine_ranks=2).is_within_machine("shard_cp", parse("fsdp+cp=2").resolve(4))

@@ -11,8 +11,8 @@ from headway.config.mesh import Layout, parse
 from headway.config.strategies import EngineOptions
 from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.planning import preparation
-from headway.planning.meter import Exchange, Volume
-from headway.planning.outcome import Shares
+from headway.planning.meter import CollectiveCall, Volume
+from headway.planning.outcome import RankShares
 from headway.planning.pretence import OneOfEach, pretend
 from headway.planning.trial import rehearse, run
 from tests.unit.planning.models import Chain, chain, chain_loss, llama, loss, num_parameters, tied
@@ -28,7 +28,8 @@ def test_a_chain_of_matrices_by_hand():
     assert found.weights == found.gradients == 3 * matrix * 4 // 4
     assert found.optimizer_state == 2 * found.weights + 3 * 4  # two moments, and a count of steps for each matrix
     gather, scatter = (
-        Exchange(phase, kind, "shard", 4) for phase, kind in (("forward", "all_gather"), ("backward", "reduce_scatter"))
+        CollectiveCall(phase, kind, "shard", 4)
+        for phase, kind in (("forward", "all_gather"), ("backward", "reduce_scatter"))
     )
     assert found.volumes[gather] == found.volumes[scatter] == Volume(3, 3 * matrix * 4, matrix * 4)
     forward = 3 * 2 * batch * matrix
@@ -41,7 +42,7 @@ def test_replicas_reduce_all_gradients():
     found = rehearse(chain, parse("ddp").resolve(8), 0, chain_loss, adamw)
     whole = 3 * 24 * 24 * 4
     assert (found.weights, found.gradients) == (whole, whole)
-    assert found.volumes == {Exchange("backward", "all_reduce", "replicate", 8): Volume(1, whole, whole)}
+    assert found.volumes == {CollectiveCall("backward", "all_reduce", "replicate", 8): Volume(1, whole, whole)}
 
 
 def test_hybrid_shards_send_along_both_axes():
@@ -83,7 +84,7 @@ def test_chunks_have_the_shapes_of_torchs(size, chunks):
 def test_every_ranks_share_follows_from_one_rank(strategy):
     layout = parse(strategy).resolve(6)
     first = rehearse(llama, layout, 0, loss, adamw)
-    shares = Shares(layout, first.pieces, first.states, first.buffers)
+    shares = RankShares(layout, first.pieces, first.states, first.buffers)
     for rank in range(6):
         own, share = rehearse(llama, layout, rank, loss, adamw), shares.of(rank)
         assert (own.weights + own.buffers, own.gradients, own.optimizer_state) == (

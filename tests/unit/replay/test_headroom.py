@@ -9,7 +9,7 @@ from headway import Accelerator, scope
 from headway.memory import evidence
 from headway.memory.monitor import AllocatorMeter
 from headway.memory.peaks import PeakReader
-from headway.replay.headroom import Headroom
+from headway.replay.headroom import AllocatorPressure
 from headway.replay.piece_size import FIRST_PATIENCE
 from headway.runtime.device import HARDWARE
 from tests.unit.memory.simulated import SimulatedAllocator
@@ -32,7 +32,7 @@ def run(allocator: SimulatedAllocator, num_rows: int, num_batches: int, uses: Ca
     accelerator = Accelerator(cpu=True, microbatching="auto", gradient_accumulation_steps=1)
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
-    accelerator._training_step.transaction._headroom = Headroom(CUDA, DEVICE)
+    accelerator._training_step.transaction._headroom = AllocatorPressure(CUDA, DEVICE)
     sizes: list[int] = []
 
     def loss(piece: torch.Tensor) -> torch.Tensor:
@@ -126,7 +126,7 @@ def test_an_engine_that_is_missing_for_another_reason_costs_one_more_attempt_at_
 def test_one_retry_is_not_thrashing(simulate) -> None:
     allocator = simulate(40)
     allocator.use(32)
-    headroom = Headroom(CUDA, DEVICE)
+    headroom = AllocatorPressure(CUDA, DEVICE)
     found = []
     for vote in range(64):
         if vote == 20:  # as an evaluation between two batches
@@ -141,13 +141,13 @@ def test_retries_of_before_are_not_counted(simulate) -> None:
     allocator = simulate(40)
     for size in (32, 30) * 20:
         allocator.use(size)
-    headroom = Headroom(CUDA, DEVICE)
+    headroom = AllocatorPressure(CUDA, DEVICE)
     assert not any(headroom.is_thrashing() for _ in range(64))
 
 
 def test_a_monitor_does_not_take_away_the_peak_by_which_pieces_grow(simulate) -> None:
     allocator = simulate(40)
-    headroom = Headroom(CUDA, DEVICE)
+    headroom = AllocatorPressure(CUDA, DEVICE)
     meter = AllocatorMeter(CUDA, DEVICE)
     allocator.use(30)  # a piece's forward and backward; then the phase "step" begins
     meter.reset()
@@ -160,7 +160,7 @@ def test_a_monitor_does_not_take_away_the_peak_by_which_pieces_grow(simulate) ->
 def test_growing_does_not_take_away_the_peak_that_a_monitor_counts(simulate) -> None:
     allocator = simulate(40)
     meter = AllocatorMeter(CUDA, torch.device("cuda"))  # the current device, which is the same one
-    headroom = Headroom(CUDA, DEVICE)
+    headroom = AllocatorPressure(CUDA, DEVICE)
     allocator.use(30)
     headroom.start_over()
     assert meter.peak() == 30
@@ -177,7 +177,7 @@ def test_a_reader_that_nobody_holds_is_not_served(simulate) -> None:
     assert (first.peak(), other._noted) == (0, 0)
 
 
-class ThrashingOnce(Headroom):
+class ThrashingOnce(AllocatorPressure):
     """Says so at the first vote; stands for an allocator that empties its cache in a batch which then runs out all the same."""
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ def test_a_batch_that_thrashed_and_then_ran_out_is_made_smaller_once() -> None:
 
 
 def test_a_cpu_has_room_and_does_not_thrash() -> None:
-    headroom = Headroom(HARDWARE["cpu"], torch.device("cpu"))
+    headroom = AllocatorPressure(HARDWARE["cpu"], torch.device("cpu"))
     headroom.start_over()
     assert headroom.has_room(1e9)
     assert not any(headroom.is_thrashing() for _ in range(64))

@@ -12,8 +12,8 @@ from torch.distributed import HashStore
 from headway.errors import ConfigError, ControlPlaneError
 from headway.runtime import control, process, pulse
 from headway.runtime.sealed import SealedStore
-from headway.runtime.store import Address, check_in, named, present, roll, wait_for
-from headway.sealing import Seal, Strangers
+from headway.runtime.store import StoreAddress, check_in, named, present, roll, wait_for
+from headway.sealing import Seal, UnsealedCounter
 
 NUMBERS = st.lists(st.floats(allow_nan=False), max_size=8)
 
@@ -68,8 +68,8 @@ def test_progress_is_read_back(update, micro_step):
 
 @given(st.text(max_size=30), st.integers(1, 65535), st.text(max_size=30))
 def test_an_address_comes_through(host, port, attempt):
-    address = Address(host, port, attempt, key="00ff")
-    assert Address.decode(address.encode()) == address
+    address = StoreAddress(host, port, attempt, key="00ff")
+    assert StoreAddress.decode(address.encode()) == address
 
 
 def test_the_roll_names_numbers_and_ranks():
@@ -80,7 +80,7 @@ def test_the_roll_names_numbers_and_ranks():
 
 
 def test_a_rank_that_comes_twice_is_told():
-    store = SealedStore(HashStore(), "roll call", Seal(b"", Strangers(print)))
+    store = SealedStore(HashStore(), "roll call", Seal(b"", UnsealedCounter(print)))
     with pytest.raises(RuntimeError, match="2 processes were asked for and 1 has come"):
         check_in(store, 0, 2, timedelta(seconds=0.05))
     assert present(store, 2) == [0]

@@ -11,9 +11,9 @@ from headway.collectives.door import Collectives
 from headway.config.strategies import DistributedDataParallelKwargs
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime import group, process
-from headway.runtime.ending import Ending, is_uncaught
+from headway.runtime.ending import ProcessExit, is_uncaught
 from headway.runtime.sealed import SealedStore
-from headway.sealing import Seal, Strangers
+from headway.sealing import Seal, UnsealedCounter
 from headway.strategies.ddp import check_hook
 
 CUDA = torch.device("cuda", 1)
@@ -110,7 +110,7 @@ def test_nothing_is_made_beside_a_group_that_carries_cpu_tensors(begin):
 
 
 def sealed(store):
-    return SealedStore(store, "group", Seal(b"", Strangers(print)))
+    return SealedStore(store, "group", Seal(b"", UnsealedCounter(print)))
 
 
 def test_ranks_end_a_group_together_or_not_at_all():
@@ -144,7 +144,7 @@ def test_ranks_agree_also_where_one_gives_up_as_the_last_one_comes():
 
 
 def test_what_counts_as_a_failure(monkeypatch):
-    ending = Ending()
+    ending = ProcessExit()
     assert not ending.is_failure
     for code, is_failure in ((0, False), (75, False), (1, True), (130, True)):
         ending.code = code

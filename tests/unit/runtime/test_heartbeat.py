@@ -24,7 +24,7 @@ def path(tmp_path):
 
 
 def test_a_beat_tells_where_the_main_thread_is():
-    own = pulse.Pulse()
+    own = pulse.HeartbeatFile()
     beating = Heartbeat(own, Recorder())
     done = threading.Event()
 
@@ -48,7 +48,7 @@ def test_the_end_of_the_program_is_told_and_clean(path):
     )
     ran = run(body, path)
     assert (ran.returncode, ran.stderr) == (3, "")
-    found = pulse.Pulse(path, is_writer=False).read()
+    found = pulse.HeartbeatFile(path, is_writer=False).read()
     assert found.phase == ENDED
     assert found.beats > 3
 
@@ -70,7 +70,7 @@ print("done")
 """
     ran = run(body, path)
     assert ran.stdout == "done\n", ran.stderr
-    assert pulse.Pulse(path, is_writer=False).read().update == 0
+    assert pulse.HeartbeatFile(path, is_writer=False).read().update == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
@@ -106,7 +106,7 @@ def test_a_dump_comes_while_c_code_holds_the_interpreter(path):
     process = subprocess.Popen([sys.executable, "-c", body], env={**os.environ, "HEADWAY_PULSE": str(path)})
     try:
         stacks, deadline = path.with_name(path.name + ".stacks"), time.monotonic() + 30
-        reader = pulse.Pulse(path, is_writer=False)
+        reader = pulse.HeartbeatFile(path, is_writer=False)
         while not reader.read().note.get("live") and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.3)

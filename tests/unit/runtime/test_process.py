@@ -6,7 +6,7 @@ import torch
 from headway.config.load import payload, resolve
 from headway.errors import ConfigError, DeviceUnavailable, UnsupportedError
 from headway.runtime import device, process
-from headway.runtime.ledger import Ledger
+from headway.runtime.ledger import CollectiveLedger
 
 
 def test_it_starts_once_and_ends():
@@ -86,7 +86,7 @@ def test_the_cpu_answers_every_question():
 
 
 def test_the_ledger_keeps_the_last_ones_with_the_callers_line():
-    ledger = Ledger(size=2)
+    ledger = CollectiveLedger(size=2)
     for name in ("a", "b", "c"):
         ledger.record(name, "detail")
     assert [(entry.sequence, entry.operation) for entry in ledger.entries] == [(2, "b"), (3, "c")]

@@ -18,9 +18,9 @@ def path(tmp_path):
 
 
 def test_what_is_written_is_read(path):
-    reader = pulse.Pulse(path, is_writer=False)
-    assert reader.read() == pulse.Reading()
-    writer = pulse.Pulse(path)
+    reader = pulse.HeartbeatFile(path, is_writer=False)
+    assert reader.read() == pulse.PulseReading()
+    writer = pulse.HeartbeatFile(path)
     writer.beat(3)
     writer.note_progress(7, 2)
     writer.set_phase("saving a checkpoint")
@@ -42,7 +42,7 @@ def test_what_is_written_is_read(path):
 @given(num_calls=st.integers(0, 3 * pulse.NUM_CALLS), late=st.integers(0, 2 * pulse.NUM_CALLS))
 @settings(max_examples=30, deadline=None)
 def test_the_ring_keeps_the_last_ones(num_calls, late):
-    own = pulse.Pulse()
+    own = pulse.HeartbeatFile()
     numbers = [own.enter("gather", f"train.py:{index}") for index in range(num_calls)]
     own.leave(max(0, num_calls - late))  # one that the ring has forgotten must not harm another's entry
     kept = own.read().calls
@@ -54,7 +54,7 @@ def test_the_ring_keeps_the_last_ones(num_calls, late):
 @given(st.lists(st.tuples(st.text(max_size=300), st.integers(0, 10**6), st.text(max_size=80)), max_size=400), st.text())
 @settings(max_examples=50, deadline=None)
 def test_a_long_note_loses_its_outer_frames_only(stack, phase):
-    own = pulse.Pulse()
+    own = pulse.HeartbeatFile()
     own.set_note({"stack": [list(frame) for frame in stack], "live": True})
     own.set_phase(phase)
     kept = own.read().note
@@ -65,7 +65,7 @@ def test_a_long_note_loses_its_outer_frames_only(stack, phase):
 
 def test_a_half_written_note_leaves_the_former_one(path):
     """A writer that is killed between its stores: the slot in use is never the one being written."""
-    writer, reader = pulse.Pulse(path), pulse.Pulse(path, is_writer=False)
+    writer, reader = pulse.HeartbeatFile(path), pulse.HeartbeatFile(path, is_writer=False)
     writer.set_note({"stack": [["a.py", 1, "old"]]})
     current = writer._memory[pulse._NOTE.at] % 2
     start = pulse._NOTE.at + 1 + (1 - current) * pulse._NOTE.room

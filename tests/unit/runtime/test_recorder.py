@@ -132,7 +132,7 @@ def test_a_beat_does_not_wait_for_events_that_block(joined, monkeypatch):
         return dump([entry(2, "all_reduce", age=9)], whole)
 
     monkeypatch.setattr(engine, "_dump_nccl_trace_json", ask, raising=False)
-    own, recorder = pulse.Pulse(), Recorder()
+    own, recorder = pulse.HeartbeatFile(), Recorder()
     beating = Heartbeat(own, recorder)
     try:
         deadline = time.monotonic() + 30
@@ -158,7 +158,7 @@ def test_the_judge_names_who_is_missing_from_a_collective_on_the_device():
     for rank, entries in enumerate((ahead, done)):
         calls = latest("nccl", entries, content(entries)["pg_status"], {"0": [0, 1]}, now)
         note = {"stack": [["/u/train.py", 7 + rank, "main"]], "still": now - 30, "torch": calls}
-        views.append(view_of(rank, pulse.Reading(pid=9, beats=5, beat=now, note=note, noted=now), now))
+        views.append(view_of(rank, pulse.PulseReading(pid=9, beats=5, beat=now, note=note, noted=now), now))
     verdict = judge(views, 10.0)
     assert verdict is not None
     told = text(verdict)

@@ -9,8 +9,8 @@ from torch.distributed import HashStore
 from headway.errors import ConfigError, ControlPlaneError
 from headway.runtime.control import Control
 from headway.runtime.sealed import SealedStore
-from headway.runtime.store import Address, Link, serve
-from headway.sealing import Seal, Strangers
+from headway.runtime.store import StoreAddress, StoreLink, serve
+from headway.sealing import Seal, UnsealedCounter
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def said():
 
 @pytest.fixture
 def store(bare, said):
-    return SealedStore(bare, "control", Seal(b"secret of this run", Strangers(said.append)))
+    return SealedStore(bare, "control", Seal(b"secret of this run", UnsealedCounter(said.append)))
 
 
 def test_values_come_back(store):
@@ -66,7 +66,7 @@ def test_where_a_value_is_needed_a_strange_one_is_an_error(bare, store):
 @pytest.fixture
 def plane():
     server = serve("127.0.0.1")
-    link = Link(Address("127.0.0.1", server.port, "attempt", key="00ff"), timedelta(seconds=10), server)
+    link = StoreLink(StoreAddress("127.0.0.1", server.port, "attempt", key="00ff"), timedelta(seconds=10), server)
     return Control(0, 2, link, timedelta(seconds=10)), server
 
 
@@ -92,5 +92,5 @@ def test_an_address_that_is_none():
         with pytest.raises(
             ConfigError, match=r"is no address of a control plane of this version .* HEADWAY_CONTROL: unset"
         ):
-            Address.decode(text)
-    assert "00ff" not in repr(Address("h", 1, "a", key="00ff"))
+            StoreAddress.decode(text)
+    assert "00ff" not in repr(StoreAddress("h", 1, "a", key="00ff"))

@@ -1,10 +1,10 @@
 """The trail of a batch's exchanges: noted while a batch is in hand, told from the moment that somebody asks."""
 
-from headway.runtime.trail import VOTE, Trail, is_vote, read
+from headway.runtime.trail import VOTE, CollectiveLog, is_vote, read
 
 
 def test_nothing_is_noted_while_no_batch_is_in_hand() -> None:
-    trail = Trail()
+    trail = CollectiveLog()
     trail.note("all", "numbers", "numbers", "", 1)
     assert trail.position == 0
     trail.open()
@@ -18,7 +18,7 @@ def test_nothing_is_noted_while_no_batch_is_in_hand() -> None:
 
 
 def test_what_was_and_what_follows_is_told_in_order_and_what_was_skipped_is_not() -> None:
-    trail, told = Trail(), []
+    trail, told = CollectiveLog(), []
     trail.open()
     trail.note("fsdp", "gather", 0, 1)
     trail.skip()
@@ -29,7 +29,7 @@ def test_what_was_and_what_follows_is_told_in_order_and_what_was_skipped_is_not(
 
 
 def test_a_round_that_is_over_is_not_told() -> None:
-    trail, told = Trail(), []
+    trail, told = CollectiveLog(), []
     trail.open()
     number = trail.number
     trail.note("fsdp", "gather", 0, 1)

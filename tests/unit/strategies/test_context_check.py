@@ -7,7 +7,7 @@ import torch
 
 from headway.errors import UnsupportedError
 from headway.strategies import context_check
-from headway.strategies.context_parallel import Withheld
+from headway.strategies.context_parallel import PartialOutput
 
 
 def test_a_few_tokens_of_whatever_is_given() -> None:
@@ -70,7 +70,7 @@ def test_evaluation_is_undone() -> None:
 
 
 def test_withheld_logits_refuse_every_use() -> None:
-    part = Withheld(torch.Size((2, 6, 50)), 12)
+    part = PartialOutput(torch.Size((2, 6, 50)), 12)
     for use in (
         lambda: part.shape,
         lambda: part[0],
@@ -81,4 +81,4 @@ def test_withheld_logits_refuse_every_use() -> None:
     ):
         with pytest.raises(UnsupportedError, match=r"each rank has 6 of 12 tokens.*call the model without labels"):
             use()
-    assert isinstance(copy.copy(part), Withheld)
+    assert isinstance(copy.copy(part), PartialOutput)

@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from headway.strategies.known import CAPACITY, Known, signature
+from headway.strategies.known import CAPACITY, CallCache, signature
 
 
 def batch(step: int, rows: int = 4) -> dict[str, object]:
@@ -12,7 +12,7 @@ def batch(step: int, rows: int = 4) -> dict[str, object]:
 
 
 def test_a_number_that_changes_does_not_grow_it_for_ever(caplog):
-    known: Known[int] = Known("slow")
+    known: CallCache[int] = CallCache("slow")
     always = signature({"y": torch.zeros(1)}), None
     known.put(always, -1)
     with caplog.at_level(logging.WARNING, "headway"):

@@ -12,7 +12,7 @@ from headway.errors import PrepareError, UnsupportedError
 from headway.strategies import agreement
 from headway.strategies.build import _check_replayed
 from headway.strategies.context_check import check_options
-from headway.strategies.crossings import Axis
+from headway.strategies.crossings import SplitAxis
 from headway.strategies.mesh import bring_buffers
 from headway.strategies.tensor_parallel import _check_size
 
@@ -28,7 +28,7 @@ def test_buffers_go_to_the_device_and_parameters_stay() -> None:
     ("size", "fits"), [(3, False), (4, True), (5, False), (6, False), (7, True), (9, False), (10, True)]
 )
 def test_no_rank_is_left_without_a_part(size: int, fits: bool) -> None:
-    axis = Axis(None, None, 0, 4)
+    axis = SplitAxis(None, None, 0, 4)
     weight = torch.empty(size, 2)
     assert fits == (len(weight.chunk(4)) == 4)
     if fits:

@@ -13,14 +13,14 @@ from torch import nn
 from headway.config.tensor import STYLES, TensorParallelOptions
 from headway.errors import ConfigError, PrepareError
 from headway.strategies import heads, plans, sequence, styles
-from headway.strategies.crossings import Axis
+from headway.strategies.crossings import SplitAxis
 from headway.strategies.tensor_parallel import _dimensions, _find_head
 from tests.distributed.cut_models import GPT, GPT_PLAN
 
-AXIS = Axis(None, None, 0, 2)
+AXIS = SplitAxis(None, None, 0, 2)
 
 
-def read(model: nn.Module, plan: dict[str, Any] | None, **more: Any) -> plans.Cuts:
+def read(model: nn.Module, plan: dict[str, Any] | None, **more: Any) -> plans.ModelSplit:
     options = TensorParallelOptions(plan, **more)
     cuts = plans.read(model, AXIS, options)
     heads.check(model, cuts, AXIS.size, options)
@@ -31,7 +31,7 @@ def read(model: nn.Module, plan: dict[str, Any] | None, **more: Any) -> plans.Cu
 
 
 def test_every_style_can_be_made() -> None:
-    assert all(isinstance(styles.make(name), styles.Style) for name in STYLES)
+    assert all(isinstance(styles.make(name), styles.SplitStyle) for name in STYLES)
 
 
 def test_a_star_is_one_part_of_a_name() -> None:

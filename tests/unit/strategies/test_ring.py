@@ -2,7 +2,7 @@
 
 from torch.distributed.tensor import DTensor
 
-from headway.strategies.ring import Ring, Rings, attention
+from headway.strategies.ring import RingAttention, RingDispatcher, attention
 
 
 def test_the_last_ring_leaves_torch_as_it_was() -> None:
@@ -11,8 +11,8 @@ def test_the_last_ring_leaves_torch_as_it_was() -> None:
         return attention._cp_options.rotate_method, sorted(map(str, handlers))
 
     before = state()
-    known = Rings()
-    rings = [Ring(None, "alltoall", known), Ring(None, "alltoall", known)]
+    known = RingDispatcher()
+    rings = [RingAttention(None, "alltoall", known), RingAttention(None, "alltoall", known)]
     during = state()
     assert during[0] != before[0]
     assert len(during[1]) > len(before[1])

@@ -6,7 +6,7 @@ from torch import nn
 
 from headway import Accelerator
 from headway.config.strategies import DDPCommunicationHookType, DistributedDataParallelKwargs
-from headway.data.shard import Shard
+from headway.data.shard import ShardIndex
 from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.precision.base import FullPrecision
 from headway.strategies.base import Capabilities
@@ -21,7 +21,7 @@ def strategy() -> SingleStrategy:
 
 def test_one_process_gets_the_plain_strategy(strategy: SingleStrategy) -> None:
     assert type(Accelerator(cpu=True).strategy) is SingleStrategy
-    assert (strategy.data_shard, strategy.gradient_divisor) == (Shard(0, 1), 1)
+    assert (strategy.data_shard, strategy.gradient_divisor) == (ShardIndex(0, 1), 1)
     model = nn.Linear(1, 1)
     assert strategy.setup(model) is None
     assert strategy.unwrap(model) is model

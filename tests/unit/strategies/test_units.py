@@ -4,7 +4,7 @@ from torch import nn
 
 from headway import ShardingOptions
 from headway.errors import ConfigError, PrepareError
-from headway.strategies.units import Units, find_units
+from headway.strategies.units import ShardingUnits, find_units
 
 
 class Net(nn.Module):
@@ -17,7 +17,7 @@ class Net(nn.Module):
             self.head.weight = self.tokens.weight
 
 
-def names(model: nn.Module, units: Units) -> list[str]:
+def names(model: nn.Module, units: ShardingUnits) -> list[str]:
     known = {id(module): name for name, module in model.named_modules()}
     return [known[id(unit)] for unit in units.modules]
 

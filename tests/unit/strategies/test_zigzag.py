@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from headway.strategies import zigzag
-from headway.strategies.crossings import Axis
+from headway.strategies.crossings import SplitAxis
 
 
-def axis(rank: int, size: int) -> Axis:
-    return Axis(None, None, rank, size)
+def axis(rank: int, size: int) -> SplitAxis:
+    return SplitAxis(None, None, rank, size)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -14,11 +14,11 @@ from benchmarks.forecast.truth import peak
 from headway import Accelerator, ActivationCheckpointing
 from headway.errors import ConfigError, DataError, LossError, UnsupportedError
 from headway.forecasting import calibration, present
-from headway.forecasting.calibration import Record
+from headway.forecasting.calibration import CalibrationRecord
 from headway.forecasting.devices import DEVICES, GIB
 from headway.forecasting.present import memory_left, present_device
-from headway.forecasting.rows import Rows
-from headway.forecasting.step import Recipe
+from headway.forecasting.rows import BatchResizer
+from headway.forecasting.step import StepRecipe
 
 MSE = nn.functional.mse_loss
 
@@ -93,7 +93,7 @@ def test_it_is_what_a_run_takes(accelerator):
     found = accelerator.forecast(
         model, batch(64), optimizer=torch.optim.SGD(model.parameters(), momentum=0.9), loss=MSE, max_norm=1.0
     )
-    recipe = Recipe(lambda parameters: torch.optim.SGD(parameters, momentum=0.9), MSE, max_norm=1.0)
+    recipe = StepRecipe(lambda parameters: torch.optim.SGD(parameters, momentum=0.9), MSE, max_norm=1.0)
     assert found.allocated == pytest.approx(peak(model, recipe, lambda: batch(64)), rel=0.015)
 
 
@@ -112,7 +112,7 @@ def test_a_mask_is_left_out_where_a_run_leaves_it_out(accelerator, has_padding):
     mask[:, 100:] = 0 if has_padding else 1
     given = transformers.BatchEncoding({"input_ids": tokens, "labels": tokens, "attention_mask": mask})
     found = accelerator.forecast(model, given, optimizer=torch.optim.AdamW)
-    taken = peak(model, Recipe(torch.optim.AdamW), lambda: {name: tensor.clone() for name, tensor in given.items()})
+    taken = peak(model, StepRecipe(torch.optim.AdamW), lambda: {name: tensor.clone() for name, tensor in given.items()})
     assert found.allocated == pytest.approx(taken, rel=2e-3)
     assert any("masks something" in caveat for caveat in found.caveats) == has_padding
 
@@ -253,7 +253,7 @@ def test_what_is_not_known_yet_is_refused():
 
 def test_rows_are_repeated_and_cut_with_their_strides():
     images = torch.zeros(6, 3, 8, 8).to(memory_format=torch.channels_last)
-    rows = Rows({"images": images, "weights": torch.ones(10), "names": ["a"] * 6, "scale": torch.ones(())})
+    rows = BatchResizer({"images": images, "weights": torch.ones(10), "names": ["a"] * 6, "scale": torch.ones(())})
     assert rows.num_rows == 6
     assert any("[10]" in caveat for caveat in rows.caveats)
     for size in (1, 5, 6, 7, 40):
@@ -309,7 +309,7 @@ def test_a_calibrated_card_is_what_was_measured(monkeypatch, tmp_path, product, 
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
     memory, capability = int(gib * GIB), (8, 9)
     known = {name: device.memory for name, device in DEVICES.items()}
-    record = Record(product, memory, capability, 123 << 20, 16 << 20, "2.13.0", "2026-11-23")
+    record = CalibrationRecord(product, memory, capability, 123 << 20, 16 << 20, "2.13.0", "2026-11-23")
     calibration.write(tmp_path / calibration.FILE_NAME, calibration.name_of(product, memory, known), record)
     found = present_device(hardware(product, memory, capability), torch.device("cuda:0"))
     assert found.overhead[1] == 123 << 20

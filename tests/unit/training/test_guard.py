@@ -28,14 +28,14 @@ class Listener:
     """Keeps what happens."""
 
     def __init__(self) -> None:
-        self.heard: list[events.Happening] = []
+        self.heard: list[events.RunEvent] = []
 
-    def hear(self, happening: events.Happening) -> None:
+    def hear(self, happening: events.RunEvent) -> None:
         self.heard.append(happening)
 
 
 @pytest.fixture
-def heard() -> Iterator[list[events.Happening]]:
+def heard() -> Iterator[list[events.RunEvent]]:
     listener = Listener()
     events.subscribe(listener.hear)
     yield listener.heard
@@ -60,7 +60,7 @@ def train(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_the_first_loss_that_is_not_finite_is_told(bad: float, told: list[str], heard: list[events.Happening]) -> None:
+def test_the_first_loss_that_is_not_finite_is_told(bad: float, told: list[str], heard: list[events.RunEvent]) -> None:
     accelerator, model, optimizer = build(gradient_accumulation_steps=2)
     train(accelerator, model, optimizer, 1.0, 1.0, 1.0)
     assert not told
@@ -99,7 +99,7 @@ def test_each_accelerator_tells_its_own(told: list[str]) -> None:
 # -------------------------------------------------------------------- fp16
 
 
-def test_skipped_updates_are_counted(told: list[str], heard: list[events.Happening]) -> None:
+def test_skipped_updates_are_counted(told: list[str], heard: list[events.RunEvent]) -> None:
     accelerator, model, optimizer = build(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
     train(accelerator, model, optimizer, 1.0, 6e4, 6e4, 1.0)
     assert (accelerator.num_updates, accelerator.clock.num_skipped) == (2, 2)

@@ -13,9 +13,9 @@ from headway import Accelerator
 from headway.config.run import GradientAccumulationPlugin
 from headway.errors import ConfigError, PrepareError
 from headway.training.scheduler import (
-    MicroBatchTicks,
-    PerProcessTicks,
-    UpdateTicks,
+    StepsPerMicroBatch,
+    StepsPerProcess,
+    StepsPerUpdate,
     choose_rule,
     schedule_length,
     ticks_left,
@@ -82,7 +82,7 @@ def test_a_rule_of_ones_own(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize(
     ("rule", "one", "window_of_3"),
-    [(PerProcessTicks(4), 4, 4), (MicroBatchTicks(4), 4, 12), (UpdateTicks(), 1, 1)],
+    [(StepsPerProcess(4), 4, 4), (StepsPerMicroBatch(4), 4, 12), (StepsPerUpdate(), 1, 1)],
 )
 def test_ticks_of_an_update(rule: Any, one: int, window_of_3: int) -> None:
     assert (rule.ticks(1), rule.ticks(3)) == (one, window_of_3)
@@ -114,9 +114,9 @@ def test_ticks_kept_twice_are_those_of_the_first_run() -> None:
 
 
 def test_which_rule_the_settings_mean() -> None:
-    assert choose_rule(None, False, 3) == PerProcessTicks(3)
-    assert choose_rule(None, True, 3) == MicroBatchTicks(3)
-    assert choose_rule("updates", False, 3) == UpdateTicks()
+    assert choose_rule(None, False, 3) == StepsPerProcess(3)
+    assert choose_rule(None, True, 3) == StepsPerMicroBatch(3)
+    assert choose_rule("updates", False, 3) == StepsPerUpdate()
     with pytest.raises(ConfigError, match="both set the rule"):
         choose_rule("updates", True, 3)
     with pytest.raises(ConfigError, match="scheduler_ticks='epochs'"):

@@ -4,17 +4,17 @@ import torch
 
 from headway import Accelerator
 from headway.data.loader import LoaderEvents
-from headway.training.windows import WHOLE, Clock, Piece, Window, Windows
+from headway.training.windows import WHOLE, AccumulationWindow, AccumulationWindows, BatchPiece, UpdateClock
 
 
-def windows(num_steps: int = 2) -> Windows:
-    return Windows(num_steps, LoaderEvents())
+def windows(num_steps: int = 2) -> AccumulationWindows:
+    return AccumulationWindows(num_steps, LoaderEvents())
 
 
 def test_every_field_of_the_windows_goes_back_or_is_named() -> None:
     state = windows()
-    assert set(vars(state)) >= Windows.NOT_ROLLED_BACK, "NOT_ROLLED_BACK names what is not there any more"
-    covered = set(vars(state)) - Windows.NOT_ROLLED_BACK
+    assert set(vars(state)) >= AccumulationWindows.NOT_ROLLED_BACK, "NOT_ROLLED_BACK names what is not there any more"
+    covered = set(vars(state)) - AccumulationWindows.NOT_ROLLED_BACK
     snapshot = state.snapshot()
     assert set(snapshot) == covered
     for name in covered - {"_by_models"}:
@@ -24,7 +24,7 @@ def test_every_field_of_the_windows_goes_back_or_is_named() -> None:
 
 
 def test_a_counter_that_is_added_goes_back_too() -> None:
-    for state in (windows(), Clock()):
+    for state in (windows(), UpdateClock()):
         state.num_added = 1  # type: ignore[union-attr]
         snapshot = state.snapshot()
         state.num_added = 2  # type: ignore[union-attr]
@@ -58,7 +58,7 @@ def test_every_field_of_a_window_goes_back() -> None:
         setattr(state.current, name, "changed")
     state.restore(snapshot)
     assert vars(state.current) == before
-    assert set(before) == set(vars(Window()))
+    assert set(before) == set(vars(AccumulationWindow()))
 
 
 def test_an_optimizers_counts_go_back() -> None:
@@ -100,7 +100,7 @@ def test_a_held_update_waits_until_the_next_micro_batch_begins() -> None:
 def test_pieces_of_a_batch_are_one_micro_batch_and_only_the_last_ends_the_window() -> None:
     state, model = windows(1), torch.nn.Linear(1, 1)
     seen = []
-    for piece in (Piece(1, 2, 4, False), Piece(1, 2, 4, True)):
+    for piece in (BatchPiece(1, 2, 4, False), BatchPiece(1, 2, 4, True)):
         state.hand_out(piece)
         state.begin([model])
         seen.append((state.current.num_done, state.is_last))

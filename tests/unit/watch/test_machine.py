@@ -21,7 +21,7 @@ class Ranks:
         paths = [folder / f"rank{rank}.pulse" for rank in range(2)]
         for path in paths:
             pulse.create(path)
-        self.pulses = [pulse.Pulse(path) for path in paths]
+        self.pulses = [pulse.HeartbeatFile(path) for path in paths]
         self.workers = [Worker(rank, os.getpid(), path) for rank, path in enumerate(paths)]
         self.watch = HangWatch(patience, said.append, machines)
         self.watch._workers, self.watch._world_size = tuple(self.workers), 2

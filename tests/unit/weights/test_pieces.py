@@ -7,7 +7,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from headway.weights.export import untied
-from headway.weights.pieces import Box, Piece, Split, held, is_spread, runs_of
+from headway.weights.pieces import ShardPiece, TensorBox, TensorSplit, held, is_spread, runs_of
 from tests.unit.checkpoint.amount import EXAMPLES
 
 
@@ -28,22 +28,22 @@ def test_a_dim_is_cut_as_torch_cuts_it(length, cuts):
 
 
 def test_equal_runs_and_writers_are_counted():
-    split = Split(((4, 4, 4, 2), (3,)), (0, 2, 4, 6, 1, 3, 5, 9))
+    split = TensorSplit(((4, 4, 4, 2), (3,)), (0, 2, 4, 6, 1, 3, 5, 9))
     assert split.rows == [[(4, 3), (2, 1)], [(3, 1)]]
     assert split.steps == [(0, 2, 4), (1, 2, 3), (9, 1, 1)]
     assert split.numbers[9] == 7
     assert split.starts == [{0: 0, 4: 1, 8: 2, 12: 3}, {0: 0}]
-    assert Split(((1, 1, 1),), (5, 3, 3)).steps == [(5, 1, 1), (3, 1, 1), (3, 1, 1)]
+    assert TensorSplit(((1, 1, 1),), (5, 3, 3)).steps == [(5, 1, 1), (3, 1, 1), (3, 1, 1)]
 
 
 def test_ties_of_pieces_go_by_memory():
     memory = torch.arange(8.0)
-    one, other = (Piece((16,), torch.float32, (Box((0,), memory[:], True),)) for _ in range(2))
-    apart = Piece((16,), torch.float32, (Box((0,), memory.clone(), True),))
+    one, other = (ShardPiece((16,), torch.float32, (TensorBox((0,), memory[:], True),)) for _ in range(2))
+    apart = ShardPiece((16,), torch.float32, (TensorBox((0,), memory.clone(), True),))
     kept, tied = untied([("a", one), ("b", apart), ("c", other), ("d", memory), ("e", memory.view(2, 4))])
     assert tied == {"c": "a"}
     assert list(kept) == ["a", "b", "d", "e"]
-    empty = [Piece((16,), torch.float32, ()) for _ in range(2)]
+    empty = [ShardPiece((16,), torch.float32, ()) for _ in range(2)]
     assert untied([("a", empty[0]), ("b", empty[1])])[1] == {}
     assert is_spread(one)
     assert not is_spread(memory)

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headway.errors import CheckpointError
-from headway.weights.shards import CODES, DTYPES, Spec, is_same, read_header, widest_first, write_file
+from headway.weights.shards import CODES, DTYPES, TensorSpec, is_same, read_header, widest_first, write_file
 
 
 def specs_of(tensors):
-    return {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
 def header(path):
@@ -69,7 +69,7 @@ def test_what_others_wrote_is_read(tmp_path):
 ])  # fmt: skip
 def test_other_values_than_were_said_are_refused(tmp_path, values, said):
     with pytest.raises(CheckpointError, match=said):
-        write_file(tmp_path / "f", {"a": Spec((2,), torch.float32)}, values)
+        write_file(tmp_path / "f", {"a": TensorSpec((2,), torch.float32)}, values)
 
 
 @pytest.mark.parametrize(("name", "dtype", "said"), [
@@ -78,7 +78,7 @@ def test_other_values_than_were_said_are_refused(tmp_path, values, said):
 ])  # fmt: skip
 def test_what_the_format_lacks_is_refused(tmp_path, name, dtype, said):
     with pytest.raises(CheckpointError, match=said):
-        write_file(tmp_path / "f", {name: Spec((2,), dtype)}, [(name, torch.ones(2, dtype=dtype))])
+        write_file(tmp_path / "f", {name: TensorSpec((2,), dtype)}, [(name, torch.ones(2, dtype=dtype))])
 
 
 @pytest.mark.parametrize("entry", [
@@ -97,4 +97,4 @@ def test_a_full_disk_is_an_os_error():
     if not os.path.exists("/dev/full"):
         pytest.skip("there is no /dev/full here")
     with pytest.raises(OSError, match="No space left"):
-        write_file(Path("/dev/full"), {"a": Spec((2,), torch.float32)}, [("a", torch.ones(2))])
+        write_file(Path("/dev/full"), {"a": TensorSpec((2,), torch.float32)}, [("a", torch.ones(2))])

@@ -18,7 +18,7 @@ from headway.compat.accelerate.hooks import ModelHook
 from headway.offload.dat_folder import OffloadedWeightsLoader, PrefixedDataset
 from headway.offload.execution import device_stream_of
 from headway.placement.homes import home_of
-from headway.weights.names import Place, places_of
+from headway.weights.names import TensorLocation, places_of
 
 Where = torch.device | str | int
 Tied = dict[int, dict[torch.device, torch.Tensor]]
@@ -33,7 +33,7 @@ class Use:
         version: of the copy when it came; None where torch counts none.
     """
 
-    place: Place
+    place: TensorLocation
     name: str
     home: torch.Tensor
     copy: torch.Tensor
@@ -49,14 +49,18 @@ def _device(where: Where) -> torch.device:
     return torch.device("cpu") if found.type == "cpu" else found  # a tensor's device is never "cpu:0"
 
 
-def _own_places(module: nn.Module, recurse: bool, has_buffers: bool) -> dict[str, Place]:
+def _own_places(module: nn.Module, recurse: bool, has_buffers: bool) -> dict[str, TensorLocation]:
     found = (
         places_of(module)
         if recurse
         else {
-            **{leaf: Place(module, leaf, True) for leaf, tensor in module._parameters.items() if tensor is not None},
             **{
-                leaf: Place(module, leaf, False, leaf not in module._non_persistent_buffers_set)
+                leaf: TensorLocation(module, leaf, True)
+                for leaf, tensor in module._parameters.items()
+                if tensor is not None
+            },
+            **{
+                leaf: TensorLocation(module, leaf, False, leaf not in module._non_persistent_buffers_set)
                 for leaf, tensor in module._buffers.items()
                 if tensor is not None
             },
@@ -74,7 +78,10 @@ def _copied(home: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _hang(
-    places: Mapping[str, Place], homes: Mapping[str, torch.Tensor], device: torch.device, tied: Tied | None = None
+    places: Mapping[str, TensorLocation],
+    homes: Mapping[str, torch.Tensor],
+    device: torch.device,
+    tied: Tied | None = None,
 ) -> list[Use]:
     """Hang copies of what is elsewhere; a tensor with several names is copied once."""
     uses: list[Use] = []
@@ -173,7 +180,7 @@ class AlignDevicesHook(ModelHook):
                 place.put(moved[id(old)])
         return module
 
-    def note_devices(self, module: nn.Module) -> dict[str, Place]:
+    def note_devices(self, module: nn.Module) -> dict[str, TensorLocation]:
         """Note and return where the module's weights are, which is where they go when the hook is removed."""
         places = _own_places(module, self.place_submodules, True)
         self.original_devices = {name: place.tensor.device for name, place in places.items()}
@@ -220,7 +227,7 @@ class AlignDevicesHook(ModelHook):
         moved = {name: value for name, value in kwargs.items() if name not in skipped}
         return to_device(args, device), {**to_device(moved, device), **kept}
 
-    def _value(self, name: str, place: Place) -> torch.Tensor:
+    def _value(self, name: str, place: TensorLocation) -> torch.Tensor:
         if self._is_held:
             return place.tensor
         assert self.weights_map is not None

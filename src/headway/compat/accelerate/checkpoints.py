@@ -21,7 +21,7 @@ from headway.checkpoint.model import misfit, put_in
 from headway.checkpoint.optimizers import undo_optimizer
 from headway.checkpoint.restoring import put_back
 from headway.checkpoint.tensors import is_unmade
-from headway.checkpoint.undo import Undo, preserved
+from headway.checkpoint.undo import LoadRollback, preserved
 from headway.compat.accelerate.models import load
 from headway.errors import CheckpointError
 from headway.log import get_logger
@@ -143,7 +143,7 @@ class Reader:
             models: those that no hook has loaded.
             strict: every name must be there, and no other.
         """
-        undo, failure, cause, weights = Undo(), None, None, []
+        undo, failure, cause, weights = LoadRollback(), None, None, []
         try:
             weights = [self._weights(index, model) for index, model in enumerate(models)]
             self._restore_objects(undo, [line for pair in zip(models, weights) for line in _misfits(*pair, strict)])
@@ -160,7 +160,7 @@ class Reader:
         self._set_random_streams()
         return Restored(self._folder, {"num_updates": self._accelerator.num_updates, "epoch": 0})
 
-    def _restore_objects(self, undo: Undo, problems: list[str]) -> None:
+    def _restore_objects(self, undo: LoadRollback, problems: list[str]) -> None:
         """All but the weights, with its way back; `problems`: of the weights, which come last."""
         if problems:
             raise CheckpointError(

@@ -12,9 +12,9 @@ from headway.data.build import prepare_loader
 from headway.data.dispatch import DispatchFeed
 from headway.data.draws import LoaderStream
 from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.data.shard import Shard
+from headway.data.shard import ShardIndex
 from headway.errors import ConfigError, UnsupportedError
-from headway.training.run import Run
+from headway.training.run import AcceleratorRun
 
 
 class _Dispatching(type):
@@ -78,14 +78,14 @@ def prepare_data_loader(
         )
     state = PartialState()
     count = state.num_processes if num_processes is None else num_processes
-    shard = Shard(state.process_index if process_index is None else process_index, count)
+    shard = ShardIndex(state.process_index if process_index is None else process_index, count)
     is_run = count == state.num_processes and shard.index == state.process_index
     if dispatch_batches and count > 1 and not is_run:
         raise ConfigError(
             f"prepare_data_loader(dispatch_batches=True, num_processes={count}) on {state.num_processes} processes; leave "
             "num_processes and process_index out, or dispatch_batches"
         )
-    windows = None if Run.latest is None else Run.latest.accumulation
+    windows = None if AcceleratorRun.latest is None else AcceleratorRun.latest.accumulation
     return prepare_loader(
         dataloader,
         shard=shard,

@@ -16,8 +16,8 @@ from torch.utils.data import RandomSampler
 from headway.config.run import DataLoaderConfiguration
 from headway.data.draws import LoaderStream
 from headway.data.feed import State
-from headway.data.order import Order, permutation
-from headway.data.rules import Draws, TorchRules
+from headway.data.order import SampleOrder, permutation
+from headway.data.rules import RandomSource, TorchRules
 
 
 class SeededShuffle:
@@ -66,7 +66,7 @@ class AccelerateRules(TorchRules):
     opens_late = True
     parts_streams = False
 
-    def order_of(self, sampler: Any, draws: Draws) -> Order:
+    def order_of(self, sampler: Any, draws: RandomSource) -> SampleOrder:
         """The order that a sampler or batch sampler stands for."""
         if type(sampler) is RandomSampler:
             if draws.config.use_seedable_sampler:
@@ -89,7 +89,7 @@ class AccelerateRules(TorchRules):
         return bool(config.dispatch_batches) or (is_stream and config.dispatch_batches is None)
 
 
-def _first_seed(draws: Draws) -> int:
+def _first_seed(draws: RandomSource) -> int:
     seed = torch.initial_seed() if draws.config.data_seed is None else draws.config.data_seed
     return seed if draws.agree is None else int(draws.agree(seed))
 

@@ -29,21 +29,21 @@ from headway.runtime import process
 from headway.runtime.device import detect
 from headway.runtime.group import engine_of
 from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
-from headway.training.run import Run
-from headway.training.windows import Windows
+from headway.training.run import AcceleratorRun
+from headway.training.windows import AccumulationWindows
 
 Value = TypeVar("Value")
 
 
 def collectives() -> Collectives:
     """The way to the other processes: the Accelerator's, or one of its own where there is none."""
-    runtime, latest = process.current(), Run.latest
+    runtime, latest = process.current(), AcceleratorRun.latest
     return latest.collectives if latest is not None and latest.collectives.runtime is runtime else Collectives(runtime)
 
 
 def _started(options: Mapping[str, Any]) -> Collectives:
     """The same; a run that has ended can still be queried, but a query does not restart it."""
-    latest = Run.latest
+    latest = AcceleratorRun.latest
     if not process.is_started() and latest is not None and latest.answers_after_end and not options:
         return latest.collectives
     process.start(**options)
@@ -68,12 +68,16 @@ def _process_facts() -> dict[str, Any]:
 
 
 def _run_facts() -> dict[str, Any]:
-    return {} if Run.latest is None else {"_mixed_precision": Run.latest.mixed_precision, **_process_facts()}
+    return (
+        {}
+        if AcceleratorRun.latest is None
+        else {"_mixed_precision": AcceleratorRun.latest.mixed_precision, **_process_facts()}
+    )
 
 
 def is_initialized() -> bool:
     """Has an Accelerator been created in this process?"""
-    return Run.latest is not None
+    return AcceleratorRun.latest is not None
 
 
 def wait_for_everyone() -> None:
@@ -121,8 +125,8 @@ class PartialState(RankAware):
     def _reset_state() -> None:
         """End the runtime, and the process group where Headway started it; the next state or Accelerator starts a new one."""
         process.reset()
-        if Run.latest is not None:
-            Run.latest.answers_after_end = False
+        if AcceleratorRun.latest is not None:
+            AcceleratorRun.latest.answers_after_end = False
 
     @property
     def initialized(self) -> bool:
@@ -190,12 +194,12 @@ class AcceleratorState(PartialState):
         mixed_precision: str | None = None,
         cpu: bool = False,
         *,
-        _run: Run | None = None,
+        _run: AcceleratorRun | None = None,
         _from_accelerator: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(cpu, **options)
-        self._run = _run or Run.latest
+        self._run = _run or AcceleratorRun.latest
         known = None if self._run is None else self._run.mixed_precision
         if known is not None and mixed_precision is not None and mixed_precision != known:
             raise ConfigError(
@@ -207,7 +211,7 @@ class AcceleratorState(PartialState):
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         """Forget the Accelerator; with `reset_partial_state` the runtime ends too."""
-        Run.latest = None
+        AcceleratorRun.latest = None
         if reset_partial_state:
             PartialState._reset_state()
 
@@ -275,10 +279,10 @@ class GradientState:
     Without an Accelerator it says what is true before the first micro-batch.
     """
 
-    _shared_state = _Shared[dict[str, Any]](lambda: {} if Run.latest is None else {"sync_gradients": True})
+    _shared_state = _Shared[dict[str, Any]](lambda: {} if AcceleratorRun.latest is None else {"sync_gradients": True})
 
-    def __init__(self, gradient_accumulation_plugin: Any = None, *, _run: Run | None = None) -> None:
-        self._run = _run or Run.latest
+    def __init__(self, gradient_accumulation_plugin: Any = None, *, _run: AcceleratorRun | None = None) -> None:
+        self._run = _run or AcceleratorRun.latest
         if gradient_accumulation_plugin is not None and self._run is None:
             raise UnsupportedError(
                 "GradientState(plugin) has no effect; give the plugin to Accelerator(gradient_accumulation_plugin=...)"
@@ -288,7 +292,7 @@ class GradientState:
         return GradientState, ()
 
     @property
-    def _windows(self) -> Windows | None:
+    def _windows(self) -> AccumulationWindows | None:
         return None if self._run is None else self._run.accumulation
 
     @property

@@ -15,7 +15,7 @@ from headway.errors import UnsupportedError
 from headway.strategies.deepspeed.engine import ZeroEngine
 from headway.strategies.deepspeed.optimizer import Twin
 from headway.weights.partitions import piece_of_range
-from headway.weights.pieces import Piece
+from headway.weights.pieces import ShardPiece
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class FlatSlice:
         """The same part of a tensor that lies beside `flat`."""
         return other.view(-1).narrow(0, self.place, self.values.numel())
 
-    def piece(self, values: torch.Tensor, is_written: bool = True) -> Piece:
+    def piece(self, values: torch.Tensor, is_written: bool = True) -> ShardPiece:
         """The part of a tensor of the parameter's shape, as boxes."""
         return piece_of_range(self.shape, values, self.start, is_written)
 
@@ -182,7 +182,7 @@ class ZeroState:
     def _take(run: FlatSlice, own: dict[str, Any], state: Mapping[str, Any], counts_in_ints: bool) -> None:
         assert run.flat is not None
         for key, value in state.items():
-            if isinstance(value, Piece):
+            if isinstance(value, ShardPiece):
                 if key not in own:
                     own[key] = torch.zeros_like(run.flat, dtype=value.dtype, requires_grad=False)
                 for mine, saved in zip(run.piece(run.beside(own[key])).boxes, value.boxes):

@@ -219,10 +219,10 @@ def test_what_is_written_in_the_block_is_kept(copies):
 def test_a_streamed_model_says_so_and_aligns():
     """Copies within host memory stand for a device."""
     from headway.offload.execution import _Enter
-    from headway.weights.names import Place
+    from headway.weights.names import TensorLocation
 
     module = nn.Linear(2, 2)
-    stream = DeviceStream([[Place(module, "weight", True)]], torch.device("cpu"), 1, transport=object())
+    stream = DeviceStream([[TensorLocation(module, "weight", True)]], torch.device("cpu"), 1, transport=object())
     module.register_forward_pre_hook(_Enter(stream, 0))
     assert has_offloaded_params(module)
     with align_module_device(module):

@@ -11,11 +11,11 @@ from headway.data.build import prepare_loader
 from headway.data.loader import LoaderEvents
 from headway.data.order import SamplerOrder
 from headway.data.rules import TorchRules
-from headway.data.shard import Shard
+from headway.data.shard import ShardIndex
 from tests.unit.data.fakes import Numbers, Stream, on_ranks
 
 
-def prepare(loader, shard=Shard(0, 1), collectives=None, rules=None, **config):
+def prepare(loader, shard=ShardIndex(0, 1), collectives=None, rules=None, **config):
     return prepare_loader(
         loader, shard=shard, config=DataLoaderConfiguration(**config), device=None, collectives=collectives,
         events=LoaderEvents(), seed=99, rules=rules or AccelerateRules(),
@@ -85,7 +85,7 @@ def test_ranks_shuffle_by_one_generator_that_was_seeded_when_the_loader_was_prep
 
     def on_rank(rank, collectives):
         loader = DataLoader(Numbers(8), batch_size=4, shuffle=True)
-        prepared = prepare(loader, Shard(rank, 2), collectives, use_seedable_sampler=False)
+        prepared = prepare(loader, ShardIndex(rank, 2), collectives, use_seedable_sampler=False)
         return [epoch(prepared) for _ in range(2)]
 
     torch.manual_seed(4)
@@ -118,7 +118,7 @@ def test_a_batch_is_fetched_before_the_one_in_hand_is_done_with(rules, num_ahead
 def test_a_stream_ends_in_batches_of_equal_size_where_accelerates_main_process_reads_it(is_dispatched, expected):
     def on_rank(rank, collectives):
         loader = DataLoader(Stream(13), batch_size=4)
-        prepared = prepare(loader, Shard(rank, 2), collectives, dispatch_batches=is_dispatched)
+        prepared = prepare(loader, ShardIndex(rank, 2), collectives, dispatch_batches=is_dispatched)
         return [batch.tolist() for batch in prepared][-1]
 
     assert on_ranks(2, on_rank) == expected
