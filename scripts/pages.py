@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 FEWEST = 3
 """Folders with fewer public names share the last page."""
-RETURNED = ("headway.data.loader.PreparedLoader", "headway.training.optimizer.PreparedOptimizer")
+RETURNED = ("headway.data.loader.PreparedLoader", "headway.training.prepared.optimizer.PreparedOptimizer")
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)[^)]*\)")
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from headway import log, scope
+from headway import log
+from headway.common import scope
 from headway.runtime import process
 
 

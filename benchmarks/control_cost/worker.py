@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 import headway
 from benchmarks.timing import interleave, rows_of
-from headway.runtime import control, process
+from headway.runtime import process
+from headway.runtime.control_plane import control
 
 NUM_CALLS = 100
 

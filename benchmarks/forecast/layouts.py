@@ -16,8 +16,8 @@ from benchmarks.timing import machine
 from headway.config.sharding import ShardingOptions
 from headway.config.strategies import DistributedDataParallelKwargs
 from headway.config.tensor import TensorParallelOptions
-from headway.forecasting.devices import MIB
-from headway.forecasting.tensors import plain
+from headway.forecasting.device.devices import MIB
+from headway.forecasting.tracing.tensors import plain
 from headway.planning.sources import unmasked
 
 FOLDER = Path(__file__).parent

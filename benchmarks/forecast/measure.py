@@ -14,10 +14,10 @@ from benchmarks.forecast.models import CASES, Case
 from benchmarks.forecast.truth import peak
 from benchmarks.timing import machine
 from headway.config.strategies import ActivationCheckpointing
-from headway.forecasting.devices import MIB, find
-from headway.forecasting.events import plain_peak
-from headway.forecasting.fake import trace
-from headway.forecasting.step import StepRecipe
+from headway.forecasting.device.devices import MIB, find
+from headway.forecasting.tracing.events import plain_peak
+from headway.forecasting.tracing.fake import trace
+from headway.forecasting.tracing.step import StepRecipe
 from headway.planning.sources import unmasked
 from headway.recompute.checkpointing import checkpoint_activations
 

@@ -3,12 +3,12 @@
 import warnings
 
 from benchmarks.forecast.reference import LARGEST, PUBLISHED, AdamWOf2022, batch, model, recompute
-from headway.forecasting.allocator import replay
-from headway.forecasting.devices import MIB, find, room, spread
-from headway.forecasting.events import MemoryEvent
-from headway.forecasting.fake import trace
+from headway.forecasting.device.allocator import replay
+from headway.forecasting.device.devices import MIB, find, room, spread
 from headway.forecasting.solve import BudgetSearch
-from headway.forecasting.step import StepRecipe
+from headway.forecasting.tracing.events import MemoryEvent
+from headway.forecasting.tracing.fake import trace
+from headway.forecasting.tracing.step import StepRecipe
 
 DEVICE = find("rtx-3090")
 

@@ -18,7 +18,7 @@ import torch
 from benchmarks.forecast.models import CASES
 from benchmarks.timing import machine
 from headway import Accelerator, find_executable_batch_size
-from headway.forecasting.devices import MIB
+from headway.forecasting.device.devices import MIB
 
 FOLDER = Path(__file__).parent
 MODELS = ("MLP", "GPT-2")

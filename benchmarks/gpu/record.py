@@ -6,7 +6,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from headway import atomic
+from headway.common import atomic
 
 NO_GPU = (
     "**Run on a CPU, at a small size. These rows show that the steps run and what they print; they say nothing about how "

@@ -14,7 +14,7 @@ import torch
 import headway
 from benchmarks.timing import interleave, rows_of, summary
 from headway.replay.piece_size import PieceSize
-from headway.runtime import control
+from headway.runtime.control_plane import control
 
 NUM_BATCHES, STEPS, WIDTH = 4, 2, 1600
 

@@ -40,8 +40,8 @@ def one(size: str, strategy: str, num_ranks: int) -> None:
     began = time.perf_counter()
     from transformers import LlamaConfig
 
-    from headway.planning import preparation
     from headway.planning.compare import plan
+    from headway.planning.dry_run import preparation
     from headway.planning.sources import of_config
 
     if "," in strategy:

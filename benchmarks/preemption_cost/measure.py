@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import headway
 from benchmarks.timing import interleave, num_repeats, rows_of, save
-from headway.runtime.control import Control
-from headway.runtime.stopping import StopAgreement
-from headway.runtime.store import StoreAddress, StoreLink, serve
+from headway.runtime.control_plane.control import Control
+from headway.runtime.control_plane.stopping import StopAgreement
+from headway.runtime.control_plane.store import StoreAddress, StoreLink, serve
 
 CALLS = 100
 

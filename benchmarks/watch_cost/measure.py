@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.timing import interleave, num_repeats, rows_of, save
-from headway import env
-from headway.runtime.heartbeat import NUM_RECORDED, Heartbeat
-from headway.runtime.ledger import CollectiveLedger
-from headway.runtime.pulse import HeartbeatFile
-from headway.runtime.recorder import Call, Recorder
+from headway.common import env
+from headway.runtime.heartbeat.file import HeartbeatFile
+from headway.runtime.heartbeat.flight_recorder import Call, Recorder
+from headway.runtime.heartbeat.ledger import CollectiveLedger
+from headway.runtime.heartbeat.thread import NUM_RECORDED, Heartbeat
 
 CALLS = 100
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from headway.collectives.door import Collectives
 from headway.config.strategies import EngineOptions
-from headway.data.shard import ShardIndex
+from headway.data.sampling.shard import ShardIndex
 from headway.errors import ConfigError
 from headway.strategies.base import Capabilities
-from headway.strategies.ddp import DDPStrategy
+from headway.strategies.data_parallel.ddp import DDPStrategy
 
 
 class MirrorStrategy(DDPStrategy):

@@ -34,7 +34,7 @@ _PLACES = {
     "LongestSequence": "headway.forecasting.solve",
     "MemoryMonitor": "headway.memory.monitor",
     "ModelHook": "headway.compat.accelerate.hooks",
-    "NonFinitePolicy": "headway.training.finite",
+    "NonFinitePolicy": "headway.training.checks.finite",
     "OffloadedWeightsLoader": "headway.offload.dat_folder",
     "PipelineOptions": "headway.config.pipeline",
     "Preemption": "headway.config.preemption",
@@ -101,7 +101,7 @@ _PLACES = {
     "offload_weight": "headway.offload.dat_folder",
     "on_main_process": "headway.tracking.base",
     "plan": "headway.planning.compare",
-    "prepare_pippy": "headway.strategies.pippy",
+    "prepare_pippy": "headway.strategies.pipeline.pippy",
     "print_gpu_utilization": "headway.memory.use",
     "print_summary": "headway.memory.use",
     "read_offload_index": "headway.offload.dat_folder",
@@ -239,7 +239,7 @@ if TYPE_CHECKING:
     from headway.strategies.deepspeed.dummies import DummyScheduler as DummyScheduler
     from headway.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from headway.strategies.deepspeed.plugin import HfDeepSpeedConfig as HfDeepSpeedConfig
-    from headway.strategies.pippy import prepare_pippy as prepare_pippy
+    from headway.strategies.pipeline.pippy import prepare_pippy as prepare_pippy
     from headway.tracking.base import GeneralTracker as GeneralTracker
     from headway.tracking.base import LoggerType as LoggerType
     from headway.tracking.base import Tracker as Tracker
@@ -253,7 +253,7 @@ if TYPE_CHECKING:
     from headway.trainer.display import ProgressCallback as ProgressCallback
     from headway.trainer.results import EvalPrediction as EvalPrediction
     from headway.trainer.trainer import Trainer as Trainer
-    from headway.training.finite import NonFinitePolicy as NonFinitePolicy
+    from headway.training.checks.finite import NonFinitePolicy as NonFinitePolicy
     from headway.training.local_sgd import LocalSGD as LocalSGD
 
 

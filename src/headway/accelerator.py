@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch.utils.data import DataLoader
 
-from headway import scope, traces, watch
+from headway import watch
 from headway.collectives.door import Collectives
 from headway.collectives.ranks import RankAware
 from headway.collectives.streams import stream_names
 from headway.collectives.tree import Tree
+from headway.common import scope, traces
+from headway.common.optional import Later
 from headway.config.arguments import caller, is_automatic, loading_settings, project_settings, windows
 from headway.config.choice import RequestedLayout
 from headway.config.compiling import Backend, TorchDynamoPlugin, compiler
@@ -26,42 +28,42 @@ from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlug
 from headway.config.strategies import ActivationCheckpointing, AutocastKwargs, ProfileKwargs, collect_options
 from headway.config.values import known_keywords
 from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.data.rules import LoadingRules, TorchRules
+from headway.data.sampling.rules import LoadingRules, TorchRules
 from headway.data.skip import skip_first_batches
 from headway.errors import StateError, UnsupportedError
 from headway.forecasting.pretending import is_forecast
 from headway.log import get_logger, is_debugging
 from headway.memory.oom import EmergencyReserve, is_out_of_memory
-from headway.optional import Later
 from headway.precision import float8
 from headway.precision.mixed import build_precision
 from headway.resume.arguments import check_load_arguments, check_save_arguments
 from headway.resume.checkpoints import Checkpoints, HookHandle, LoadHook, SaveHook
 from headway.resume.restored import Restored
 from headway.resume.run import RunState
-from headway.runtime import events, process, pulse
-from headway.runtime.control import note_progress
+from headway.runtime import events, process
+from headway.runtime.control_plane.control import note_progress
+from headway.runtime.heartbeat import file as pulse
 from headway.runtime.seed import RNGReader
 from headway.strategies.build import choose_strategy
 from headway.strategies.deepspeed import plugin as deepspeed
 from headway.tracking.base import Tracker
 from headway.tracking.record import RunRecorder, TrackerKwargs
-from headway.training.guard import NonFiniteNotice, SkippedUpdates, StepGuard
+from headway.training.checks.bypass import build_lookout
+from headway.training.checks.guard import NonFiniteNotice, SkippedUpdates, StepGuard
+from headway.training.checks.replicas import ReplicaCheck
+from headway.training.checks.row_counts import RowCountCheck
+from headway.training.hooks import StepHooks
 from headway.training.local_sgd import LocalTraining
 from headway.training.metrics import gather_for_metrics, look_for_repeats
-from headway.training.moments import StepHooks
-from headway.training.neighbours import AcceleratorRegistry
-from headway.training.optimizer import PreparedOptimizer
-from headway.training.prepare import Preparation
-from headway.training.prepared import PreparedObjects
+from headway.training.prepared.objects import PreparedObjects
+from headway.training.prepared.optimizer import PreparedOptimizer
+from headway.training.prepared.prepare import Preparation
+from headway.training.prepared.registry import AcceleratorRegistry
+from headway.training.prepared.scheduler import PreparedScheduler, SchedulerStepRule, choose_rule
 from headway.training.profile import profiling
-from headway.training.replicas import ReplicaCheck
-from headway.training.rows import RowCountCheck
 from headway.training.run import AcceleratorRun
-from headway.training.scheduler import PreparedScheduler, SchedulerStepRule, choose_rule
 from headway.training.step import MicroBatch, NoGuard, TrainingStep, WholeStep
-from headway.training.unprepared import build_lookout
-from headway.training.whole import WholeWeights
+from headway.training.whole_weights import WholeWeights
 from headway.training.windows import AccumulationWindows, LossPolicy, UpdateClock, WeightedMean
 from headway.weights.export import save_object
 
@@ -69,20 +71,20 @@ from headway.weights.export import save_object
 if TYPE_CHECKING:
     from headway.compiling import regions
     from headway.forecasting.answer import Forecast
-    from headway.forecasting.step import Loss, MakeOptimizer
+    from headway.forecasting.tracing.step import Loss, MakeOptimizer
     from headway.memory import report as memory_report
     from headway.recompute import checkpointing as recompute
     from headway.replay import step as replay
     from headway.throughput import meter
-    from headway.training import finite
     from headway.training import forecast as forecasts
+    from headway.training.checks import finite
 else:
     regions = Later("headway.compiling.regions")
     memory_report = Later("headway.memory.report")
     recompute = Later("headway.recompute.checkpointing")
     replay = Later("headway.replay.step")
     meter = Later("headway.throughput.meter")
-    finite = Later("headway.training.finite")
+    finite = Later("headway.training.checks.finite")
     forecasts = Later("headway.training.forecast")
 
 log = get_logger(__name__)
@@ -107,7 +109,7 @@ class Accelerator(RankAware):
         step_scheduler_with_optimizer: a schedule's step() follows its optimizer's updates; False: each call is a tick.
         adjust_scheduler_to_accumulation: schedules were counted in micro-batches.
         scheduler_ticks: "updates": schedules were counted in real updates, one tick each. None: by the rule of
-            `headway.training.scheduler`. An object with `name`, `reason` and `ticks(window_length)` is a rule of your own.
+            `headway.training.prepared.scheduler`. An object with `name`, `reason` and `ticks(window_length)` is a rule of your own.
         global_batch_size: samples per update; derives the accumulation from ranks and the loader's batch size.
         rng_types: streams to make equal over ranks when a loader begins: "generator" (default), "torch", "python",
             "numpy", "device" (or its kind, "cuda" say).

@@ -5,9 +5,9 @@ from collections.abc import MutableMapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
 
-from headway import env, scope
+from headway.common import env, scope
+from headway.common.untrusted import shown, whole_number
 from headway.errors import ConfigError
-from headway.untrusted import shown, whole_number
 
 LEVEL = "HEADWAY_LOG_LEVEL"
 """The environment variable that sets the level of all of Headway's loggers."""

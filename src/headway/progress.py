@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from headway import env, scope
+from headway.common import env, scope
+from headway.common.units import format_bytes, format_seconds
 from headway.errors import ConfigError
 from headway.notebook_bar import NotebookBar, in_notebook
 from headway.runtime import events
 from headway.runtime.process import current
 from headway.runtime.readback import Readback
-from headway.units import format_bytes, format_seconds
 
 Item = TypeVar("Item")
 

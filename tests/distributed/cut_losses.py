@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from headway import Accelerator, ShardingOptions, TorchContextParallelConfig
 from headway.errors import DataError, PrepareError
-from headway.strategies.context_parallel import ContextParallel
-from headway.strategies.gradients import is_distributed
+from headway.strategies.context.context_parallel import ContextParallel
+from headway.strategies.fully_sharded.gradients import is_distributed
 from tests.distributed.layouts import LENGTH, PADDING, gpt, llama, seeded, text
 
 

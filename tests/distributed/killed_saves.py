@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 
 from headway.checkpoint import folders
-from headway.checkpoint.layout import read_tensors, verify
-from headway.checkpoint.saver import Saver
+from headway.checkpoint.format.files import read_tensors, verify
+from headway.checkpoint.saving.saver import Saver
+from headway.checkpoint.saving.writer import SavePolicy
 from headway.checkpoint.state import CollectedState
-from headway.checkpoint.writer import SavePolicy
 from headway.collectives.door import Collectives
 from headway.runtime import process
 

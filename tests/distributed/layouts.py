@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration
-from headway.strategies.gradients import is_distributed
+from headway.strategies.fully_sharded.gradients import is_distributed
 from tests.devices import ON_CPU
 
 VOCABULARY, LENGTH, ROWS = 50, 12, 37

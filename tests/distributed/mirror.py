@@ -10,9 +10,9 @@ import torch
 from headway import Accelerator
 from headway.collectives.door import Collectives
 from headway.config.strategies import EngineOptions
-from headway.data.shard import ShardIndex
+from headway.data.sampling.shard import ShardIndex
 from headway.precision.base import Precision
-from headway.strategies.replica import ReplicaStrategy
+from headway.strategies.data_parallel.replica import ReplicaStrategy
 
 FOLDER = Path(__file__).parents[2] / "examples" / "own_strategy"
 

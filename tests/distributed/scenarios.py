@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway import Accelerator, log, scope
+from headway import Accelerator, log
+from headway.common import scope
 from headway.runtime import process
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.checkpoint.manifest import read_manifest
-from headway.checkpoint.placing import TargetLayout
-from headway.checkpoint.restoring import misfits, restore
-from headway.checkpoint.saver import Saver
+from headway.checkpoint.format.manifest import read_manifest
+from headway.checkpoint.loading.restoring import misfits, restore
+from headway.checkpoint.loading.target_layout import TargetLayout
+from headway.checkpoint.saving.saver import Saver
+from headway.checkpoint.saving.writer import SavePolicy
 from headway.checkpoint.state import StatefulObjects, collect
-from headway.checkpoint.writer import SavePolicy
 from headway.errors import CheckpointError
 from tests.distributed.ranks import run_ranks
 
@@ -93,7 +93,7 @@ def is_cut(tensor):
 
 def put(tensor, wanted):
     """Let a tensor, cut or not, hold this rank's part of the values; by torch's own arithmetic of placements."""
-    from headway.checkpoint.mosaic import own_boxes
+    from headway.checkpoint.loading.chunked_tensor import own_boxes
 
     for offsets, memory in own_boxes(tensor.detach()):
         memory.copy_(wanted[tuple(slice(start, start + size) for start, size in zip(offsets, memory.shape))])
@@ -353,7 +353,7 @@ def misuse(folder, what):
 
 
 def own_disk(rank, *_):
-    from headway.checkpoint.writer import DiskShare
+    from headway.checkpoint.saving.writer import DiskShare
 
     return DiskShare(0, 1, True, is_own_disk=True)
 

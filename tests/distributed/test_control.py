@@ -17,7 +17,8 @@ from tests.distributed.test_launch import begin, launch
 
 
 def votes():
-    from headway.runtime import control, process
+    from headway.runtime import process
+    from headway.runtime.control_plane import control
 
     plane = control.current()
     rank, world_size = plane.rank, plane.world_size

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, DummyOptim, DummyScheduler
-from headway.optional import available
+from headway.common.optional import available
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not available("deepspeed"), reason="deepspeed is not installed: pip install deepspeed")

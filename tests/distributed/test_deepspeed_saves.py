@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headway import Accelerator, DeepSpeedPlugin
-from headway.optional import available
+from headway.common.optional import available
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not available("deepspeed"), reason="deepspeed is not installed: pip install deepspeed")

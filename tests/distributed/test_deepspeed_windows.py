@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from headway import Accelerator, DeepSpeedPlugin
+from headway.common.optional import available
 from headway.errors import ConfigError, HeadwayError, PrepareError, StateError, UnsupportedError
-from headway.optional import available
-from headway.training.finite import FiniteGuard
+from headway.training.checks.finite import FiniteGuard
 from tests.distributed.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not available("deepspeed"), reason="deepspeed is not installed: pip install deepspeed")

@@ -9,7 +9,7 @@ from torch import nn
 
 from headway import Accelerator, TensorParallelOptions
 from headway.errors import PrepareError, StateError
-from headway.strategies import gradients
+from headway.strategies.fully_sharded import gradients
 from tests.distributed.layouts import each, seeded
 from tests.distributed.ranks import run_ranks
 

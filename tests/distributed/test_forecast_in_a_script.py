@@ -15,7 +15,7 @@ def of_a_replica():
     from benchmarks.forecast.truth import peak
     from headway import Accelerator, DistributedDataParallelKwargs
     from headway.errors import UnsupportedError
-    from headway.forecasting.step import StepRecipe
+    from headway.forecasting.tracing.step import StepRecipe
 
     found = []
     rows = torch.ones(32, 256)

@@ -13,7 +13,7 @@ from headway.errors import NonFiniteError
 from headway.runtime import events
 from headway.throughput import stragglers
 from headway.throughput.meter import Throughput
-from headway.training import finite
+from headway.training.checks import finite
 from tests.distributed.ranks import run_ranks
 
 NAN, INF = float("nan"), float("inf")

@@ -133,11 +133,11 @@ def test_the_report_is_all_there_is_and_nothing_is_lost(tmp_path):
         "headway: logs and failure.json are in logs",
     ], ran.stderr
     assert ran.stdout == ""
-    assert "headway/training/prepare.py" in (tmp_path / "logs/rank1.log").read_text()
+    assert "headway/training/prepared/prepare.py" in (tmp_path / "logs/rank1.log").read_text()
     kept = {rank["rank"]: rank["record"] for rank in json.loads((tmp_path / "logs/failure.json").read_text())["ranks"]}
     assert "gloo" in kept[0]["text"]
     assert "gloo" in (tmp_path / "logs/rank0.log").read_text()
-    assert "headway/training/prepare.py" in kept[1]["trace"]
+    assert "headway/training/prepared/prepare.py" in kept[1]["trace"]
 
 
 def test_the_same_failure_is_counted(tmp_path):

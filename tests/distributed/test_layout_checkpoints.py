@@ -3,7 +3,7 @@
 Every layout is saved and loaded here; `python -m tests.sweep.layouts` is all pairs.
 """
 
-from headway.optional import available
+from headway.common.optional import available
 from tests.sweep.layouts import CLOSE, ENGINES, OWN, STOP, UPDATES, Job, compared, names_layouts, run
 
 

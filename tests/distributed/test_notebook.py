@@ -25,7 +25,7 @@ def test_a_closure_runs_on_two_ranks_and_its_results_come_back(capsys: pytest.Ca
 
 def test_the_exception_of_the_rank_that_failed_is_the_cause(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
-        from headway import env
+        from headway.common import env
 
         if env.rank() == 1:
             raise ZeroDivisionError("on purpose")

@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor
 from headway import Accelerator, PipelineOptions
 from headway.config.mesh import parse
 from headway.planning.compare import plan
-from headway.planning.drive import CutSequences, Pipeline
-from headway.planning.meter import StepMeter
+from headway.planning.dry_run.drive import CutSequences, Pipeline
+from headway.planning.dry_run.meter import StepMeter
+from headway.planning.dry_run.trial import rehearse, run
 from headway.planning.sources import unmasked
-from headway.planning.trial import rehearse, run
 from tests.distributed.ranks import run_ranks
 
 LENGTH = 24

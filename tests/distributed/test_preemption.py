@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 
 from headway import Accelerator, Preemption, ProjectConfiguration, set_seed
 from headway.errors import PREEMPTED, Preempted
-from headway.runtime import process, stopping
+from headway.runtime import process
+from headway.runtime.control_plane import stopping
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_launch import begin
 from tests.distributed.test_resume import Net, Noisy

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from headway.common.optional import available
 from headway.errors import ConfigError, OptionalDependencyMissing
 from headway.integrations import ray as adapter
-from headway.optional import available
 
 HAS_RAY = available("ray") and available("pyarrow")
 NO_RAY = "Ray is not installed: pip install 'ray[train]' (200 MB)"

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration, set_seed
-from headway.checkpoint.layout import verify
-from headway.checkpoint.manifest import read_manifest
+from headway.checkpoint.format.files import verify
+from headway.checkpoint.format.manifest import read_manifest
 from headway.errors import CheckpointError, CollectiveError
 from headway.runtime import process
 from tests.distributed.ranks import run_ranks

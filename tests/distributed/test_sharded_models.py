@@ -12,9 +12,10 @@ from headway import (
     init_empty_weights,
 )
 from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
-from headway.strategies import gathered, values
-from headway.strategies.gradients import is_distributed, local
-from headway.strategies.units import find_units
+from headway.strategies.fully_sharded import fsdp_state as gathered
+from headway.strategies.fully_sharded import values
+from headway.strategies.fully_sharded.gradients import is_distributed, local
+from headway.strategies.fully_sharded.units import find_units
 from tests.distributed.layouts import (
     GPT,
     each,

@@ -30,7 +30,7 @@ from headway import (
 from headway.errors import MemoryExhausted, UnsupportedError
 from headway.replay.step import PieceStep
 from headway.replay.transaction import BatchTransaction
-from headway.strategies.doors import FSDPUnit
+from headway.strategies.fully_sharded.comm_hooks import FSDPUnit
 from tests.distributed.layouts import (
     PADDING,
     Task,

@@ -9,8 +9,8 @@ from torch import nn
 
 from headway import GradientAccumulationPlugin, ShardingOptions
 from headway.errors import StateError
-from headway.strategies import gathered
-from headway.strategies.gradients import is_distributed, local
+from headway.strategies.fully_sharded import fsdp_state as gathered
+from headway.strategies.fully_sharded.gradients import is_distributed, local
 from tests.distributed.layouts import GPT, LENGTH, each, norm, seeded, squares, start, text, whole_weights
 from tests.distributed.ranks import run_ranks
 

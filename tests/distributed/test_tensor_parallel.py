@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from headway import Accelerator, ActivationCheckpointing, TensorParallelOptions
 from headway.errors import DataError, PrepareError
-from headway.strategies import gradients
-from headway.strategies.gradients import is_distributed, local
-from headway.strategies.tensor_parallel import TensorParallel
+from headway.strategies.fully_sharded import gradients
+from headway.strategies.fully_sharded.gradients import is_distributed, local
+from headway.strategies.tensor.tensor_parallel import TensorParallel
 from tests.devices import ON_CPU
 from tests.distributed import cut_models, layouts
 from tests.distributed.cut_models import GPT, GPT_PLAN

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import headway
-from headway.forecasting import calibration
-from headway.forecasting.devices import MIB, named
-from headway.forecasting.step import StepRecipe, run
+from headway.forecasting.device import calibration
+from headway.forecasting.device.devices import MIB, named
+from headway.forecasting.tracing.step import StepRecipe, run
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,9 +20,9 @@ pytestmark = [
 def attended(rotation: str) -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from headway.strategies import ring, zigzag
-    from headway.strategies.crossings import SplitAxis
-    from headway.strategies.cut_attention import WholeSequenceAttention
+    from headway.strategies.context import ring, zigzag
+    from headway.strategies.context.attention import WholeSequenceAttention
+    from headway.strategies.tensor.crossings import SplitAxis
 
     mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("cp",))
     rank = mesh.get_local_rank()

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway import Accelerator, MemoryMonitor, memory_report, memory_use, print_gpu_utilization, print_summary, scope
+from headway import Accelerator, MemoryMonitor, memory_report, memory_use, print_gpu_utilization, print_summary
+from headway.common import scope
 from headway.memory.oom import is_out_of_memory
 from headway.memory.use import gpu_memory_occupied
 from headway.recompute.offload import _Copies, offloading

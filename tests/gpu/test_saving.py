@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from headway import Accelerator, ProjectConfiguration
-from headway.checkpoint.snapshot import HostCopies
+from headway.checkpoint.saving.snapshot import HostCopies
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,11 +15,11 @@ import headway
 from headway import Accelerator
 
 SOURCE = Path(headway.__file__).parent
-FETCH = {"data/loader.py", "data/mapped.py", "data/shard.py", "resume/run.py"}
+FETCH = {"data/loader.py", "data/feeds/mapped.py", "data/sampling/shard.py", "resume/run.py"}
 """The loader, what it reads from, how rounds are cut; where a window begins is noted for a save in its middle."""
 WAY = {
     "data/loader.py", "accelerator.py", "training/windows.py", "training/step.py", "strategies/single.py", "precision/base.py",
-    "training/optimizer.py", "training/scheduler.py",
+    "training/prepared/optimizer.py", "training/prepared/scheduler.py",
 }  # fmt: skip
 
 
@@ -89,9 +89,9 @@ def test_everything_off() -> None:
 @pytest.mark.parametrize(
     ("options", "added"),
     [
-        ({"on_non_finite": "skip"}, {"training/finite.py", "training/prepared.py"}),
-        ({"mixed_precision": "bf16"}, {"training/model.py", "precision/mixed.py"}),
-        ({"mixed_precision": "fp16"}, {"training/model.py", "precision/mixed.py"}),
+        ({"on_non_finite": "skip"}, {"training/checks/finite.py", "training/prepared/objects.py"}),
+        ({"mixed_precision": "bf16"}, {"training/prepared/model.py", "precision/mixed.py"}),
+        ({"mixed_precision": "fp16"}, {"training/prepared/model.py", "precision/mixed.py"}),
         ({"gradient_accumulation_steps": 3}, set()),
     ],
 )
@@ -115,6 +115,6 @@ def test_pieces_stay_in_their_room() -> None:
     _, passed = way(as_function, microbatching="auto")
     added = {name for name in passed - WAY if not name.startswith("replay/")}
     # What goes back is asked of its owners: the registry, the random streams; a vote passes the one door.
-    assert added <= {"training/task.py", "training/prepared.py", "collectives/tree.py", "collectives/door.py",
+    assert added <= {"training/task.py", "training/prepared/objects.py", "collectives/tree.py", "collectives/door.py",
               "collectives/partition.py",
                      "runtime/streams.py", "runtime/seed.py", "runtime/torch_stream.py"}  # fmt: skip

@@ -10,7 +10,7 @@ from tests.house.tree_of_source import ROOT, SOURCE, modules, parsed, shown
 CONCRETE = {"SingleStrategy", "DDPStrategy"}
 ENGINE_ROOM = ("src/headway/strategies/",)
 # The launcher's agent is a process of its own and hands its environment on.
-ENVIRONMENT_DOORS = {"src/headway/env.py"}
+ENVIRONMENT_DOORS = {"src/headway/common/env.py"}
 
 
 def test_layers_hold():

@@ -12,12 +12,12 @@ from tests.house.tree_of_source import modules, parsed, shown
 
 OWNERS = {
     "accelerator": "accelerator.py", "step": "training/step.py", "windows": "training/windows.py",
-    "prepared": "training/prepared.py", "preparation": "training/prepare.py", "guard": "training/finite.py",
+    "prepared": "training/prepared/objects.py", "preparation": "training/prepared/prepare.py", "guard": "training/checks/finite.py",
     "meter": "throughput/meter.py", "throughput": "throughput/meter.py", "transaction": "replay/transaction.py",
-    "snapshot": "replay/snapshot.py", "loader": "data/loader.py", "optimizer": "training/optimizer.py",
-    "scheduler": "training/scheduler.py", "strategy": "strategies/", "precision": "precision/", "clock": "training/windows.py",
-    "training_step": "training/step.py", "accumulation": "training/windows.py", "model": "training/model.py",
-    "events": "data/loader.py", "moments": "training/moments.py",
+    "snapshot": "replay/snapshot.py", "loader": "data/loader.py", "optimizer": "training/prepared/optimizer.py",
+    "scheduler": "training/prepared/scheduler.py", "strategy": "strategies/", "precision": "precision/", "clock": "training/windows.py",
+    "training_step": "training/step.py", "accumulation": "training/windows.py", "model": "training/prepared/model.py",
+    "events": "data/loader.py", "moments": "training/hooks.py",
 }  # fmt: skip
 """{how an object is called where it is used: the file that may set its attributes}."""
 SETTABLE = {("loader", "seed"), ("loader", "even_batches"), ("accelerator", "gradient_accumulation_steps")}

@@ -46,4 +46,4 @@ def test_one_file_walks_up_the_stack():
         for file in modules("src") for node in ast.walk(parsed(file))
         if isinstance(node, ast.Attribute) and node.attr in STACK
     }  # fmt: skip
-    assert found == {"src/headway/callsite.py"}
+    assert found == {"src/headway/common/callsite.py"}

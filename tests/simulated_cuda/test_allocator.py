@@ -8,7 +8,7 @@ import pytest
 
 COMPARED = """
 import random, sys, torch
-from headway.forecasting.allocator import Allocator, Full
+from headway.forecasting.device.allocator import Allocator, Full
 
 def allocates(make):
     try:

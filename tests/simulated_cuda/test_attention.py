@@ -8,7 +8,7 @@ import pytest
 
 COMPARED = """
 import itertools, torch
-from headway.forecasting.kernels import Choice
+from headway.forecasting.device.kernels import Choice
 torch.backends.cuda.enable_cudnn_sdp(True)
 NAMES = ("math", "flash", "efficient", "cudnn")
 choice = Choice(torch.cuda.get_device_capability(), tuple(map(int, torch.__version__.split(".")[:2])))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway.forecasting.devices import DEVICES
+from headway.forecasting.device.devices import DEVICES
 
 TABLE = (Path(__file__).parent / "libraries/kinds.h").read_text()
 KINDS = re.findall(r'\{"([\w-]+)", "[^"]+", (\d+), (\d+), (\d+), \d+, ([\d.]+), ([\d.]+), (\d+), \d+\}', TABLE)

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import torch
 
-from headway.checkpoint.saver import Saver
-from headway.checkpoint.writer import SavePolicy
+from headway.checkpoint.saving.saver import Saver
+from headway.checkpoint.saving.writer import SavePolicy
 from headway.collectives.door import Collectives
 from headway.errors import CheckpointError
 from headway.runtime import process

@@ -29,13 +29,13 @@ from unittest.mock import patch
 
 import torch
 
-from headway.checkpoint.layout import read_state
-from headway.checkpoint.manifest import MANIFEST, _digest, read_manifest
-from headway.checkpoint.shards import describe
+from headway.checkpoint.format.files import read_state
+from headway.checkpoint.format.manifest import MANIFEST, _digest, read_manifest
+from headway.checkpoint.format.shards import describe
 from headway.cli.main import main as headway
 from headway.config.launch import SETTINGS
 from headway.errors import HeadwayError
-from headway.launch.machine import Machine
+from headway.launch.machine.machine import Machine
 from headway.weights.files import open_checkpoint
 from tests.sweep.loaded_run import RUNS, Run, saved
 
@@ -420,9 +420,9 @@ def _furnish(folder: Path, checkpoint: Path) -> None:
 
 def _called(machine: Machine, folder: Path, words: list[str]) -> str:
     patches = [
-        patch("headway.launch.machine.look", lambda environment: machine),
+        patch("headway.launch.machine.machine.look", lambda environment: machine),
         patch("headway.launch.run.execute", lambda plan, environment, is_quiet: None),
-        patch("headway.env.snapshot", lambda: {"HEADWAY_HOME": str(folder)}),
+        patch("headway.common.env.snapshot", lambda: {"HEADWAY_HOME": str(folder)}),
         contextlib.chdir(folder), contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")),
     ]  # fmt: skip
     told = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace")

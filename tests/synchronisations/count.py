@@ -7,7 +7,8 @@ import json
 import sys
 import traceback
 
-from headway import log, scope
+from headway import log
+from headway.common import scope
 from headway.runtime import device, process
 from tests.synchronisations.fake_device import KIND, FakeDevice, register
 from tests.synchronisations.loops import LOOPS

@@ -22,7 +22,7 @@ from headway.runtime.readback import Readback
 from headway.throughput.meter import Throughput
 from headway.trainer.callbacks import TrainerControl
 from headway.trainer.loop import Training
-from headway.training import guard
+from headway.training.checks import guard
 from headway.training.task import BatchTask
 from headway.training.windows import UpdateClock
 from tests.synchronisations.count import be_an_accelerator

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway import Accelerator, progress, scope, track
+from headway import Accelerator, progress, track
+from headway.common import scope
 from headway.errors import ConfigError
 from headway.runtime import process
 

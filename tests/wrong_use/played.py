@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from headway import scope
-from headway.callsite import users_line
+from headway.common import scope
+from headway.common.callsite import users_line
+from headway.common.traces import Hook, shorten
 from headway.errors import HeadwayError
-from headway.launch.endings import FailureReport
-from headway.launch.records import ExceptionRecord, RankExit
-from headway.traces import Hook, shorten
+from headway.launch.agent.endings import FailureReport
+from headway.launch.agent.records import ExceptionRecord, RankExit
 from tests.distributed.ranks import RankFailed, run_ranks
 from tests.wrong_use.row import LAYOUTS, Cell
 from tests.wrong_use.script import Script, numbers

@@ -12,11 +12,11 @@ import headway
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.training import FULL, SMALL, SMALLEST
 from headway.config.strategies import ActivationCheckpointing
-from headway.forecasting import calibration
 from headway.forecasting.answer import Forecast
-from headway.forecasting.devices import find, named
-from headway.forecasting.snapshot import compare
-from headway.forecasting.step import StepRecipe
+from headway.forecasting.device import calibration
+from headway.forecasting.device.devices import find, named
+from headway.forecasting.device.snapshot import compare
+from headway.forecasting.tracing.step import StepRecipe
 from headway.memory.use import memory_use
 from headway.planning.optimizers import maker
 from headway.recompute.checkpointing import checkpoint_activations

@@ -19,13 +19,15 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from headway import env, scope
 from headway.batch_size.together import GroupAborter
+from headway.common import env, scope
 from headway.errors import PeerOutOfMemory, StateError
 from headway.log import get_logger
 from headway.memory.oom import clear_device_cache, drop_frames, is_out_of_memory
-from headway.runtime import control, process, pulse
+from headway.runtime import process
+from headway.runtime.control_plane import control
 from headway.runtime.device import CPU, Hardware
+from headway.runtime.heartbeat import file as pulse
 from headway.runtime.seed import read_streams, write_streams
 
 log = get_logger(__name__)

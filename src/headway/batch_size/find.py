@@ -20,7 +20,8 @@ from headway.batch_size.search import (
 from headway.errors import BatchSizeError, CallError, ConfigError
 from headway.log import get_logger
 from headway.memory.oom import clear_device_cache
-from headway.runtime import control, process
+from headway.runtime import process
+from headway.runtime.control_plane import control
 from headway.runtime.events import notify
 
 log = get_logger(__name__)

@@ -10,7 +10,8 @@ import time
 
 from headway.errors import HeadwayError
 from headway.log import get_logger
-from headway.runtime import control, process
+from headway.runtime import process
+from headway.runtime.control_plane import control
 
 log = get_logger(__name__)
 

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from headway.atomic import replacing
-from headway.checkpoint.foreign import checkpoints_in
-from headway.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from headway.checkpoint.format.foreign import checkpoints_in
+from headway.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
+from headway.common.atomic import replacing
 from headway.errors import CheckpointError
 from headway.log import get_logger
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from headway.checkpoint.format.values import decode, encode, is_object
 from headway.checkpoint.quantised import quantise, values_of
-from headway.checkpoint.values import decode, encode, is_object
 from headway.errors import CheckpointError
 
 

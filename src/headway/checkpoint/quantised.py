@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from headway.optional import Later
+from headway.common.optional import Later
 from headway.weights.pieces import held, is_dtensor
 
 dtensor = Later("torch.distributed.tensor")

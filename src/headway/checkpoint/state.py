@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
+from headway.checkpoint.format.tensors import is_dense, refusal
+from headway.checkpoint.format.values import encode, logical
 from headway.checkpoint.optimizers import collect_optimizer
-from headway.checkpoint.tensors import is_dense, refusal
-from headway.checkpoint.values import encode, logical
 from headway.errors import CheckpointError
 from headway.weights.export import untied
 from headway.weights.pieces import ShardCutter, ShardPiece, held, is_dtensor, is_spread

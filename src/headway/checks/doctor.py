@@ -11,8 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from headway.launch import machine, network
-from headway.units import format_bytes
+from headway.common.units import format_bytes
+from headway.launch.machine import machine, network
 
 _OLDEST_TORCH = (2, 11)
 _FEW_FILES = 4096

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from headway import env
 from headway.accelerator import Accelerator
 from headway.checks.doctor import Finding
+from headway.common import env
 from headway.version import __version__
 
 _SMALL, _LARGE = 1, 4 * 2**20  # numbers of 4 bytes

@@ -7,12 +7,12 @@ from typing import Any
 import click
 
 from headway.cli.options import JSON, GroupedCommand, examples, option
+from headway.common.untrusted import printable, read_regular
 from headway.compat.accelerate.differences import Answer, answer
 from headway.compat.accelerate.scripts import uses
 from headway.compat.accelerate.surface import SURFACE
 from headway.errors import ConfigError
 from headway.launch.stand_in import FOLDER, VERSION
-from headway.untrusted import printable, read_regular
 
 _ABOUT = f"""Show how Headway serves the names of Accelerate {VERSION} when it stands in for it.
 

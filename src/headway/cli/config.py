@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from headway import env, optional
 from headway.cli.options import JSON, GroupedCommand, command_line_layer, examples, option, underscored
+from headway.common import env, optional
 from headway.compat.accelerate.launch_flags import advice, explain_file_key
 from headway.compat.accelerate.layout_words import explain_key
 from headway.config.files import KEYS, default_file, dump, file_layer, load_mapping, read, settings_in, write
@@ -29,7 +29,7 @@ def _interactive(config_file: str | None) -> None:
             "without one, `headway config default` writes a file that you can edit"
         )
     from headway.config.questions import ConfigQuestion, interview
-    from headway.launch import machine
+    from headway.launch.machine import machine
 
     questionary = optional.require("questionary", "`headway config` asks its questions with", "headway[config]")
 

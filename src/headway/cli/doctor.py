@@ -4,9 +4,9 @@ from typing import Any
 
 import click
 
-from headway import env
 from headway.cli.launch import settings, start
 from headway.cli.options import CONFIG_FILE, GroupedCommand, examples, option, setting_options
+from headway.common import env
 from headway.config.load import Resolved
 
 _ABOUT = """Find out why a run does not start, hangs or crawls.
@@ -28,7 +28,7 @@ _EPILOG = examples(
 def _doctor(config_file: str | None, here: bool, **given: Any) -> None:
     # Imported here so that the help does not wait for it.
     from headway.checks import doctor
-    from headway.launch import clusters
+    from headway.launch.machine import clusters
 
     environment = env.snapshot()
     cluster = clusters.detect(environment)
@@ -58,7 +58,7 @@ def _run(resolved: Resolved) -> Any:
 
 
 def _starts_several(resolved: Resolved, environment: dict[str, str]) -> bool:
-    from headway.launch import machine
+    from headway.launch.machine import machine
 
     if resolved.get("num_machines", 1) > 1 or resolved.config.is_set("num_processes"):
         return True

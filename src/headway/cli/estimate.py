@@ -7,9 +7,9 @@ import click
 
 from headway.cli.estimate_training import calibration_text, forecast_text, ranking_text, script_text
 from headway.cli.options import EARLIER_NAMES, JSON, POSITIVE, GroupedCommand, examples, model_option, option
+from headway.common.units import format_bytes, format_number
 from headway.errors import ConfigError
-from headway.forecasting.devices import find
-from headway.units import format_bytes, format_number
+from headway.forecasting.device.devices import find
 
 _ABOUT = """Say what running the model in FOLDER takes, what fits on this machine, and how fast it can run at most.
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from headway.common.units import format_bytes
 from headway.errors import ConfigError
 from headway.report.forecast_page import forecast_page
-from headway.units import format_bytes
 
 _ONE_GPU = "it ranks ways to train on one GPU, and `headway plan` ranks layouts"
 NOT_FOR_RANKING = {
@@ -120,8 +120,8 @@ def calibration_text() -> str:
         DeviceUnavailable: there is no CUDA device.
         ConfigError: the record cannot be kept.
     """
-    from headway import env
-    from headway.forecasting import calibration, devices
+    from headway.common import env
+    from headway.forecasting.device import calibration, devices
 
     name, path = devices.named(), calibration.file(env.snapshot())
     record = calibration.measure()

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from headway.checkpoint.foreign import checkpoints_in, explain
-from headway.checkpoint.manifest import ITEM_BYTES, MANIFEST, TITLES, Manifest, read_manifest
+from headway.checkpoint.format.foreign import checkpoints_in, explain
+from headway.checkpoint.format.manifest import ITEM_BYTES, MANIFEST, TITLES, Manifest, read_manifest
 from headway.cli.options import GroupedCommand, option
+from headway.common.units import format_bytes
+from headway.common.untrusted import printable
 from headway.errors import CheckpointError, ConfigError
-from headway.units import format_bytes
-from headway.untrusted import printable
 
 
 @click.command(
@@ -35,7 +35,7 @@ def command(checkpoint: Path, tensors: bool, verify: bool) -> None:
         return
     manifest = read_manifest(checkpoint)
     if verify:
-        from headway.checkpoint.layout import verify as read_everything
+        from headway.checkpoint.format.files import verify as read_everything
 
         read_everything(checkpoint, manifest)
     for line in summary(manifest):

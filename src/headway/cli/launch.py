@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 import click
 
-from headway import env
 from headway.cli.layouts import foreign_options, take_foreign
 from headway.cli.options import CONFIG_FILE, GroupedCommand, command_line_layer, examples, option, setting_options
+from headway.common import env
 from headway.config.load import Resolved, Value, environment_layer, resolve
 from headway.config.mesh import groups_in_words
 from headway.errors import ConfigError
@@ -71,7 +71,8 @@ def start(
         warning: said first, by one of the tasks that a cluster has started.
     """
     # Imported here so that the help does not wait for them.
-    from headway.launch import clusters, machine, network, plan, run, target
+    from headway.launch import plan, run, target
+    from headway.launch.machine import clusters, machine, network
     from headway.launch.plan import Program
 
     environment = env.snapshot()

@@ -6,9 +6,9 @@ from importlib import import_module
 
 import click
 
-from headway import env
+from headway.common import env
+from headway.common.untrusted import plain
 from headway.errors import ConfigError, HeadwayError
-from headway.untrusted import plain
 
 # Name, module, and the line of `headway --help`, so that the help imports none of them.
 _COMMANDS = {

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import click
 
-from headway.checkpoint.manifest import MANIFEST, read_manifest
+from headway.checkpoint.format.manifest import MANIFEST, read_manifest
 from headway.cli.options import GroupedCommand, option
+from headway.common.untrusted import printable
 from headway.errors import CheckpointError, ConfigError
-from headway.untrusted import printable
 
 
 @click.command(
@@ -39,7 +39,7 @@ def command(checkpoint: Path, output: Path, model: int, max_shard_size: str, ove
         numbers = {name.split("/")[1] for name in manifest.tensors if name.startswith("model/")}
         present = sorted(numbers, key=lambda number: (len(number), number))
         raise ConfigError(f"--model {model}: {checkpoint} holds the models {printable(', '.join(present)) or 'none'}")
-    from headway.checkpoint.layout import open_tensors, verify
+    from headway.checkpoint.format.files import open_tensors, verify
     from headway.weights.export import save_weights
 
     verify(checkpoint, manifest)

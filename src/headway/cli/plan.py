@@ -15,11 +15,11 @@ from headway.cli.options import (
     model_option,
     option,
 )
+from headway.common.units import format_bytes, format_number, parse_bytes
 from headway.config.mesh import parse
 from headway.config.pipeline import SCHEDULES, PipelineOptions
 from headway.config.strategies import ActivationCheckpointing
 from headway.errors import ConfigError
-from headway.units import format_bytes, format_number, parse_bytes
 
 _ABOUT = """Show what training MODEL takes on N ranks, for each layout, starting with the cheapest that fits.
 

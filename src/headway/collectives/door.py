@@ -19,10 +19,10 @@ from headway.collectives.coalesced import start_all
 from headway.collectives.tree import Tree, map_tensors, structure, tensors
 from headway.errors import CollectiveError, ConfigError
 from headway.runtime.callers import SAVE, missed_save
+from headway.runtime.collective_log import VOTE, CollectiveLog, Step
 from headway.runtime.group import MARGIN, carries_cpu, part
-from headway.runtime.ledger import CollectiveLedger, LedgerEntry
+from headway.runtime.heartbeat.ledger import CollectiveLedger, LedgerEntry
 from headway.runtime.process import ProcessRuntime
-from headway.runtime.trail import VOTE, CollectiveLog, Step
 
 NUM_SLOTS = 32
 _HEADER = 3

@@ -4,11 +4,11 @@ import shutil
 
 import torch
 
-from headway import env
+from headway.common import env
+from headway.common.optional import available
 from headway.config.compiling import TorchDynamoPlugin
 from headway.errors import ConfigError, OptionalDependencyMissing
 from headway.log import get_logger
-from headway.optional import available
 
 log = get_logger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from headway.callsite import call_site
+from headway.common.callsite import call_site
 from headway.config.load import UNSET, run_setting
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from headway.errors import ConfigError

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headway.callsite import call_site
+from headway.common.callsite import call_site
 from headway.config.launch import MODES
 from headway.config.load import UNSET, run_setting
 from headway.config.spelled import DynamoBackend

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from headway import atomic
+from headway.common import atomic
+from headway.common.untrusted import read_regular, shown
 from headway.config.launch import SETTINGS, LaunchConfig
 from headway.config.load import Value
 from headway.config.values import did_you_mean, from_file
 from headway.errors import ConfigError
-from headway.untrusted import read_regular, shown
 
 FILE_NAME = "default_config.yaml"
 KEYS = tuple(setting.name for setting in SETTINGS.values() if setting.is_for_files)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
-from headway import env
+from headway.common import env
 from headway.config import outside
 from headway.config.context import ROTATIONS
 from headway.config.spelled import DynamoBackend

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headway import env
+from headway.common import env
+from headway.common.untrusted import parse_json
 from headway.config.launch import SETTINGS, UNSET, LaunchConfig, Unset
 from headway.config.values import did_you_mean, from_file, from_text
 from headway.errors import ConfigError
-from headway.untrusted import parse_json
 
 __all__ = [
     "UNSET",

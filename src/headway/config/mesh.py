@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from headway.common.untrusted import shown, whole_number
 from headway.errors import ConfigError, UnsupportedError
-from headway.untrusted import shown, whole_number
 
 AXES = ("pp", "replicate", "shard", "cp", "tp")
 """From the outermost to the innermost: neighbours in rank are neighbours along the last axis."""

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 
-from headway import env
+from headway.common import env
 from headway.config.run import ProjectConfiguration
 from headway.errors import ConfigError
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
-from headway import env
+from headway.common import env
+from headway.common.untrusted import shown
 from headway.config.launch import LaunchSetting
 from headway.errors import CallError, ConfigError
-from headway.untrusted import shown
 
 Class = TypeVar("Class", bound=type)
 

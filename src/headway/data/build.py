@@ -7,21 +7,21 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 
 from headway.collectives.door import Collectives
+from headway.common.optional import require
 from headway.config.run import DataLoaderConfiguration
-from headway.data.dispatch import DispatchFeed
-from headway.data.draws import BaseSeed, LoaderStream
-from headway.data.feed import BatchFeed
+from headway.data.feeds.dispatch import DispatchFeed
+from headway.data.feeds.feed import BatchFeed
+from headway.data.feeds.mapped import MappedFeed
+from headway.data.feeds.sharded import SharedRounds, is_shardable
+from headway.data.feeds.stream import OwnShards, StreamFeed
 from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.data.mapped import MappedFeed
-from headway.data.order import SampleOrder
-from headway.data.randomness import Agree
-from headway.data.rules import LoadingRules, RandomSource, TorchRules
-from headway.data.shard import BatchSplit, SampleSplit, ShardIndex
-from headway.data.sharded import SharedRounds, is_shardable
-from headway.data.stream import OwnShards, StreamFeed
+from headway.data.sampling.draws import BaseSeed, LoaderStream
+from headway.data.sampling.order import SampleOrder
+from headway.data.sampling.rng import Agree
+from headway.data.sampling.rules import LoadingRules, RandomSource, TorchRules
+from headway.data.sampling.shard import BatchSplit, SampleSplit, ShardIndex
 from headway.data.transfer import transfer_to
 from headway.errors import DataError
-from headway.optional import require
 
 
 def prepare_loader(

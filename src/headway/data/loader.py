@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from headway.data.feed import BatchFeed, State
-from headway.data.position import NOTHING, Position
-from headway.data.shard import ShardIndex
+from headway.data.feeds.feed import BatchFeed, State
+from headway.data.sampling.position import NOTHING, Position
+from headway.data.sampling.shard import ShardIndex
 from headway.data.transfer import DeviceTransfer
 from headway.errors import DataError
 from headway.log import get_logger

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from headway.data.worker import WorkerStart
+from headway.data.feeds.worker import WorkerStart
 from headway.runtime.signals import listened_for, tell
 
 _SETTINGS = (

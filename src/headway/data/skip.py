@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
 from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.data.shard import ShardIndex
+from headway.data.sampling.shard import ShardIndex
 from headway.errors import DataError
 
 

@@ -3,12 +3,12 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headway.forecasting.allocator import AllocationReplay, replay
-from headway.forecasting.devices import Device, spread
-from headway.forecasting.events import MemoryEvent, plain_peak, split_at
+from headway.common.units import format_bytes
+from headway.forecasting.device.allocator import AllocationReplay, replay
+from headway.forecasting.device.devices import Device, spread
 from headway.forecasting.timeline import Timeline, timeline
-from headway.forecasting.trace import Trace
-from headway.units import format_bytes
+from headway.forecasting.tracing.events import MemoryEvent, plain_peak, split_at
+from headway.forecasting.tracing.trace import Trace
 
 
 @dataclass(frozen=True)

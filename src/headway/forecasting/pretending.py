@@ -1,6 +1,6 @@
 """Whether this process only forecasts its script: tensors have no values then, and what needs values cannot be tried."""
 
-from headway import scope
+from headway.common import scope
 
 
 class DryRunMode:

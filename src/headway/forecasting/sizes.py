@@ -7,12 +7,12 @@ from typing import Any
 from torch import nn
 
 from headway.forecasting.answer import replayed
-from headway.forecasting.devices import Device
-from headway.forecasting.events import MemoryEvent
-from headway.forecasting.fake import Spread, trace
+from headway.forecasting.device.devices import Device
 from headway.forecasting.solve import BudgetSearch, LargestFit, LongestSequence
-from headway.forecasting.step import StepRecipe
-from headway.forecasting.trace import Trace
+from headway.forecasting.tracing.events import MemoryEvent
+from headway.forecasting.tracing.fake import Spread, trace
+from headway.forecasting.tracing.step import StepRecipe
+from headway.forecasting.tracing.trace import Trace
 
 _ENDLESS = 1 << 20
 _POINTS = 24

@@ -13,7 +13,7 @@ from operator import mul
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.forecasting.events import MemoryEvent
+from headway.forecasting.tracing.events import MemoryEvent
 
 PROBE = 8
 """One sample alone often takes another way through a model, and the kernels of very small batches are others."""

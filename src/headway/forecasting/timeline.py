@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from headway.forecasting.events import KINDS, MemoryEvent
+from headway.forecasting.tracing.events import KINDS, MemoryEvent
 
 POINTS = 400
 

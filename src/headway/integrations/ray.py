@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from headway.accelerator import Accelerator
+from headway.common.optional import require
 from headway.config.run import ProjectConfiguration
 from headway.errors import ConfigError
-from headway.optional import require
 from headway.resume.restored import Restored
 
 _FOLDER = "headway"

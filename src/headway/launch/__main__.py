@@ -11,7 +11,7 @@ if sys.argv[1] == "agent":
 
     # While torch is imported, a KeyboardInterrupt may be swallowed; nothing has been started yet that must be ended.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from headway.launch import agent
+    from headway.launch.agent import agent
 
     agent.main(sys.argv[2:])
 elif sys.argv[1] == "under":

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headway import atomic, env
-from headway.optional import require
+from headway.common import atomic, env
+from headway.common.optional import require
 
 
 def main(folder: str) -> None:

@@ -17,16 +17,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headway import env
+from headway.common import env
+from headway.common.optional import require
+from headway.common.units import format_bytes
 from headway.config.launch import SETTINGS
 from headway.config.load import Value, resolve
 from headway.config.values import from_file
 from headway.errors import ConfigError, LaunchError
-from headway.launch import machine, plan
+from headway.launch import plan
+from headway.launch.machine import machine
 from headway.launch.plan import LaunchPlan, Program
 from headway.log import get_logger
-from headway.optional import require
-from headway.units import format_bytes
 
 logger = get_logger(__name__)
 

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, TracebackType
 
-from headway import env
+from headway.common import env
 from headway.errors import LaunchError
-from headway.runtime import heartbeat
 from headway.runtime.ending import leave
+from headway.runtime.heartbeat import thread as heartbeat
 
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 
@@ -84,8 +84,8 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _report(error: Exception, record: str | None) -> None:
-    from headway import scope, traces
-    from headway.launch.records import write_record
+    from headway.common import scope, traces
+    from headway.launch.agent.records import write_record
 
     # An Accelerator has said there what else to tell, such as by what memory was used.
     note = scope.own(traces.Hook).says(error)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from headway import scope
+from headway.common import scope
 from headway.memory.free import free_and_total
 from headway.runtime.device import HARDWARE, Hardware
 

@@ -5,9 +5,9 @@ from types import FrameType
 
 import torch
 
+from headway.common.units import format_bytes
 from headway.memory.census import TensorCensus
 from headway.memory.use import MemoryUse
-from headway.units import format_bytes
 
 _SMALL = 16 << 20
 _MANY_LOSSES = 16

@@ -8,16 +8,16 @@ from typing import Any, Protocol
 
 import torch
 
-from headway import scope
+from headway.common import scope
+from headway.common.optional import Later
+from headway.common.units import format_bytes
 from headway.errors import StateError
 from headway.memory.oom import is_out_of_memory
 from headway.memory.peaks import PeakReader
 from headway.memory.report import explain
 from headway.memory.use import device_of, host_peak, memory_use
-from headway.optional import Later
 from headway.runtime import events
 from headway.runtime.device import HARDWARE, Hardware
-from headway.units import format_bytes
 
 psutil = Later("psutil")
 

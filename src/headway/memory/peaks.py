@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from headway import scope
+from headway.common import scope
 from headway.runtime.device import Hardware
 
 

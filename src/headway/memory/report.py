@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from headway import scope
-from headway.callsite import stack
+from headway.common import scope
+from headway.common.callsite import stack
+from headway.common.units import format_bytes, parse_bytes
 from headway.memory.census import CATEGORIES, LiveStorage, TensorCensus, frames_of, take
 from headway.memory.levers import MemorySuggestion, find_levers
 from headway.memory.oom import EmergencyReserve, is_out_of_memory
 from headway.memory.use import MemoryUse, memory_use
 from headway.runtime import process
-from headway.units import format_bytes, parse_bytes
 
 _NOTE = "_headway_memory_report"
 _HOST_TEXTS = ("DefaultCPUAllocator", "unable to mmap", "bad_alloc", "alloc_cpu")

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from headway import optional
+from headway.common import optional
+from headway.common.optional import Later
 from headway.errors import ConfigError, DeviceUnavailable
-from headway.launch.control_group import control_groups
+from headway.launch.machine.control_group import control_groups
 from headway.memory.free import free_and_total
-from headway.optional import Later
 from headway.runtime import process
 from headway.runtime.device import HARDWARE, Hardware
 

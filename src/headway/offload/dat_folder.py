@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from headway.atomic import replacing, write_text
+from headway.common.atomic import replacing, write_text
+from headway.common.untrusted import parse_json, printable, read_regular, shown
 from headway.errors import CheckpointError, ConfigError
-from headway.untrusted import parse_json, printable, read_regular, shown
 from headway.weights.files import StoredTensor, WeightFiles, open_checkpoint
 from headway.weights.names import assign, places_of, tied_groups
 from headway.weights.shards import MAX_HEADER

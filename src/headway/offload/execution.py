@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from headway.collectives.tree import tensors, to_device
+from headway.common.units import format_bytes
 from headway.log import get_logger
 from headway.offload.pinning import pin, pinnable
 from headway.offload.readahead import ReadAhead
@@ -18,8 +19,7 @@ from headway.offload.stream import DeviceStream
 from headway.offload.transport import Transport, transport_to
 from headway.placement.budget import available_memory
 from headway.placement.homes import CPU, DISK, Home, Placement
-from headway.runtime.lanes import StreamPoint
-from headway.units import format_bytes
+from headway.runtime.side_streams import StreamPoint
 from headway.weights.names import TensorLocation, is_mapped, places_of
 
 logger = get_logger(__name__)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from headway.atomic import replacing
+from headway.common.atomic import replacing
 from headway.errors import CheckpointError, ConfigError
 from headway.weights.files import WeightFiles, map_safetensors, open_checkpoint
 from headway.weights.shards import TensorSpec, raw_bytes, widest_first, write_file

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from headway import env
+from headway.common import env
+from headway.common.units import format_bytes
 from headway.log import get_logger
 from headway.placement.budget import available_memory
 from headway.runtime.arenas import arenas
-from headway.units import format_bytes
 from headway.weights.names import is_mapped
 
 logger = get_logger(__name__)

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from headway.common.optional import require
 from headway.errors import ConfigError
-from headway.optional import require
 from headway.placement.sizes import CustomDtype, find_tied_parameters
 
 TORCHAO = "torchao>=0.18"

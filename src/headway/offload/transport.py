@@ -11,7 +11,7 @@ import torch
 
 from headway.log import get_logger
 from headway.offload.readahead import ReadTraffic
-from headway.runtime.lanes import CopyStream, DeviceCopyStream, StreamPoint
+from headway.runtime.side_streams import CopyStream, DeviceCopyStream, StreamPoint
 
 logger = get_logger(__name__)
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from headway.common.units import format_bytes
 from headway.placement.budget import Device
 from headway.placement.solver import Solution
 from headway.placement.survey import ModuleTree
-from headway.units import format_bytes
 
 
 @dataclass

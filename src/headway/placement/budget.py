@@ -6,14 +6,14 @@ from pathlib import Path
 import psutil
 import torch
 
-from headway import env
+from headway.common import env
+from headway.common.units import parse_bytes
 from headway.errors import DeviceMapError, HeadwayError
-from headway.launch.control_group import control_groups
+from headway.launch.machine.control_group import control_groups
 from headway.log import get_logger
 from headway.memory.free import free_bytes
 from headway.runtime import process
 from headway.runtime.device import HARDWARE, Hardware, detect
-from headway.units import parse_bytes
 
 logger = get_logger(__name__)
 

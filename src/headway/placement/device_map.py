@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from headway.common.units import format_bytes
 from headway.errors import DeviceMapError
 from headway.log import get_logger
 from headway.placement.account import PlacementReport, account_of
@@ -23,7 +24,6 @@ from headway.placement.sizes import Dtype, find_tied_parameters
 from headway.placement.solver import Solution, balance, smallest_first, solve
 from headway.placement.survey import ModuleTree, survey
 from headway.placement.workload import Workload
-from headway.units import format_bytes
 
 logger = get_logger(__name__)
 

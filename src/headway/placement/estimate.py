@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from headway.common.optional import require
 from headway.errors import ConfigError, DeviceMapError
-from headway.optional import require
 from headway.placement.bandwidth import copy_bandwidth, disk_bandwidth, memory_bandwidth
 from headway.placement.budget import OFFLOAD, Device
 from headway.placement.device_map import DeviceMap, device_of, resolve_device_map

@@ -18,8 +18,8 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
-from headway import env
-from headway.callsite import stack
+from headway.common import env
+from headway.common.callsite import stack
 from headway.errors import SkeletonError
 
 _META = torch.device("meta")

@@ -4,7 +4,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 from headway.errors import StateError
-from headway.planning.meter import PlanEvent
+from headway.planning.dry_run.meter import PlanEvent
 
 
 class StageTimeline:

@@ -8,21 +8,21 @@ from typing import Any
 
 from torch import nn
 
+from headway.common.units import format_bytes, parse_bytes
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.forecasting.answer import of_trace
-from headway.forecasting.devices import Device, find, room
-from headway.forecasting.fake import Spread
+from headway.forecasting.device.devices import Device, find, room
 from headway.forecasting.sizes import TraceCache
 from headway.forecasting.solve import PROBE
-from headway.forecasting.step import STEPS, Loss, StepRecipe
-from headway.forecasting.trace import Trace
-from headway.forecasting.work import StepWork
+from headway.forecasting.tracing.fake import Spread
+from headway.forecasting.tracing.step import STEPS, Loss, StepRecipe
+from headway.forecasting.tracing.trace import Trace
+from headway.forecasting.tracing.work import StepWork
+from headway.planning.dry_run.parked import offloaded
 from headway.planning.forecast import PRECISIONS, Recompute, made, preparation
 from headway.planning.layouts import placed
 from headway.planning.optimizers import Optimizer, maker
-from headway.planning.parked import offloaded
-from headway.units import format_bytes, parse_bytes
 
 _FITTING = {True: 0, None: 1, False: 2}
 

@@ -7,17 +7,17 @@ from typing import Any
 
 from torch import nn
 
+from headway.common.units import format_bytes
 from headway.config.mesh import Layout, parse
 from headway.config.strategies import collect_options
 from headway.errors import ConfigError, HeadwayError, StateError, UnsupportedError
 from headway.planning.costs import ClusterRates, Cost, cost
-from headway.planning.drive import Step
+from headway.planning.dry_run.drive import Step
+from headway.planning.dry_run.stages import rehearse_stages
+from headway.planning.dry_run.trial import rehearse
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.outcome import Plan, outcome, outcome_of_stages
-from headway.planning.stages import rehearse_stages
 from headway.planning.table import tabulate
-from headway.planning.trial import rehearse
-from headway.units import format_bytes
 
 PRECISIONS = ("no", "bf16", "fp16")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from headway.config.mesh import Layout
 from headway.errors import ConfigError
 from headway.planning.bubble import StageTimeline, simulate
-from headway.planning.meter import SHARED, CollectiveCall, PlanEvent
+from headway.planning.dry_run.meter import SHARED, CollectiveCall, PlanEvent
 from headway.planning.outcome import Plan
 
 _IN_THE_WAY = frozenset({"tp", "cp", "pp"})

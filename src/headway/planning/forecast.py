@@ -9,20 +9,20 @@ from typing import Any
 
 from torch import nn
 
+from headway.common.units import parse_bytes
 from headway.config.strategies import ActivationCheckpointing, EngineOptions, collect_options
 from headway.errors import ConfigError
 from headway.forecasting.answer import Forecast, of_trace
-from headway.forecasting.devices import Device, find, room, spread
+from headway.forecasting.device.devices import Device, find, room, spread
 from headway.forecasting.sizes import TraceCache
 from headway.forecasting.solve import LongestSequence
-from headway.forecasting.step import Loss, StepRecipe
+from headway.forecasting.tracing.step import Loss, StepRecipe
+from headway.planning.dry_run.parked import offloaded
+from headway.planning.dry_run.script import rehearse
 from headway.planning.layouts import FakeRank, placed
 from headway.planning.optimizers import Optimizer, maker
 from headway.planning.optimizers import caveats as of_optimizer
-from headway.planning.parked import offloaded
-from headway.planning.rehearsal import rehearse
 from headway.planning.sources import unmasked
-from headway.units import parse_bytes
 
 PRECISIONS = ("no", "bf16", "fp16")
 Recompute = bool | ActivationCheckpointing | Callable[[nn.Module], object]

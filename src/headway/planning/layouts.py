@@ -12,13 +12,13 @@ from torch import nn
 from headway.config.mesh import Layout, parse
 from headway.config.strategies import DDPCommunicationHookType, EngineOptions
 from headway.errors import ConfigError, UnsupportedError
-from headway.forecasting.buckets import replica
-from headway.forecasting.step import SingleProcessEngine, StepEngine
-from headway.planning.preparation import chosen, spread
-from headway.planning.pretence import RealStaysReal, pretend
-from headway.strategies import gathered
+from headway.forecasting.tracing.buckets import replica
+from headway.forecasting.tracing.step import SingleProcessEngine, StepEngine
+from headway.planning.dry_run.fake_group import RealStaysReal, pretend
+from headway.planning.dry_run.preparation import chosen, spread
 from headway.strategies.base import Strategy
-from headway.strategies.gradients import local
+from headway.strategies.fully_sharded import fsdp_state as gathered
+from headway.strategies.fully_sharded.gradients import local
 
 _OFFLOADED = (
     "activations in host memory: one copy under way is counted; if copies are slower than the computation, more of them are on the "

@@ -6,8 +6,8 @@ from torch import nn, optim
 
 from headway.config.values import did_you_mean
 from headway.errors import ConfigError
-from headway.planning.trial import MakeOptimizer
-from headway.planning.untraceable import (
+from headway.planning.dry_run.trial import MakeOptimizer
+from headway.planning.dry_run.untraceable import (
     MuonAndAdamW,
     adafactor_of_transformers,
     adamw8bit,

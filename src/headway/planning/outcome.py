@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from headway.config.mesh import Layout
-from headway.planning.meter import CollectiveCall, PlanEvent, Volume
+from headway.planning.dry_run.meter import CollectiveCall, PlanEvent, Volume
+from headway.planning.dry_run.trial import StateOf, StepDryRun
 from headway.planning.shares import RankGroups, TensorShare
 from headway.planning.table import describe
-from headway.planning.trial import StateOf, StepDryRun
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from headway.common.optional import require
 from headway.config.values import did_you_mean
 from headway.errors import ConfigError
-from headway.forecasting.masks import unmasked as unmasked
 from headway.forecasting.solve import LongestSequence
-from headway.optional import require
+from headway.forecasting.tracing.masks import unmasked as unmasked
 from headway.placement.estimate import config_of, skeleton_of
 from headway.placement.skeleton import init_empty_weights
-from headway.planning.drive import Step
+from headway.planning.dry_run.drive import Step
 
 # Encoders are known as causal models too, so what a model was made for comes first.
 _KINDS = ("AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-from headway.units import format_bytes, format_number
+from headway.common.units import format_bytes, format_number
 
 # Each of these prints itself by this file, which therefore imports none of them.
 Comparison: TypeAlias = Any

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import torch
 
+from headway.common.optional import require
 from headway.config.float8 import Float8Options
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, PrepareError, UnsupportedError
 from headway.log import get_logger
-from headway.optional import require
 from headway.runtime.device import Hardware
 
 log = get_logger(__name__)

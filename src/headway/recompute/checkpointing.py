@@ -20,7 +20,7 @@ from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.recompute.offload import offloading
 from headway.strategies.blocks import BARE_CLASS, find_blocks, outermost
-from headway.training.model import reduce_to_bare
+from headway.training.prepared.model import reduce_to_bare
 
 log = get_logger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from headway import scope
+from headway.common import scope
 from headway.runtime.arenas import pieces
 
 MIN_BYTES = 1 << 20

@@ -12,9 +12,10 @@ from torch.distributed import DistError
 
 from headway.errors import HeadwayError
 from headway.log import get_logger
-from headway.runtime import control, process
-from headway.runtime.heartbeat import before_shutdown
-from headway.runtime.trail import CollectiveLog, Step, read
+from headway.runtime import process
+from headway.runtime.collective_log import CollectiveLog, Step, read
+from headway.runtime.control_plane import control
+from headway.runtime.heartbeat.thread import before_shutdown
 
 log = get_logger(__name__)
 

@@ -22,8 +22,8 @@ from torch.distributed import DistError
 from headway.errors import CollectiveError, ControlPlaneError, HeadwayError, MemoryExhausted
 from headway.log import get_logger
 from headway.replay.answerer import CollectiveReplayer
+from headway.runtime.collective_log import CollectiveLog, Step, is_vote
 from headway.runtime.process import ProcessRuntime
-from headway.runtime.trail import CollectiveLog, Step, is_vote
 from headway.strategies.base import Strategy
 
 log = get_logger(__name__)

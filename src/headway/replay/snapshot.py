@@ -7,7 +7,7 @@ import torch
 
 from headway.runtime.device import Hardware
 from headway.runtime.seed import read_streams, write_streams
-from headway.training.prepared import PreparedObjects
+from headway.training.prepared.objects import PreparedObjects
 
 
 class Rewindable(Protocol):

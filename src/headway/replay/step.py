@@ -17,9 +17,9 @@ from headway.replay.snapshot import BatchSnapshot
 from headway.replay.transaction import BatchTransaction
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
-from headway.training.guard import StepGuard
-from headway.training.moments import StepHooks
-from headway.training.prepared import PreparedObjects
+from headway.training.checks.guard import StepGuard
+from headway.training.hooks import StepHooks
+from headway.training.prepared.objects import PreparedObjects
 from headway.training.step import TrainingStep
 from headway.training.task import BatchTask, Weigher
 from headway.training.windows import WHOLE, AccumulationWindow, AccumulationWindows, BatchPiece, LossPolicy, UpdateClock

@@ -27,11 +27,11 @@ from headway.replay.piece_size import PieceSize
 from headway.replay.rounds import Rounds
 from headway.replay.snapshot import BatchSnapshot
 from headway.replay.trial import Materialised, StepUndo
+from headway.runtime.collective_log import VOTE
 from headway.runtime.events import notify
 from headway.runtime.readback import Readback
-from headway.runtime.trail import VOTE
 from headway.strategies.base import Strategy
-from headway.training.prepared import PreparedObjects
+from headway.training.prepared.objects import PreparedObjects
 
 log = get_logger(__name__)
 

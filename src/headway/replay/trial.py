@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.collectives.tree import map_tensors, tensors
-from headway.strategies.gradients import local
+from headway.strategies.fully_sharded.gradients import local
 
 
 class StepUndo:

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from headway.common.units import format_bytes
 from headway.report import looks
 from headway.report.document import document
 from headway.report.facts import Fact
 from headway.report.tables import swatch, tiles
-from headway.units import format_bytes
 
 _WIDTH, _HEIGHT = 1200, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 16, 26, 30

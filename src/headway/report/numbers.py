@@ -2,7 +2,7 @@
 
 import sys
 
-from headway.units import format_bytes
+from headway.common.units import format_bytes
 
 
 def _exponent(value: float) -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from headway.common.optional import require
 from headway.errors import ConfigError
-from headway.optional import require
 from headway.report import looks
 from headway.report.data import RunData
 from headway.report.numbers import text

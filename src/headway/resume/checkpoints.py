@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headway.checkpoint.manifest import MANIFEST
+from headway.checkpoint.format.manifest import MANIFEST
+from headway.checkpoint.saving.writer import SavePolicy
 from headway.checkpoint.state import CollectedState
-from headway.checkpoint.writer import SavePolicy
+from headway.common.optional import Later
 from headway.config.preemption import Preemption
 from headway.config.run import ProjectConfiguration
 from headway.errors import CheckpointError, ConfigError, StateError
 from headway.log import get_logger
-from headway.optional import Later
 from headway.resume.arguments import check_changed
 from headway.resume.evaluation import EvaluationStart
 from headway.resume.place import CheckpointFolder
 from headway.resume.restored import Restored
 from headway.resume.run import RunState
 from headway.runtime.callers import Callers, calling_ranks
-from headway.training.moments import StepHooks
+from headway.training.hooks import StepHooks
 
 if TYPE_CHECKING:
     from headway.resume import preemption

@@ -11,10 +11,10 @@ from typing import Any
 import numpy
 import torch
 
+from headway.checkpoint.format.typed_reader import MOST, TypedReader
+from headway.checkpoint.format.values import TAG, decode
 from headway.checkpoint.state import CollectedState, StatefulObjects, parameter_names
-from headway.checkpoint.told import MOST, TypedReader
-from headway.checkpoint.values import TAG, decode
-from headway.data.randomness import among_streams, is_generator_text, is_streams_text
+from headway.data.sampling.rng import among_streams, is_generator_text, is_streams_text
 from headway.errors import CheckpointError
 from headway.runtime.device import Hardware
 from headway.weights.pieces import is_spread

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import torch
 
-from headway.checkpoint.restoring import cast_lines, misfits
+from headway.checkpoint.loading.restoring import cast_lines, misfits
 from headway.checkpoint.state import CollectedState, StatefulObjects
 from headway.collectives.door import Collectives
 from headway.errors import CheckpointError

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from headway.checkpoint.format.values import logical
 from headway.checkpoint.rows import ROWS, row_of
 from headway.checkpoint.state import CollectedState, StatefulObjects
-from headway.checkpoint.values import logical
 from headway.collectives.door import Collectives
 from headway.errors import CheckpointError
 from headway.training.local_sgd import LocalTraining, means
-from headway.training.prepare import Preparation
+from headway.training.prepared.prepare import Preparation
 
 
 class LocalState:

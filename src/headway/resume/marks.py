@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from headway.checkpoint.format.values import encode
 from headway.checkpoint.state import CollectedState
-from headway.checkpoint.values import encode
 
 
 @dataclass

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from headway.checkpoint.folders import committed, copy_of, originals
-from headway.checkpoint.foreign import explain, foreign_in, number_of
-from headway.checkpoint.manifest import MANIFEST, read_manifest
-from headway.checkpoint.saver import Saver
+from headway.checkpoint.format.foreign import explain, foreign_in, number_of
+from headway.checkpoint.format.manifest import MANIFEST, read_manifest
+from headway.checkpoint.saving.saver import Saver
 from headway.config.run import ProjectConfiguration
 from headway.errors import CheckpointError, ConfigError
 from headway.log import get_logger

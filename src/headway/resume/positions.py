@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import sampler as samplers
 
-from headway.checkpoint.undo import LoadRollback
+from headway.checkpoint.loading.rollback import LoadRollback
 from headway.collectives.door import Collectives
 from headway.data.loader import PreparedLoader
 from headway.resume.marks import WindowSnapshot

@@ -3,16 +3,17 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from headway import env
+from headway.common import env
 from headway.config.preemption import Preemption
 from headway.data.loader import PreparedLoader
 from headway.errors import Preempted
-from headway.launch.records import PreemptedRun
+from headway.launch.agent.records import PreemptedRun
 from headway.log import get_logger
 from headway.resume.evaluation import EvaluationStart
 from headway.resume.run import RunState
-from headway.runtime import pulse, stopping
+from headway.runtime.control_plane import stopping
 from headway.runtime.events import notify
+from headway.runtime.heartbeat import file as pulse
 
 log = get_logger(__name__)
 

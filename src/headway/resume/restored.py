@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway.checkpoint.told import TypedReader
+from headway.checkpoint.format.typed_reader import TypedReader
+from headway.common.untrusted import printable
 from headway.config.mesh import Layout
-from headway.untrusted import printable
 
 
 @dataclass

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from headway.checkpoint.placing import TargetLayout
-from headway.checkpoint.restoring import restore
-from headway.checkpoint.saver import Saver
+from headway.checkpoint.format.values import encode
+from headway.checkpoint.loading.restoring import restore
+from headway.checkpoint.loading.rollback import LoadRollback
+from headway.checkpoint.loading.target_layout import TargetLayout
+from headway.checkpoint.saving.saver import Saver
 from headway.checkpoint.state import CollectedState, Stateful, StatefulObjects, collect
-from headway.checkpoint.undo import LoadRollback
-from headway.checkpoint.values import encode
 from headway.collectives.door import Collectives
 from headway.data.loader import PreparedLoader
 from headway.errors import CheckpointError
@@ -36,7 +36,7 @@ from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import derive_streams, read_streams, write_streams
 from headway.strategies.base import Strategy
 from headway.training.local_sgd import LocalTraining
-from headway.training.prepare import Preparation
+from headway.training.prepared.prepare import Preparation
 from headway.training.step import TrainingStep
 from headway.training.windows import UpdateClock
 from headway.version import __version__

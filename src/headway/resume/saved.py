@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from headway.checkpoint.format.typed_reader import MOST, TypedReader
 from headway.checkpoint.state import CollectedState
-from headway.checkpoint.told import MOST, TypedReader
 from headway.precision.base import Precision
 from headway.resume.batch import BatchState
 from headway.resume.checks import check_loaders, check_names, check_objects, check_streams, decoded

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
+from headway.checkpoint.format.values import decode
 from headway.checkpoint.state import CollectedState
-from headway.checkpoint.values import decode
 from headway.resume.saved import SavedRun
-from headway.training.prepare import Preparation
-from headway.training.prepared import SchedulerEntry
-from headway.training.scheduler import StepsPerUpdate
+from headway.training.prepared.objects import SchedulerEntry
+from headway.training.prepared.prepare import Preparation
+from headway.training.prepared.scheduler import StepsPerUpdate
 
 _CALLS = "calls of step()"
 

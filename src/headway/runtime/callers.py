@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from headway.callsite import Frame, is_headways, stack
+from headway.common.callsite import Frame, is_headways, stack
 
 if TYPE_CHECKING:
     from headway.runtime.process import ProcessRuntime

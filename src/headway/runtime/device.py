@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from headway import callsite, scope
+from headway.common import callsite, scope
 from headway.errors import DeviceUnavailable, UnsupportedError
 
 _REFUSED = {

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from headway import scope
+from headway.common import scope
 from headway.errors import PREEMPTED
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway import scope
+from headway.common import scope
 from headway.log import get_logger
 
 log = get_logger(__name__)

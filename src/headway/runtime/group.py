@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed import DistError
 
 from headway.errors import ConfigError
-from headway.runtime import recorder
-from headway.runtime.sealed import SealedStore
-from headway.runtime.store import wait_for
+from headway.runtime.control_plane.sealed import SealedStore
+from headway.runtime.control_plane.store import wait_for
+from headway.runtime.heartbeat import flight_recorder as recorder
 
 CPU_ENGINE = "gloo"
 """What carries CPU tensors, handshakes among them."""

@@ -11,19 +11,20 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.constants import default_pg_timeout
 
-from headway import env, scope
+from headway.common import env, scope
+from headway.common.scope import Scope
+from headway.common.sealing import Seal, UnsealedCounter, users_secret
+from headway.common.traces import Hook
 from headway.config.launch import DEFAULT_PATIENCE
 from headway.config.load import UNSET, asked_num_processes, promised_device, run_setting
 from headway.errors import ConfigError, DeviceUnavailable, LaunchError, UnsupportedError
 from headway.log import get_logger
-from headway.runtime import group, pulse
+from headway.runtime import group
+from headway.runtime.control_plane.sealed import SealedStore
+from headway.runtime.control_plane.store import StoreAddress, StoreLink, check_in, host_beside, meet
 from headway.runtime.device import CPU, Hardware, by_name, detect
 from headway.runtime.ending import AfterException, has_failed, is_uncaught, leave, note_failure
-from headway.runtime.sealed import SealedStore
-from headway.runtime.store import StoreAddress, StoreLink, check_in, host_beside, meet
-from headway.scope import Scope
-from headway.sealing import Seal, UnsealedCounter, users_secret
-from headway.traces import Hook
+from headway.runtime.heartbeat import file as pulse
 
 log = get_logger(__name__)
 

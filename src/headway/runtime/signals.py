@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-from headway import scope
+from headway.common import scope
 from headway.errors import StateError
 
 DEFAULT = (signal.SIGTERM, signal.SIGUSR1)

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from headway.common.optional import Later
 from headway.config.mesh import Layout
-from headway.optional import Later
 
 device_mesh = Later("torch.distributed.device_mesh")
 

@@ -12,9 +12,9 @@ from headway.config.sharding import ShardingOptions
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.strategies.base import Strategy
-from headway.strategies.ddp import DDPStrategy
+from headway.strategies.data_parallel.ddp import DDPStrategy
+from headway.strategies.data_parallel.replica import ReplicaStrategy
 from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
-from headway.strategies.replica import ReplicaStrategy
 from headway.strategies.single import SingleStrategy
 
 if TYPE_CHECKING:
@@ -103,10 +103,10 @@ def build_strategy(
                 raise UnsupportedError(
                     "mixed_precision='fp8' does not support pipelines (pp) yet; use strategy='fsdp' or mixed_precision='bf16'"
                 )
-            from headway.strategies.pipeline import PipelineStrategy
+            from headway.strategies.pipeline.strategy import PipelineStrategy
 
             return PipelineStrategy(collectives, layout, options.pipeline or PipelineOptions())
-        from headway.strategies.mesh import MeshStrategy  # brings torch's compiler with it
+        from headway.strategies.fully_sharded.mesh import MeshStrategy  # brings torch's compiler with it
 
         return MeshStrategy(
             collectives, layout, sharding, number_format, options.tensor, options.context, options.float8, computes_on

@@ -10,7 +10,7 @@ from torch.distributed import DistError
 
 from headway.errors import ControlPlaneError, LaunchError
 from headway.log import get_logger
-from headway.runtime import control
+from headway.runtime.control_plane import control
 from headway.runtime.events import notify
 from headway.runtime.process import ProcessRuntime
 

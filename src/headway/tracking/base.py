@@ -7,7 +7,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from headway import env
+from headway.common import env
 from headway.runtime import process
 from headway.tracking.pictures import Picture
 

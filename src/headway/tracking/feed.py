@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headway import env
+from headway.common import env
 from headway.errors import StateError, TrackingError
 from headway.log import get_logger
 from headway.runtime.seed import untouched_streams

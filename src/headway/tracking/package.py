@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from headway.optional import require
+from headway.common.optional import require
 from headway.tracking.base import TrackedRun, Tracker
 from headway.tracking.pictures import Picture, numbered, pictures, without_axis
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from headway.common.optional import Later
 from headway.config.run import ProjectConfiguration
 from headway.errors import ConfigError, StateError, TrackingError
 from headway.log import get_logger
-from headway.optional import Later
 from headway.runtime import events
 from headway.runtime.process import ProcessRuntime
 from headway.tracking.base import BlankTracker, Tracker

@@ -6,9 +6,9 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
+from headway.common.optional import available
 from headway.errors import ConfigError, OptionalDependencyMissing
 from headway.log import get_logger
-from headway.optional import available
 from headway.tracking.base import Tracker, TrackerMaker
 
 log = get_logger(__name__)

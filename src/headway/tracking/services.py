@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from headway import env
+from headway.common import env
+from headway.common.optional import require
 from headway.log import get_logger
-from headway.optional import require
 from headway.tracking.base import TrackedRun
 from headway.tracking.package import PackageAdapter, RowAdapter
 from headway.tracking.pictures import Picture, encode_png, without_axis

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from headway import env
 from headway.collectives.door import Collectives
 from headway.collectives.ranks import RankAware
+from headway.common import env
 from headway.config.strategies import ActivationCheckpointing
 from headway.errors import ConfigError
 from headway.runtime import process

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from headway import atomic, scope
 from headway.accelerator import Accelerator
 from headway.checkpoint.folders import committed, run_of
+from headway.common import atomic, scope
+from headway.common.untrusted import parse_json
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.trainer.records import FOLDER
-from headway.untrusted import parse_json
 
 log = get_logger(__name__)
 

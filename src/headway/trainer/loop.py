@@ -23,8 +23,8 @@ from headway.trainer.log import TrainingLog
 from headway.trainer.loss import LossBook, take_count
 from headway.trainer.records import checkpoint_path, load_weights, note_best
 from headway.trainer.results import Metrics, TrainOutput, speed
-from headway.training.optimizer import PreparedOptimizer
-from headway.training.scheduler import PreparedScheduler
+from headway.training.prepared.optimizer import PreparedOptimizer
+from headway.training.prepared.scheduler import PreparedScheduler
 
 log = get_logger(__name__)
 

@@ -9,11 +9,11 @@ import numpy
 import torch
 
 from headway.collectives.tree import Tree, tensors
+from headway.common.units import format_bytes
 from headway.errors import ConfigError, MetricError
 from headway.log import get_logger
 from headway.trainer.collate import IGNORED
 from headway.trainer.results import EvalPrediction, Metrics
-from headway.units import format_bytes
 
 log = get_logger(__name__)
 

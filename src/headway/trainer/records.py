@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from headway.checkpoint.folders import committed
-from headway.checkpoint.foreign import number_of
-from headway.checkpoint.layout import open_tensors, verify
-from headway.checkpoint.model import put_in
-from headway.checkpoint.mosaic import pairs
+from headway.checkpoint.format.files import open_tensors, verify
+from headway.checkpoint.format.foreign import number_of
+from headway.checkpoint.loading.chunked_tensor import pairs
+from headway.checkpoint.loading.model import put_in
 from headway.log import get_logger
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerState

@@ -10,9 +10,9 @@ import torch
 
 from headway.accelerator import Accelerator
 from headway.collectives.tree import Tree
+from headway.common.units import format_bytes, format_seconds
 from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import TrainerState
-from headway.units import format_bytes, format_seconds
 
 Metrics = dict[str, Any]
 """Numbers by name; what a user's metric gives may be something else."""

@@ -34,8 +34,8 @@ from headway.trainer.optimizer import create_optimizer, create_schedule, decayin
 from headway.trainer.records import TrainerRecord, settings_of
 from headway.trainer.results import EvalLoopOutput, Metrics, PredictionOutput, TrainerFiles, TrainOutput
 from headway.trainer.sanity_check import EvaluationSanityCheck
-from headway.training.optimizer import PreparedOptimizer
-from headway.training.scheduler import PreparedScheduler
+from headway.training.prepared.optimizer import PreparedOptimizer
+from headway.training.prepared.scheduler import PreparedScheduler
 from headway.weights.moving import move
 
 log = get_logger(__name__)

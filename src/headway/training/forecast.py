@@ -15,25 +15,25 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from headway import env
 from headway.collectives.tree import Tree, tensors
+from headway.common import env
+from headway.common.units import parse_bytes
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.forecasting.answer import Forecast, of_trace
-from headway.forecasting.buckets import replica
-from headway.forecasting.devices import Device, find, room, spread
-from headway.forecasting.fake import refuse_compiled
-from headway.forecasting.masks import drop_masks, unmasked
-from headway.forecasting.present import memory_left, present_device
-from headway.forecasting.rows import BatchResizer
+from headway.forecasting.device.devices import Device, find, room, spread
+from headway.forecasting.device.present import memory_left, present_device
 from headway.forecasting.sizes import TraceCache
-from headway.forecasting.step import Loss, MakeOptimizer, StepEngine, StepRecipe
-from headway.forecasting.twin import twin_of, twin_of_optimizer, untouched
+from headway.forecasting.tracing.batch_rows import BatchResizer
+from headway.forecasting.tracing.buckets import replica
+from headway.forecasting.tracing.fake import refuse_compiled
+from headway.forecasting.tracing.masks import drop_masks, unmasked
+from headway.forecasting.tracing.model_copy import twin_of, twin_of_optimizer, untouched
+from headway.forecasting.tracing.step import Loss, MakeOptimizer, StepEngine, StepRecipe
 from headway.offload.spread import spread_over
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
-from headway.training.optimizer import PreparedOptimizer
-from headway.units import parse_bytes
+from headway.training.prepared.optimizer import PreparedOptimizer
 
 Forward = Callable[[Any, Any], torch.Tensor]
 _REPLICATED = ("single", "ddp")

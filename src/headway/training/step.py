@@ -23,13 +23,13 @@ from headway.errors import LossError, StateError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.strategies.base import Strategy
-from headway.training.first_window import BY_HAND, FirstWindow
-from headway.training.guard import NonFiniteNotice, SkippedUpdates, StepGuard
-from headway.training.losses import refuse_loss, refuse_weight
-from headway.training.moments import StepHooks
-from headway.training.prepared import PreparedObjects
+from headway.training.checks.first_window import BY_HAND, FirstWindow
+from headway.training.checks.guard import NonFiniteNotice, SkippedUpdates, StepGuard
+from headway.training.checks.losses import refuse_loss, refuse_weight
+from headway.training.hooks import StepHooks
+from headway.training.model_turns import TWO_TURNS, ModelTurns
+from headway.training.prepared.objects import PreparedObjects
 from headway.training.task import BatchTask, Weigher
-from headway.training.turns import TWO_TURNS, ModelTurns
 from headway.training.windows import (
     WHOLE,
     AccumulationWindow,

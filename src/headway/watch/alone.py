@@ -14,8 +14,10 @@ from datetime import timedelta
 
 from headway.errors import ControlPlaneError
 from headway.log import get_logger
-from headway.runtime import heartbeat, process, pulse
-from headway.runtime.control import Control, current
+from headway.runtime import process
+from headway.runtime.control_plane.control import Control, current
+from headway.runtime.heartbeat import file as pulse
+from headway.runtime.heartbeat import thread as heartbeat
 from headway.watch import judge
 from headway.watch.views import RankView, decode, encode, view_of
 

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 
-from headway.callsite import Frame, is_users
+from headway.common.callsite import Frame, is_users
 
 _RANK_WORDS = re.compile(
     r"\b(is_(local_)?main_process|is_last_process|on_(local_)?(main_|last_)?process|(local_)?process_index|get_rank"

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headway.common.units import format_seconds
 from headway.runtime.callers import SAVE, missed_save
-from headway.units import format_seconds
 from headway.watch import frames as stacks
 from headway.watch.views import LATE, CollectiveCall, RankView
 

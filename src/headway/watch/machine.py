@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from headway.runtime import pulse
-from headway.runtime.heartbeat import LIVE_SIGNAL
+from headway.runtime.heartbeat import file as pulse
+from headway.runtime.heartbeat.thread import LIVE_SIGNAL
 from headway.watch import frames as stacks
 from headway.watch import judge
 from headway.watch.judge import HangDiagnosis

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from headway.callsite import Frame
-from headway.runtime import pulse
-from headway.runtime.heartbeat import ENDED
+from headway.common.callsite import Frame
+from headway.runtime.heartbeat import file as pulse
+from headway.runtime.heartbeat.thread import ENDED
 from headway.watch import frames as stacks
 
 _NAMES = {

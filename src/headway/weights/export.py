@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
-from headway.atomic import replacing, write_text
+from headway.common.atomic import replacing, write_text
+from headway.common.units import parse_bytes
 from headway.errors import CheckpointError, ConfigError
-from headway.units import parse_bytes
 from headway.weights.files import map_safetensors
 from headway.weights.pieces import memory_of
 from headway.weights.shards import TensorSpec, is_same, raw_bytes, widest_first, write_file

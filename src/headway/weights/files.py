@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from headway.common.optional import require
+from headway.common.untrusted import open_regular, printable, read_regular
 from headway.errors import CheckpointError
 from headway.log import get_logger
-from headway.optional import require
-from headway.untrusted import open_regular, printable, read_regular
 from headway.weights.shards import MAX_HEADER, read_header
 
 logger = get_logger(__name__)

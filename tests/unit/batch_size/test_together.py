@@ -4,7 +4,8 @@ import threading
 import time
 
 from headway.batch_size.together import GroupAborter
-from headway.runtime import control, process
+from headway.runtime import process
+from headway.runtime.control_plane import control
 
 
 class Plane:

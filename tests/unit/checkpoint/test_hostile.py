@@ -9,13 +9,22 @@ import pytest
 import torch
 
 from headway import Accelerator
-from headway.checkpoint import folders, manifest
-from headway.checkpoint.foreign import checkpoints_in, explain, foreign_in
-from headway.checkpoint.layout import read_state, read_tensors, verify
-from headway.checkpoint.manifest import MANIFEST, Chunk, Manifest, TensorEntry, WrittenFile, _digest, read_manifest
-from headway.checkpoint.shards import describe, write_shard
+from headway.checkpoint import folders
+from headway.checkpoint.format import manifest
+from headway.checkpoint.format.files import read_state, read_tensors, verify
+from headway.checkpoint.format.foreign import checkpoints_in, explain, foreign_in
+from headway.checkpoint.format.manifest import (
+    MANIFEST,
+    Chunk,
+    Manifest,
+    TensorEntry,
+    WrittenFile,
+    _digest,
+    read_manifest,
+)
+from headway.checkpoint.format.shards import describe, write_shard
 from headway.errors import CheckpointError
-from tests.unit.checkpoint.test_layout import TENSORS, job, save
+from tests.unit.checkpoint.format.test_files import TENSORS, job, save
 
 
 @pytest.fixture(autouse=True)

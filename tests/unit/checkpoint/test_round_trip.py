@@ -11,10 +11,10 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis.extra import numpy as npst
 
-from headway.checkpoint.arrays import contents
-from headway.checkpoint.manifest import ITEM_BYTES, Manifest
-from headway.checkpoint.shards import prove_shard, read_shard, write_shard
-from headway.checkpoint.values import decode, dtype_named, encode, logical
+from headway.checkpoint.format.arrays import contents
+from headway.checkpoint.format.manifest import ITEM_BYTES, Manifest
+from headway.checkpoint.format.shards import prove_shard, read_shard, write_shard
+from headway.checkpoint.format.values import decode, dtype_named, encode, logical
 from headway.errors import CheckpointError
 from headway.weights.shards import bits, raw_bytes
 from tests.unit.checkpoint.amount import EXAMPLES

@@ -6,7 +6,7 @@ import pytest
 
 from headway.checks import doctor
 from headway.checks.doctor import CheckedRun
-from headway.launch import network
+from headway.launch.machine import network
 
 
 def told(findings):

@@ -11,11 +11,11 @@ from headway import infer_auto_device_map
 from headway.cli import estimate as command
 from headway.cli import main
 from headway.cli.estimate_training import NOT_FOR_RANKING
+from headway.common.units import parse_bytes
 from headway.errors import DeviceMapError
 from headway.placement import bandwidth, estimate
 from headway.placement.estimate import Bandwidths, ModelSizes, ceiling, expert_share, size_up, skeleton_from, traffic
 from headway.placement.workload import Workload
-from headway.units import parse_bytes
 
 SIZES = {
     "hidden_size": 64,

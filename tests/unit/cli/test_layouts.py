@@ -6,7 +6,8 @@ import pytest
 
 from headway.cli import main
 from headway.config.mesh import Layout
-from headway.launch import machine, run
+from headway.launch import run
+from headway.launch.machine import machine
 
 
 @pytest.fixture

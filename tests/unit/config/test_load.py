@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from headway import env
+from headway.common import env
 from headway.config.launch import SETTINGS, UNSET, LaunchConfig
 from headway.config.load import Value, asked_num_processes, environment_layer, payload, resolve, run_setting
 from headway.errors import ConfigError

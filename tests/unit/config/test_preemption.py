@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from headway import env
+from headway.common import env
 from headway.config.preemption import Preemption, preemption_settings
 from headway.config.run import ProjectConfiguration
 from headway.errors import ConfigError

@@ -11,7 +11,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from headway import DataLoaderConfiguration
 from headway.data import build
-from headway.data.shard import ShardIndex
+from headway.data.sampling.shard import ShardIndex
 from headway.errors import DataError, OptionalDependencyMissing
 from tests.unit.data.fakes import Numbers, Stream, on_ranks, prepare
 

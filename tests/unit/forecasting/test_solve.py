@@ -2,9 +2,9 @@
 
 import pytest
 
-from headway.forecasting.allocator import replay
-from headway.forecasting.events import MemoryEvent
+from headway.forecasting.device.allocator import replay
 from headway.forecasting.solve import BudgetSearch, alike, synthesise
+from headway.forecasting.tracing.events import MemoryEvent
 
 MIB = 1 << 20
 

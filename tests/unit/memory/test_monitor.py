@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway import Accelerator, MemoryMonitor, scope, track
+from headway import Accelerator, MemoryMonitor, track
+from headway.common import scope
 from headway.errors import StateError
 from headway.memory import monitor as monitor_file
 from headway.memory.monitor import AllocatorMeter, KernelMeter, SampledMeter, choose_meter

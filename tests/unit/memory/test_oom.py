@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from headway import scope
+from headway.common import scope
 from headway.memory import evidence
 from headway.memory.oom import clear_device_cache, free_after, is_out_of_memory, release_memory
 from headway.runtime.device import HARDWARE

@@ -7,7 +7,8 @@ import types
 import pytest
 import torch
 
-from headway import MemoryMonitor, all_memory_use, memory_use, optional, print_gpu_utilization, print_summary
+from headway import MemoryMonitor, all_memory_use, memory_use, print_gpu_utilization, print_summary
+from headway.common import optional
 from headway.errors import ConfigError, DeviceUnavailable
 from headway.memory import use
 from headway.runtime.device import HARDWARE

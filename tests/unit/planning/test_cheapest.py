@@ -12,7 +12,7 @@ import headway
 from benchmarks.forecast.truth import peak
 from headway.cli.estimate import command
 from headway.errors import ConfigError, LossError
-from headway.forecasting.step import StepRecipe
+from headway.forecasting.tracing.step import StepRecipe
 
 PRODUCT = 2 * 64 * 512 * 64 * 64
 """Operations of 64 samples x 64 tokens times a layer's weights."""

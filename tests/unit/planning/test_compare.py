@@ -8,7 +8,7 @@ from headway.config.mesh import Layout, parse
 from headway.errors import ConfigError, UnsupportedError
 from headway.planning.compare import candidates, compare, plan
 from headway.planning.costs import ClusterRates, cost
-from headway.planning.meter import CollectiveCall, axes_of
+from headway.planning.dry_run.meter import CollectiveCall, axes_of
 from headway.planning.optimizers import maker
 from tests.unit.planning.models import chain, chain_loss, llama, loss, num_parameters
 

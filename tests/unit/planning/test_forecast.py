@@ -9,7 +9,7 @@ from torch import nn
 import headway
 from headway.config.strategies import ActivationCheckpointing
 from headway.errors import ConfigError
-from headway.forecasting.devices import DEVICES, MIB, find, room, spread
+from headway.forecasting.device.devices import DEVICES, MIB, find, room, spread
 
 
 class Block(nn.Module):

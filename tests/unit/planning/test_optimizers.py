@@ -7,7 +7,7 @@ from torch import nn
 import headway
 from benchmarks.forecast.truth import peak
 from headway.errors import ConfigError
-from headway.forecasting.step import StepRecipe, state_of
+from headway.forecasting.tracing.step import StepRecipe, state_of
 from headway.planning.optimizers import maker
 
 PACKAGES = {"adafactor_transformers": "transformers", "adamw8bit": "torchao", "adamw8bit_bnb": "bitsandbytes"}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from headway import scope
+from headway.common import scope
 from headway.recompute import offload
 from headway.recompute.checkpointing import _block_of
 from headway.recompute.offload import offloading

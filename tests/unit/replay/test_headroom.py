@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from headway import Accelerator, scope
+from headway import Accelerator
+from headway.common import scope
 from headway.memory import evidence
 from headway.memory.monitor import AllocatorMeter
 from headway.memory.peaks import PeakReader

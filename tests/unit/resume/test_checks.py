@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headway.checkpoint.manifest import MANIFEST
+from headway.checkpoint.format.manifest import MANIFEST
 from headway.errors import HeadwayError
 from tests.sweep.fuzz import Tally, command_lines, configurations, headers, manifests, mutated, sealed
 from tests.sweep.loaded_run import RUNS, Run, saved

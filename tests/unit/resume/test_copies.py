@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headway.checkpoint.folders import copy_of
-from headway.checkpoint.manifest import read_manifest
+from headway.checkpoint.format.manifest import read_manifest
 from headway.errors import CheckpointError
 from tests.unit.resume.test_methods import _folder, build, learn, names  # noqa: F401  (the fixture moves to a folder of its own)
 

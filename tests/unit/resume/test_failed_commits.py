@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from headway.checkpoint import folders
-from headway.checkpoint.layout import verify
-from headway.checkpoint.manifest import read_manifest
+from headway.checkpoint.format.files import verify
+from headway.checkpoint.format.manifest import read_manifest
 from headway.errors import CheckpointError
 from tests.unit.resume.test_methods import build, names
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration
-from headway.checkpoint.layout import verify
+from headway.checkpoint.format.files import verify
 from headway.errors import CheckpointError, ConfigError, StateError
 from headway.tracking.runlog import read_run
 
@@ -405,7 +405,7 @@ def test_a_write_that_fails_behind_the_loop_is_raised(monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("headway.checkpoint.writer.write_shard", full)
+    monkeypatch.setattr("headway.checkpoint.saving.writer.write_shard", full)
     accelerator.save_state(blocking=False)
     accelerator._run_state.saver._background._thread.join()
     with pytest.raises(CheckpointError, match="No space left on device"):

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration
-from headway.checkpoint.manifest import MANIFEST, read_manifest
-from headway.checkpoint.values import encode
+from headway.checkpoint.format.manifest import MANIFEST, read_manifest
+from headway.checkpoint.format.values import encode
 from headway.errors import CheckpointError
 from headway.runtime.seed import read_streams
 

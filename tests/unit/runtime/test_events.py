@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from headway import scope
+from headway.common import scope
 from headway.runtime import events
 
 

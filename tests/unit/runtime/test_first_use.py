@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from headway import scope
+from headway.common import scope
 from headway.launch import notebook
 from headway.runtime import device
 

@@ -6,11 +6,11 @@ from torch import nn
 
 from headway import Accelerator
 from headway.config.strategies import DDPCommunicationHookType, DistributedDataParallelKwargs
-from headway.data.shard import ShardIndex
+from headway.data.sampling.shard import ShardIndex
 from headway.errors import ConfigError, StateError, UnsupportedError
 from headway.precision.base import FullPrecision
 from headway.strategies.base import Capabilities
-from headway.strategies.ddp import _named
+from headway.strategies.data_parallel.ddp import _named
 from headway.strategies.single import SingleStrategy
 
 

@@ -16,8 +16,8 @@ import numpy
 import pytest
 
 from headway import Accelerator, ProjectConfiguration
+from headway.common.optional import available
 from headway.errors import OptionalDependencyMissing
-from headway.optional import available
 from headway.tracking.runlog import read_run
 from tests.unit.tracking.test_trackers import CONFIG, use
 

@@ -8,8 +8,9 @@ import time
 import pytest
 import torch
 
-from headway import Preemption, TrainerCallback, scope
-from headway.checkpoint.manifest import read_manifest
+from headway import Preemption, TrainerCallback
+from headway.checkpoint.format.manifest import read_manifest
+from headway.common import scope
 from headway.errors import CheckpointError, Preempted
 from headway.trainer import continuing
 from headway.trainer.records import differences, settings_of
@@ -35,7 +36,7 @@ class First(TrainerCallback):
 
 
 def heard():
-    from headway.runtime import stopping
+    from headway.runtime.control_plane import stopping
 
     return bool(scope.own(stopping._Agreements).current.reason)
 

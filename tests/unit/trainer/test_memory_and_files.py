@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from headway import Trainer, TrainerCallback
 from headway.errors import BatchSizeError, ConfigError, MemoryExhausted
-from headway.forecasting import present
+from headway.forecasting.device import present
 from headway.report import load
 from headway.report.facts import headline
 from headway.report.looks import kinds

@@ -13,12 +13,12 @@ import headway
 from benchmarks.forecast.truth import peak
 from headway import Accelerator, ActivationCheckpointing
 from headway.errors import ConfigError, DataError, LossError, UnsupportedError
-from headway.forecasting import calibration, present
-from headway.forecasting.calibration import CalibrationRecord
-from headway.forecasting.devices import DEVICES, GIB
-from headway.forecasting.present import memory_left, present_device
-from headway.forecasting.rows import BatchResizer
-from headway.forecasting.step import StepRecipe
+from headway.forecasting.device import calibration, present
+from headway.forecasting.device.calibration import CalibrationRecord
+from headway.forecasting.device.devices import DEVICES, GIB
+from headway.forecasting.device.present import memory_left, present_device
+from headway.forecasting.tracing.batch_rows import BatchResizer
+from headway.forecasting.tracing.step import StepRecipe
 
 MSE = nn.functional.mse_loss
 

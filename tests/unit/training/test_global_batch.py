@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration
-from headway.checkpoint.manifest import read_manifest
+from headway.checkpoint.format.manifest import read_manifest
 from headway.errors import ConfigError
 
 ROWS = 40

@@ -2,7 +2,7 @@ import sysconfig
 
 import pytest
 
-from headway.callsite import Frame, is_users
+from headway.common.callsite import Frame, is_users
 from headway.watch import frames
 
 SITE, STDLIB = sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")

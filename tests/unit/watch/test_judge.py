@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.callsite import Frame
-from headway.checkpoint import writer
-from headway.runtime import pulse
+from headway.checkpoint.saving import writer
+from headway.common.callsite import Frame
+from headway.runtime.heartbeat import file as pulse
 from headway.watch import judge as hang
 from headway.watch.judge import judge
 from headway.watch.views import CollectiveCall, RankView, decode, encode

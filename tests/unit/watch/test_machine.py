@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from headway.checkpoint import writer
-from headway.launch.endings import HangReport
-from headway.runtime import pulse
+from headway.checkpoint.saving import writer
+from headway.launch.agent.endings import HangReport
+from headway.runtime.heartbeat import file as pulse
 from headway.watch.machine import HangWatch, Worker, progress
 from headway.watch.views import encode
 

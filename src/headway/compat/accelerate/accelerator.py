@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from headway import env
 from headway.accelerator import Accelerator
-from headway.checkpoint.foreign import number_of
+from headway.checkpoint.format.foreign import number_of
 from headway.collectives.tree import Tree
+from headway.common import env
 from headway.compat.accelerate.batches import convert_to_fp32
 from headway.compat.accelerate.changeable import LiveDataLoaderConfiguration, fixed
 from headway.compat.accelerate.checkpoints import Reader, Writer, is_accelerates, newest_in

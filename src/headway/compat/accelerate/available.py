@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.torch_version import TorchVersion
 
-from headway import env
+from headway.common import env
 from headway.errors import ConfigError
 from headway.version import __version__
 

@@ -16,12 +16,12 @@ import numpy
 import torch
 from safetensors.torch import load_file
 
-from headway.checkpoint.foreign import MANIFEST, number_of, program_of
-from headway.checkpoint.model import misfit, put_in
+from headway.checkpoint.format.foreign import MANIFEST, number_of, program_of
+from headway.checkpoint.format.tensors import is_unmade
+from headway.checkpoint.loading.model import misfit, put_in
+from headway.checkpoint.loading.restoring import put_back
+from headway.checkpoint.loading.rollback import LoadRollback, preserved
 from headway.checkpoint.optimizers import undo_optimizer
-from headway.checkpoint.restoring import put_back
-from headway.checkpoint.tensors import is_unmade
-from headway.checkpoint.undo import LoadRollback, preserved
 from headway.compat.accelerate.models import load
 from headway.errors import CheckpointError
 from headway.log import get_logger

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headway import env
+from headway.common import env
 from headway.compat.accelerate.config_file import translate
 from headway.config import files
 from headway.errors import ConfigError

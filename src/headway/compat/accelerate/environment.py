@@ -8,12 +8,12 @@ from functools import reduce, wraps
 from pathlib import Path
 from typing import Any
 
-from headway import env, optional
+from headway.common import env, optional
+from headway.common.units import parse_bytes
 from headway.compat.accelerate.state import PartialState
 from headway.config.files import default_file, write
 from headway.config.launch import PRECISIONS, LaunchConfig
 from headway.errors import ConfigError
-from headway.units import parse_bytes
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
@@ -94,7 +94,7 @@ def convert_bytes(size: float) -> str:
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes of "5GB", "10MiB" or a number (see `headway.units.parse_bytes`)."""
+    """Bytes of "5GB", "10MiB" or a number (see `headway.common.units.parse_bytes`)."""
     return parse_bytes(size)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from headway import env
+from headway.common import env
 from headway.compat.accelerate.layouts import DistributedType
 from headway.errors import ConfigError
 from headway.log import get_logger

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from headway import env
+from headway.common import env
+from headway.common.untrusted import shown, whole_number
 from headway.config.context import ROTATIONS
 from headway.config.launch import OF_DEEPSPEED, WRAPPING
 from headway.config.request import LayoutRequest
 from headway.errors import ConfigError
-from headway.untrusted import shown, whole_number
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """FSDP version 1's layouts, in the order of torch's enumeration, from 1."""

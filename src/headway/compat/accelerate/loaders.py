@@ -9,10 +9,10 @@ from headway.collectives.door import Collectives
 from headway.compat.accelerate.state import PartialState
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
-from headway.data.dispatch import DispatchFeed
-from headway.data.draws import LoaderStream
+from headway.data.feeds.dispatch import DispatchFeed
 from headway.data.loader import LoaderEvents, PreparedLoader
-from headway.data.shard import ShardIndex
+from headway.data.sampling.draws import LoaderStream
+from headway.data.sampling.shard import ShardIndex
 from headway.errors import ConfigError, UnsupportedError
 from headway.training.run import AcceleratorRun
 

@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import RandomSampler
 
 from headway.config.run import DataLoaderConfiguration
-from headway.data.draws import LoaderStream
-from headway.data.feed import State
-from headway.data.order import SampleOrder, permutation
-from headway.data.rules import RandomSource, TorchRules
+from headway.data.feeds.feed import State
+from headway.data.sampling.draws import LoaderStream
+from headway.data.sampling.order import SampleOrder, permutation
+from headway.data.sampling.rules import RandomSource, TorchRules
 
 
 class SeededShuffle:

@@ -68,9 +68,9 @@ SERVED: dict[str, str] = {name: place for place, names in _BY_PLACE.items() for 
 """Name -> module, for what is Accelerate's and not one of Headway's own names."""
 
 RENAMED: dict[str, tuple[str, str]] = {
-    "AcceleratedOptimizer": ("headway.training.optimizer", "PreparedOptimizer"),
-    "AcceleratedScheduler": ("headway.training.scheduler", "PreparedScheduler"),
-    "DeepSpeedSchedulerWrapper": ("headway.training.scheduler", "PreparedScheduler"),
+    "AcceleratedOptimizer": ("headway.training.prepared.optimizer", "PreparedOptimizer"),
+    "AcceleratedScheduler": ("headway.training.prepared.scheduler", "PreparedScheduler"),
+    "DeepSpeedSchedulerWrapper": ("headway.training.prepared.scheduler", "PreparedScheduler"),
     "DistributedOperationException": ("headway.errors", "CollectiveError"),
     "DataLoaderShard": ("headway.data.loader", "PreparedLoader"),
     "MultiProcessAdapter": ("headway.log", "RankLogger"),

@@ -5,13 +5,13 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, ClassVar
 
+from headway.common.optional import Later
 from headway.compat.accelerate.layout_words import read_fsdp, read_size
 from headway.config.choice import ResolvedLayout
 from headway.config.context import TorchContextParallelConfig
 from headway.config.request import LayoutRequest
 from headway.config.sharding import ShardingOptions
 from headway.errors import ConfigError
-from headway.optional import Later
 
 meshes = Later("torch.distributed.device_mesh")
 

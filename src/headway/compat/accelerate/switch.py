@@ -7,7 +7,7 @@ a distribution `accelerate`, for version checks. It takes precedence over the re
 import sys
 from types import ModuleType
 
-from headway import env
+from headway.common import env
 from headway.compat.accelerate.finder import AccelerateModule
 from headway.compat.accelerate.finder import install_as_accelerate as install_finder
 from headway.errors import ConfigError

@@ -15,14 +15,14 @@ from typing import Any
 import numpy
 import torch
 
-from headway import env
+from headway.common import env
+from headway.common.optional import available as installed
 from headway.compat.accelerate import available
 from headway.compat.accelerate.environment import parse_flag_from_env
 from headway.compat.accelerate.exchange import gather
 from headway.compat.accelerate.state import AcceleratorState, PartialState
 from headway.errors import HeadwayError, LaunchError
 from headway.launch.stand_in import FOLDER
-from headway.optional import available as installed
 from headway.runtime.device import detect
 
 Test = Any

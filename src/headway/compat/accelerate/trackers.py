@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway import env
+from headway.common import env
+from headway.common.optional import available
 from headway.compat.accelerate.environment import str_to_bool
 from headway.errors import ConfigError
 from headway.log import get_logger
-from headway.optional import available
 from headway.tracking import base
 from headway.tracking.base import LoggerType, TrackedRun, Tracker, TrackerMaker, on_main_process
 from headway.tracking.local import AimAdapter, DVCLiveAdapter, MLflowAdapter, TensorBoardAdapter, TrackioAdapter

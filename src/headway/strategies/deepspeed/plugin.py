@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headway.common.untrusted import parse_json, shown
 from headway.config.choice import RequestedLayout, ResolvedLayout
 from headway.config.launch import OF_DEEPSPEED, OFFLOADS, UNSET
 from headway.config.load import run_setting
@@ -17,7 +18,6 @@ from headway.config.mesh import ENGINES
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime.process import ProcessRuntime
-from headway.untrusted import parse_json, shown
 
 AUTO = "auto"
 STAGES = (1, 2, 3)

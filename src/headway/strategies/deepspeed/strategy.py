@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headway import env
 from headway.collectives.door import Collectives
+from headway.common import env
+from headway.common.optional import require
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
-from headway.optional import require
 from headway.precision.base import Precision
 from headway.runtime import process
 from headway.strategies.base import Capabilities, Engine, Transform

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 import headway
-from headway import optional
+from headway.common import optional
 from headway.compat.accelerate import environment
 from headway.config.files import file_layer
 from headway.errors import ConfigError, OptionalDependencyMissing

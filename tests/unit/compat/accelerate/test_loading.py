@@ -9,9 +9,9 @@ from headway.compat.accelerate.loading import AccelerateRules, SeededShuffle
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
 from headway.data.loader import LoaderEvents
-from headway.data.order import SamplerOrder
-from headway.data.rules import TorchRules
-from headway.data.shard import ShardIndex
+from headway.data.sampling.order import SamplerOrder
+from headway.data.sampling.rules import TorchRules
+from headway.data.sampling.shard import ShardIndex
 from tests.unit.data.fakes import Numbers, Stream, on_ranks
 
 

@@ -1,0 +1,1 @@
+"""The checkpoint format: the manifest, its values, and the files' bytes."""

@@ -1,0 +1,387 @@
+"""The checkpoint format, version 3: what a manifest says, and how it is written and checked.
+
+A checkpoint is a folder of safetensors files and one `manifest.json`; it exists when the manifest does. The manifest
+names every tensor by its logical name (e.g. `model/0/` and the bare module's name), its global shape and dtype, and
+the chunks it lies in; every file with its length and the XXH3-128 of each 16 MiB of it; tied names; and as JSON what is no
+tensor::
+
+    {"format": "headway checkpoint", "version": 2, "sha256": <of content>, "content": {
+       "tensors": {name: {"shape", "dtype", "chunks": [{"offsets", "shape", "file", "key"}]
+                                         or "grid": {"sizes", "file", "parts"}}},
+       "files": {file: {"bytes", "xxh3_128": [one a piece]}}, "aliases": {name: name}, "state": ..., "about": ...}}
+
+The hashes are there to find accidental damage: bad sectors, torn copies, files mixed up. Who can write to the folder can
+write a fitting manifest as well, whatever the algorithm. Version 1 had the SHA-256 of each whole file, and is read and verified.
+Pieces let several threads read one file.
+
+Version 3 has grids (`boxes.Grid`): tensors that many ranks wrote, each a box of a regular split. A checkpoint without any is written
+as version 2, which older releases read.
+"""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from headway.checkpoint.format.chunks import ChunkGrid, ChunkGridReader
+from headway.checkpoint.format.chunks import TensorChunk as Chunk
+from headway.checkpoint.format.foreign import MANIFEST as MANIFEST
+from headway.checkpoint.format.foreign import explain
+from headway.common.untrusted import read_regular
+from headway.errors import CheckpointError
+
+FORMAT, VERSION, VERSION_WITH_GRIDS = "headway checkpoint", 2, 3
+ALGORITHM = "xxh3_128"
+"""What new files are hashed with."""
+
+PIECE = 16 * 2**20
+"""Bytes of a file that have a hash of their own."""
+
+MAX_BYTES = 256 * 2**20
+"""The longest manifest that is written or read: it is parsed in memory, of which it takes a multiple."""
+
+_MAX_NUMBER, _MAX_AXES, _MAX_CUT = 2**63 - 1, 64, 6
+TITLES = {"xxh3_128": "XXH3-128", "sha256": "SHA-256"}
+_BY_VERSION = {1: "sha256", 2: ALGORITHM, 3: ALGORITHM}
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+    "complex128": 16,
+    "complex64": 8,
+    "complex32": 4,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "bits8": 1,
+    "bits16": 2,
+    "bits1x8": 1,
+    "bits2x4": 1,
+    "bits4x2": 1,
+    **{f"{kind}{size}": 1 for kind in ("int", "uint") for size in range(1, 8)},
+}
+"""The dtypes a checkpoint may hold, by torch's names, and their bytes."""
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file that is on the disk.
+
+    Attributes:
+        name: in its folder.
+        num_bytes: its length.
+        digests: of each piece of its bytes, in hexadecimal; by SHA-256 one, of the whole file.
+        algorithm: which made them: "xxh3_128" or "sha256".
+    """
+
+    name: str
+    num_bytes: int
+    digests: tuple[str, ...]
+    algorithm: str = ALGORITHM
+
+    def pieces(self) -> list[tuple[int, int, str]]:
+        """(where it begins, its length, its hash) of each piece."""
+        size = PIECE if self.algorithm == ALGORITHM else max(1, self.num_bytes)
+        return [
+            (start, min(size, self.num_bytes - start), digest)
+            for start, digest in zip(range(0, max(1, self.num_bytes), size), self.digests)
+        ]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor: its global shape, its dtype's name, and the chunks that make it up."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: Sequence[Chunk]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its values."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON."""
+        about = {"shape": list(self.shape), "dtype": self.dtype}
+        if isinstance(self.chunks, ChunkGrid):
+            return {**about, "grid": self.chunks.encode()}
+        return {
+            **about,
+            "chunks": [
+                {"offsets": list(c.offsets), "shape": list(c.shape), "file": c.file, "key": c.key} for c in self.chunks
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        tensors: entries by logical name.
+        files: what was written, by file name.
+        aliases: tied names, and the name that holds their values.
+        state: everything that is not a tensor, as `values.encode` made it.
+        about: counters, world and versions: what a reader may want to know before it loads.
+        version: of the format.
+    """
+
+    tensors: Mapping[str, TensorEntry]
+    files: Mapping[str, WrittenFile]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+    version: int = VERSION
+
+    def encode(self) -> bytes:
+        """The manifest as the bytes of `manifest.json`.
+
+        Raises:
+            CheckpointError: what it holds cannot be written as JSON, or is too long.
+        """
+        content = {
+            "tensors": {name: entry.encode() for name, entry in self.tensors.items()},
+            "files": {name: {"bytes": w.num_bytes, **_hashes(w)} for name, w in self.files.items()},
+            "aliases": dict(self.aliases),
+            "state": dict(self.state),
+            "about": dict(self.about),
+        }
+        try:
+            whole = {"format": FORMAT, "version": self.version, "sha256": _digest(content), "content": content}
+            data = (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode()
+        except (ValueError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"the state cannot be written as JSON: {type(error).__name__}: {error}") from error
+        if len(data) > MAX_BYTES:
+            raise CheckpointError(
+                f"the manifest would have {len(data):,} bytes, where {MAX_BYTES:,} are the most; let state_dict() return long "
+                "lists of numbers as tensors or arrays"
+            )
+        return data
+
+    @classmethod
+    def decode(cls, data: bytes, where: str = MANIFEST) -> "Manifest":
+        """Read and check the bytes of a `manifest.json`.
+
+        Raises:
+            CheckpointError: it is none, of another version, or not what was written.
+        """
+        try:
+            whole = json.loads(data)
+            if not isinstance(whole, dict) or whole.get("format") != FORMAT:
+                raise CheckpointError(f"{where} is not a manifest of a Headway checkpoint")
+            version = whole.get("version")
+            if type(version) is not int or version not in _BY_VERSION:
+                raise CheckpointError(
+                    f"{where} is of version {version!r} of the format; this Headway reads versions "
+                    + " and ".join(map(str, _BY_VERSION))
+                )
+            content = whole.get("content")
+            if _digest(content) != whole.get("sha256"):
+                raise CheckpointError(f"{where} is damaged: its content is not what was written (SHA-256 differs)")
+            return _read_content(content, version)
+        except CheckpointError:
+            raise
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            ArithmeticError,
+            MemoryError,
+        ) as error:
+            raise CheckpointError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
+
+    @property
+    def algorithm(self) -> str:
+        """What the files were hashed with."""
+        return _BY_VERSION[self.version]
+
+    @property
+    def sha256(self) -> str:
+        """The hash of the whole manifest: two checkpoints with one hash are one checkpoint."""
+        return hashlib.sha256(self.encode()).hexdigest()
+
+    def num_bytes(self) -> int:
+        """The length of all files but the manifest."""
+        return sum(written.num_bytes for written in self.files.values())
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    ).hexdigest()
+
+
+def _read_content(content: Any, version: int) -> Manifest:
+    algorithm = _BY_VERSION[version]
+    files = {_file_name(name): _read_file(name, entry, algorithm) for name, entry in content["files"].items()}
+    grids = ChunkGridReader(files) if version >= VERSION_WITH_GRIDS else None
+    tensors = {name: _read_entry(name, entry, files, grids) for name, entry in content["tensors"].items()}
+    _check_room(tensors, files)
+    aliases = {str(name): str(target) for name, target in content["aliases"].items()}
+    for name, target in aliases.items():
+        if target not in tensors or name in tensors:
+            raise CheckpointError(
+                f"the tied name {name!r} stands for {target!r}, which is not a tensor of its own here"
+            )
+    state, about = content["state"], content["about"]
+    if not isinstance(state, dict) or not isinstance(about, dict):
+        raise CheckpointError("the manifest's state and about must be objects")
+    return Manifest(tensors, files, aliases, state, about, version)
+
+
+def _hashes(written: WrittenFile) -> dict[str, Any]:
+    is_whole = written.algorithm == "sha256"
+    return {written.algorithm: written.digests[0] if is_whole else list(written.digests)}
+
+
+def _read_file(name: str, entry: dict[str, Any], algorithm: str) -> WrittenFile:
+    num_bytes, found = _count(entry["bytes"]), entry[algorithm]
+    digests = (found,) if algorithm == "sha256" else tuple(found) if isinstance(found, list) else ()
+    num_pieces = 1 if algorithm == "sha256" else max(1, -(-num_bytes // PIECE))
+    if len(digests) != num_pieces or not all(isinstance(each, str) for each in digests):
+        raise CheckpointError(f"the manifest has {len(digests)} hashes of {name!r}, which has {num_pieces} pieces")
+    return WrittenFile(name, num_bytes, digests, algorithm)
+
+
+def _read_entry(
+    name: str, entry: dict[str, Any], files: Mapping[str, WrittenFile], grids: ChunkGridReader | None
+) -> TensorEntry:
+    if entry["dtype"] not in ITEM_BYTES:
+        raise CheckpointError(f"the tensor {name!r} is of the unknown dtype {entry['dtype']!r}")
+    shape = _shape(entry["shape"], ITEM_BYTES[entry["dtype"]])
+    if grids is not None and "grid" in entry:
+        return TensorEntry(shape, entry["dtype"], grids.read(name, entry["grid"], shape))
+    chunks = tuple(
+        Chunk(tuple(map(_count, c["offsets"])), tuple(map(_count, c["shape"])), _text(c["file"]), _text(c["key"]))
+        for c in entry["chunks"]
+    )
+    for chunk in chunks:
+        if chunk.file not in files:
+            raise CheckpointError(f"the tensor {name!r} lies in {chunk.file!r}, which the manifest does not list")
+        fits = len(chunk.offsets) == len(chunk.shape) == len(shape) and all(
+            start + size <= total for start, size, total in zip(chunk.offsets, chunk.shape, shape)
+        )
+        if not fits:
+            raise CheckpointError(f"a chunk of {name!r} at {chunk.offsets} of {chunk.shape} lies outside {shape}")
+    if not _make_up(chunks, shape):
+        raise CheckpointError(f"the chunks of {name!r} do not make up its shape {shape}")
+    return TensorEntry(shape, entry["dtype"], chunks)
+
+
+def _shape(value: Any, item_bytes: int) -> tuple[int, ...]:
+    """The shape of a tensor that can be: torch counts bytes in 63 bits."""
+    shape = tuple(map(_count, value))
+    if len(shape) > _MAX_AXES or prod(size for size in shape if size) * item_bytes > _MAX_NUMBER:
+        raise CheckpointError(
+            f"the manifest has a tensor of {len(shape)} axes and {prod(shape)} values, which cannot be"
+        )
+    return shape
+
+
+def _make_up(chunks: Sequence[Chunk], shape: Sequence[int]) -> bool:
+    """Do the chunks, which lie inside the shape, make it up, each value of it once?
+
+    They do where their corners, counted with alternating signs, are those of the whole: the corners are the mixed
+    derivative of how often a place is covered, which determines it. That takes time in proportion to the chunks, however
+    they lie.
+    """
+    boxes = [chunk for chunk in chunks if prod(chunk.shape)]
+    if len(boxes) <= 1:
+        return sum(prod(box.shape) for box in boxes) == prod(shape)
+    cut = [axis for axis, size in enumerate(shape) if any(box.shape[axis] != size for box in boxes)]
+    if len(cut) > _MAX_CUT:
+        raise CheckpointError(f"a tensor is cut along {len(cut)} axes, where {_MAX_CUT} are the most")
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole = Chunk((0,) * len(shape), tuple(shape), "", "")
+    for box, times in [(whole, -1), *((box, 1) for box in boxes)]:
+        ends = [((box.offsets[axis], 1), (box.offsets[axis] + box.shape[axis], -1)) for axis in cut]
+        for corner in product(*ends):
+            corners[tuple(place for place, _ in corner)] += times * prod(sign for _, sign in corner)
+    return not any(corners.values())
+
+
+def _check_room(tensors: Mapping[str, TensorEntry], files: Mapping[str, WrittenFile]) -> None:
+    """Every chunk has bytes of its own: what is read takes no more memory than the files have bytes.
+
+    The boxes of grids have names and files of their own by construction, and are looked at altogether.
+    """
+    room = {name: written.num_bytes for name, written in files.items()}
+    taken: set[tuple[str, str]] = set()
+    in_grids = {name for name, entry in tensors.items() if isinstance(entry.chunks, ChunkGrid)}
+    if sum(tensors[name].num_bytes for name in in_grids) > sum(room.values()):
+        raise CheckpointError("the manifest places more bytes in its files than they have")
+    for entry in (entry for name, entry in tensors.items() if name not in in_grids):
+        for chunk in entry.chunks:
+            if (chunk.file, chunk.key) in taken or chunk.key in in_grids:
+                raise CheckpointError(f"the manifest uses {chunk.key!r} in {chunk.file!r} for two tensors")
+            taken.add((chunk.file, chunk.key))
+            room[chunk.file] -= prod(chunk.shape) * ITEM_BYTES[entry.dtype]
+            if room[chunk.file] < 0:
+                raise CheckpointError(
+                    f"the manifest places more in {chunk.file!r} than its {files[chunk.file].num_bytes:,} bytes hold"
+                )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise CheckpointError(f"the manifest has {value!r} where a name belongs")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
+        raise CheckpointError(f"the manifest has {value!r} where a whole number, 0 or more, belongs")
+    return value
+
+
+def _file_name(name: str) -> str:
+    parts = PurePosixPath(name).parts
+    if (
+        not parts
+        or name != "/".join(parts)
+        or name.startswith("/")
+        or ".." in parts
+        or name == MANIFEST
+        or "\0" in name
+    ):
+        raise CheckpointError(f"the manifest names the file {name!r}, which does not lie in its folder")
+    os.fsencode(name)  # a ValueError, where no file can be called that
+    return name
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint's folder; its other files are not looked at.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    path = folder / MANIFEST
+    if not os.path.lexists(path):
+        raise CheckpointError(explain(folder))
+    try:
+        data = read_regular(path, MAX_BYTES)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder} is not a committed checkpoint: {error}") from error
+    return Manifest.decode(data, str(path))

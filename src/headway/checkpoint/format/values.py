@@ -1,0 +1,337 @@
+"""Python values as JSON and named tensors, and back: what state dicts hold, without pickle.
+
+JSON's own values stand for themselves; every other type is an object with the one reserved key `!`, its type. Tensors
+are taken out and stand as their names. What would not come back as it is, type included, is refused when it is saved, with
+its path: each value that is packed is unpacked again to see.
+"""
+
+import base64
+import json
+import math
+import re
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
+from typing import Any
+
+import numpy
+import torch
+
+from headway.checkpoint.format import arrays
+from headway.checkpoint.format.tensors import is_dense, put_together, refusal, take_apart
+from headway.errors import CheckpointError
+from headway.weights.pieces import ShardPiece, held, is_dtensor
+from headway.weights.shards import raw_bytes
+
+TAG = "!"
+_MAX_DEPTH = 200
+_MAX_INT = 1 << 63
+# Lone surrogates: other readers of JSON refuse them, and two of them come back as one character.
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ODD = re.compile(r"[\ud800-\udfff\x00]|\\(?=u[0-9a-f]{4})")
+
+
+def is_plain(text: str) -> bool:
+    """Does JSON hold it?"""
+    return _SURROGATE.search(text) is None
+
+
+def to_base64(text: str) -> str:
+    """Any text as ASCII."""
+    return base64.b64encode(text.encode("utf-8", "surrogatepass")).decode()
+
+
+def from_base64(text: str) -> str:
+    """The text that `to_base64` was given.
+
+    Raises:
+        ValueError: it is not what that wrote.
+    """
+    return base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass")
+
+
+def logical(name: str) -> str:
+    r"""A name under which a tensor is kept: itself, but for lone surrogates and NUL, which are written as \\uXXXX.
+
+    Names that differ stay different: a backslash that could be taken for such an escape is written as one.
+    """
+    return _ODD.sub(lambda found: f"\\u{ord(found[0]):04x}", name)
+
+
+def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as JSON; its tensors are put into `tensors` under names that begin with `name`.
+
+    Raises:
+        CheckpointError: something in it can only be pickled, or would come back as something else.
+    """
+    return _Encoder(tensors).encode(value, name, 0)
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The value that `encode` was given.
+
+    Raises:
+        CheckpointError: this is nothing that `encode` wrote.
+    """
+    try:
+        return _decode(value, tensors, 0)
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError, RuntimeError) as error:
+        raise CheckpointError(f"a value in the manifest cannot be read: {type(error).__name__}: {error}") from error
+
+
+class _Encoder:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def encode(self, value: Any, name: str, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise CheckpointError(f"{name} is nested more than {_MAX_DEPTH} deep, or contains itself")
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str):
+            return _simple(value)
+        if kind is list:
+            return [self.encode(item, f"{name}.{i}", depth + 1) for i, item in enumerate(value)]
+        if kind is dict and is_object(value):
+            return {key: self.encode(item, f"{name}.{key}", depth + 1) for key, item in value.items()}
+        if isinstance(value, torch.Tensor | ShardPiece):
+            return self._tensor(value, name, depth)
+        if kind is numpy.ndarray and not value.dtype.hasobject:
+            return self._array(value, name, depth)
+        packed = self._packed(value, name, depth)
+        if packed is not None:
+            _prove(value, packed, name)
+            return packed
+        for tag, container in _CONTAINERS.items():
+            if kind is container:
+                return self._container(tag, value, name, depth)
+        raise CheckpointError(f"{name} is a {kind.__module__}.{kind.__qualname__}, {_refusal(value)}")
+
+    def _packed(self, value: Any, name: str, depth: int) -> Any:
+        """A leaf of another type than JSON's; None: it is none that is known."""
+        kind = type(value)
+        for tag, owner, pack in _PACKED:
+            if kind is owner:
+                return {TAG: tag, "value": self.encode(pack(value), name, depth + 1)}
+        if isinstance(value, numpy.generic) and not value.dtype.hasobject:
+            dtype = self.encode(_described(value.dtype, name), name, depth + 1)
+            return {TAG: "scalar", "dtype": dtype, "value": base64.b64encode(value.tobytes()).decode()}
+        return None
+
+    def _tensor(self, value: Any, name: str, depth: int) -> Any:
+        kind, problem = type(value), refusal(held(value))
+        if problem is not None:
+            raise CheckpointError(f"{name} is {problem}")
+        if isinstance(value, ShardPiece):
+            return {TAG: "tensor", "name": self._keep(value, name)}
+        if kind not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(value):
+            raise CheckpointError(
+                f"{name} is a {kind.__module__}.{kind.__qualname__}, which would come back as a plain tensor: let state_dict() "
+                "return it.as_subclass(torch.Tensor), and make it again in load_state_dict()"
+            )
+        flags: dict[str, Any] = {"is_parameter": True} if isinstance(value, torch.nn.Parameter) else {}
+        if value.requires_grad and value.is_leaf:
+            flags["requires_grad"] = True
+        plain = value.detach()
+        if is_dense(plain):
+            return {TAG: "tensor", "name": self._keep(plain, name), **flags}
+        about, parts = take_apart(plain)
+        packed = [self._tensor(part, f"{name}.{i}", depth) for i, part in enumerate(parts)]
+        return {TAG: "parts", "about": self.encode(about, name, depth + 1), "parts": packed, **flags}
+
+    def _array(self, value: numpy.ndarray[Any, Any], name: str, depth: int) -> Any:
+        dtype = self.encode(_described(value.dtype, name), name, depth + 1)
+        raw = (
+            torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
+            if value.nbytes
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        return {TAG: "array", "name": self._keep(raw, name), "dtype": dtype, "shape": list(value.shape)}
+
+    def _container(self, tag: str, value: Any, name: str, depth: int) -> Any:
+        if isinstance(value, defaultdict) and value.default_factory is not None:
+            raise CheckpointError(
+                f"{name} is a defaultdict with a factory, which cannot be saved; let state_dict() return dict(it)"
+            )
+        keys = value if isinstance(value, dict | set | frozenset) else ()
+        if any(isinstance(key, torch.Tensor) for key in keys):
+            raise CheckpointError(
+                f"{name} has a tensor as a key, which nobody finds again: a tensor is a key by its place"
+            )
+        items: list[Any] = [list(pair) for pair in value.items()] if isinstance(value, dict) else list(value)
+        encoded = [self.encode(item, f"{name}.{i}", depth + 1) for i, item in enumerate(items)]
+        if isinstance(value, set | frozenset):  # alike on all ranks
+            encoded.sort(key=json.dumps)
+        limit = {"maxlen": value.maxlen} if isinstance(value, deque) else {}
+        return {TAG: tag, "items": encoded, **limit}
+
+    def _keep(self, tensor: Any, name: str) -> str:
+        name = logical(name)
+        while name in self.tensors:
+            name += "_"
+        self.tensors[name] = tensor
+        return name
+
+
+def _simple(value: bool | int | float | str | None) -> Any:
+    """JSON's own values, but for those that JSON, or a reader of it, lacks."""
+    if type(value) is int and not -_MAX_INT <= value < _MAX_INT:
+        return {TAG: "int", "value": hex(value)}
+    if type(value) is str and not is_plain(value):
+        return {TAG: "text", "value": to_base64(value)}
+    if type(value) is float and not math.isfinite(value):
+        return {TAG: "float", "value": repr(value)}
+    return value
+
+
+def is_object(value: Mapping[Any, Any]) -> bool:
+    """Can this dict be a JSON object as it is?"""
+    return TAG not in value and all(type(key) is str and is_plain(key) for key in value)
+
+
+def _described(dtype: numpy.dtype[Any], name: str) -> Any:
+    try:
+        return arrays.describe(dtype)
+    except (CheckpointError, TypeError, ValueError, LookupError) as error:
+        raise CheckpointError(f"{name} is a value of NumPy's, {error}") from error
+
+
+def _refusal(value: Any) -> str:
+    if isinstance(value, numpy.ndarray):
+        return (
+            "which would come back as a plain array, if at all: let state_dict() return plain arrays of numbers or text"
+        )
+    allowed = "numbers, text, bytes, paths, tensors, arrays, and lists, tuples, dicts, sets and deques of them"
+    return (
+        f"which a checkpoint cannot hold without pickle. Allowed: {allowed}. Let state_dict() "
+        "return those, and build the object from them in load_state_dict()"
+    )
+
+
+def _prove(value: Any, packed: Any, name: str) -> None:
+    """Refuse a value that does not come back as it is."""
+    try:
+        back = decode(packed, {})
+    except CheckpointError as error:
+        back, reason = None, f": {error}"
+    else:
+        reason = f" but as {back!r}"
+    is_alike = type(back) is type(value) and (
+        (arrays.is_same(back.dtype, value.dtype) and arrays.contents(back) == arrays.contents(value))
+        if isinstance(value, numpy.generic)
+        else bool(back == value or back != back)
+    )
+    if not is_alike:
+        raise CheckpointError(f"{name} is {value!r}, which would not come back as it is{reason}")
+
+
+_PACKED: list[tuple[str, type, Callable[[Any], Any]]] = [
+    ("bytes", bytes, lambda v: base64.b64encode(v).decode()),
+    ("bytearray", bytearray, lambda v: base64.b64encode(v).decode()),
+    ("complex", complex, lambda v: [repr(v.real), repr(v.imag)]),
+    ("torch.dtype", torch.dtype, lambda v: str(v).removeprefix("torch.")),
+    ("torch.device", torch.device, str),
+    ("torch.Size", torch.Size, list),
+    ("range", range, lambda v: [v.start, v.stop, v.step]),
+    ("numpy.str", numpy.str_, lambda v: str.__add__(v, "")),
+    ("numpy.bytes", numpy.bytes_, lambda v: base64.b64encode(bytes.__add__(v, b"")).decode()),
+    ("Path", PosixPath, str),
+    ("Path", WindowsPath, str),
+    ("PurePosixPath", PurePosixPath, str),
+    ("PureWindowsPath", PureWindowsPath, str),
+]
+_CONTAINERS: dict[str, type] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "defaultdict": defaultdict,
+}
+_UNPACKED: dict[str, Callable[[Any], Any]] = {
+    "int": lambda v: int(v, 16),
+    "text": from_base64,
+    "float": lambda v: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[v],
+    "bytes": lambda v: base64.b64decode(v, validate=True),
+    "bytearray": lambda v: bytearray(base64.b64decode(v, validate=True)),
+    "complex": lambda v: complex(float(v[0]), float(v[1])),
+    "torch.dtype": lambda v: dtype_named(v),
+    "torch.device": torch.device,
+    "torch.Size": torch.Size,
+    "range": lambda v: range(*v),
+    "numpy.str": numpy.str_,
+    "numpy.bytes": lambda v: numpy.bytes_(base64.b64decode(v, validate=True)),
+    "path": PurePath,  # of checkpoints that did not keep its class
+    "Path": Path,
+    "PurePosixPath": PurePosixPath,
+    "PureWindowsPath": PureWindowsPath,
+}
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """torch's dtype of that name.
+
+    Raises:
+        CheckpointError: torch has none.
+    """
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"{name!r} is not a dtype of torch {torch.__version__}")
+    return found
+
+
+def _decode(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+    if depth > 2 * _MAX_DEPTH + 2:
+        raise CheckpointError("a value in the manifest is nested too deep")
+    if isinstance(value, list):
+        return [_decode(item, tensors, depth + 1) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if TAG not in value:
+        return {key: _decode(item, tensors, depth + 1) for key, item in value.items()}
+    tag = value[TAG]
+    if tag in ("tensor", "parts"):
+        return _decode_tensor(value, tensors, depth)
+    if tag in ("array", "scalar"):
+        return _decode_array(value, tensors, depth)
+    if tag in _UNPACKED:
+        return _UNPACKED[tag](_decode(value["value"], tensors, depth + 1))
+    if tag in _CONTAINERS:
+        items = [_decode(item, tensors, depth + 1) for item in value["items"]]
+        if tag == "deque":
+            return deque(items, value["maxlen"])
+        if issubclass(_CONTAINERS[tag], dict):
+            pairs = [(key, item) for key, item in items]
+            return defaultdict(None, pairs) if tag == "defaultdict" else _CONTAINERS[tag](dict(pairs))
+        return _CONTAINERS[tag](items)
+    raise CheckpointError(f"a value in the manifest is of the unknown type {tag!r}")
+
+
+def _named(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    tensor = tensors.get(value["name"])
+    if tensor is None:
+        raise CheckpointError(f"the manifest names a tensor {value['name']!r} that the checkpoint lacks")
+    return tensor
+
+
+def _decode_tensor(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], depth: int) -> torch.Tensor:
+    if value[TAG] == "tensor":
+        tensor = _named(value, tensors)
+    else:
+        about = _decode(value["about"], tensors, depth + 1)
+        tensor = put_together(about, [_decode_tensor(part, tensors, depth) for part in value["parts"]])
+    needs_grad = bool(value.get("requires_grad"))
+    if value.get("is_parameter"):
+        return torch.nn.Parameter(tensor, needs_grad)
+    return tensor.detach().requires_grad_() if needs_grad else tensor
+
+
+def _decode_array(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+    dtype = arrays.build(_decode(value["dtype"], tensors, depth + 1))
+    if value[TAG] == "scalar":
+        return arrays.fill(dtype, (), base64.b64decode(value["value"], validate=True))[()]
+    raw = raw_bytes(_named(value, tensors)).numpy().tobytes()
+    return arrays.fill(dtype, _decode(value["shape"], tensors, depth + 1), raw)

@@ -1,0 +1,1 @@
+"""A checkpoint's files read, verified, and put back into objects."""

@@ -1,0 +1,258 @@
+"""A model's saved tensors against its own: what does not fit, what is cast, and the values put in."""
+
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+import torch
+
+from headway.checkpoint.format.tensors import is_dense, is_unmade
+from headway.checkpoint.format.values import decode, logical
+from headway.checkpoint.loading.chunked_tensor import pairs
+from headway.checkpoint.loading.rollback import LoadRollback, preserved
+from headway.checkpoint.state import CollectedState, is_extra, is_weight
+from headway.weights.pieces import held
+from headway.weights.shards import bits
+
+
+def _own_tensors(own: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {logical(prefix + name): value for name, value in own.items() if is_weight(name, value)}
+
+
+def saved_tensors(found: CollectedState, prefix: str) -> dict[str, Any]:
+    """A model's saved weights by their logical names, tied ones too."""
+    saved = {name: tensor for name, tensor in found.tensors.items() if name.startswith(prefix)}
+    for name, target in found.aliases.items():
+        if name.startswith(prefix) and target in found.tensors:
+            saved[name] = found.tensors[target]
+    return {name: tensor for name, tensor in saved.items() if not is_extra(name)}
+
+
+def model_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: CollectedState, index: int) -> list[str]:
+    """Everything about a model's saved tensors that does not fit its own; nothing is changed.
+
+    Raises:
+        CheckpointError: the saved extra state is nothing that was saved.
+    """
+    prefix = f"model/{index}/"
+    saved, mine = saved_tensors(found, prefix), _own_tensors(own, prefix)
+    problems = []
+    for name in mine.keys() - saved.keys():
+        near = get_close_matches(name, saved.keys() - mine.keys(), 1)
+        problems.append(
+            f"{name} is not in the checkpoint" + (f"; it has {near[0].removeprefix(prefix)}" if near else "")
+        )
+    problems += [f"{name} is in the checkpoint, the model has none" for name in saved.keys() - mine.keys()]
+    for name in mine.keys() & saved.keys():
+        problem = misfit(mine[name], saved[name])
+        if problem is not None:
+            problems.append(f"{name} {problem}")
+    return sorted(problems + _extra_misfits(model, own, found, index))
+
+
+def misfit(own: Any, saved: Any) -> str | None:
+    """Why the saved values cannot be put into a model's own tensor; of a spread one, into what lies here."""
+    here = held(own)
+    if is_unmade(here):
+        return "has no shape yet (of a lazy module): run one forward before the load"
+    if tuple(own.shape) != tuple(saved.shape):
+        return f"has the shape {tuple(own.shape)}, the checkpoint's {tuple(saved.shape)}"
+    if here.is_meta:
+        return "lies on the meta device, which has no memory: let the model be made before the load"
+    if here.is_inference() and not torch.is_inference_mode_enabled():
+        return "was made in torch.inference_mode(), and cannot be changed: make the model outside of it"
+    return next((problem for pair in pairs(own, saved) if (problem := _part_misfit(*pair)) is not None), None)
+
+
+def _part_misfit(own: torch.Tensor, saved: torch.Tensor) -> str | None:
+    problem = None if own.dtype == saved.dtype else _cast_problem(own.dtype, saved)
+    if problem is not None:
+        return problem
+    narrow, value = _without_repeats(own, saved)
+    if value is None or not _fits_overlaps(narrow, value):
+        return "has elements that share memory (as expand() makes them), and other values were saved for them"
+    return None
+
+
+def _cast_problem(dtype: torch.dtype, saved: torch.Tensor) -> str | None:
+    """Why values of one dtype cannot be taken as another: the kind of number differs, or some become others."""
+    told = f"is of {dtype}, the checkpoint's of {saved.dtype}"
+    is_castable = bits(saved) is saved and bits(torch.empty(0, dtype=dtype)).dtype == dtype
+    if not is_castable or not torch.can_cast(saved.dtype, dtype) or dtype is torch.bool:
+        return told
+    cast = saved.to(dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        # Compared in float32 at the least: small formats have no isfinite.
+        is_lost = bool((_wide(saved).isfinite() & ~_wide(cast).isfinite()).any())
+    else:
+        is_lost = not torch.equal(cast.to(saved.dtype), saved) or bool(((cast < 0) != (saved < 0)).any())
+    return f"{told}, and holds values that are too large for it" if is_lost else None
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    is_small = tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4
+    return tensor.float() if is_small else tensor
+
+
+def _without_repeats(own: torch.Tensor, saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """An expanded tensor as what it was expanded from, and the values for that; None where these differ."""
+    value = saved
+    for dim, (size, stride) in enumerate(zip(own.shape, own.stride())):
+        if stride == 0 and size > 1:
+            own, first = own.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+            if not _is_same(first.expand_as(value), value):
+                return own, None
+            value = first
+    return own, value
+
+
+def _fits_overlaps(own: torch.Tensor, value: torch.Tensor) -> bool:
+    """Would a tensor that is laid out like this hold these values?"""
+    if not own.numel() or own.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(own):
+        return True
+    like = bits(torch.empty_strided(own.shape, own.stride(), dtype=value.dtype))
+    return _is_same(like.copy_(bits(value)), value)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    as_bytes = [bits(each).contiguous().reshape(-1, 1).clone().view(torch.uint8) for each in (one, other)]
+    return torch.equal(*as_bytes)
+
+
+def casts(own: Mapping[str, Any], found: CollectedState, index: int) -> Iterator[tuple[str, torch.dtype, torch.dtype]]:
+    """(name, the saved dtype, its own) of each weight that a load casts."""
+    prefix = f"model/{index}/"
+    saved = saved_tensors(found, prefix)
+    for name, tensor in _own_tensors(own, prefix).items():
+        if name in saved and saved[name].dtype != tensor.dtype:
+            yield name, saved[name].dtype, tensor.dtype
+
+
+def load_weights(own: Mapping[str, Any], found: CollectedState, index: int) -> None:
+    """Put the saved values into a model's own tensors; `model_misfits` has found none."""
+    prefix = f"model/{index}/"
+    saved = saved_tensors(found, prefix)
+    with torch.no_grad():
+        for name, tensor in _own_tensors(own, prefix).items():
+            for part, values in pairs(tensor, saved[name]):
+                put_in(part, values)
+
+
+def put_in(own: torch.Tensor, saved: torch.Tensor) -> None:
+    """Put saved values into a model's own tensor, whose elements may share memory; `misfit` has found nothing."""
+    narrow, value = _without_repeats(own, saved)
+    assert value is not None  # else it is a misfit
+    if narrow.dtype == value.dtype:
+        narrow, value = bits(narrow), bits(value)
+    narrow.copy_(value)
+
+
+# -------------------------------------------------------------------- extra state; sparse and quantized tensors
+
+
+def _parts(own: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
+    """A model's own tensors that are not dense."""
+    return {
+        logical(prefix + name).removeprefix(prefix): value
+        for name, value in own.items()
+        if isinstance(value, torch.Tensor) and not is_dense(value) and not is_extra(name)
+    }
+
+
+def saved_extras(
+    found: CollectedState, index: int, tensors: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, Any]:
+    """What was saved of a model besides its weights, by name.
+
+    Args:
+        found: the saved state.
+        index: the model's number.
+        tensors: those that a model may keep; None: those that were found.
+
+    Raises:
+        CheckpointError: it is nothing that was saved.
+    """
+    prefix = f"model/{index}/"
+    source = found.tensors if tensors is None else tensors
+    values = {name.removeprefix(prefix): source[name] for name in source if name.startswith(prefix) and is_extra(name)}
+    return values | {name: decode(value, source) for name, value in found.state["extra"][index].items()}
+
+
+def _extra_misfits(model: torch.nn.Module, own: Mapping[str, Any], found: CollectedState, index: int) -> list[str]:
+    prefix = f"model/{index}/"
+    if not isinstance(found.state["extra"][index], dict):
+        return [f"the saved extra state of model {index} is not one that was saved"]
+    saved, mine = saved_extras(found, index), _parts(own, prefix)
+    names = {logical(prefix + name).removeprefix(prefix): name for name in own}
+    problems = []
+    for name, tensor in mine.items():
+        value = saved.get(name)
+        if _holder(model, names[name]) is None:
+            problems.append(f"{prefix}{name} is a {_described(tensor)} that the model keeps under another name")
+        elif not isinstance(value, torch.Tensor):
+            problems.append(f"{prefix}{name} is not in the checkpoint")
+        elif _described(value) != _described(tensor):
+            problems.append(f"{prefix}{name} is {_described(tensor)}, the checkpoint's {_described(value)}")
+    extras = {logical(prefix + name).removeprefix(prefix) for name in own if is_extra(name)}
+    lost = saved.keys() - mine.keys() - extras
+    return problems + [f"{prefix}{name} is in the checkpoint, the model has none" for name in lost]
+
+
+def _described(tensor: torch.Tensor) -> str:
+    kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+    scheme = f", {tensor.qscheme()}" if tensor.is_quantized else ""
+    return f"{kind} of {tensor.dtype} and {tuple(tensor.shape)}{scheme}"
+
+
+def load_extras(
+    own: Mapping[str, Any], values: Mapping[str, Any], model: torch.nn.Module, index: int, undo: LoadRollback
+) -> None:
+    """Put in what is not a weight, in code of the user's for the most part.
+
+    Args:
+        own: the model's state.
+        values: what `saved_extras` gave.
+        model: whose modules take their extra states up.
+        index: its number.
+        undo: learns how to put back what changes.
+    """
+    prefix = f"model/{index}/"
+    for name in own:
+        key = logical(prefix + name).removeprefix(prefix)
+        if key not in values:
+            continue
+        if is_extra(name):
+            owner = model.get_submodule(name.rpartition(".")[0])
+            before = preserved(own[name])
+            undo.add(prefix + key, partial(_set_extra, owner, before))
+            owner.set_extra_state(values[key])
+        else:
+            _replace(model, name, values[key], prefix + key, undo)
+
+
+def _set_extra(owner: torch.nn.Module, before: Callable[[], Any]) -> None:
+    owner.set_extra_state(before())
+
+
+def _holder(model: torch.nn.Module, name: str) -> dict[str, Any] | None:
+    """Where a model keeps a tensor of that name; None where its state dict calls it otherwise."""
+    path, _, last = name.rpartition(".")
+    try:
+        owner = model.get_submodule(path)
+    except AttributeError:
+        return None
+    return next((held for held in (owner._parameters, owner._buffers) if held.get(last) is not None), None)
+
+
+def _replace(model: torch.nn.Module, name: str, value: torch.Tensor, told: str, undo: LoadRollback) -> None:
+    """Sparse and quantized tensors take another place in memory with other values, so they are exchanged."""
+    held, last = _holder(model, name), name.rpartition(".")[2]
+    assert held is not None  # else it is a misfit
+    old = held[last]
+    if isinstance(old, torch.nn.Parameter):
+        undo.add(told, partial(setattr, old, "data", old.data))
+        old.data = value.to(old.device)
+    else:
+        undo.add(told, partial(held.__setitem__, last, old))
+        held[last] = value.to(old.device)

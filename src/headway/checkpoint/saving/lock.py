@@ -1,0 +1,280 @@
+"""One run at a time saves into a folder: a file beside it says which, and how one finds out that it is gone.
+
+The file is made where there is none, which one process can do. Its holder touches it every few seconds, by the disk's clock. Who
+finds it asks the kernel where the holder was a process of this machine, since its start; else it waits for a touch: one that
+comes is a run that lives, and silence a machine that died. Locks of the kernel say less: over NFS they may hold on this machine
+only, or outlive a dead one. Who only reads checkpoints needs no lock.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from headway.common.untrusted import printable, read_regular
+from headway.errors import CheckpointError
+from headway.log import get_logger
+
+log = get_logger(__name__)
+
+BEAT, SILENCE = 5.0, 30.0
+"""Seconds between two touches, and without any after which a holder counts as gone."""
+_MOST_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class LockOwner:
+    """The process that has a folder.
+
+    Attributes:
+        run: the id of its run, which a run that is resumed keeps.
+        start: of this start of the run; alike on all machines.
+        script: what it runs.
+        host: its machine, as people call it.
+        machine: as nothing else is called: the start of its kernel, and which processes see each other; "" where that is unknown.
+        pid: its number there.
+        born: when it was started, by the kernel's clock.
+        since: when it took the folder.
+    """
+
+    run: str
+    start: str
+    script: str
+    host: str
+    machine: str
+    pid: int
+    born: str
+    since: str
+
+    def __str__(self) -> str:
+        text = f"run {self.run} ({self.script}, process {self.pid} on {self.host}, since {self.since})"
+        return printable(text)
+
+    @classmethod
+    def here(cls, run: str, start: str) -> "LockOwner":
+        """This process."""
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        script = os.path.basename(sys.argv[0] or "python")
+        return cls(run, start, script, socket.gethostname(), _machine(), os.getpid(), _born(os.getpid()), now)
+
+    @property
+    def is_here(self) -> bool:
+        """Is it this process?"""
+        here = LockOwner.here(self.run, self.start)
+        return (self.host, self.machine, self.pid, self.born) == (here.host, here.machine, here.pid, here.born)
+
+    @property
+    def lives(self) -> bool | None:
+        """Is the process there? None where only its touches tell."""
+        return _born(self.pid) == self.born if self.machine and self.machine == _machine() else None
+
+
+class FolderLock:
+    """The lock of one folder.
+
+    Args:
+        folder: what is held; the file lies beside it.
+        run, start: the run that holds it, as `LockOwner` has them.
+
+    Raises:
+        CheckpointError: another run has it.
+    """
+
+    def __init__(self, folder: Path, run: str, start: str) -> None:
+        self.start = start
+        self._run = run
+        self._folder = folder
+        self._path = folder.with_name(f"{folder.name}.lock")
+        self._text = b""
+        self._pid = os.getpid()
+        self._over = threading.Event()
+        self._is_new = False
+        self._take()
+
+    def check(self) -> None:
+        """Have it still.
+
+        Raises:
+            CheckpointError: another run has taken it, as this one was silent for long.
+        """
+        found = _read(self._path)
+        if found is None:  # somebody has cleaned up
+            self._take()
+        elif not self._is_own(found[0]):
+            raise CheckpointError(
+                _told(self._folder, found[0], "was taken, while this run was not to be seen, by another one")
+            )
+
+    def release(self) -> None:
+        """Let others have it; nothing in a process that was forked."""
+        if os.getpid() != self._pid or self._over.is_set():
+            return
+        self._over.set()
+        found = _read(self._path)
+        if found is not None and found[0] == self._text:
+            self._path.unlink(missing_ok=True)
+            if self._is_new:
+                with contextlib.suppress(OSError):  # something was saved
+                    self._folder.parent.rmdir()
+
+    def _take(self) -> None:
+        self._is_new = not self._folder.parent.exists()
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
+        self._text = (json.dumps(asdict(LockOwner.here(self._run, self.start))) + "\n").encode()
+        handle = None
+        while handle is None:
+            try:
+                handle = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+            except FileExistsError:
+                found = _read(self._path)
+                if found is not None and self._is_own(found[0]):  # of another machine, which sees the same folder
+                    return
+                self._wait_for_end()
+        os.write(handle, self._text)
+        self._over.set()  # a thread that touches a file which is gone
+        self._over = threading.Event()
+        threading.Thread(target=_touch, args=(handle, self._over), name="headway-lock", daemon=True).start()
+
+    def _is_own(self, text: bytes) -> bool:
+        holder = _holder(text)
+        return holder is not None and holder.start == self.start
+
+    def _wait_for_end(self) -> None:
+        """Take away the file of a holder that is gone.
+
+        Raises:
+            CheckpointError: the holder lives.
+        """
+        first = found = _read(self._path)
+        has_told = False
+        while found is not None and first is not None and found[0] == first[0]:
+            holder = _holder(found[0])
+            lives = None if holder is None else holder.lives and not holder.is_here
+            if lives or found[1] != first[1]:
+                raise CheckpointError(_told(self._folder, found[0], "is in use by another run"))
+            if lives is False or _now(self._path) - found[1] > SILENCE:
+                self._displace(found[0])
+                return
+            if not has_told:
+                has_told = True
+                log.warning(
+                    "%s; waiting for %g s for a sign of it", _told(self._folder, found[0], "was last used by"), SILENCE
+                )
+            time.sleep(1)
+            found = _read(self._path)
+
+    def _displace(self, judged: bytes) -> None:
+        aside = self._path.with_name(f".{self._path.name}-{secrets.token_hex(8)}")
+        with contextlib.suppress(FileNotFoundError):  # another one has done it
+            os.rename(self._path, aside)
+            found = _read(aside)
+            if found is not None and found[0] != judged:  # and has taken the folder since
+                os.rename(aside, self._path)
+            aside.unlink(missing_ok=True)
+
+
+class Locks:
+    """The locks that this process has; several Accelerators of it may save into one folder."""
+
+    def __init__(self) -> None:
+        self._held: dict[Path, FolderLock] = {}
+        atexit.register(self.release)
+
+    def start_of(self, folder: Path) -> str:
+        """Of the run that this process has locked a folder for; "" where it has not."""
+        known = self._held.get(folder)
+        return "" if known is None else known.start
+
+    def hold(self, folder: Path, run: str, start: str) -> None:
+        """Have a folder.
+
+        Raises:
+            CheckpointError: another run has it.
+        """
+        known = self._held.get(folder)
+        try:
+            if known is None:
+                self._held[folder] = FolderLock(folder, run, start)
+            else:
+                known.check()
+        except OSError as error:
+            log.warning_once("%s cannot be locked (%s): nothing keeps another run from saving there too", folder, error)
+
+    def release(self, folder: Path | None = None) -> None:
+        """Let go of a folder, or of all."""
+        for each in [folder] if folder is not None else list(self._held):
+            if (known := self._held.pop(each, None)) is not None:
+                with contextlib.suppress(OSError):
+                    known.release()
+
+
+def _touch(handle: int, over: threading.Event) -> None:
+    try:
+        while not over.wait(BEAT):
+            with contextlib.suppress(OSError):  # a server that is away for a while
+                os.utime(handle)
+    finally:
+        os.close(handle)
+
+
+def _read(path: Path) -> tuple[bytes, float] | None:
+    """What a file holds, and when it was last touched; None where there is none."""
+    if not os.path.lexists(path):
+        return None
+    try:
+        return read_regular(path, _MOST_BYTES), path.stat().st_mtime  # opened anew, so that NFS asks its server
+    except (CheckpointError, FileNotFoundError):
+        if os.path.lexists(path):
+            raise
+        return None
+
+
+def _now(path: Path) -> float:
+    """The time by the clock of the disk, which is a server's perhaps."""
+    probe = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    probe.touch()
+    try:
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _holder(text: bytes) -> LockOwner | None:
+    """Who has written it; None where it is not written yet, or by nobody of ours."""
+    try:
+        told = LockOwner(**json.loads(text))
+    except (ValueError, TypeError):
+        return None
+    return told if type(told.pid) is int else None
+
+
+def _told(folder: Path, text: bytes, what: str) -> str:
+    holder = _holder(text)
+    return (
+        f"{folder} {what}{'' if holder is None else f': {holder}'}. Two runs in one folder would remove and take up each other's "
+        "checkpoints; end that one, or give this one another project_dir"
+    )
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _born(pid: int) -> str:
+    """When a process was started, in the kernel's ticks; "" where there is none that runs."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,1 @@
+"""Where batches come from: indices, streams, one reader for all, worker processes."""

@@ -1,0 +1,240 @@
+"""In which order an epoch's samples come: drawn as torch's own samplers draw it, and reproducible from what is kept.
+
+By default torch's plain shuffling is a `DrawnOrder`: at the start of a pass the number is drawn that torch's sampler would
+draw, and the order is a pure function of it, so that any position can be sought. A seedable order and sequential reading
+are a `PureOrder`, a function of (seed, epoch). Every other sampler is kept as the user gave it (`SamplerOrder`): it
+draws from its own generators or, where it has none, from global random streams, whose state at the epoch's start is kept.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from headway.data.feeds.feed import State
+from headway.data.sampling.draws import LoaderStream
+from headway.data.sampling.rng import Agree, GlobalStreams, OwnGenerators
+from headway.runtime.seed import mix
+
+_CHUNK = 64
+"""Items taken from a sampler at a time: swapping all global streams costs about 0.1 ms."""
+
+
+class SampleOrder(Protocol):
+    """The order of an epoch's samples, or of its batches."""
+
+    def reseed(self, seed: int) -> None:
+        """Let an order that is a function of a seed be one of this seed from now on."""
+
+    def open(self) -> None:
+        """An iterator is made; torch's would draw now if workers wait for indices."""
+
+    def draw(self, epoch: int) -> Sequence[Any] | Iterator[Any]:
+        """The whole order of `epoch`: a sequence where any position can be reached, an iterator elsewhere."""
+
+    def __len__(self) -> int:
+        """How many items it has."""
+
+    def state(self, is_running: bool) -> State:
+        """What is needed to draw the epoch in progress (else the next one) again."""
+
+    def load_state(self, state: State) -> None:
+        """Draw the next epoch from this state."""
+
+
+def permutation(length: int, seed: int) -> numpy.ndarray[Any, Any]:
+    """The shuffled order of `length` samples: torch.randperm, seeded by `seed`."""
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    # As an array, because slicing one costs a tenth of slicing a tensor.
+    return torch.randperm(length, generator=generator).numpy()
+
+
+class PureOrder:
+    """Sequential or shuffled without replacement.
+
+    Args:
+        items: what has a length (which may change between epochs).
+        is_shuffled: shuffled, or one after the other.
+        seed: of the shuffling.
+    """
+
+    def __init__(self, items: Sized, is_shuffled: bool, seed: int) -> None:
+        self.items = items
+        self.is_shuffled = is_shuffled
+        self.seed = seed
+
+    @classmethod
+    def of(cls, sampler: Any, seed: int, is_seedable: bool) -> "PureOrder | None":
+        """The pure order that takes the place of one of torch's samplers; None where there is none."""
+        if type(sampler) is SequentialSampler:
+            return cls(sampler, False, seed)
+        return cls(sampler, True, seed) if is_seedable and is_plain_shuffling(sampler) else None
+
+    def reseed(self, seed: int) -> None:
+        """Shuffle by this seed from the next epoch on."""
+        self.seed = seed
+
+    def open(self) -> None:
+        """Nothing is drawn."""
+
+    def draw(self, epoch: int) -> Sequence[int]:
+        """The epoch's order, sliceable."""
+        length = len(self.items)
+        return permutation(length, mix(self.seed, epoch)) if self.is_shuffled else range(length)  # type: ignore[return-value]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def state(self, is_running: bool) -> State:
+        """Nothing: seed and epoch say it all."""
+        return {}
+
+    def load_state(self, state: State) -> None:
+        """Nothing to restore."""
+
+
+def is_plain_shuffling(sampler: Any) -> bool:
+    """Is this torch's shuffling without replacement of a whole dataset, by the global generator?"""
+    is_plain = type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None
+    return is_plain and sampler.num_samples == len(sampler.data_source)
+
+
+class DrawnOrder:
+    """Shuffled without replacement by a number that each pass draws as torch's sampler does.
+
+    Args:
+        items: what has a length (which may change between epochs).
+        stream: what it is drawn from.
+        agree: turns this rank's number into that of rank 0; None: this process draws alone.
+    """
+
+    def __init__(self, items: Sized, stream: LoaderStream, agree: Agree | None) -> None:
+        self.items = items
+        self._stream = stream
+        self._agree = agree
+        self._drawn: int | None = None
+        self._opened: int | None = None
+        self._loaded: int | None = None
+
+    def reseed(self, seed: int) -> None:
+        """Nothing: each pass draws its own."""
+
+    def open(self) -> None:
+        """Draw now, where a resumed pass has not drawn before."""
+        if self._loaded is None:
+            self._opened = self._stream.draw()
+
+    def draw(self, epoch: int) -> Sequence[int]:
+        """The epoch's order, sliceable."""
+        number, self._loaded = self._loaded, None
+        if number is None:
+            number = self._stream.draw() if self._opened is None else self._opened
+        self._opened = None
+        # A resumed pass asks as well: ranks that do not resume alike must not wait for each other.
+        self._drawn = number if self._agree is None else self._agree(number)
+        return permutation(len(self.items), self._drawn)  # type: ignore[return-value]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def state(self, is_running: bool) -> State:
+        """The number drawn for the pass in progress, or for one whose iterator is made."""
+        number = self._drawn if is_running else self._loaded if self._opened is None else self._opened
+        return {} if number is None else {"drawn": number}
+
+    def load_state(self, state: State) -> None:
+        """Let the next pass be in that order."""
+        self._loaded, self._opened = state.get("drawn"), None
+
+
+class SamplerOrder:
+    """The order of a user's sampler or batch sampler.
+
+    Args:
+        sampler: anything that yields indices, or lists of them.
+        seed: of the global streams as a seedable sampler sees them.
+        is_seedable: seed those by (seed, epoch); False: let them begin where `stream` is, as a plain loader does.
+        stream: what the run's loaders draw from.
+        agree: turns this rank's state into that of rank 0; None: this process draws alone.
+        is_synchronised: let the sampler's own generators begin each epoch with rank 0's state.
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        seed: int,
+        is_seedable: bool,
+        stream: LoaderStream,
+        agree: Agree | None,
+        is_synchronised: bool,
+    ) -> None:
+        self.sampler = sampler
+        self.seed = seed
+        self._stream = stream
+        self._own = OwnGenerators(sampler, agree if is_synchronised else None)
+        self._continues_global = not is_seedable and not self._own.generators
+        self._agree = agree
+        self._global: str | None = None
+        self._loaded_global: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+    def reseed(self, seed: int) -> None:
+        """Let the sampler see streams of this seed from the next epoch on, where it sees seeded ones."""
+        self.seed = seed
+
+    def open(self) -> None:
+        """Nothing yet: the sampler is the user's."""
+
+    def draw(self, epoch: int) -> Iterator[Any]:
+        """Begin the epoch's draw; its items come as they are asked for."""
+        self._own.begin()
+        if not self._continues_global:
+            return self._items(GlobalStreams.seeded(mix(self.seed, epoch)))
+        text, self._loaded_global = self._loaded_global, None
+        draws_here = text is None and self._stream.is_global
+        text = self._stream.for_sampler() if text is None else text
+        self._global = text if self._agree is None else self._agree(text)
+        if draws_here and self._global == text:
+            return self._own_draw()
+        return self._items(GlobalStreams.of(self._global))
+
+    def _own_draw(self) -> Iterator[Any]:
+        """As plain torch would: what the sampler draws for its first item, it draws from this process's streams.
+
+        Most samplers draw all they need then. Of what one draws later a copy of the streams is used, because between
+        training's own draws it could not be drawn again after a resume.
+        """
+        iterator = iter(self.sampler)
+        first = list(islice(iterator, 1))
+        streams = GlobalStreams.here()  # before training draws
+        yield from first
+        yield from self._chunks(iterator, streams)
+
+    def _items(self, streams: GlobalStreams) -> Iterator[Any]:
+        with streams:
+            iterator = iter(self.sampler)
+        yield from self._chunks(iterator, streams)
+
+    def _chunks(self, iterator: Iterator[Any], streams: GlobalStreams) -> Iterator[Any]:
+        while True:
+            with streams:
+                chunk = list(islice(iterator, _CHUNK))
+            yield from chunk
+            if len(chunk) < _CHUNK:
+                return
+
+    def state(self, is_running: bool) -> State:
+        """What the epoch in progress (else the next one) was drawn from, where seed and epoch do not say it."""
+        taken = self._global if is_running else self._loaded_global
+        return self._own.state(is_running) if taken is None else {"global": taken}
+
+    def load_state(self, state: State) -> None:
+        """Draw the next epoch from that."""
+        self._own.load_state(state)
+        self._loaded_global = state.get("global")

@@ -1,0 +1,1 @@
+"""The device of a forecast: its size, its kernels, its allocator."""

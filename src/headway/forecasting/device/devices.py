@@ -1,0 +1,206 @@
+"""What a card has, and what it takes before the first tensor: one table, with the source of each number."""
+
+from dataclasses import dataclass
+
+from headway.common import env
+from headway.common.units import parse_bytes
+from headway.config.values import did_you_mean
+from headway.errors import ConfigError
+from headway.forecasting.device import calibration
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device can do at most, as its maker publishes it.
+
+    Attributes:
+        full: floating point operations a second in float32, without TF32, as torch computes unless it is told otherwise.
+        half: the same in half precision on dense tensor cores, sums in float32; bfloat16 from compute capability 8.0 on.
+        bandwidth: bytes a second of its memory.
+    """
+
+    full: float
+    half: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """A target.
+
+    Attributes:
+        name: as it is asked for.
+        memory: bytes on the card; None: not known, as on a CPU.
+        capability: compute capability; (0, 0) on a CPU.
+        overhead: bytes that the driver's context and loaded libraries take beside tensors: least, likely, most.
+        cublas: bytes of cuBLAS's workspace, for each thread that multiplies matrices.
+        source: where the overhead comes from.
+        rates: what it computes and moves in a second at most.
+    """
+
+    name: str
+    memory: int | None
+    capability: tuple[int, int]
+    overhead: tuple[int, int, int]
+    cublas: int
+    source: str
+    rates: Rates
+
+    @property
+    def is_cuda(self) -> bool:
+        """Does it have CUDA's allocator and kernels?"""
+        return self.capability > (0, 0)
+
+
+MARGIN = 0.02
+"""Of what the allocator takes: what may come on top, such as workspaces that no table knows. Assumed."""
+LEAST_MARGIN = 128 * MIB
+
+_AMPERE = 2 * 4096 * 1024 + 8 * 16 * 1024
+"""`:4096:2:16:8`, what torch asks for where CUBLAS_WORKSPACE_CONFIG is not set."""
+_HOPPER = 32 * MIB
+
+# In use on the card with BERT-large's weights alone, as published beside the table of docs/forecast.md, less what the allocator
+# takes for these weights. The rows of the table themselves are not in it.
+_3090_CONTEXT = (2564 - 1294) * MIB
+# Code for compute capability 8.6 in the libraries of nvidia-cublas-cu11 11.10.3.66 (May 2022), uncompressed: 61 MiB in libcublas,
+# 377 in libcublasLt. Before CUDA 11.7 all of it is loaded with the first matrix product, which comes after the reading above.
+_3090_CUBLAS = (61 + 377) * MIB
+_3090 = (
+    "RTX 3090, CUDA 11 of 2022, with a desktop: 1270 MiB published for a process that holds weights alone, and 438 MiB of cuBLAS's "
+    "code, counted in its package; CUDA 11.7 and later load less"
+)
+_ASSUMED = "assumed: a context, the driver's own share and lazily loaded kernels; not measured on this card"
+_ASSUMED_RANGE = (500 * MIB, 750 * MIB, 1100 * MIB)
+
+
+def _rates(full: float, half: float, bandwidth: float) -> Rates:
+    """Of a data sheet: TFLOPS, TFLOPS, GB/s."""
+    return Rates(full * 1e12, half * 1e12, bandwidth * 1e9)
+
+
+def _assumed(name: str, memory: int, capability: tuple[int, int], rates: Rates, cublas: int = _AMPERE) -> Device:
+    return Device(name, memory * MIB, capability, _ASSUMED_RANGE, cublas, _ASSUMED, rates)
+
+
+_CPU_RATES = Rates(100e9, 100e9, 20e9)
+"""Assumed: processors differ too much for one figure."""
+_UNKNOWN_RATES = _rates(20, 150, 1000)
+"""Of a card that is not in the table: assumed; they only weigh operations against each other."""
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("cpu", None, (0, 0), (0, 0, 0), 0, "memory of tensors only", _CPU_RATES),
+        Device(
+            "rtx-3090",
+            24 * GIB,
+            (8, 6),
+            (_3090_CONTEXT, _3090_CONTEXT + _3090_CUBLAS, _3090_CONTEXT + _3090_CUBLAS),
+            _AMPERE,
+            _3090,
+            _rates(35.6, 71, 936),
+        ),
+        _assumed("rtx-4090", 24564, (8, 9), _rates(82.6, 165.2, 1008)),
+        _assumed("t4", 15360, (7, 5), _rates(8.1, 65, 320)),
+        _assumed("v100-16gb", 16384, (7, 0), _rates(15.7, 125, 900)),
+        _assumed("v100-32gb", 32768, (7, 0), _rates(15.7, 125, 900)),
+        _assumed("a10g", 23028, (8, 6), _rates(31.2, 70, 600)),
+        _assumed("l4", 23034, (8, 9), _rates(30.3, 121, 300)),
+        _assumed("l40s", 46068, (8, 9), _rates(91.6, 362, 864)),
+        _assumed("a100-40gb", 40960, (8, 0), _rates(19.5, 312, 1555)),
+        _assumed("a100-80gb", 81920, (8, 0), _rates(19.5, 312, 2039)),
+        _assumed("h100", 81559, (9, 0), _rates(67, 989, 3350), _HOPPER),
+        _assumed("h200", 143771, (9, 0), _rates(67, 989, 4800), _HOPPER),
+        _assumed("b100", 183359, (10, 0), _rates(60, 1750, 8000), _HOPPER),
+        _assumed("b200", 183359, (10, 0), _rates(75, 2250, 8000), _HOPPER),
+    )
+}
+
+
+def find(name: str) -> Device:
+    """The device of that name, with what was measured on it here by `headway estimate --calibrate`, else the table's assumption.
+
+    Args:
+        name: of the table, of a calibrated card, or "this": the CUDA device of this machine.
+
+    Raises:
+        ConfigError: it is neither in the table nor calibrated.
+        DeviceUnavailable: "this" where there is no CUDA device.
+    """
+    records = calibration.read(calibration.file(env.snapshot()))
+    wanted = named() if name.lower() == "this" else name.lower()
+    device, record = DEVICES.get(wanted), records.get(wanted)
+    if record is not None:
+        return _measured(wanted, device, record)
+    if device is None:
+        known = sorted({*DEVICES, *records})
+        hint = did_you_mean(name, [*known, "this"])
+        calibrate = "; `headway estimate --calibrate` on its machine adds it" if name.lower() == "this" else ""
+        raise ConfigError(f"device={wanted!r} is not in the table{hint or ''}; it has {', '.join(known)}{calibrate}")
+    return device
+
+
+def named() -> str:
+    """The name of this machine's CUDA device.
+
+    Raises:
+        DeviceUnavailable: there is none.
+    """
+    product, memory, _ = calibration.product()
+    return _name_of(product, memory)
+
+
+def calibrated(product: str, memory: int) -> Device | None:
+    """A GPU with what `headway estimate --calibrate` measured on one of its kind; None: nothing was.
+
+    Args:
+        product: what the driver calls it.
+        memory: bytes.
+    """
+    name = _name_of(product, memory)
+    record = calibration.read(calibration.file(env.snapshot())).get(name)
+    return None if record is None else _measured(name, DEVICES.get(name), record)
+
+
+def _name_of(product: str, memory: int) -> str:
+    return calibration.name_of(product, memory, {name: device.memory for name, device in DEVICES.items()})
+
+
+def _measured(name: str, known: Device | None, record: calibration.CalibrationRecord) -> Device:
+    rates = known.rates if known is not None else _UNKNOWN_RATES
+    # Kernels are loaded when they are first used: later ones come on top.
+    overhead = (record.overhead, record.overhead, record.overhead + LEAST_MARGIN)
+    workspace = record.kept // 2 if record.kept else (_HOPPER if record.capability >= (9, 0) else _AMPERE)
+    return Device(name, record.memory, record.capability, overhead, workspace, record.source, rates)
+
+
+def budget_of(device: Device, budget: int | str | None) -> int | None:
+    """Bytes that a run may take from the card, its context included; None: no limit is known.
+
+    Args:
+        device: the target.
+        budget: None: all of its memory. Decimal units are powers of 1000, binary ones of 1024.
+    """
+    if budget is None:
+        return device.memory
+    return parse_bytes(budget)
+
+
+def spread(device: Device, taken: int) -> tuple[int, int, int]:
+    """Bytes in use on the device when the allocator has taken so many: least, likely, most."""
+    if not device.is_cuda:
+        return taken, taken, taken
+    least, likely, most = device.overhead
+    return taken + least, taken + likely, taken + most + max(int(taken * MARGIN), LEAST_MARGIN)
+
+
+def room(device: Device, budget: int) -> int:
+    """Bytes that the allocator may take so that even the most stays within the budget; may be negative."""
+    if not device.is_cuda:
+        return budget
+    left = budget - device.overhead[2]
+    return min(int(left / (1 + MARGIN)), left - LEAST_MARGIN)

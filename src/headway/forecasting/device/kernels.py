@@ -1,0 +1,349 @@
+"""What a target device computes differently from a CPU, as data: which kernels it takes, and what they ask for beside their results.
+
+The step is traced on fake tensors that lie on the CPU. For the time of a trace the operations below get an implementation for fake
+tensors that asks for what the target's kernels ask for; real tensors go on being computed as ever. It is registered in torch's
+dispatcher, not in a Python function, so that calls from C++ and recomputation in backward meet it as well.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from headway.forecasting.device.autocast import FLOAT32, FLOAT32_IF_FREE
+from headway.forecasting.device.devices import Device
+
+FLASH_MAX_HEAD = 256
+_HALVES = (torch.float16, torch.bfloat16)
+_SORTED_FROM = 3072
+"""Up to so many indices an embedding's backward on CUDA needs no sorting."""
+
+Sizes = Callable[[tuple[Any, ...]], list[int]]
+
+
+def _flash_backward(args: tuple[Any, ...]) -> list[int]:
+    """The gradient of queries in float32, and a row of sums for each."""
+    query = args[1]
+    samples, heads, length, width = query.shape
+    padded, wide = -(-length // 128) * 128, -(-width // 32) * 32
+    return [samples * heads * padded * wide * 4, samples * heads * padded * 4]
+
+
+def _efficient_backward(args: tuple[Any, ...]) -> list[int]:
+    """A row of sums for each query; in half precision gradients in float32, of wide heads also those of keys and values.
+
+    Gradients of grouped heads are those of all heads until they are summed up.
+    """
+    query, key = args[1], args[2]
+    samples, heads, length, width = query.shape
+    found = [samples * heads * length * 4]
+    if key.shape[1] != heads:
+        found += [samples * heads * key.shape[2] * width * key.element_size()] * 2
+    if query.dtype in _HALVES:
+        is_wide = width > 128
+        padded = -(-width // 128) * 128 if is_wide else -(-width // 64) * 64
+        found.append(samples * heads * (length + is_wide * 2 * key.shape[2]) * padded * 4)
+    return found
+
+
+def _embedding_backward(args: tuple[Any, ...]) -> list[int]:
+    """Indices, sorted, with where they were, and room to sort them in."""
+    size = args[1].numel() * 8
+    return [size, size, 2 * size] if args[1].numel() > _SORTED_FROM else []
+
+
+def _convolution_on_cpu(args: tuple[Any, ...]) -> list[int]:
+    """oneDNN's copies of inputs and weights in its own order; channels in eights at least."""
+    inputs, weights = args[0], args[1]
+    return [weights.nbytes, *_ordered(inputs)]
+
+
+def _convolution_backward_on_cpu(args: tuple[Any, ...]) -> list[int]:
+    gradient, inputs = args[0], args[1]
+    return [*_ordered(gradient), *_ordered(inputs)]
+
+
+def _ordered(tensor: torch.Tensor) -> list[int]:
+    return [tensor.nbytes] if tensor.shape[1] % 8 == 0 else []
+
+
+def _gathered_by_gloo(args: tuple[Any, ...]) -> list[int]:
+    """What comes in lies in a row first."""
+    return [args[0].nbytes]
+
+
+def _gathered_by_name(args: tuple[Any, ...]) -> list[int]:
+    return [args[0].nbytes * args[1]]
+
+
+def _scattered_by_gloo(args: tuple[Any, ...]) -> list[int]:
+    """All of the input is summed, in a copy."""
+    return [args[1].nbytes]
+
+
+def _scattered_by_name(args: tuple[Any, ...]) -> list[int]:
+    return [args[0].nbytes]
+
+
+def _eight_bit_on_cpu(args: tuple[Any, ...]) -> list[int]:
+    """bitsandbytes' update of Adam in torch's operations: gradient, both moments, a root and a denominator in float32."""
+    return [args[2].numel() * 4] * 5
+
+
+def _nothing(args: tuple[Any, ...]) -> list[int]:
+    """The kernel works in place."""
+    return []
+
+
+def _before_reduction(args: tuple[Any, ...]) -> list[int]:
+    """A loss of each element, until it is reduced to one number; `reduction=0` is none."""
+    return [args[0].nbytes] if len(args) < 3 or args[2] else []
+
+
+SCRATCH_OF_CPU: dict[str, Sizes] = {
+    "aten::convolution": _convolution_on_cpu,
+    "aten::convolution_backward": _convolution_backward_on_cpu,
+    "c10d::_allgather_base_": _gathered_by_gloo,
+    "c10d::_reduce_scatter_base_": _scattered_by_gloo,
+    "_c10d_functional::all_gather_into_tensor": _gathered_by_name,
+    "_c10d_functional::reduce_scatter_tensor": _scattered_by_name,
+    "aten::mse_loss": _before_reduction,
+    "aten::smooth_l1_loss": _before_reduction,
+    "bitsandbytes::optimizer_update_8bit_blockwise": _eight_bit_on_cpu,
+    "bitsandbytes::optimizer_update_32bit": _nothing,
+}
+"""On a CPU: bytes that a kernel asks torch's allocator for while it runs, by operation."""
+
+SCRATCH_OF_CUDA: dict[str, Sizes] = {
+    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten::_scaled_dot_product_cudnn_attention_backward": _flash_backward,
+    "aten::embedding_dense_backward": _embedding_backward,
+    "aten::mse_loss": _before_reduction,
+    "aten::smooth_l1_loss": _before_reduction,
+    "bitsandbytes::optimizer_update_8bit_blockwise": _nothing,
+    "bitsandbytes::optimizer_update_32bit": _nothing,
+}
+"""On CUDA: bytes that a kernel asks torch's allocator for while it runs, by operation."""
+
+OVERSIZED: dict[str, Sizes] = {"aten::mse_loss": _before_reduction, "aten::smooth_l1_loss": _before_reduction}
+"""Everywhere: bytes behind a result that was made for all elements and then shrunk to one number, which gives nothing back."""
+
+MATMUL = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "_scaled_mm")
+"""Operations that go to cuBLAS, whose workspace stays from the first of them on."""
+
+UNKNOWN_SCRATCH: dict[str, str] = {
+    "aten::convolution": "cuDNN's workspaces for convolutions are not counted: it takes what the algorithm it chooses wants",
+    "aten::convolution_backward": "cuDNN's workspaces for convolutions are not counted: it takes what the algorithm it chooses wants",
+    "aten::_scaled_dot_product_cudnn_attention_backward": (
+        "cuDNN's workspace for attention's backward is assumed to be as large as FlashAttention's"
+    ),
+    "aten::_cudnn_rnn": "cuDNN's reserve of recurrent layers is not counted",
+    "aten::lstm": "cuDNN's reserve of recurrent layers is not counted",
+    "aten::gru": "cuDNN's reserve of recurrent layers is not counted",
+    "aten::_ctc_loss": "the workspace of the CTC loss is not counted",
+    "aten::sort": "the workspace of sorting is not counted",
+    "aten::linalg_svd": "cuSOLVER's workspaces are not counted",
+}
+"""What is known not to be known, by operation."""
+
+NAMESPACES = (
+    *("aten", "prim", "prims", "profiler", "inductor", "higher_order"),
+    *("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "fsdp"),
+)
+"""Whose operations a trace understands; all others are named in its caveats."""
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """How attention is computed, as `torch._fused_sdp_choice` chooses on CUDA.
+
+    Attributes:
+        capability: of the device.
+        version: of torch.
+    """
+
+    capability: tuple[int, int]
+    version: tuple[int, ...]
+
+    def kernel(
+        self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, p: float, causal: bool, trains: bool
+    ) -> str:
+        """ "cudnn", "flash", "efficient" or "math"."""
+        width, is_half = query.shape[-1], query.dtype in _HALVES
+        if (
+            query.dim() != 4
+            or width != key.shape[-1]
+            or 0 in query.shape
+            or query.dtype not in (*_HALVES, torch.float32)
+        ):
+            return "math"
+        if is_half and self._takes_cudnn(width, mask, p, trains):
+            return "cudnn"
+        has_tensor_cores = self.capability >= (8, 0)
+        fits = width <= FLASH_MAX_HEAD and not (causal and query.shape[2] != key.shape[2])
+        if has_tensor_cores and is_half and mask is None and fits:
+            return "flash"
+        aligned = 16 // query.element_size() if has_tensor_cores or is_half else 1
+        is_refused = query.shape[1] != key.shape[1] and self.version < (2, 14)
+        if width % aligned or is_refused or (query.dtype == torch.bfloat16 and not has_tensor_cores):
+            return "math"
+        return "efficient"
+
+    def _takes_cudnn(self, width: int, mask: torch.Tensor | None, p: float, trains: bool) -> bool:
+        if self.capability not in ((9, 0), (10, 0)) or width % 8 or width > FLASH_MAX_HEAD:
+            return False
+        if mask is not None and mask.requires_grad:
+            return False
+        has_dropout = p > 0 and self.version >= (2, 12)
+        return not has_dropout and not (trains and 128 < width < FLASH_MAX_HEAD and self.version >= (2, 14))
+
+
+@contextmanager
+def substituted(device: Device, precision: str) -> Iterator[None]:
+    """A block in which fake tensors on the CPU ask for memory as they would on that device."""
+    with ExitStack() as stack:
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        # Registered kernels stay until this is called.
+        stack.callback(library._destroy)
+        if device.is_cuda:
+            choice = AttentionKernel(device.capability, tuple(map(int, torch.__version__.split(".")[:2])))
+            library.impl("dropout", _dropout, "AutogradCPU")  # type: ignore[no-untyped-call]
+            library.impl("scaled_dot_product_attention", _attention(choice), "AutogradCPU")  # type: ignore[no-untyped-call]
+            if precision != "no":
+                for name in (*FLOAT32, *FLOAT32_IF_FREE):
+                    _in_float32(library, name)
+        else:
+            library.impl("scaled_dot_product_attention", _attention_of_cpu, "AutogradCPU")  # type: ignore[no-untyped-call]
+        yield
+
+
+def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """CUDA's keeps one byte an element for backward, where a CPU keeps a mask of the tensor's own dtype."""
+    if isinstance(tensor, FakeTensor) and train and 0 < p < 1 and tensor.numel():
+        return torch.ops.aten.native_dropout(tensor, p, train)[0]  # type: ignore[no-any-return]
+    return torch.ops.aten.dropout.default.decompose(tensor, p, train)  # type: ignore[no-any-return]
+
+
+def _attention(choice: AttentionKernel) -> Callable[..., Any]:
+    aten = torch.ops.aten
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        p: float = 0.0,
+        causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        if not isinstance(query, FakeTensor):
+            return _plain(query, key, value, mask, p, causal, scale, enable_gqa)
+        trains = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+        kernel = choice.kernel(query, key, mask, p, causal, trains)
+        if kernel == "math":
+            return _math(query, key, value, mask, p, causal, scale, enable_gqa)
+        if kernel == "cudnn":
+            mask = _added(mask, query)
+            return aten._scaled_dot_product_cudnn_attention(query, key, value, mask, trains, p, causal, scale=scale)[0]
+        if mask is not None:
+            mask = _prepared(mask, query, key)
+        width = query.shape[-1]
+        if kernel == "flash":
+            padded = [
+                torch.nn.functional.pad(each, (0, -width % 8)) if width % 8 else each for each in (query, key, value)
+            ]
+            scale = width**-0.5 if scale is None else scale
+            return aten._scaled_dot_product_flash_attention(*padded, p, causal, False, scale=scale)[0][..., :width]
+        return aten._scaled_dot_product_efficient_attention(query, key, value, mask, trains, p, causal, scale=scale)[0]
+
+    return attention
+
+
+def _added(mask: Any, query: torch.Tensor) -> Any:
+    """A mask of bools becomes one to add."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def _prepared(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A mask to add, its rows aligned to 16 bytes, as the memory-efficient kernel wants them."""
+    mask = _added(mask, query)
+    length = key.shape[2]
+    if mask.shape[-1] == length and length % 8:
+        mask = torch.nn.functional.pad(mask, (0, -length % 8))[..., :length]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], length)
+
+
+def _attention_of_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    p: float = 0.0,
+    causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """torch does not take a fake tensor for one that its fused kernel of CPUs can read."""
+    is_alike = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    has_heads = query.dim() == 4 and (query.shape[1] == key.shape[1] or enable_gqa)
+    is_aligned = all(each.stride(-1) == 1 for each in (query, key, value))
+    if not isinstance(query, FakeTensor) or not (is_alike and has_heads and is_aligned) or p > 0:
+        return _plain(query, key, value, mask, p, causal, scale, enable_gqa)
+    if mask is not None and mask.requires_grad:
+        return _math(query, key, value, mask, p, causal, scale, enable_gqa)
+    mask = _added(mask, query)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, p, causal, attn_mask=mask, scale=scale
+    )[0]
+
+
+def _math(
+    query: Any, key: Any, value: Any, mask: Any, p: float, causal: bool, scale: float | None, enable_gqa: bool
+) -> Any:
+    mask = _added(mask, query)
+    math = torch.ops.aten._scaled_dot_product_attention_math
+    return math(query, key, value, mask, p, causal, None, scale=scale, enable_gqa=enable_gqa)[0]
+
+
+def _plain(
+    query: Any, key: Any, value: Any, mask: Any, p: float, causal: bool, scale: float | None, enable_gqa: bool
+) -> Any:
+    operation = torch.ops.aten.scaled_dot_product_attention.default
+    return operation.decompose(query, key, value, mask, p, causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _in_float32(library: torch.library.Library, name: str) -> None:
+    """Under autocast CUDA computes it in float32; where a CPU does too, nothing is to be done."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if has_kernel(f"aten::{name}", "AutocastCPU") or not has_kernel(f"aten::{name}", "AutocastCUDA"):
+        return
+    packet, _, overload = name.partition(".")
+    operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    is_optional = name in FLOAT32_IF_FREE
+    place = [argument.name for argument in operation._schema.arguments].index("dtype") if is_optional else 0
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, FakeTensor) and value.dtype in _HALVES:
+            return value.to(torch.float32)
+        return [cast(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # As torch's own kernels do it: what is called from here on is not cast again.
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+            if is_optional:
+                said = args[place] if len(args) > place else kwargs.get("dtype")
+                if said is None and any(isinstance(each, FakeTensor) for each in args):
+                    return operation(*args[:place], **{**kwargs, "dtype": torch.float32})
+                return operation(*args, **kwargs)
+            return operation(*(cast(each) for each in args), **{key: cast(each) for key, each in kwargs.items()})
+
+    library.impl(name, run, "AutocastCPU")  # type: ignore[no-untyped-call]

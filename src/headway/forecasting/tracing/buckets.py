@@ -1,0 +1,102 @@
+"""What DDP's reducer holds beside a model: flat buckets in which gradients travel.
+
+The reducer is C++ and takes no tensors without values, so its memory follows its rules: one bucket for all gradients at first; after
+the first backward buckets of at most so many bytes, in the order in which gradients came; gradients are copied into them, and lie in
+them from then on where they are views of their bucket.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.config.strategies import DistributedDataParallelKwargs
+from headway.forecasting.tracing.step import SingleProcessEngine, StepEngine
+
+_MIB = 1 << 20
+
+
+class Replica(SingleProcessEngine):
+    """A whole model on each rank, whose gradients are summed by DDP.
+
+    Args:
+        model: of tensors without values.
+        cap: bytes of a bucket.
+        as_views: `gradient_as_bucket_view`.
+        is_fixed: buckets stay as they are cut at first, as with `find_unused_parameters`.
+    """
+
+    def __init__(self, model: nn.Module, cap: int, as_views: bool = False, is_fixed: bool = False) -> None:
+        super().__init__(model)
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._cap, self._as_views, self._is_fixed = cap, as_views, is_fixed
+        self._buckets: list[torch.Tensor] = []
+        self._places: dict[int, torch.Tensor] = {}
+        self._arrived: list[int] = []
+        self._is_last = False
+        for index, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(_Arrival(self, index))  # type: ignore[no-untyped-call]
+
+    def own(self) -> list[torch.Tensor]:
+        """The buckets."""
+        if not self._buckets:
+            self._cut(range(len(self._parameters))[::-1], self._cap if self._is_fixed else sys.maxsize)
+        return self._buckets
+
+    @contextmanager
+    def _window(self, is_last: bool) -> Iterator[None]:
+        if len(self._arrived) == len(self._parameters) and not self._is_fixed:
+            order, self._is_fixed = list(self._arrived), True
+            self._buckets.clear()
+            self._places.clear()
+            self._cut(order, self._cap)
+        self._is_last = is_last
+        yield
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
+        """The buckets are cut anew where the order of the gradients is known."""
+        return self._window(is_last)
+
+    def came(self, index: int) -> None:
+        """A parameter has its gradient."""
+        if not self._is_last:
+            return
+        if not self._is_fixed:
+            self._arrived.append(index)
+        if self._as_views:
+            self._parameters[index].grad = self._places[index]
+
+    def _cut(self, order: Iterable[int], cap: int) -> None:
+        from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
+
+        wanted = list(order)
+        tensors = [self._parameters[index].detach() for index in wanted]
+        groups, _ = _compute_bucket_assignment_by_size(tensors, [cap])
+        for group in groups:
+            members = [self._parameters[wanted[place]] for place in group]
+            sizes = [parameter.numel() for parameter in members]
+            self._buckets.append(torch.empty(sum(sizes), dtype=members[0].dtype))
+            for place, parameter, begin in zip(group, members, accumulate([0, *sizes])):
+                flat = self._buckets[-1][begin : begin + parameter.numel()]
+                if self._as_views:
+                    self._places[wanted[place]] = flat.view(parameter.shape)
+
+
+def replica(model: nn.Module, options: DistributedDataParallelKwargs) -> StepEngine:
+    """The model as DDP holds it: with buckets, unless nothing of it learns."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return SingleProcessEngine(model)
+    is_fixed = options.find_unused_parameters and not options.static_graph
+    return Replica(model, options.bucket_cap_mb * _MIB, options.gradient_as_bucket_view, is_fixed)
+
+
+class _Arrival:
+    def __init__(self, replica: Replica, index: int) -> None:
+        self._replica, self._index = replica, index
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self._replica.came(self._index)

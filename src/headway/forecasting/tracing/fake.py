@@ -1,0 +1,162 @@
+"""Tracing a step in which nothing is computed, and saying what stands in the way where that cannot be done."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    is_fake,
+)
+from torch.utils._pytree import tree_map
+
+from headway.common.callsite import users_line
+from headway.errors import HeadwayError, UnsupportedError
+from headway.forecasting.device.devices import Device
+from headway.forecasting.device.kernels import substituted
+from headway.forecasting.tracing.step import STEPS, Batch, SingleProcessEngine, StepEngine, StepRecipe, run
+from headway.forecasting.tracing.trace import StorageTracker, Trace
+from headway.forecasting.tracing.work import WorkCounter
+from headway.placement.skeleton import init_empty_weights
+
+Spread = Callable[[nn.Module], AbstractContextManager[StepEngine]]
+"""Spreads a model without values over ranks, for as long as its block lasts."""
+
+_READS_A_VALUE = "it reads a value of a tensor (.item(), .tolist(), `if tensor:`), and nothing is computed here"
+_SHAPE_BY_VALUES = (
+    "the shape of its result depends on values (nonzero, unique, a mask of bools as index), "
+    "and nothing is computed here"
+)
+_NO_FAKE = (
+    "it has no fake kernel, which says the shape of its result without computing it (torch.library.register_fake)"
+)
+
+
+def trace(
+    make: Callable[[], nn.Module],
+    batch: Callable[[], Batch],
+    recipe: StepRecipe,
+    device: Device,
+    prepare: Callable[[nn.Module], object] | None = None,
+    steps: int = STEPS,
+    spread: Spread | None = None,
+    counts_work: bool = False,
+) -> Trace:
+    """Trace training steps of a model, as they would run on a device.
+
+    Args:
+        make: makes the model, where parameters take no memory.
+        batch: gives a micro-batch.
+        recipe: how a step is made.
+        device: the target.
+        prepare: what is done to the model before it trains, such as activation checkpointing.
+        steps: updates.
+        spread: over which ranks; None: the model is on one process.
+        counts_work: also count what operations compute and move, which takes a sixth of the time on top.
+
+    Raises:
+        UnsupportedError: something in the step cannot be traced; the operation and the user's line are named.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with init_empty_weights():
+        model = make()
+    refuse_compiled(model)
+    fill(model, fake)
+    if prepare is not None:
+        prepare(model)
+    model.train()
+    tracker = StorageTracker(device, WorkCounter(device) if counts_work else None)
+    with ExitStack() as stack:
+        engine = stack.enter_context(spread(model)) if spread is not None else SingleProcessEngine(model)
+        try:
+            with substituted(device, recipe.precision), fake, ExitStack() as modes:
+                batches = _batches(batch, fake)
+                for mode in engine.modes():
+                    modes.enter_context(mode)
+                with tracker:
+                    run(model, recipe, batches, tracker, device.is_cuda, steps, engine)
+        except HeadwayError:
+            raise
+        except Exception as error:
+            raise explained(error, tracker.last) from error
+        return tracker.trace()
+
+
+def _batches(batch: Callable[[], Batch], fake: FakeTensorMode) -> Callable[[], Batch]:
+    """Fake copies of one batch, which the tracker does not see being made."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        first = batch()
+
+    def next_batch() -> Batch:
+        with _disable_current_modes(), fake:
+            return tree_map(copied, first)
+
+    return next_batch
+
+
+def copied(leaf: Any) -> Any:
+    """A tensor of the same shape, strides and dtype, without values where a fake mode is on; anything else as it is."""
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def fill(model: nn.Module, fake: FakeTensorMode) -> dict[int, torch.Tensor]:
+    """Fake memory for every parameter and buffer; what is tied stays tied. Returns what replaced them, by their ids."""
+    made: dict[int, torch.Tensor] = {}
+
+    def filled(tensor: torch.Tensor) -> torch.Tensor:
+        if is_fake(tensor):
+            return tensor
+        if id(tensor) not in made:
+            with fake:
+                new: torch.Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, tensor.requires_grad)
+            new.__dict__.update({key: value for key, value in tensor.__dict__.items() if key not in new.__dict__})
+            made[id(tensor)] = new
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = filled(tensor)  # type: ignore[assignment]
+    return made
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise UnsupportedError for a model with a part that torch.compile has compiled."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            raise UnsupportedError(
+                f"{name or 'the model'} ({type(module).__name__}) is compiled by torch.compile: what its graphs ask for is not known "
+                "before they are compiled. Forecast the model without torch.compile; a compiled step mostly takes less"
+            )
+
+
+def explained(error: Exception, last: str) -> UnsupportedError:
+    """What stood in the way of a trace; `last` is the operation that ran last."""
+    said = (str(error).strip() or "no message").splitlines()[0]
+    operation, why = last or "before its first operation", f"{type(error).__name__}: {said}"
+    if isinstance(error, DataDependentOutputException):
+        operation, why = str(error.func), _READS_A_VALUE
+    elif isinstance(error, DynamicOutputShapeException):
+        operation, why = str(error.func), _SHAPE_BY_VALUES
+    elif isinstance(error, UnsupportedOperatorException):
+        operation, why = str(error.func), _NO_FAKE
+    elif isinstance(error, UnsupportedFakeTensorException):
+        why = str(error.reason)
+    line = users_line(error.__traceback__)
+    where = f", called at {line}" if line else ""
+    if not last:
+        advice = "A batch that is a mapping is called as model(**batch), a pair as model(batch[0]); docs/forecast.md has more"
+    else:
+        advice = "A forecast needs a step whose shapes depend on shapes alone"
+    return UnsupportedError(f"the step cannot be traced: {operation}{where}: {why}. {advice}")

@@ -1,0 +1,274 @@
+"""The training step that a forecast traces: forward, loss, backward, clipping, update, twice; it runs on real tensors too."""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from headway.errors import LossError
+from headway.forecasting.tracing.tensors import plain
+
+Loss = Callable[[Any, Any], torch.Tensor]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Batch = Any
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+STEPS = 2
+"""An optimizer makes its state in the first step, so the first alone is not what the others are."""
+
+
+@dataclass(frozen=True)
+class StepRecipe:
+    """How a step is made.
+
+    Attributes:
+        optimizer: makes the optimizer from the parameters that learn; None: no update.
+        loss: from outputs and targets; None: the model returns its loss.
+        precision: "no", "bf16" or "fp16", by autocast; "fp16" scales the loss.
+        accumulation: micro-batches of one update.
+        max_norm: gradients are clipped to it; None: they are not.
+        keeps_gradients: `zero_grad(set_to_none=False)`: their memory is kept from step to step.
+    """
+
+    optimizer: MakeOptimizer | None
+    loss: Loss | None = None
+    precision: str = "no"
+    accumulation: int = 1
+    max_norm: float | None = None
+    keeps_gradients: bool = False
+
+
+class StepObserver(Protocol):
+    """Is told where the step is."""
+
+    def enter(self, phase: str) -> None:
+        """What follows belongs to this phase."""
+
+    def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """These tensors are of that kind."""
+
+    def mark_activations(self) -> None:
+        """Forward has ended."""
+
+
+class StepEngine(Protocol):
+    """What spreads a step over ranks: `SingleProcessEngine` where a model is on one process."""
+
+    def modes(self) -> Iterable[AbstractContextManager[Any]]:
+        """In which the step runs."""
+
+    def own(self) -> list[torch.Tensor]:
+        """What it holds beside the model from the beginning."""
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of one; only the window's last lets gradients travel."""
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's, those included that wait for the window's end."""
+
+    def clip(self, max_norm: float) -> None:
+        """Scale them down to this norm."""
+
+
+class SingleProcessEngine:
+    """One process with a whole model.
+
+    Args:
+        model: whose gradients.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def modes(self) -> Iterable[AbstractContextManager[Any]]:
+        """None."""
+        return ()
+
+    def own(self) -> list[torch.Tensor]:
+        """Nothing."""
+        return []
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Nothing travels."""
+        return nullcontext()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Where torch keeps them."""
+        return [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+
+    def clip(self, max_norm: float) -> None:
+        """As torch's clip_grad_norm_ does it with foreach, which it refuses to do for tensors on a CPU."""
+        gradients = self.gradients()
+        if not gradients:
+            return
+        norms = torch._foreach_norm(gradients, 2.0)
+        total = torch.linalg.vector_norm(torch.stack(list(norms)), 2.0)
+        torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+
+
+class NullObserver:
+    """A watcher that does not look, for a step that is run for itself."""
+
+    def enter(self, phase: str) -> None:
+        """Nothing."""
+
+    def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Nothing."""
+
+    def mark_activations(self) -> None:
+        """Nothing."""
+
+
+def run(
+    model: nn.Module,
+    recipe: StepRecipe,
+    batch: Callable[[], Batch],
+    watcher: StepObserver | None = None,
+    on_cuda: bool = False,
+    steps: int = STEPS,
+    engine: StepEngine | None = None,
+) -> None:
+    """Run updates of a model.
+
+    Args:
+        model: its parameters lie where it computes.
+        recipe: how.
+        batch: gives the next micro-batch.
+        watcher: is told what goes on.
+        on_cuda: optimizers choose their kernels as they do for parameters on a card.
+        steps: updates.
+        engine: what spreads the model over ranks; None: it is alone.
+    """
+    watcher, engine = watcher or NullObserver(), engine or SingleProcessEngine(model)
+    watcher.enter("set-up")
+    mark_model(model, watcher)
+    watcher.mark(engine.own(), "buckets")
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = recipe.optimizer(parameters) if recipe.optimizer is not None else None
+    if optimizer is not None and on_cuda:
+        as_on_cuda(optimizer)
+    held: Batch = None
+    for step in range(1, steps + 1):
+        loss = scaled = None
+        for index in range(recipe.accumulation):
+            watcher.enter(f"step {step} forward")
+            # The next batch is on its way before the last one is dropped.
+            arrived = batch()
+            watcher.mark([each for each in tree_leaves(arrived) if isinstance(each, torch.Tensor)], "batch")
+            held = arrived
+            del arrived
+            with engine.micro_batch(is_last=index == recipe.accumulation - 1):
+                loss = _forward(model, held, recipe)
+                scaled = _scaled(loss, recipe)  # the loop's own variable stays during backward
+                watcher.mark_activations()
+                watcher.enter(f"step {step} backward")
+                scaled.backward()  # type: ignore[no-untyped-call]
+            watcher.mark(engine.gradients(), "gradients")
+        watcher.enter(f"step {step} update")
+        _update(parameters, optimizer, recipe, watcher, engine)
+        del loss, scaled
+    watcher.enter("end")
+
+
+def _forward(model: nn.Module, batch: Batch, recipe: StepRecipe) -> torch.Tensor:
+    """The loss of one micro-batch; outputs are dropped."""
+    with _autocast(recipe.precision):
+        targets: Any = batch
+        if isinstance(batch, Mapping):
+            outputs = model(**batch)
+        elif isinstance(batch, tuple | list):
+            outputs, targets = model(batch[0]), batch[1] if len(batch) == 2 else batch[1:]
+        else:
+            outputs = model(batch)
+        loss = recipe.loss(outputs, targets) if recipe.loss is not None else _own_loss(outputs)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise LossError(
+            f"the loss is {_said(loss)}; it must be a tensor of one element with a gradient. Give loss=, a function of the model's "
+            "outputs and the batch's targets"
+        )
+    return loss
+
+
+def _scaled(loss: torch.Tensor, recipe: StepRecipe) -> torch.Tensor:
+    """As it goes into backward."""
+    if recipe.precision == "fp16":
+        loss = loss * torch.full((), 65536.0, device=loss.device)
+    return loss / recipe.accumulation if recipe.accumulation > 1 else loss
+
+
+def _own_loss(outputs: Any) -> Any:
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    if isinstance(outputs, Mapping) and "loss" in outputs:
+        return outputs["loss"]
+    return getattr(outputs, "loss", None)
+
+
+def _said(loss: Any) -> str:
+    if not isinstance(loss, torch.Tensor):
+        return "missing" if loss is None else f"a {type(loss).__name__}"
+    return f"a tensor of shape {list(loss.shape)}" + ("" if loss.requires_grad else " without a gradient")
+
+
+def _autocast(precision: str) -> AbstractContextManager[Any]:
+    # Of a CPU also where the target is a card: fake tensors lie on a CPU (`kernels` adds the difference).
+    return torch.autocast("cpu", dtype=_HALF[precision]) if precision in _HALF else nullcontext()
+
+
+def _update(
+    parameters: list[nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    recipe: StepRecipe,
+    watcher: StepObserver,
+    engine: StepEngine,
+) -> None:
+    if recipe.precision == "fp16" and (gradients := engine.gradients()):
+        found, inverse = torch.zeros(1), torch.ones(1)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+        del gradients
+    if recipe.max_norm is not None:
+        engine.clip(recipe.max_norm)
+    if optimizer is not None:
+        optimizer.step()
+        watcher.mark(state_of(optimizer), "optimizer state")
+    for parameter in parameters:
+        if recipe.keeps_gradients and parameter.grad is not None:
+            parameter.grad.zero_()
+        else:
+            parameter.grad = None
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors of its state that take memory worth the name: counts of steps are left out."""
+    leaves = tree_leaves([dict(state) for state in optimizer.state.values()])
+    return [part for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for part in plain(leaf)]
+
+
+def as_on_cuda(optimizer: torch.optim.Optimizer) -> None:
+    """Where nothing is said, torch's optimizers work on all parameters at once on a card, and one by one on a CPU."""
+    if isinstance(optimizer, torch.optim.Adafactor):  # one by one on a card, too, to save memory
+        return
+    for group in optimizer.param_groups:
+        is_free = "foreach" in group and group["foreach"] is None
+        if is_free and not group.get("fused") and not group.get("differentiable"):
+            group["foreach"] = True
+
+
+def mark_model(model: nn.Module, watcher: StepObserver) -> None:
+    """The model's own tensors are there."""
+    watcher.mark(_in_order_of_moving(model, "_parameters"), "weights")
+    watcher.mark(_in_order_of_moving(model, "_buffers"), "buffers")
+
+
+def _in_order_of_moving(model: nn.Module, which: str) -> list[torch.Tensor]:
+    """Tensors in the order in which `.to(device)` asks for memory: parts before the whole."""
+    return [
+        each
+        for module in reversed(list(model.modules()))
+        for each in getattr(module, which).values()
+        if each is not None and not each.is_meta  # without memory: other ranks of a pipeline have it
+    ]

@@ -1,0 +1,292 @@
+"""One training step on fake tensors: every piece of memory it asks for and gives back, in order.
+
+What is followed is the memory behind tensors, by weak references to it: views ask for nothing, and memory is given back when the last
+tensor on it goes, wherever that is held. Nothing is computed, so a step of any size takes seconds and hardly any memory.
+"""
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from headway.common.callsite import Frame, stack, users_frame
+from headway.errors import UnsupportedError
+from headway.forecasting.device.devices import Device
+from headway.forecasting.device.kernels import (
+    MATMUL,
+    NAMESPACES,
+    OVERSIZED,
+    SCRATCH_OF_CPU,
+    SCRATCH_OF_CUDA,
+    UNKNOWN_SCRATCH,
+)
+from headway.forecasting.tracing.events import MemoryEvent
+from headway.forecasting.tracing.gathered import GatheredStorages
+from headway.forecasting.tracing.tensors import plain, stand_for_others
+from headway.forecasting.tracing.work import StepWork, WorkCounter
+
+_WORTH_A_LINE = 1 << 20
+"""Bytes from which on the user's line is looked up, which takes longer than all the rest."""
+_DEVICE = torch.ops.prim.device.default
+"""Two calls of three, and answered here in a fifth of the time."""
+_RESIZE = "resize_"
+_GATHER, _SPLIT, _REDUCE = "fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "c10d::_reduce_scatter_base_"
+_OF_SHARDS = {_GATHER: 1, _SPLIT: 0, _REDUCE: 2}
+"""FSDP's operations, and the stream on which it asks for what they fill."""
+_FOR_A_SHAPE, _DEEPEST = "_propagate_tensor_meta", 64
+"""A function of torch's DTensor, and how many frames above an operation it may lie."""
+_COMPILED = ("compile_wrapper", "_call_impl_compiled")
+
+
+def _refuse_compiled() -> None:
+    """A compiled function runs uncompiled on fake tensors, without a word, and asks for other memory."""
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return
+    for code in (frame.f_code for frame in stack()):
+        if code.co_name in _COMPILED and code.co_filename.endswith("eval_frame.py"):
+            raise UnsupportedError(
+                "a function compiled by torch.compile was called: what its graphs ask for is not known before they are compiled. "
+                "Leave torch.compile out of what is forecast; a compiled step mostly takes less"
+            )
+
+
+def _is_for_a_shape() -> bool:
+    """Is the operation run for its result's shape alone? DTensors do so on whole tensors before they compute on parts."""
+    return any(frame.f_code.co_name.startswith(_FOR_A_SHAPE) for frame in islice(stack(), _DEEPEST))
+
+
+def _in_order(events: list[MemoryEvent]) -> list[MemoryEvent]:
+    """What is given back at one moment, by its keys: autocast drops its casts in the order of their addresses, which differs."""
+    found: list[MemoryEvent] = []
+    for is_asked, run in groupby(events, lambda event: event.num_bytes >= 0):
+        same = list(run)
+        found += same if is_asked else sorted(same, key=lambda event: event.key)
+    return found
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a step asked for.
+
+    Attributes:
+        events: in order.
+        phases: the index of the first event of each phase, by "step 1 forward", "step 1 backward", "step 1 update" ...
+        operations: how often each ran.
+        caveats: what the trace cannot vouch for.
+        work: what the operations of each phase have to do.
+    """
+
+    events: list[MemoryEvent]
+    phases: dict[str, int]
+    operations: dict[str, int]
+    caveats: tuple[str, ...]
+    work: dict[str, StepWork] = field(default_factory=dict)
+
+
+class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the memory of the tensors that are made in its block, fake or real.
+
+    Args:
+        device: whose kernels' scratch memory is added.
+        counting: is told of every operation; None: work is not counted.
+
+    Attributes:
+        events: so far.
+        phases: see `Trace`.
+        last: what ran last, for an error's message.
+    """
+
+    def __init__(self, device: Device, counting: WorkCounter | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[MemoryEvent] = []
+        self.phases: dict[str, int] = {}
+        self.last = ""
+        self._device = device
+        self._table = SCRATCH_OF_CUDA if device.is_cuda else SCRATCH_OF_CPU
+        self._operations: Counter[str] = Counter()
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
+        self._kinds: dict[int, str] = {}
+        self._streams: dict[int, int] = {}
+        self._next_key = 0
+        self._threads: set[str] = set()
+        self._phase = ""
+        self._begin = 0
+        self._is_updating = False
+        self._gathered = GatheredStorages(self._sized)
+        self._has_parts = False
+        self._counting = counting
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if stand_for_others(types):
+            self._has_parts = True
+            return NotImplemented  # it comes back as what it does to the tensors behind
+        if func is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device
+        if func.namespace == "prim" or (self._has_parts and _is_for_a_shape()):
+            return func(*args, **(kwargs or {}))
+        name = func._schema.name
+        self._gathered.look()
+        self.last = name
+        self._operations[name] += 1
+        scratch = [self._scratch(size, name) for size in self._table[name](args)] if name in self._table else ()
+        if self._device.cublas and name.removeprefix("aten::") in MATMUL:
+            self._workspace()
+        result = func(*args, **(kwargs or {}))
+        if self._counting is not None:
+            self._counting.add(self._phase, func, args, kwargs, result)
+        if name.endswith(_RESIZE) or name == "aten::set_":
+            self._resized(args[0])
+        for leaf in result if isinstance(result, tuple | list) else (result,):
+            for each in leaf if isinstance(leaf, tuple | list) else (leaf,):
+                if isinstance(each, torch.Tensor):
+                    self._seen(each, name, args)
+        for event in scratch:
+            self.events.append(event._replace(num_bytes=-event.num_bytes))
+        if name in _OF_SHARDS:
+            self._sharded(name, args, kwargs or {})
+        return result
+
+    def enter(self, phase: str) -> None:
+        """What follows belongs to this phase of the step: "step 1 forward", say."""
+        self._gathered.look()
+        self._phase = phase
+        self._begin = len(self.events)
+        self._is_updating = phase.endswith("update")
+        self.phases.setdefault(phase, len(self.events))
+
+    def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Say what these tensors are; those not seen before count from here on."""
+        for each in tensors:
+            for tensor in plain(each):
+                key = self._seen(tensor, kind, ())
+                if key is not None:
+                    self._kinds[key] = kind
+
+    def mark_activations(self) -> None:
+        """Forward has ended: what it has made, and is still held, is kept for backward."""
+        self._gathered.look()
+        held = {key for _, key, _ in self._live.values()}
+        for event in self.events[self._begin :]:
+            if event.num_bytes > 0 and event.key in held:
+                self._kinds.setdefault(event.key, "activations")
+
+    def trace(self) -> Trace:
+        """What was seen; call it after the block."""
+        events = [
+            event._replace(kind=self._kinds.get(event.key, event.kind), stream=self._streams.get(event.key, 0))
+            for event in _in_order(self.events)
+        ]
+        work = {} if self._counting is None else self._counting.by_phase
+        return Trace(events, dict(self.phases), dict(self._operations), self._caveats(), work)
+
+    # ---------------------------------------------------------------- memory
+
+    def _seen(self, tensor: torch.Tensor, what: str, args: tuple[Any, ...]) -> int | None:
+        """The key of the memory behind a tensor; None where it has none, or on the host."""
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # a subclass without memory of its own
+            return None
+        address, size = storage._cdata, storage.nbytes()
+        known = self._live.get(address)
+        if known is not None and known[0]() is storage:
+            return known[1]
+        if size == 0 or self._is_on_host(tensor, args):
+            return None
+        if what in OVERSIZED and args:
+            size = max(size, *OVERSIZED[what](args), 0)
+        key = self._asked(size, what)
+
+        def gone(reference: weakref.ref[torch.UntypedStorage], address: int = address) -> None:
+            found = self._live.get(address)
+            if found is not None and found[0] is reference:
+                del self._live[address]
+                if found[2]:
+                    self.events.append(MemoryEvent(found[1], -found[2], what))
+
+        self._live[address] = weakref.ref(storage, gone), key, size
+        return key
+
+    def _is_on_host(self, tensor: torch.Tensor, args: tuple[Any, ...]) -> bool:
+        """An optimizer's count of steps lies in host memory, unless it is fused: one number, made of no other tensor."""
+        return (
+            self._device.is_cuda
+            and self._is_updating
+            and tensor.dim() == 0
+            and not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in tree_leaves(args))
+        )
+
+    def _sharded(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """FSDP has gathered a unit, or summed its gradients: on streams whose memory CUDA's allocator keeps apart."""
+        if name == _SPLIT:
+            self.mark(self._gathered.filled(kwargs["out"]), "gathered weights")
+            return
+        if name == _GATHER:
+            self.mark([args[1]], "gathered weights")
+        key = self._seen(args[1] if name == _GATHER else args[0], name, ())
+        if key is not None:
+            self._streams[key] = _OF_SHARDS[name]
+
+    def _asked(self, size: int, what: str) -> int:
+        self._next_key += 1
+        where = ""
+        if size >= _WORTH_A_LINE:
+            _refuse_compiled()
+            frame = users_frame()
+            where = "" if frame is None else str(Frame.of(frame))
+        self.events.append(MemoryEvent(self._next_key, size, what, where))
+        return self._next_key
+
+    def _scratch(self, size: int, what: str) -> MemoryEvent:
+        self._kinds[self._asked(size, what)] = "workspaces"
+        return self.events[-1]
+
+    def _workspace(self) -> None:
+        """cuBLAS has a handle, and so a workspace, for each thread; autograd runs backward on a thread of its own."""
+        thread = "backward" if self._phase.endswith("backward") else "forward"
+        if thread not in self._threads:
+            self._threads.add(thread)
+            self._kinds[self._asked(self._device.cublas, "cuBLAS's workspace")] = "workspaces"
+
+    def _resized(self, tensor: Any) -> None:
+        if isinstance(tensor, torch.Tensor):
+            self._sized(tensor.untyped_storage())
+
+    def _sized(self, storage: torch.UntypedStorage) -> None:
+        """A storage may have another size than it had."""
+        known = self._live.get(storage._cdata)
+        size = storage.nbytes()
+        if known is None or known[0]() is not storage or known[2] == size:
+            return
+        reference, key, before = known
+        kind = self._kinds.get(key, "temporaries")
+        if size:
+            # What it was and what it becomes are both there while it is copied.
+            new = self._asked(size, "resize_")
+            self._kinds.setdefault(new, kind)
+            self._live[storage._cdata] = reference, new, size
+        else:
+            self._live[storage._cdata] = reference, key, 0
+        if before:
+            self.events.append(MemoryEvent(key, -before, "resize_"))
+
+    def _caveats(self) -> tuple[str, ...]:
+        found: list[str] = []
+        if self._device.is_cuda:
+            found += dict.fromkeys(UNKNOWN_SCRATCH[name] for name in self._operations if name in UNKNOWN_SCRATCH)
+        foreign = sorted(
+            name for name in self._operations if name.partition("::")[0] not in NAMESPACES and name not in self._table
+        )
+        if foreign:
+            found.append(f"what these operations need beside their results is not known: {', '.join(foreign)}")
+        return tuple(found)

@@ -1,0 +1,497 @@
+"""The process that keeps one machine's workers: torch's elastic agent, a store on a free port, a failure report.
+
+Run as `python -m headway.launch agent ORDER`, ORDER being plan.AgentOrder as JSON. It is a process of its own: of the
+launcher's files only this one, rank_files.py and rendezvous.py import torch.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from inspect import signature
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.numa.binding import AffinityMode, NumaOptions
+
+from headway.common.sealing import Seal, UnsealedCounter, users_secret
+from headway.errors import PREEMPTED, ConfigError, ControlPlaneError, LaunchError
+from headway.launch.agent.decide import AgentAction, AgentSnapshot, decide
+from headway.launch.agent.endings import FailureReport, HangReport, MachineLost, RunEnded
+from headway.launch.agent.exchange import AgentChannel
+from headway.launch.agent.peers import PeerMachines
+from headway.launch.agent.rank_files import RankFiles
+from headway.launch.agent.records import PreemptedRun, find_preempted
+from headway.launch.agent.rendezvous import (
+    MEETING,
+    handler_for,
+    host_of,
+    patience,
+    time_to_meet,
+    use_interface,
+    watch_for,
+)
+from headway.launch.machine.control_group import MemoryWatch
+from headway.launch.machine.network import own_address, wait_for_name
+from headway.launch.plan import AgentOrder
+from headway.launch.processes import DEADLY, code_of, end_sessions, ignore, kill_when_stuck
+from headway.log import silence_elastic
+from headway.runtime.control_plane.sealed import SealedStore
+from headway.runtime.heartbeat import file as pulse
+from headway.watch.machine import GRACE as HANG_GRACE
+from headway.watch.machine import HangWatch, Worker
+
+GRACE = 15
+"""Seconds between asking workers to end and killing them."""
+
+POLITE = 3
+"""Seconds between an interrupt and asking the workers once more."""
+
+SETTLE = 0.5
+"""Seconds that the other workers get to fail by themselves after the first."""
+
+WITHOUT_PEER = 5
+"""Seconds that workers get to end in after a machine was lost, and this process twice; then all is killed."""
+
+
+TAKES_TIMEOUT = "shutdown_timeout" in signature(LocalElasticAgent).parameters
+"""Is torch's agent told how long workers may take to end? That of 2.11 is not."""
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent, which also says what ended an attempt."""
+
+    def __init__(self, order: AgentOrder, spec: WorkerSpec, files: RankFiles, seal: Seal) -> None:
+        time_to_end: dict[str, Any] = {"shutdown_timeout": GRACE} if TAKES_TIMEOUT else {}
+        super().__init__(
+            spec,
+            files,
+            exit_barrier_timeout=300,
+            log_line_prefix_template="[${role_name} ${rank}] ",
+            **time_to_end,
+        )
+        self._order = order
+        self._files = files
+        self._memory = MemoryWatch()
+        self._peers: PeerMachines | None = None
+        self._has_ended_attempt = False
+        self._attempt = 0
+        self.handed_on: signal.Signals | None = None
+        if order.num_machines > 1:
+            address = own_address(host_of(order)) or ""
+            self._peers = PeerMachines(
+                order.machine_rank, address, order.machine_patience, self._lost_a_machine, order.unit
+            )
+        self._seal = seal
+        self._exchange = AgentChannel(order.machine_rank, order.num_machines, host_of(order), seal, order.unit)
+        self._watch = HangWatch(patience(), _say, self._peers)
+        self._is_watching = False
+        self._given_up: set[int] = set()
+        self.exit_code: int | None = None
+        self.code_when_stuck: int | None = None
+        self.report: FailureReport | MachineLost | HangReport | RunEnded | PreemptedRun | None = None
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        watch = watch_for(self._order, _say, self._seal)
+        try:
+            super()._rendezvous(worker_group)
+        except RendezvousTimeoutError as error:
+            raise LaunchError(watch.late() if watch is not None else str(error)) from error
+        finally:
+            if watch is not None:
+                watch.end()
+        self._has_ended_attempt = False
+        self._attempt += 1
+        # Only a static meeting is at one store every time; elsewhere attempts need not be counted alike.
+        attempt = self._order.max_restarts - self._remaining_restarts if self._order.backend == "static" else 0
+        world_size = worker_group.workers[0].world_size
+        num_here = worker_group.group_world_size or 1
+        hub_port = self._peers.open_hub(host_of(self._order)) if self._peers is not None else 0
+        store = SealedStore(cast(Any, self._store), MEETING, self._seal)
+        address = self._exchange.begin(store, world_size, attempt, num_here, hub_port)
+        self._files.control = address.encode()
+        if self._peers is not None:
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            trouble = self._peers.meet(address.host, address.hub_port, self._exchange.seal, ranks)
+            if trouble is not None:
+                _say(f"headway: lost machines will be noticed late: {trouble}; let this port through")
+        if num_here < self._order.num_machines:
+            _say(f"headway: {num_here} of {self._order.num_machines} machines take part: {world_size} processes")
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        for number in DEADLY:  # in the place of the engine's own handlers
+            signal.signal(number, self._take)
+        return pids
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        """A signal to this process: handed on where the ranks answer it by a checkpoint, else it ends all."""
+        if self.exit_code is not None or self._has_ended_well():
+            self.code_when_stuck = self.exit_code or max(self._codes().values(), default=0)
+            return
+        readers = [pulse.HeartbeatFile(path, is_writer=False).read() for path in self._files.pulses.values()]
+        is_request = number in (signal.SIGTERM, signal.SIGUSR1)
+        if not is_request or (self.handed_on is None and not all(one.saves_on_signal for one in readers)):
+            raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
+        self._remaining_restarts = 0
+        if self.handed_on is None:
+            self.handed_on = signal.Signals(number)
+            what = f"headway: {self.handed_on.name}: the ranks save and end, within {self._order.grace:g} s\n"
+            os.write(2, what.encode())  # a handler must not print: it may have interrupted just that
+        for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _has_ended_well(self) -> bool:
+        """Have all ranks of this machine come to a good end? Then a signal finds nothing left to end."""
+        context = cast(SubprocessContext | None, self._pcontext)
+        handlers = context.subprocess_handlers.values() if context is not None else ()
+        return bool(handlers) and all(code_of(handler.proc) in (0, PREEMPTED) for handler in handlers)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._give_up_on_failed(worker_group)
+        seen, left = self._look(worker_group)
+        step = decide(seen)
+        if step is AgentAction.END_SAVED and left is not None:
+            return self._end_with(worker_group, left, GRACE)
+        if step is AgentAction.END_ABORTED:
+            told = RunEnded(self._exchange.notice, worker_group.workers[0].world_size)
+            return self._end_with(worker_group, told, HANG_GRACE)
+        if step is AgentAction.END_HANG and self._watch.found is not None:
+            return self._end_hang(worker_group, HangReport(self._watch.found))
+        is_alone, codes = step is AgentAction.END_ALONE, seen.codes
+        if step is not AgentAction.GO_ON:
+            codes = self._end_the_rest(WITHOUT_PEER if is_alone else GRACE)
+        result: RunResult = super()._monitor_workers(worker_group)
+        if step is AgentAction.GO_ON and result.is_failed():  # since the look
+            first = min(result.failures.values(), key=lambda failure: failure.timestamp)
+            codes = {first.local_rank: first.exitcode}
+        report = self._explain(worker_group, codes) if any(codes.values()) else None
+        if report is not None or is_alone:
+            report = self._exchange.merge(report, self._has_lost_one)
+        self.report = report
+        if self._peers is not None and (report is not None or is_alone):
+            self.report = self._blame_a_machine(self._peers, report)
+            result = RunResult(state=WorkerState.FAILED, failures=result.failures)
+        return result
+
+    def _look(self, worker_group: WorkerGroup) -> tuple[AgentSnapshot, PreemptedRun | None]:
+        """What is seen now; where ranks begin to end with a checkpoint, after all of them have."""
+        codes = self._ended()
+        self._let_watch(worker_group, codes)
+        left = None
+        if PREEMPTED in codes.values():
+            left = next(filter(None, map(find_preempted, self._files.records.values())), None)
+            self._wait_for_all(GRACE if left is not None else 0)
+            codes = self._ended()
+        is_alone = self._exchange.has_failed_elsewhere or (self._peers is not None and self._peers.lost is not None)
+        is_aborted, hangs = bool(self._exchange.notice), self._watch.found is not None
+        return AgentSnapshot(codes, left is not None, is_aborted, hangs, is_alone), left
+
+    def _failed_alive(self) -> list[int]:
+        """Local ranks that have failed, by what they wrote, and whose processes are still there."""
+        codes = self._codes()
+        return [one for one, path in self._files.records.items() if one not in codes and path.exists()]
+
+    def _give_up_on_failed(self, worker_group: WorkerGroup) -> None:
+        """End the process of a rank that has failed, where a thread of it that does nothing keeps it from ending."""
+        assert self._pcontext is not None
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        for local_rank in self._failed_alive():
+            if self._watch.has_given_up(ranks[local_rank], GRACE):
+                self._given_up.add(local_rank)
+                pid = self._pcontext.pids()[local_rank]
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+
+    def _has_lost_one(self) -> bool:
+        """Is a machine lost or silent, so that waiting for its word is in vain?"""
+        return self._peers is not None and (self._peers.lost is not None or self._peers.silent() is not None)
+
+    def _end_with(self, worker_group: WorkerGroup, report: PreemptedRun | RunEnded, grace: int) -> RunResult:
+        """End all workers of a run that has saved, or was aborted; it is not restarted."""
+        self._remaining_restarts = 0
+        self.report = report
+        self._end_the_rest(grace)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return RunResult(state=WorkerState.FAILED, failures=result.failures)
+
+    def _let_watch(self, worker_group: WorkerGroup, ended: dict[int, int]) -> None:
+        """Tell the hang watch which ranks there are and which have ended."""
+        assert self._pcontext is not None
+        if not self._is_watching:
+            pids, paths = self._pcontext.pids(), self._files.pulses
+            workers = worker_group.workers
+            self._watch.begin(
+                [Worker(one.global_rank, pids[one.local_rank], paths[one.local_rank]) for one in workers],
+                workers[0].world_size,
+            )
+            self._is_watching = True
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        # One that has failed and not ended yet is no riddle, and what the others wait for.
+        known = {**dict.fromkeys(self._failed_alive(), 1), **ended}
+        self._watch.note_ended({ranks[local_rank]: code for local_rank, code in known.items()})
+        self._exchange.note_left([ranks[local_rank] for local_rank, code in ended.items() if code == 0])
+
+    def _end_hang(self, worker_group: WorkerGroup, report: HangReport) -> RunResult:
+        """End all workers of a run that hangs, the stopped ones too."""
+        assert self._pcontext is not None
+        self._watch.end()
+        self.report = report
+        if self._remaining_restarts == 0:
+            self.leave(report.headline(), report.exit_code)  # now, so that all machines end at the same time
+        self._close(HANG_GRACE)
+        if left := self._held_by_the_kernel():
+            self._remaining_restarts = 0  # they hold devices, ports and memory
+            self.report = replace(report, left=tuple(left))
+            return RunResult(state=WorkerState.FAILED)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return RunResult(state=WorkerState.FAILED, failures=result.failures)
+
+    def _held_by_the_kernel(self) -> list[int]:
+        """The workers that even SIGKILL has not ended: they wait for a disk that does not answer."""
+        assert self._pcontext is not None
+        codes = self._codes()
+        return [pid for local_rank, pid in self._pcontext.pids().items() if local_rank not in codes]
+
+    def _blame_a_machine(
+        self, peers: PeerMachines, report: FailureReport | None
+    ) -> "FailureReport | MachineLost | None":
+        """The loss of a machine in the place of what it led to here."""
+        self._has_ended_attempt = True
+        if report is not None and not report.is_consequence:
+            return report
+        deadline = time.monotonic() + WITHOUT_PEER  # what killed a connection here is often noticed there first
+        while peers.lost is None and peers.silent() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        machine = peers.lost or peers.silent()
+        if peers.has_lost_hub:
+            self._remaining_restarts = 0  # machines meet there
+        return (
+            report
+            if machine is None
+            else MachineLost(machine, self._order.machine_rank, report, peers.exit_code, self._order.unit)
+        )
+
+    def _lost_a_machine(self) -> None:
+        """Called on the peers' thread: see that this machine's part ends even where the main thread waits for ever."""
+        attempt = self._attempt
+
+        def force() -> None:
+            assert self._peers is not None
+            has_ended = self._has_ended_attempt or attempt != self._attempt
+            if has_ended and not self._peers.has_lost_hub:
+                return  # the main thread has seen to it, and may be waiting for that machine to come back
+            if not has_ended:
+                _say(MachineLost(str(self._peers.lost), self._order.machine_rank, unit=self._order.unit).text())
+            self.kill()
+            os._exit(self._peers.exit_code)
+
+        timer = threading.Timer(2 * WITHOUT_PEER, force)
+        timer.daemon = True
+        timer.start()
+
+    def kill(self) -> None:
+        """End the workers and their children at once."""
+        for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Stop the threads before Python does."""
+        self._watch.end()
+        self._exchange.end()
+
+    def leave(self, why: str = "", exit_code: int = 0) -> None:
+        """Tell the other machines that this one ends, and why."""
+        if self._peers is not None:
+            self._peers.leave(why, exit_code)
+
+    def _ended(self) -> dict[int, int]:
+        """Exit codes by local rank of the workers that have ended by themselves, or failed before they were ended."""
+        return {local_rank: 1 if local_rank in self._given_up else code for local_rank, code in self._codes().items()}
+
+    def _codes(self) -> dict[int, int]:
+        context = cast(SubprocessContext | None, self._pcontext)
+        handlers = context.subprocess_handlers if context is not None else {}
+        codes = {local_rank: handler.proc.poll() for local_rank, handler in handlers.items()}
+        return {local_rank: code for local_rank, code in codes.items() if code is not None}
+
+    def _end_the_rest(self, grace: float = GRACE) -> dict[int, int]:
+        """End every worker; return the exit codes of those that had ended without being told."""
+        self._wait_for_all(SETTLE)  # several ranks often fail alike, and each should have its say
+        ended = self._ended()
+        assert self._pcontext is not None
+        self._close(int(grace))
+        return ended
+
+    def _close(self, grace: int) -> None:
+        """End all workers, which are told that this is not a request to save."""
+        assert self._pcontext is not None
+        self._tell_to_end()
+        self._pcontext.close(timeout=grace)
+
+    def _tell_to_end(self) -> None:
+        for path in self._files.pulses.values():
+            with contextlib.suppress(OSError):
+                pulse.tell_to_end(path)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE) -> None:
+        context = cast(SubprocessContext | None, self._pcontext)
+        self._tell_to_end()
+        if death_sig == signal.SIGINT and context is not None:
+            # A KeyboardInterrupt lets a program tidy up, but never comes to one that waits in a collective.
+            for handler in context.subprocess_handlers.values():
+                if handler.proc.poll() is None:
+                    handler.close(death_sig=death_sig)
+            self._wait_for_all(POLITE)
+            death_sig = signal.SIGTERM
+        is_held = isinstance(self.report, HangReport) and bool(self.report.left)
+        seconds = 1 if is_held else timeout
+        if context is not None and not TAKES_TIMEOUT:
+            context.close(death_sig, seconds)  # torch's own then finds nothing to wait for
+        super()._shutdown(death_sig, *([seconds] if TAKES_TIMEOUT else []))
+        if self._worker_group.state is not WorkerState.SUCCEEDED and context is not None:
+            end_sessions(context.pids().values())
+
+    def _wait_for_all(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while len(self._ended()) < self._order.num_local and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self.report is not None:
+            _say(self.report.text())
+            self._keep(self.report)
+            attempt = self._order.max_restarts - self._remaining_restarts
+            _say(f"headway: starting all processes again ({attempt} of {self._order.max_restarts} restarts)")
+            self.report = None
+        self._memory = MemoryWatch()
+        self._watch.end()
+        self._is_watching = False
+        self._given_up.clear()
+        super()._restart_workers(worker_group)
+
+    def _explain(self, worker_group: WorkerGroup, ended: Mapping[int, int]) -> FailureReport:
+        assert self._pcontext is not None
+        pids = self._pcontext.pids()
+        found = (
+            self._files.death(
+                worker.global_rank, worker.local_rank, pids[worker.local_rank], ended.get(worker.local_rank)
+            )
+            for worker in worker_group.workers
+        )
+        deaths = tuple(death for death in found if death is not None)
+        finished = tuple(worker.global_rank for worker in worker_group.workers if ended.get(worker.local_rank) == 0)
+        return FailureReport(deaths, worker_group.workers[0].world_size, self._memory.verdict(), finished)
+
+    def _keep(self, report: FailureReport | MachineLost | HangReport | RunEnded | PreemptedRun) -> None:
+        if self._order.log_dir is not None and not isinstance(report, PreemptedRun):
+            report.write(Path(self._order.log_dir) / "failure.json")
+
+    def finish(self, has_failed: bool) -> int:
+        """Say what ended the last attempt, here and to the other machines; return the exit code of the run."""
+        if total := self._seal.strangers.total():
+            _say(f"headway: {total}")
+        if self.report is None and has_failed:
+            self.report = RunEnded(
+                "the run was ended, and no machine has said why", self._worker_group.workers[0].world_size
+            )
+        if self.report is None:
+            self.exit_code = 0
+            self.leave()
+            return 0
+        self.exit_code = self.report.exit_code
+        if isinstance(self.report, PreemptedRun):
+            self.leave()
+            _say(self.report.text())
+            return self.report.exit_code
+        self.leave(self.report.headline(), self.report.exit_code)
+        _say(self.report.text())
+        self._keep(self.report)
+        if self._order.log_dir is not None:
+            _say(f"headway: logs and failure.json are in {self._order.log_dir}")
+        return self.report.exit_code
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _spec(order: AgentOrder, handler: RendezvousHandler) -> WorkerSpec:
+    worker = ["-m", "headway.launch", "worker", str(os.getpid()), order.program.kind]
+    worker += ["merge" if order.tee == "3" else "apart", order.program.target, *order.program.args]
+    address: tuple[str | None, int | None] = (None, None)
+    if order.backend == "static":
+        address = parse_rendezvous_endpoint(order.endpoint, default_port=-1)
+    return WorkerSpec(
+        role=order.role,
+        local_world_size=order.num_local,
+        rdzv_handler=handler,
+        entrypoint=sys.executable,
+        args=tuple(text.replace("${local_rank}", "$${local_rank}") for text in worker),
+        max_restarts=order.max_restarts,
+        monitor_interval=order.monitor_interval,
+        master_addr=address[0],
+        master_port=address[1],
+        local_addr=None if order.backend == "local" else own_address(host_of(order)),
+        numa_options=NumaOptions(AffinityMode.NODE) if order.is_bound_to_cores else None,
+    )
+
+
+def run(order: AgentOrder) -> int:
+    """Carry out the order; return the exit code."""
+    silence_elastic()
+    scratch = tempfile.mkdtemp(prefix="headway-")
+    agent: Agent | None = None
+    if order.log_dir is not None:
+        Path(order.log_dir, "failure.json").unlink(missing_ok=True)  # of an earlier run
+    try:
+        if order.endpoint:
+            wait_for_name(host_of(order), time_to_meet(order), _say)
+        use_interface(order)
+        seal = Seal(users_secret(order.secret_file), UnsealedCounter(lambda text: _say(f"headway: {text}")))
+        handler = handler_for(order, _say, seal)
+        agent = Agent(order, _spec(order, handler), RankFiles(order, Path(scratch)), seal)
+        kill_when_stuck(agent, order.grace, GRACE + 5, _say)
+        code = agent.finish(agent.run().is_failed())
+        handler.shutdown()
+        return code
+    except SignalException as stopped:
+        name = signal.Signals(stopped.sigval).name
+        ignore()
+        if agent is not None:
+            agent.leave(f"stopped by {name}", 128 + int(stopped.sigval))
+        _say(f"headway: stopped by {name}; all {order.num_local} processes of this machine have ended")
+        return 128 + int(stopped.sigval)
+    except (LaunchError, ControlPlaneError, ConfigError) as error:
+        _say(f"headway: {error}")
+        return 1
+    except (RendezvousError, ConnectionError, TimeoutError, RuntimeError) as error:
+        where = f" at {order.endpoint}" if order.endpoint else ""
+        _say(f"headway: the {order.num_machines} machines did not meet{where}: {type(error).__name__}: {error}")
+        return 1
+    finally:
+        ignore()
+        if agent is not None:
+            agent.end()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def main(args: Sequence[str]) -> None:
+    """Read the order from the command line and carry it out."""
+    sys.exit(run(AgentOrder.decode(args[0])))

@@ -1,0 +1,207 @@
+"""Reads from a cluster's environment how many machines a run has and which this is: SLURM, Open MPI, Kubernetes."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headway.common.untrusted import shown, whole_number
+from headway.config.load import Resolved, Value
+from headway.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ClusterTask:
+    """One of several launchers that the cluster has started on every machine: each keeps one process.
+
+    Attributes:
+        rank, world_size, local_rank, local_world_size: its place, as torch's launcher counts.
+        num_devices: accelerators that the cluster has given to each task for itself; 0 where it does not say so.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    num_devices: int = 0
+
+    def has_own_devices(self, num_visible: int) -> bool:
+        """Does each task see accelerators of its own, instead of all tasks those of the whole machine?"""
+        return num_visible > 0 and (num_visible < self.local_world_size or num_visible == self.num_devices)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a cluster's environment says.
+
+    Attributes:
+        name: "SLURM", "Open MPI" or "Kubernetes".
+        layer: the settings that it decides.
+        task: this launcher's place among its like; None where it is the only one on its machine.
+    """
+
+    name: str
+    layer: Mapping[str, Value]
+    task: ClusterTask | None = None
+
+
+def detect(environment: Mapping[str, str]) -> Cluster | None:
+    """The cluster that started this process; None where there is none.
+
+    Raises:
+        ConfigError: its variables contradict each other.
+    """
+    return _slurm(environment) or _open_mpi(environment) or _kubernetes(environment)
+
+
+def check_agreement(resolved: Resolved, cluster: Cluster) -> None:
+    """See that no config file, which other machines read too, contradicts the cluster.
+
+    Raises:
+        ConfigError: it does; the message names both.
+    """
+    for name, said in cluster.layer.items():
+        origin = resolved.origin(name)
+        if origin.startswith("file") and resolved.get(name) != said.value and not resolved.force:
+            raise ConfigError(
+                f"{name}={resolved.get(name)!r} ({origin}) against {said.value!r} ({said.origin}): take it out of the "
+                "file, or name another with --config_file, or add --force to let the file win"
+            )
+
+
+class _Reader:
+    """Reads a cluster's variables, with the cluster's name in every origin and error."""
+
+    def __init__(self, cluster: str, environment: Mapping[str, str]) -> None:
+        self._cluster = cluster
+        self._environment = environment
+        self.layer: dict[str, Value] = {}
+
+    def text(self, name: str) -> str:
+        return self._environment.get(name, "").strip()
+
+    def number(self, name: str) -> int | None:
+        text = self.text(name)
+        if not text:
+            return None
+        number = whole_number(text)
+        if number is None:
+            raise ConfigError(
+                f"{self._cluster} says {name}={shown(text)}, which should be a whole number; correct or unset it"
+            )
+        return number
+
+    def decide(self, setting: str, value: object, *variables: str) -> None:
+        if value is not None:
+            self.layer[setting] = Value(value, f"{self._cluster}: {', '.join(variables)}")
+
+    def decide_machines(self, num_machines: int, machine_rank: int, *variables: str) -> None:
+        if num_machines > 1:
+            self.decide("num_machines", num_machines, variables[0])
+            self.decide("machine_rank", machine_rank, variables[1])
+
+    def decide_port(self, job: int | None, variable: str) -> None:
+        """A port that all machines of a job derive alike, and that another job on the same machines does not."""
+        if job is not None:
+            self.decide("main_process_port", 20000 + job % 12000, variable)
+
+
+def _slurm(environment: Mapping[str, str]) -> Cluster | None:
+    """A task that srun started; a shell in an allocation (salloc, the top of an sbatch script) is none."""
+    if "SLURM_PROCID" not in environment or "SLURM_STEP_ID" not in environment:
+        return None
+    read = _Reader("SLURM", environment)
+    num_machines = read.number("SLURM_STEP_NUM_NODES") or read.number("SLURM_NNODES") or 1
+    num_tasks = read.number("SLURM_STEP_NUM_TASKS") or read.number("SLURM_NTASKS") or num_machines
+    if num_tasks % num_machines:
+        raise ConfigError(
+            f"SLURM started {num_tasks} tasks on {num_machines} machines, which is not the same number on each; "
+            "start one launcher a machine (srun --ntasks-per-node=1), or as many tasks on each as it has processes"
+        )
+    here = num_tasks // num_machines
+    read.decide_machines(num_machines, read.number("SLURM_NODEID") or 0, "SLURM_STEP_NUM_NODES", "SLURM_NODEID")
+    task = None
+    if here > 1:
+        read.decide("num_processes", num_tasks, "SLURM_STEP_NUM_TASKS")
+        if "OMP_NUM_THREADS" not in environment:
+            read.decide("num_cpu_threads_per_process", read.number("SLURM_CPUS_PER_TASK"), "SLURM_CPUS_PER_TASK")
+        task = ClusterTask(
+            read.number("SLURM_PROCID") or 0,
+            num_tasks,
+            read.number("SLURM_LOCALID") or 0,
+            here,
+            _gpus_per_task(read.text("SLURM_GPUS_PER_TASK")),
+        )
+    if num_machines > 1:
+        nodes = read.text("SLURM_STEP_NODELIST") or read.text("SLURM_JOB_NODELIST")
+        read.decide("main_process_ip", first_host(nodes), "SLURM_STEP_NODELIST")
+    if num_tasks > 1:
+        read.decide_port(read.number("SLURM_JOB_ID"), "SLURM_JOB_ID")
+    return Cluster("SLURM", read.layer, task)
+
+
+def _gpus_per_task(text: str) -> int:
+    """'2' and 'h100:2' are two; 0 where nothing is said."""
+    return whole_number(text.rpartition(":")[2]) or 0
+
+
+def _open_mpi(environment: Mapping[str, str]) -> Cluster | None:
+    if "OMPI_COMM_WORLD_SIZE" not in environment:
+        return None
+    read = _Reader("Open MPI", environment)
+    num_tasks = read.number("OMPI_COMM_WORLD_SIZE") or 1
+    here = read.number("OMPI_COMM_WORLD_LOCAL_SIZE") or 1
+    rank = read.number("OMPI_COMM_WORLD_RANK") or 0
+    if num_tasks % here:
+        raise ConfigError(
+            f"mpirun started {num_tasks} processes, {here} of them on this machine, so not the same number on each; "
+            "start one launcher a machine: mpirun --map-by ppr:1:node headway launch SCRIPT"
+        )
+    # Ranks fill one machine after the other, unless mpirun is told otherwise.
+    read.decide_machines(num_tasks // here, rank // here, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    task = None
+    if here > 1:
+        read.decide("num_processes", num_tasks, "OMPI_COMM_WORLD_SIZE")
+        task = ClusterTask(rank, num_tasks, read.number("OMPI_COMM_WORLD_LOCAL_RANK") or 0, here)
+    uri = read.text("OMPI_MCA_orte_hnp_uri")  # "JOB.0;tcp://ADDRESS,...:PORT": where mpirun itself runs
+    address = re.search(r"tcp://([0-9.]+)", uri)
+    if num_tasks > here and address is not None:
+        read.decide("main_process_ip", address[1], "OMPI_MCA_orte_hnp_uri")
+    if num_tasks > 1:
+        job = re.match(r"\d{1,18}", uri)
+        read.decide_port(int(job[0]) if job else None, "OMPI_MCA_orte_hnp_uri")
+    return Cluster("Open MPI", read.layer, task)
+
+
+def _kubernetes(environment: Mapping[str, str]) -> Cluster | None:
+    """A pod of a PyTorchJob, whose operator sets PET_* or torch's own variables, or of an Indexed Job."""
+    if "KUBERNETES_SERVICE_HOST" not in environment:
+        return None
+    read = _Reader("Kubernetes", environment)
+    for size, rank, address, port in (
+        ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
+        ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"),
+    ):
+        num_machines = read.number(size) if read.text(address) else None
+        if num_machines is None:
+            continue
+        read.decide_machines(num_machines, read.number(rank) or 0, size, rank)
+        if num_machines > 1:
+            read.decide("main_process_ip", read.text(address), address)
+            read.decide("main_process_port", read.number(port), port)
+        per_machine = whole_number(read.text("PET_NPROC_PER_NODE"))
+        if size == "PET_NNODES" and per_machine is not None:
+            read.decide("num_processes", num_machines * per_machine, "PET_NNODES", "PET_NPROC_PER_NODE")
+        return Cluster("Kubernetes", read.layer)
+    index = read.number("JOB_COMPLETION_INDEX")
+    if index is None:
+        return None
+    read.decide("machine_rank", index, "JOB_COMPLETION_INDEX")
+    return Cluster("Kubernetes", read.layer)
+
+
+def first_host(nodes: str) -> str | None:
+    """The first host of a SLURM node list: 'gpu[07-09,12],cpu1' -> 'gpu07'; None for an empty list."""
+    match = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^,\[]*)", nodes)
+    if match is None:
+        return None
+    return match[1] + (re.split(r"[-,]", match[2])[0] if match[2] else "") + match[3]

@@ -1,0 +1,77 @@
+"""Activations that a trace moves to host memory: gone from the device, but for the copy under way."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from headway.forecasting.tracing.fake import Spread
+from headway.forecasting.tracing.step import SingleProcessEngine, StepEngine
+from headway.recompute.offload import CopyLane, Host, Names, Ways, pretending
+
+
+class TracedLane(CopyLane):
+    """Copies of tensors without values; those on the host are made where no trace sees them.
+
+    The tensor that is being copied stays on the device until the next one is, or until something is fetched.
+
+    Args:
+        device: the one that stands for the card.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, has_stream=False)
+        self._under_way: torch.Tensor | None = None
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """A tensor of the same shape that takes nothing of the device."""
+        assert isinstance(tensor, FakeTensor)
+        with _disable_current_modes(), tensor.fake_mode:
+            host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        self._under_way = tensor
+        return host, None
+
+    def to_device(self, host: torch.Tensor | Host, ready: Any) -> torch.Tensor:
+        """A tensor on the device again."""
+        self._under_way = None
+        assert isinstance(host, torch.Tensor)
+        return host.clone()
+
+
+class Numbers(Names):
+    """Numbers of storages, each given once: where an address were held, a trace would not see the storage go."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._next = count()
+
+    def of(self, storage: torch.UntypedStorage) -> int:
+        """The storage's own number."""
+        found = self._known.get(storage._cdata)
+        if found is None or found[0]() is not storage:
+            found = self._known[storage._cdata] = weakref.ref(storage), next(self._next)
+        return found[1]
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        """Nothing: no number is given twice."""
+
+
+def offloaded(spread: Spread | None) -> Spread:
+    """The same, with activations that are to be offloaded moved away."""
+
+    @contextmanager
+    def run(model: nn.Module) -> Iterator[StepEngine]:
+        with pretending(Ways(TracedLane, FakeTensor, Numbers(), from_host=True)):
+            if spread is None:
+                yield SingleProcessEngine(model)
+                return
+            with spread(model) as engine:
+                yield engine
+
+    return run

@@ -1,0 +1,1 @@
+"""Votes, agreements and notices among ranks, over a store of their own."""

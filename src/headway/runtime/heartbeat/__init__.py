@@ -1,0 +1,1 @@
+"""What each process writes of itself while it runs, for the launcher to read."""

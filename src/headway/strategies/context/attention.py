@@ -1,0 +1,276 @@
+"""Attention over sequences of which each rank holds a part: its queries see all keys and values, which are gathered.
+
+`WholeSequenceAttention` stands around a block's forward and takes the calls of torch's scaled_dot_product_attention, whoever makes them; gradients
+of keys and values go back summed. Causal attention of a part falls into two pieces (`zigzag`), each of which sees the keys up
+to its own end: no mask is made, and what lies above the diagonal is not computed. On accelerators torch's own ring attention
+takes the causal calls (`ring`).
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from headway.errors import DataError, PrepareError, UnsupportedError
+from headway.strategies.context import zigzag
+from headway.strategies.tensor.crossings import SplitAxis
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+Causal = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float | None], torch.Tensor]
+"""Causal attention of parts of queries, keys and values, with a scale."""
+RING_STEP = 64
+"""Tokens of a rank: torch's ring takes a half at a time, and the memory-efficient kernel pads what it returns of one to 32."""
+
+
+class WholeSequenceAttention(TorchFunctionMode):
+    """A block in which attention sees the whole sequence.
+
+    Args:
+        axis: the ranks.
+        ring: what computes causal attention without dropout, instead of gathering; None: nothing does.
+
+    Attributes:
+        num_calls: how many calls were taken.
+        is_open: blocks stand in it from here on.
+    """
+
+    def __init__(self, axis: SplitAxis, ring: Causal | None = None) -> None:
+        super().__init__()
+        self._axis, self._ring = axis, ring
+        self.is_open = self._is_padded = False
+        self.num_calls = 0
+
+    def open(self, is_open: bool) -> None:
+        """Blocks stand in the door from here on, or not."""
+        self.is_open = is_open
+
+    def note_length(self, length: int) -> None:
+        """How long sequences are, without what pads them."""
+        self._is_padded = zigzag.padded(length, self._axis) != length
+
+    def forget_calls(self) -> None:
+        """Count anew."""
+        self.num_calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Take calls of attention; all others pass."""
+        kwargs = kwargs or {}
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        self.num_calls += 1
+        return self._attend(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if query.shape[-2] != key.shape[-2]:
+            raise UnsupportedError(
+                f"context parallelism cuts queries and keys alike, but attention has {query.shape[-2]} queries and "
+                f"{key.shape[-2]} keys on this rank (cross attention, or a cache of keys); use fsdp or tp for this model"
+            )
+        query, key, value = _in_one_format(query, key, value)
+        is_plain = is_causal and attn_mask is None and not dropout_p and query.dim() == 4
+        is_plain = is_plain and (enable_gqa or query.shape[1] == key.shape[1])
+        if is_plain and self._ring is not None and query.shape[2] % RING_STEP == 0:
+            return self._ring(query, key, value, scale)
+        if is_plain and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
+            found: torch.Tensor = _CausalOnCpu.apply(query, key, value, self._axis, scale)  # type: ignore[no-untyped-call]
+            return found
+        both = zigzag.gather(torch.cat([key, value], -1), self._axis, -2)
+        key, value = both[..., : key.shape[-1]], both[..., key.shape[-1] :]
+        options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+        if is_plain:
+            return self._lower_right(query, key, value, options)
+        if attn_mask is not None:
+            length = self._length_of(attn_mask, query)
+            key, value = key[..., :length, :], value[..., :length, :]
+            options["is_causal"] = is_causal  # with a mask, an error of torch's
+        elif is_causal:
+            attn_mask = self._causal_mask(query, key)
+        elif self._is_padded:
+            raise DataError(
+                "context parallelism had to pad the sequence, and attention that is not causal would see the padding; pad batches "
+                f"to a multiple of {2 * self._axis.size} tokens, with an attention_mask"
+            )
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+
+    def _length_of(self, mask: torch.Tensor, query: torch.Tensor) -> int:
+        """How many keys a mask is for; its rows must be this rank's part."""
+        part, length = query.shape[-2], mask.shape[-1]
+        is_whole = zigzag.padded(length, self._axis) == part * self._axis.size
+        if not is_whole or (mask.dim() > 1 and mask.shape[-2] not in (1, part)):
+            raise UnsupportedError(
+                f"an attention mask of shape {tuple(mask.shape)} does not fit a part of {part} of {part * self._axis.size} tokens: "
+                "context parallelism understands masks that the model gives to its blocks; within a block use is_causal=True"
+            )
+        return length
+
+    def _causal_mask(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(key.shape[-2], device=query.device)
+        return zigzag.part_of(places, self._axis, 0)[:, None] >= places
+
+    def _lower_right(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """Each piece of queries, to the keys up to its own end; torch's kernels know this form of mask."""
+        from torch.nn.attention.bias import causal_lower_right
+
+        found = []
+        for part, start in _pieces(query, self._axis):
+            end = start + part.shape[2]
+            bias: Any = causal_lower_right(part.shape[2], end)
+            ends = key[:, :, :end], value[:, :, :end]
+            found.append(functional.scaled_dot_product_attention(part, *ends, attn_mask=bias, **options))
+        return torch.cat(found, 2)
+
+
+def _in_one_format(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As autocast would cast them: what travels is half as large."""
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device) and tensors[0].dtype != torch.float64:
+        return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+    return tensors
+
+
+_KEY = "_headway_door"
+
+
+class SplitBlock:
+    """Mixed in before a block's class: its forward stands in the door, also where it runs again in backward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's own forward, whose attention sees whole sequences."""
+        run, door = super().forward, self.__dict__.get(_KEY)  # type: ignore[misc]
+        if door is None or not door.is_open:
+            return run(*args, **kwargs)
+        with door:
+            return run(*args, **kwargs)
+
+
+@cache
+def _in_door(bare: Any) -> type:
+    added = {"__module__": bare.__module__, "__doc__": bare.__doc__}
+    return type(bare.__name__, (SplitBlock, bare), added)
+
+
+def put_in(block: torch.nn.Module, door: WholeSequenceAttention) -> None:
+    """Put a block's forward into a door, in the place of an earlier one.
+
+    Raises:
+        PrepareError: its class cannot be extended.
+    """
+    if not isinstance(block, SplitBlock):
+        if "forward" in block.__dict__:
+            raise PrepareError(
+                f"a block of class {type(block).__name__} has a forward of its own on the object (compiled or patched), which "
+                "context parallelism cannot reach; take it off before prepare()"
+            )
+        kind: Any = type(block)
+        try:
+            block.__class__ = _in_door(kind)
+        except TypeError as error:
+            raise PrepareError(f"the class {type(block).__qualname__} cannot be extended: {error}") from error
+    block.__dict__[_KEY] = door
+
+
+def take_out(block: torch.nn.Module) -> None:
+    """Take the door away, and give the block its own class back; where another (FSDP's) is on top, it keeps an empty frame."""
+    if not isinstance(block, SplitBlock):
+        return
+    if SplitBlock in type(block).__bases__:
+        block.__class__ = type(block).__mro__[2]
+    block.__dict__.pop(_KEY, None)
+
+
+class _CausalOnCpu(torch.autograd.Function):
+    """Causal attention of parts on a CPU; keys and values are gathered again in backward, so that only parts are kept.
+
+    A piece of queries is two calls of the CPU's kernel, the earlier keys and the square on the diagonal, whose results are put
+    together. Each call gives the logarithm of the sum that it divided by; with the sum of both, and the result of both, its
+    backward gives its share of the gradients (as in ring attention: Liu et al., 2023). No mask of queries by keys is made.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, axis: SplitAxis, scale: float | None
+    ) -> torch.Tensor:
+        whole_key, whole_value = _whole(query, key, value, axis)
+        found = [_forward(part, whole_key, whole_value, start, scale) for part, start in _pieces(query, axis)]
+        out, sums = (torch.cat([pair[index] for pair in found], 2) for index in (0, 1))
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.axis, ctx.scale = axis, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        query, key, value, out, sums = ctx.saved_tensors
+        axis = ctx.axis
+        whole_key, whole_value = _whole(query, key, value, axis)
+        of_key, of_value = torch.zeros_like(whole_key), torch.zeros_like(whole_value)
+        of_query = []
+        for place, (part, start) in enumerate(_pieces(query, axis)):
+            end, step = start + part.shape[2], part.shape[2]
+            mine = [each.narrow(2, place * step, step).contiguous() for each in (grad, out, sums)]
+            total = torch.zeros_like(part)
+            for begin, until, is_causal in ((start, end, True), (0, start, False)):
+                if begin < until:
+                    here = slice(begin, until)
+                    keys, values = whole_key[:, :, here], whole_value[:, :, here]
+                    more = _BACKWARD(mine[0], part, keys, values, *mine[1:], 0.0, is_causal, scale=ctx.scale)
+                    total += more[0]
+                    of_key[:, :, here] += more[1]
+                    of_value[:, :, here] += more[2]
+            of_query.append(total)
+        both = torch.cat([_summed(of_key, key), _summed(of_value, value)], -1)
+        both = zigzag.scatter(both, axis, -2)
+        return torch.cat(of_query, 2), both[..., : key.shape[-1]], both[..., key.shape[-1] :], None, None
+
+
+def _pieces(query: torch.Tensor, axis: SplitAxis) -> list[tuple[torch.Tensor, int]]:
+    """This rank's pieces, and where in the sequence they begin."""
+    step = query.shape[2] // 2
+    numbers = zigzag.pieces_of(axis.rank, axis)
+    return [(query.narrow(2, place * step, step), number * step) for place, number in enumerate(numbers)]
+
+
+def _whole(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, axis: SplitAxis
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All keys and values, with as many heads as there are queries; repeated here, they travel once."""
+    both = zigzag.gather(torch.cat([key, value], -1), axis, -2)
+    times = query.shape[1] // key.shape[1]
+    both = both if times == 1 else both.repeat_interleave(times, 1)
+    return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
+
+
+def _summed(grad: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Over the heads that share a key."""
+    times = grad.shape[1] // part.shape[1]
+    return grad if times == 1 else grad.view(grad.shape[0], -1, times, *grad.shape[2:]).sum(2)
+
+
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result of one piece of queries, and the logarithms of the sums."""
+    end = start + query.shape[2]
+    out, sums = _FORWARD(query, key[:, :, start:end], value[:, :, start:end], 0.0, True, scale=scale)[:2]
+    if not start:
+        return out, sums
+    before, its_sums = _FORWARD(query, key[:, :, :start], value[:, :, :start], 0.0, False, scale=scale)[:2]
+    total = torch.logaddexp(sums, its_sums)
+    shares = [(each - total).exp().unsqueeze(-1) for each in (sums, its_sums)]
+    return (out * shares[0] + before * shares[1]).to(query.dtype), total

@@ -1,0 +1,467 @@
+"""Context parallelism: each rank computes a part of every sequence, from a model's first block to its loss.
+
+The model is called with whole sequences, alike on all ranks of the axis. Embeddings and positions are computed whole; the first
+block's input is cut (`zigzag`), and so is what the model gives to its blocks beside it: rotary embeddings, position ids, rows of
+masks. Within blocks attention goes through a door (`cut_attention`); everything else is done token by token. Where the model is
+given labels, they are cut too, its loss is the sum of the ranks' shares, and logits stay where they are; without labels its
+outputs are joined. Models that compute otherwise after their blocks (a pooled token, a reshape to the whole length) get the last
+block's output joined. In each way a rank has the gradient of its part of the loss: a term of a sum over the ranks.
+
+The first call is rehearsed on a few tokens (`context_check`), whole and cut: that finds which way is right, and makes a model
+that mixes tokens past the door an error and not another result.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+
+from headway.collectives import tree
+from headway.collectives.door import Collectives
+from headway.config.context import TorchContextParallelConfig
+from headway.errors import DataError, PrepareError, UnsupportedError
+from headway.log import get_logger
+from headway.memory.oom import is_out_of_memory
+from headway.strategies.blocks import find_blocks
+from headway.strategies.context import check as context_check
+from headway.strategies.context import ring, zigzag
+from headway.strategies.context.attention import RING_STEP, WholeSequenceAttention, put_in, take_out
+from headway.strategies.context.labels import LabelledCall, SplitLabels
+from headway.strategies.fully_sharded import fsdp_state as gathered
+from headway.strategies.tensor import crossings
+from headway.strategies.tensor.crossings import SplitAxis
+from headway.strategies.tensor.rng import SplitRNG
+
+log = get_logger(__name__)
+
+
+class CallPhase(Enum):
+    """What a block's call is part of."""
+
+    NONE = "no call of the prepared model"
+    WHOLE = "a call with whole sequences"
+    CUT = "a call whose sequences are cut"
+    BACKWARD = "backward, in which blocks may be computed again"
+
+
+class SplitRegion(Enum):
+    """How far a model computes on parts."""
+
+    MEANS = "to its outputs, or to a loss that is a mean over labels"
+    SUMS = "to its outputs, or to a loss that is a sum over labels"
+    BLOCKS = "to the end of its last block"
+
+
+class ContextParallel:
+    """A model whose sequences are cut; called in its place.
+
+    Args:
+        model: a decoder or encoder with one stack of blocks.
+        mesh: a DeviceMesh of one dimension: the ranks.
+        everyone: all ranks of the run.
+        options: how.
+        is_exact: the model computes in float32 throughout.
+
+    Attributes:
+        serves_evaluation: forwards without gradients go through it, too.
+
+    Raises:
+        PrepareError: a model that cannot be cut.
+    """
+
+    serves_evaluation = True
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        mesh: Any,
+        everyone: Collectives,
+        options: TorchContextParallelConfig,
+        is_exact: bool = True,
+    ) -> None:
+        self._model, self._everyone, self._options, self._is_exact = model, everyone, options, is_exact
+        self._axis = SplitAxis.of(mesh)
+        blocks = _stack(model, options)
+        self._first, self._last = blocks[0], blocks[-1]
+        self._eager = _use_sdpa(model)
+        self._parameters = _positional(model)
+        self._labels = SplitLabels(model, self._parameters, options, self._axis, everyone)
+        self._ring = ring.find(
+            mesh, options.cp_comm_strategy or "allgather", everyone.runtime.scope.own(ring.RingDispatcher)
+        )
+        self._door = WholeSequenceAttention(self._axis, None if self._ring is None else self._ring.attend)
+        self._streams = SplitRNG(self._axis)
+        self._phase, self._length = CallPhase.NONE, 0
+        self._ways: dict[tuple[bool, bool], SplitRegion] = {}
+        self._with_loss: set[tuple[bool, bool]] = set()
+        self._way = SplitRegion.MEANS
+        self._blocks, self._hooks = blocks, list[Any]()
+        try:
+            self._put_in()
+        except PrepareError:
+            self.release()
+            raise
+
+    def _put_in(self) -> None:
+        for block in self._blocks:
+            put_in(block, self._door)
+            self._hooks.append(block.register_forward_pre_hook(self._before_block, with_kwargs=True))
+            self._hooks.append(block.register_forward_hook(self._after_any_block, always_call=True))
+        self._hooks.append(self._last.register_forward_hook(self._after_last_block))
+
+    def release(self) -> None:
+        """Leave the model alone."""
+        for hook in self._hooks:
+            hook.remove()
+        for block in self._blocks:
+            take_out(block)
+        if self._ring is not None:
+            self._ring.release()
+        if self._eager is not None:
+            self._eager()
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """A backward: blocks that are computed again see their part, as in forward."""
+        with self._in(CallPhase.BACKWARD):
+            self._door.open(True)
+            try:
+                yield
+            finally:
+                self._door.open(False)
+
+    @contextmanager
+    def _in(self, phase: CallPhase) -> Iterator[None]:
+        before, self._phase = self._phase, phase
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    # ---------------------------------------------------------------- calls of the model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward on whole sequences: the loss of all, and outputs that are whole or withheld.
+
+        Raises:
+            PrepareError: the model does not compute the same when it is cut.
+            UnsupportedError: a call that cannot be cut.
+        """
+        if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+            if torch.is_grad_enabled():
+                raise UnsupportedError(
+                    "context parallelism cuts sequences, and a cache of keys would hold this rank's part alone; leave out "
+                    "use_cache and past_key_values while training (generation under torch.no_grad() computes whole sequences)"
+                )
+            return self._run(CallPhase.WHOLE, args, kwargs)
+        if "use_cache" in self._parameters:
+            kwargs = {**kwargs, "use_cache": False}
+        kind = self._kind(args, kwargs)
+        if kind not in self._ways:
+            self._ways[kind] = self._rehearse(args, kwargs)
+        way = self._ways[kind]
+        call = self._read(args, kwargs, way)
+        out = self._run(CallPhase.CUT, call.args, call.kwargs, way)
+        if kind not in self._with_loss and _has_loss(call, out):
+            raise PrepareError(
+                f"{type(self._model).__name__} computes a loss from labels while training, but not in eval() mode, in which context "
+                "parallelism compares it with its whole; compute it in both, or outside of the model"
+            )
+        return self._finish(call, out, way, is_training=torch.is_grad_enabled())
+
+    def _run(
+        self, phase: CallPhase, args: tuple[Any, ...], kwargs: dict[str, Any], way: SplitRegion = SplitRegion.MEANS
+    ) -> Any:
+        self._length, self._way = 0, way
+        with self._in(phase):
+            out = self._model(*args, **kwargs)
+        if phase is CallPhase.CUT and not self._length:
+            raise PrepareError(
+                f"{type(self._model).__name__} did not call its first block, where context parallelism cuts sequences; use fsdp "
+                "or tp for this model"
+            )
+        return out
+
+    def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, bool]:
+        """What is rehearsed once for each of: are there labels, and does the loss divide by a number that is given?"""
+        return bool(self._labels.within(args, kwargs)), kwargs.get("num_items_in_batch") is not None
+
+    def _read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], way: SplitRegion) -> LabelledCall:
+        """Cut the labels among what the model is given."""
+        return LabelledCall(args, dict(kwargs)) if way is SplitRegion.BLOCKS else self._labels.cut(args, kwargs)
+
+    def _finish(self, call: LabelledCall, out: Any, way: SplitRegion, is_training: bool) -> Any:
+        """What the caller gets: whole."""
+        has_loss = _has_loss(call, out)
+        part = zigzag.padded(self._length, self._axis) // self._axis.size
+
+        def whole(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if way is SplitRegion.BLOCKS:
+                return zigzag.one_of(leaf, self._axis)
+            if _is_loss(leaf):
+                return self._total(leaf, call, way) if has_loss else leaf
+            if leaf.dim() < 2 or leaf.shape[1] != part:
+                return leaf
+            if has_loss and is_training:
+                return PartialOutput(leaf.shape, self._length)
+            return zigzag.join(leaf, self._axis, 1, self._length)
+
+        return tree.map_leaves(whole, out)
+
+    def _total(self, loss: torch.Tensor, call: LabelledCall, way: SplitRegion) -> torch.Tensor:
+        """The loss of all parts: a sum, or a mean over the labels that count."""
+        if way is SplitRegion.SUMS or call.num_labels is None:
+            return crossings.total(loss, self._axis)
+        every, mine = call.num_labels
+        # A mean over no label is 0 / 0, on this rank alone.
+        share = torch.where(mine > 0, loss * (mine / every), torch.zeros_like(loss))
+        found = crossings.total(share, self._axis)
+        return torch.where(every > 0, found, torch.full_like(found, torch.nan))
+
+    # ---------------------------------------------------------------- the first call
+
+    def _rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitRegion:
+        """Compute a few tokens, whole and cut, and compare: which way gives the same?
+
+        Raises:
+            PrepareError: none; on all ranks.
+            UnsupportedError: compiled code, into which attention cannot be reached.
+        """
+        if any(getattr(module, "_compiled_call_impl", None) is not None for module in self._model.modules()):
+            raise UnsupportedError(
+                f"{type(self._model).__name__} is compiled, which context parallelism does not support yet; leave torch.compile "
+                "(dynamo_backend) out, or use fsdp or tp"
+            )
+        kwargs = {**dict(zip(self._parameters, args)), **kwargs}
+        args = args[len(self._parameters) :]
+        given = self._labels.within(args, kwargs)
+        args, kwargs = context_check.few(args, kwargs, RING_STEP * self._axis.size, self._options.labels)
+        told = ""
+        with context_check.at_rest(self._model):
+            if given:
+                with self._labels.watching():
+                    self._run(CallPhase.WHOLE, args, kwargs)
+                ignored = self._labels.to_rehearse(given)
+                kwargs = context_check.ignore_some(kwargs, list(given), ignored)
+            whole = self._run(CallPhase.WHOLE, args, kwargs)
+            for ways in ((SplitRegion.MEANS, SplitRegion.SUMS), (SplitRegion.BLOCKS,)):
+                found = self._try(ways, args, kwargs, whole)
+                rows = self._everyone.gather_numbers(
+                    [float(isinstance(found, SplitRegion)), float(found is SplitRegion.SUMS)]
+                )
+                if all(row == rows[0] for row in rows) and isinstance(found, SplitRegion):
+                    self._tell(found)
+                    return found
+                told = str(found)
+        raise PrepareError(
+            f"{type(self._model).__name__} cannot be cut along its sequences (context parallelism): {told}. {context_check.ADVICE}"
+        )
+
+    def _try(
+        self, ways: tuple[SplitRegion, ...], args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
+    ) -> SplitRegion | str:
+        """Which of the ways gives the same as the whole; else what differs, in words."""
+        self._door.forget_calls()
+        found = ""
+        try:
+            call = self._read(args, kwargs, ways[0])
+            out = self._run(CallPhase.CUT, call.args, call.kwargs, ways[0])
+            if not self._door.num_calls:
+                return "its blocks never call torch.nn.functional.scaled_dot_product_attention"
+            for way in ways:
+                cut = self._finish(call, out, way, is_training=False)
+                told = context_check.difference(
+                    whole, cut, self._is_exact, is_loss_joined=way is not SplitRegion.BLOCKS
+                )
+                if not told:
+                    if _has_loss(call, out):
+                        self._with_loss.add(self._kind(args, kwargs))
+                    return way
+                found = found or told
+        except Exception as error:  # of the model's own code, at tensors that are shorter than it thought
+            gathered.reshard(self._model)
+            if isinstance(error, DataError) or is_out_of_memory(error):  # of this batch, whatever the model is
+                raise
+            log.debug("rehearsal of context parallelism", exc_info=True)
+            found = f"{type(error).__name__}: {error}"
+        return found
+
+    def _tell(self, way: SplitRegion) -> None:
+        if way is SplitRegion.BLOCKS:
+            log.info_once(
+                "context parallelism: what follows the blocks of %s needs whole sequences, so their output is joined, and each "
+                "rank computes the head and the loss for all tokens",
+                type(self._model).__name__,
+            )
+
+    # ---------------------------------------------------------------- calls of blocks
+
+    def _before_block(self, block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._phase is CallPhase.WHOLE or (self._phase is CallPhase.NONE and not torch.is_grad_enabled()):
+            return None
+        if self._phase is CallPhase.NONE:
+            raise UnsupportedError(
+                f"a part of {type(self._model).__name__} was called by itself while training; under context parallelism call the "
+                "prepared model, which cuts the sequences that its blocks get"
+            )
+        name = None if args else next((key for key, value in kwargs.items() if isinstance(value, torch.Tensor)), None)
+        x = args[0] if args else kwargs.get(name or "")
+        if not isinstance(x, torch.Tensor) or x.dim() < 3:
+            raise PrepareError(
+                f"the blocks of {type(self._model).__name__} must be given (rows, tokens, width) first to be cut along the "
+                f"sequence, but one got {tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__}"
+            )
+        is_first = block is self._first
+        part = self._part(x) if is_first else x
+        total = part.shape[1] * self._axis.size
+        if self._phase is CallPhase.CUT and zigzag.padded(self._length, self._axis) != total:
+            raise PrepareError(
+                f"between its blocks {type(self._model).__name__} changes the length of its sequences, which are cut"
+            )
+
+        def other(leaf: Any) -> Any:
+            return self._cut_beside(leaf, total) if isinstance(leaf, torch.Tensor) and leaf is not x else leaf
+
+        args = tuple(part if value is x else tree.map_leaves(other, value) for value in args)
+        kwargs = {key: part if value is x else tree.map_leaves(other, value) for key, value in kwargs.items()}
+        if block.training:
+            self._streams.part()
+        if self._phase is CallPhase.CUT:
+            self._door.open(True)
+        return args, kwargs
+
+    def _part(self, x: torch.Tensor) -> torch.Tensor:
+        if self._phase is CallPhase.CUT:
+            self._length = x.shape[1]
+            self._door.note_length(self._length)
+        return zigzag.part_of(x, self._axis, 1)
+
+    def _after_any_block(self, *_: Any) -> None:
+        """However the block has ended."""
+        self._streams.join()
+        if self._phase is not CallPhase.BACKWARD:
+            self._door.open(False)
+
+    def _after_last_block(self, block: torch.nn.Module, args: Any, output: Any) -> Any:
+        if self._phase is not CallPhase.CUT or self._way is not SplitRegion.BLOCKS:
+            return None
+
+        def joined(part: torch.Tensor) -> torch.Tensor:
+            return zigzag.join(part, self._axis, 1, self._length, times=self._axis.size)
+
+        return (joined(output[0]), *output[1:]) if isinstance(output, tuple) else joined(output)
+
+    def _cut_beside(self, tensor: torch.Tensor, total: int) -> torch.Tensor:
+        """What a block gets beside its input: cut along the dimension that is as long as the sequence, if any."""
+
+        def is_long(dim: int) -> bool:
+            if tensor.dim() < -dim:
+                return False
+            if self._phase is CallPhase.CUT:
+                return tensor.shape[dim] == self._length
+            return zigzag.padded(tensor.shape[dim], self._axis) == total  # in backward another call may have come since
+
+        is_number = not tensor.is_floating_point() and tensor.dtype != torch.bool
+        if is_number and is_long(-1):
+            return zigzag.part_of(tensor, self._axis, -1)
+        if is_long(-2):  # rows of a mask, or a vector for each token
+            return zigzag.part_of(tensor, self._axis, -2, filler=tensor.dtype == torch.bool)
+        if tensor.dim() < 3 and is_long(-1):
+            return zigzag.part_of(tensor, self._axis, -1)
+        return tensor
+
+
+class PartialOutput:
+    """What stands for an output of which this rank has a part, after the model has computed the loss itself."""
+
+    def __init__(self, shape: torch.Size, length: int) -> None:
+        self._shape, self._length = tuple(shape), length
+
+    def _refuse(self, *_: Any) -> Any:
+        raise UnsupportedError(
+            f"this output of the model is cut along the sequence: each rank has {self._shape[1]} of {self._length} tokens. To use it "
+            "while training, call the model without labels; under torch.no_grad() it comes whole with labels, too"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse.
+
+        Raises:
+            UnsupportedError: always; AttributeError for Python's own names.
+        """
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._refuse()
+
+    __getitem__ = __iter__ = __len__ = __add__ = __mul__ = __truediv__ = __sub__ = __float__ = _refuse
+
+
+def _positional(model: torch.nn.Module) -> list[str]:
+    """Names of what may be given to forward by its place."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [name for name, one in inspect.signature(model.forward).parameters.items() if one.kind in kinds]
+
+
+def _is_loss(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
+
+
+def _has_loss(call: LabelledCall, out: Any) -> bool:
+    """Has the model computed a loss from labels that were cut?"""
+    return call.num_labels is not None and any(_is_loss(each) for each in tree.tensors(out))
+
+
+def _stack(model: torch.nn.Module, options: TorchContextParallelConfig) -> list[torch.nn.Module]:
+    blocks = find_blocks(model, options.blocks)
+    inside = (
+        [module for module in model.modules() if any(child is blocks[0] for child in module.children())]
+        if blocks
+        else []
+    )
+    if not inside or any(all(child is not block for child in inside[0].children()) for block in blocks):
+        found = ", ".join(sorted({type(block).__name__ for block in blocks})) or "none"
+        raise PrepareError(
+            f"context parallelism needs one stack of blocks, through which the whole sequence goes; {type(model).__name__} has "
+            f"these repeated blocks, which do not lie in one ModuleList: {found}. Name the stack's own: "
+            "TorchContextParallelConfig(blocks=('DecoderLayer',)); models with an encoder and a decoder are not supported"
+        )
+    return blocks
+
+
+def _is_sdpa(name: str) -> bool:
+    """Is it what transformers calls sdpa, registered under another name?"""
+    known: Any = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
+    return known.get(name) is not None and known.get(name) is known.get("sdpa")
+
+
+def _use_sdpa(model: torch.nn.Module) -> Callable[[], object] | None:
+    """Let transformers' models compute attention by torch's function; returns what undoes it, if anything was done.
+
+    Raises:
+        PrepareError: they cannot.
+    """
+    config: Any = getattr(model, "config", None)
+    now = getattr(config, "_attn_implementation", None)
+    switch: Any = getattr(model, "set_attn_implementation", None)
+    if now in (None, "sdpa") or switch is None or _is_sdpa(now):
+        return None
+    if now != "eager":
+        raise PrepareError(
+            f"{type(model).__name__} has attn_implementation={now!r}, which context parallelism cannot cut; load the model with "
+            "attn_implementation='sdpa'"
+        )
+    try:
+        switch("sdpa")
+    except ValueError as error:
+        raise PrepareError(
+            f"{type(model).__name__} only has eager attention, which context parallelism cannot cut: {error}"
+        ) from error
+    log.info_once("context parallelism: %s computes attention by sdpa from now on, not eagerly", type(model).__name__)
+    return partial(switch, now)

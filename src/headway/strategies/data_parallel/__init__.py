@@ -1,0 +1,1 @@
+"""Data parallelism: a whole model on each process, whose gradients are averaged."""

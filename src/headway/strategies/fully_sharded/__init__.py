@@ -1,0 +1,1 @@
+"""Sharded parameters by torch's fully_shard: their gathering, their gradients, and what scripts see of them."""

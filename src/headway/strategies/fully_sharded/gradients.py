@@ -1,0 +1,182 @@
+"""Gradients that are sharded across the ranks (DTensors): this rank's shards, and their norm over all ranks in one collective."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headway.collectives.door import Collectives
+from headway.common.optional import Later
+from headway.errors import LossError
+
+if TYPE_CHECKING:
+    from torch.distributed import tensor as dtensor
+else:
+    dtensor = Later("torch.distributed.tensor")
+placement = Later("torch.distributed.tensor._utils")
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Is it a DTensor? Asked without loading their module, which takes as long as all of torch's distributed part."""
+    return hasattr(tensor, "_local_tensor") and hasattr(tensor, "device_mesh")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it."""
+    held: torch.Tensor = tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+    return held
+
+
+def box(like: Any) -> tuple[slice, ...]:
+    """Where in the whole tensor this rank's part of a DTensor lies."""
+    sizes, offsets = placement.compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes))
+
+
+def cut_like(tensor: torch.Tensor, like: Any) -> torch.Tensor:
+    """A whole tensor as a DTensor that is cut as `like`; no rank asks another."""
+    if is_distributed(tensor) or not is_distributed(like):
+        return tensor
+    part = _part(tensor, like).to(local(like).device).clone(memory_format=torch.contiguous_format)
+    given = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    made: torch.Tensor = dtensor.DTensor.from_local(part, like.device_mesh, like.placements, **given)
+    return made
+
+
+def _part(tensor: torch.Tensor, like: Any) -> torch.Tensor:
+    """This rank's part of a whole tensor."""
+    cut = [p.dim for p in like.placements if hasattr(p, "dim")]
+    for axis, placed in enumerate(like.placements):
+        factor = getattr(placed, "split_factor", 1)
+        if factor > 1 and cut.count(placed.dim) == 1:
+            # Several matrices packed along one dimension (tensor parallel): a part of each, which is no box.
+            rank, size = like.device_mesh.get_local_rank(axis), like.device_mesh.size(axis)
+            matrices = tensor.chunk(factor, placed.dim)
+            tensor = torch.cat([matrix.chunk(size, placed.dim)[rank] for matrix in matrices], placed.dim)
+            rest = [dtensor.Replicate() if p is placed else p for p in like.placements]
+            sizes, offsets = placement.compute_local_shape_and_global_offset(tensor.shape, like.device_mesh, rest)
+            return tensor[tuple(slice(begin, begin + length) for begin, length in zip(offsets, sizes))]
+    return tensor[box(like)]
+
+
+def explain_mixed(error: BaseException) -> str:
+    """What to say after torch's error about DTensors that plain tensors are computed with; nothing of any other."""
+    if not isinstance(error, RuntimeError) or "got mixed torch.Tensor and DTensor" not in str(error):
+        return ""
+    return (
+        "headway: the parameters of a sharded model are DTensors outside of its forward. Call the model itself, not model.forward() "
+        "or a part of it; for arithmetic of your own with parameters or gradients, take p.full_tensor() on all ranks"
+    )
+
+
+def is_of_parameters(loss: torch.Tensor) -> bool:
+    """Is it made of sharded parameters alone, as a penalty on weights is? Logits that are cut are DTensors, too.
+
+    Raises:
+        LossError: plain tensors are added to them, to which no gradient would find its way.
+    """
+    if not is_distributed(loss):
+        return False
+    is_alone, seen, left = True, set[Any](), [loss.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if "FromTorchTensor" in node.name():  # from here on gradients are plain
+            is_alone = False
+        elif "ToTorchTensor" in node.name() or (leaf is not None and not is_distributed(leaf)):
+            raise LossError(
+                "the loss adds plain tensors to parameters, which are DTensors in this layout. Give what is made of parameters "
+                "alone, such as a penalty on weights, a backward of its own in the same micro-batch: accelerator.backward(penalty)"
+            )
+        else:
+            left += [following for following, _ in node.next_functions]
+    return is_alone
+
+
+def complete(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The parameter's gradient, summed: one that each rank knows a part of as a sum (Partial) is summed first."""
+    grad: Any = parameter.grad
+    if grad is None or not is_distributed(grad) or not any(p.is_partial() for p in grad.placements):
+        return grad  # type: ignore[no-any-return]
+    wanted = [dtensor.Replicate() if p.is_partial() else p for p in grad.placements]
+    parameter.grad = grad.redistribute(placements=wanted)
+    return parameter.grad
+
+
+def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's parts of the gradients that there are."""
+    found = [complete(parameter) for parameter in parameters]
+    return [local(grad) for grad in found if grad is not None]
+
+
+def copies(tensor: torch.Tensor, num_ranks: int) -> int:
+    """On how many of so many ranks the same elements lie."""
+    if not is_distributed(tensor):
+        return num_ranks
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    cut: list[int] = [mesh.size(dim) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]  # type: ignore[attr-defined]
+    return num_ranks // math.prod(cut)
+
+
+def total_norm(
+    parameters: Iterable[torch.Tensor], norm_type: float, everyone: Collectives, num_copies: int | None = None
+) -> torch.Tensor:
+    """The norm of all gradients together, a plain 0-d tensor, the same on all ranks; one exchange.
+
+    Each element counts once, on however many ranks it lies. A value that is not finite on any rank reaches all.
+
+    Args:
+        parameters: whose gradients.
+        norm_type: 2 for the Euclidean norm.
+        everyone: the ranks that hold them.
+        num_copies: on how many of these each lies, where a rank may have none; None: as DTensors say, and plain ones on all.
+    """
+    alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
+    device, dtype = torch.device("cpu") if num_copies is None else everyone.runtime.device, torch.float32
+    for parameter in parameters:
+        grad = complete(parameter)
+        if grad is not None:
+            part = local(grad)
+            device, dtype = part.device, torch.promote_types(dtype, part.dtype)
+            if part.numel():
+                key = num_copies or copies(grad, everyone.world_size), part.device, part.dtype
+                alike.setdefault(key, []).append(part.detach())
+    # Where gradients lie on several devices (offloaded ones among them), the sum is made on the CPU.
+    device = device if all(key[1] == device for key in alike) else torch.device("cpu")
+    is_maximum = math.isinf(norm_type)
+    total = torch.zeros((), dtype=_wide(device), device=device)
+    for (count, _, kind), parts in alike.items():
+        working = torch.float32 if kind in (torch.float16, torch.bfloat16) else None
+        norms = torch.stack(torch._foreach_norm(parts, norm_type, dtype=working)).to(device, total.dtype)
+        total = torch.maximum(total, norms.max()) if is_maximum else total + norms.pow(norm_type).sum() / count
+    return _over_ranks(total, norm_type, everyone).to(dtype)
+
+
+def _over_ranks(total: torch.Tensor, norm_type: float, everyone: Collectives) -> torch.Tensor:
+    if math.isinf(norm_type):
+        # A nan is lost in an engine's maximum: it travels as one more number.
+        pair = torch.stack([total.nan_to_num(nan=0.0, posinf=math.inf), (~total.isfinite()).to(total.dtype)])
+        highest, is_bad = everyone.reduce(pair, "max")
+        return torch.where(is_bad > 0, torch.full_like(highest, math.nan), highest)
+    total = total.reshape(1)
+    everyone.sum_in_place([total])
+    return total.reshape(()).pow(1.0 / norm_type)
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    """Squares of large norms do not fit into float32; some devices have nothing wider."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def clip_by(grads: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Scale gradients of that norm down to `max_norm`, as torch's clipping does; nobody waits for the device."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for grad in grads:
+        alike.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, _), found in alike.items():
+        torch._foreach_mul_(found, factor.to(device))

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: a model cut into stages, through which micro-batches travel."""

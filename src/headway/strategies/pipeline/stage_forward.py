@@ -1,0 +1,357 @@
+"""A model's own forward, run on every stage: blocks of other stages are passed over, and those of this one get what was received.
+
+The class of the model, of its blocks and of the modules around them is exchanged for a subclass whose call goes through a `ModuleRouter`.
+While a stage runs, a `StageForward` says what each call does: earlier blocks give stand-ins, the last of them what the stage before has
+sent; after the stage's own last block the forward, and whatever called it, is left by an exception. So everything that a model's
+forward computes on its way (masks, positions) is there on each stage, and no code of the model is known or traced.
+
+A stand-in has the right shape and no value. Whatever is computed from one is one, too; where it would enter a block or a result,
+there is an error.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import is_fake
+
+from headway.collectives.tree import Tree, map_tensors, tensors
+from headway.errors import PrepareError, UnsupportedError
+from headway.strategies.call_cache import CallCache, signature
+from headway.strategies.pipeline.stages import StageSplit
+
+_KEY = "_headway_route"
+_ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""What transformers' models collect from all of their blocks."""
+
+Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""What stands around a module's own call."""
+
+
+class PlaceholderTensor(torch.Tensor):
+    """A tensor of a certain shape without values of its own; what is computed from it is one as well."""
+
+
+def stand_in(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """One of the shape and dtype of `like`; it takes no memory. In a plan no tensor has values, and none is marked."""
+    found = torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
+    return found if is_fake(found) else found.as_subclass(PlaceholderTensor)
+
+
+class StageDone(BaseException):
+    """The stage's last block has run. No error: what it leaves must not handle it."""
+
+    def __init__(self, journey: "StageForward", output: Tree) -> None:
+        super().__init__("the stage is done; this leaves the forward, and is not an error")
+        self.journey = journey
+        self.output = output
+
+
+class StageForward:
+    """One run of one stage.
+
+    Args:
+        route: of the model.
+        stage: its number.
+        received: what the stage before has sent; for the first, nothing.
+        goes_on: the last stage's forward goes on after its last block.
+        is_tail: all blocks have run; only what comes after them is wanted.
+    """
+
+    def __init__(self, route: "ModuleRouter", stage: int, received: Tree, goes_on: bool, is_tail: bool = False) -> None:
+        self._route = route
+        self.stage = stage
+        self._received = received
+        stages = route.stages
+        self._begin = len(stages.blocks) if is_tail else stages.bounds[stage]
+        self._end = len(stages.blocks) if is_tail else stages.bounds[stage + 1]
+        self._goes_on = goes_on
+        self._next = 0
+        self._num_calls = 0
+        self._absent: list[str] = []
+        self._learns = torch.is_grad_enabled()
+
+    def model_call(self) -> None:
+        """The model is called.
+
+        Raises:
+            UnsupportedError: for the second time.
+        """
+        self._num_calls += 1
+        if self._num_calls > 1:
+            raise UnsupportedError(
+                f"{self._route.kind} was called twice for one batch; under pipeline parallelism a loss may call the model once. Join "
+                "the inputs (torch.cat), or use another strategy"
+            )
+
+    def block(self, index: int, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block is called.
+
+        Raises:
+            UnsupportedError: in another order, with gradients turned off on the way to it, or with what other stages have
+                computed besides its input.
+        """
+        names = self._route.stages.names
+        if index != self._next:
+            expected = names[self._next] if self._next < len(names) else "no block"
+            raise UnsupportedError(
+                f"{self._route.kind} called block {names[index]} where {expected} comes in the module tree; a pipeline needs "
+                "blocks that run once each, in order. Name them with PipelineOptions(blocks=[...]), or use another strategy"
+            )
+        self._next += 1
+        if index < self._begin:
+            if index == self._begin - 1:
+                self._check_gradients(index, self._received)
+                return self._received
+            return map_tensors(lambda tensor: stand_in(tensor, tensor.device), self._received)
+        self._check(f"block {names[index]}", (args, kwargs))
+        self._check_gradients(index, (args, kwargs, list(self._route.stages.blocks[index].parameters())))
+        output = bare(*args, **kwargs)
+        if index == self._end - 1 and not self._goes_on:
+            raise StageDone(self, output)
+        return output
+
+    def absent(self, name: str) -> None:
+        """A module of another stage is passed over."""
+        self._absent.append(name)
+
+    def finished(self, result: Tree) -> None:
+        """The forward has returned.
+
+        Raises:
+            UnsupportedError: its blocks did not run, or it computed with what is on other stages.
+        """
+        if self._next < len(self._route.stages.blocks):
+            name = self._route.stages.names[self._next]
+            raise UnsupportedError(
+                f"the loss was computed without block {name} of {self._route.kind}; in a pipeline it must call the model "
+                "once, and all blocks must run"
+            )
+        self._check("the result", result)
+
+    def _check_gradients(self, index: int, used: Tree) -> None:
+        """Is the graph of what learns lost around this block? `StageDone` leaves a reentrant checkpoint before it has made its own."""
+        if not self._learns or torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors(used)):
+            return
+        raise UnsupportedError(
+            f"{self._route.kind} called block {self._route.stages.names[index]} with gradients turned off, though it learns: a "
+            "pipeline takes no reentrant checkpointing, and no torch.no_grad() around blocks that learn. Use checkpoint(..., "
+            "use_reentrant=False) or ActivationCheckpointing, and requires_grad_(False) for what must not learn"
+        )
+
+    def _check(self, where: str, tree: Tree) -> None:
+        if any(isinstance(tensor, PlaceholderTensor) for tensor in tensors(tree)):
+            passed = f" ({', '.join(dict.fromkeys(self._absent))})" if self._absent else ""
+            raise UnsupportedError(
+                f"{where} of {self._route.kind} on stage {self.stage} needs values that only other stages have{passed}: a pipeline "
+                "hands on what a block returns, and nothing else. Say where such a module belongs with PipelineOptions(first=[...], "
+                "last=[...]), or use another strategy"
+            )
+
+
+class ModuleRouter:
+    """How calls of one model's modules run in this process.
+
+    Args:
+        model: the user's.
+        stages: how it is cut.
+        local: the stages that this process has.
+        device: where it computes.
+
+    Attributes:
+        journey: the stage that runs at the moment.
+        whole: what runs the whole pipeline, when the model is called outside of any journey.
+    """
+
+    def __init__(self, model: torch.nn.Module, stages: StageSplit, local: frozenset[int], device: torch.device) -> None:
+        self.stages = stages
+        self.kind = type(model).__name__
+        self.local = local
+        self.journey: StageForward | None = None
+        self.whole: Call | None = None
+        self._device = device
+        self._shapes: CallCache[Tree] = CallCache(
+            "the shapes that modules of other stages return are found anew for each"
+        )
+        self._takes_cache = _takes(model, "use_cache")
+        self._config = getattr(model, "config", None)
+        for number, block in enumerate(stages.blocks):
+            _exchange(block, _BlockCall(self, number))
+        for name, on in stages.sides.items():
+            side = model.get_submodule(name)
+            _exchange(side, _SideCall(self, name, side, on))
+        _exchange(model, _ModelCall(self))
+
+    def run(
+        self, stage: int, received: Tree, forward: Callable[[], Any], goes_on: bool = False, is_tail: bool = False
+    ) -> Any:
+        """Run `forward`, which calls the model, as one stage; returns what its last block did, or what `forward` does."""
+        before, self.journey = self.journey, StageForward(self, stage, received, goes_on, is_tail)
+        mine = self.journey
+        try:
+            result = forward()
+            mine.finished(result)
+            return result
+        except StageDone as arrived:
+            if arrived.journey is not mine:
+                raise
+            return arrived.output
+        finally:
+            self.journey = before
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keyword arguments of a call, without a cache.
+
+        Raises:
+            UnsupportedError: it asks for a cache, or for what all blocks would have to give.
+        """
+        if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+            raise UnsupportedError(
+                f"{self.kind} was called with a cache (use_cache, past_key_values), of which each stage would have a part; pass "
+                "use_cache=False, also to generate()"
+            )
+        for name in _ASKED:
+            if kwargs.get(name) or (kwargs.get(name) is None and getattr(self._config, name, False)):
+                raise UnsupportedError(
+                    f"{name}=True asks for values of all blocks of {self.kind}, which lie on different stages; turn it off"
+                )
+        return {**kwargs, "use_cache": False} if self._takes_cache else kwargs
+
+    def shapes(
+        self,
+        name: str,
+        module: torch.nn.Module,
+        bare: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Tree:
+        """Stand-ins for what a module of another stage would return: it is run on the meta device, once for each shape of inputs.
+
+        Raises:
+            PrepareError: it needs values.
+        """
+        key = signature((args, kwargs)), (name, torch.is_grad_enabled())
+        found = self._shapes.get(key)
+        if found is None:
+            meta = torch.device("meta")
+            given, named = map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype, device=meta), (args, kwargs))
+            try:
+                with torch.no_grad(), _without_values(module):
+                    found = bare(*given, **named)
+            except Exception as error:
+                raise PrepareError(
+                    f"the module {name} of {self.kind} is on another stage, and the shape of its result could not be found "
+                    f"without its values ({type(error).__name__}: {error}); have it on both with "
+                    f"PipelineOptions(first=[{name!r}], last=[{name!r}])"
+                ) from error
+            self._shapes.put(key, found)
+        return map_tensors(lambda tensor: stand_in(tensor, self._device), found)
+
+
+@contextmanager
+def _without_values(module: torch.nn.Module) -> Iterator[None]:
+    """All tensors of a module on the meta device: of a tied embedding the weight is here, and what it is scaled by is not."""
+    tables: list[dict[str, Any]] = [t for each in module.modules() for t in (each._parameters, each._buffers)]
+    before = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.update({name: tensor.to("meta") for name, tensor in table.items() if tensor is not None})
+        yield
+    finally:
+        for table, held in zip(tables, before):
+            table.update(held)
+
+
+class _BlockCall:
+    def __init__(self, route: ModuleRouter, number: int) -> None:
+        self._route, self._number = route, number
+
+    def __call__(self, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        route, journey = self._route, self._route.journey
+        if journey is not None:
+            return journey.block(self._number, bare, args, kwargs)
+        if route.stages.stage_of(self._number) not in route.local:
+            _refuse(route, route.stages.names[self._number])
+        return bare(*args, **kwargs)
+
+
+class _SideCall:
+    def __init__(self, route: ModuleRouter, name: str, module: torch.nn.Module, on: frozenset[int]) -> None:
+        self._route, self._name, self._module, self._on = route, name, module, on
+
+    def __call__(self, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        route, journey = self._route, self._route.journey
+        is_here = bool(self._on & route.local)
+        if journey is None or journey.stage in self._on:
+            if not is_here:
+                _refuse(route, self._name)
+            return bare(*args, **kwargs)
+        journey.absent(self._name)
+        if not is_here:
+            return route.shapes(self._name, self._module, bare, args, kwargs)
+        with torch.no_grad():  # this process has it for another of its stages
+            found = bare(*args, **kwargs)
+        return map_tensors(lambda tensor: stand_in(tensor, tensor.device), found)
+
+
+class _ModelCall:
+    def __init__(self, route: ModuleRouter) -> None:
+        self._route = route
+
+    def __call__(self, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        journey, whole = self._route.journey, self._route.whole
+        if journey is not None:
+            journey.model_call()
+            return bare(*args, **self._route.inputs(args, kwargs))
+        if whole is None:
+            raise UnsupportedError(
+                f"{self._route.kind} was released, and this process has only some of its stages; prepare it again"
+            )
+        return whole(bare, args, self._route.inputs(args, kwargs))
+
+
+def _refuse(route: ModuleRouter, name: str) -> None:
+    raise UnsupportedError(
+        f"{name} of {route.kind} was called outside of the model's forward, but it is on another stage of the pipeline"
+    )
+
+
+def is_routed(model: torch.nn.Module) -> bool:
+    """Has it been cut before?"""
+    return _KEY in model.__dict__
+
+
+class RoutedModule:
+    """Mixed in before a module's class: its call goes through the route."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own call, or what stands for it."""
+        return self.__dict__[_KEY](super().__call__, args, kwargs)  # type: ignore[misc]
+
+
+def _exchange(module: torch.nn.Module, call: Call) -> None:
+    if _KEY not in module.__dict__:
+        bare: Any = type(module)
+        module.__class__ = _routed(bare)
+    module.__dict__[_KEY] = call
+
+
+@cache
+def _routed(bare: Any) -> type:
+    """One subclass for all modules of a class: the compiler's guards look at it."""
+    try:
+        return type(bare.__name__, (RoutedModule, bare), {"__module__": bare.__module__, "__doc__": bare.__doc__})
+    except TypeError as error:
+        raise PrepareError(
+            f"the class {bare.__qualname__} cannot be extended, which a pipeline needs: {error}"
+        ) from error
+
+
+def _takes(model: torch.nn.Module, name: str) -> bool:
+    try:
+        return name in inspect.signature(model.forward).parameters
+    except (TypeError, ValueError):
+        return False

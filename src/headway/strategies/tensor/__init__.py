@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: matrices split across the ranks of one axis."""

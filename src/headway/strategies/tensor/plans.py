@@ -1,0 +1,210 @@
+"""From a tensor-parallel plan to the modules and parameters it names, everything checked before anything is changed."""
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from headway.config.tensor import STYLES, TensorParallelOptions, unknown_style
+from headway.errors import ConfigError, PrepareError
+from headway.strategies.tensor import adapters, styles
+from headway.strategies.tensor.crossings import SplitAxis
+from headway.strategies.tensor.styles import SplitModule, SplitStyle
+
+
+@dataclass
+class ModelSplit:
+    """What a plan does to a model.
+
+    Attributes:
+        sites: modules by name.
+        parameters: styles of bare parameters by name.
+        foreign: torch's own ParallelStyle objects by the name of their module.
+        adapted: layers with adapters around modules that are cut, by name.
+    """
+
+    sites: dict[str, SplitModule] = field(default_factory=dict)
+    parameters: dict[str, SplitStyle] = field(default_factory=dict)
+    foreign: dict[str, Any] = field(default_factory=dict)
+    adapted: dict[str, SplitStyle] = field(default_factory=dict)
+
+
+def read(model: torch.nn.Module, axis: SplitAxis, options: TensorParallelOptions) -> ModelSplit:
+    """What the options, or the model's own plan, do to the model.
+
+    Raises:
+        ConfigError: no plan; names that fit nothing; unknown styles; a module named twice.
+        PrepareError: a style that does not fit its module.
+    """
+    modules = dict(model.named_modules())
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    plan = options.plan if options.plan is not None else _own_plan(model)
+    plan = _below_wrappers(plan, [*modules, *parameters], parameters)
+    cuts, chosen = ModelSplit(), dict[str, str]()
+    for pattern, style in plan.items():
+        found = [name for name in (*modules, *sorted(parameters)) if name and fits(pattern, name)]
+        if not found and options.plan is not None:
+            _refuse_pattern(pattern, [*modules, *parameters], model)
+        for name in found:
+            if name in chosen:
+                raise ConfigError(
+                    f"the tensor-parallel plan names {name!r} twice, by {chosen[name]!r} and by {pattern!r}; leave one out"
+                )
+            chosen[name] = pattern
+            if not isinstance(style, str):
+                _check_foreign(name, style, modules)
+                cuts.foreign[name] = style
+            elif name in modules:
+                _add_sites(cuts, model, name, modules[name], style, axis)
+            else:
+                cuts.parameters[name] = _parameter_style(name, style)
+    if not chosen:
+        raise ConfigError(
+            f"the plan of {type(model).__name__} names only modules that the model does not have: {', '.join(plan)}"
+        )
+    _check_nesting(cuts)
+    return cuts
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Does the pattern name this? `*` stands for one part between dots."""
+    wanted, parts = pattern.split("."), name.split(".")
+    return len(wanted) == len(parts) and all(fnmatch.fnmatchcase(part, want) for part, want in zip(parts, wanted))
+
+
+def ancestors(name: str) -> Iterator[str]:
+    """The names of the modules around this one, the nearest first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _below_wrappers(plan: Mapping[str, Any], names: list[str], parameters: Iterable[str]) -> Mapping[str, Any]:
+    """The plan by the model's names, where it was written for a model that something else, such as peft, wraps by now."""
+    prefix, sample = "", next(iter(parameters), "")
+    while all(name.startswith(prefix) for name in parameters):
+        moved = {prefix + pattern: style for pattern, style in plan.items()}
+        if any(fits(pattern, name) for pattern in moved for name in names):
+            return moved
+        prefix += f"{sample.removeprefix(prefix).partition('.')[0]}."
+    return plan
+
+
+def _own_plan(model: torch.nn.Module) -> Mapping[str, Any]:
+    plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    if not isinstance(plan, Mapping) or not plan:
+        raise ConfigError(
+            f"{type(model).__name__} has no tensor-parallel plan of its own; give one by module names, as in "
+            'TensorParallelOptions(plan={"blocks.*.attn.q": "colwise", "blocks.*.attn.out": "rowwise"})'
+        )
+    if packed := faults(plan):
+        raise PrepareError(
+            f"the plan of {type(model).__name__} splits {packed[0]!r} as one matrix ('colwise'), but it packs two, gate and up, and "
+            "each rank would compute with mismatched halves; correct it: "
+            'TensorParallelOptions(plan={**model.tp_plan, name: "packed_colwise"})'
+        )
+    return plan
+
+
+def faults(plan: Mapping[str, Any]) -> list[str]:
+    """Names in a model's own plan that would compute something else: transformers 5.23 has two such plans (Inkling)."""
+    return [name for name, style in plan.items() if style == "colwise" and name.endswith("experts.gate_up_proj")]
+
+
+def _refuse_pattern(pattern: str, names: list[str], model: torch.nn.Module) -> None:
+    near = difflib.get_close_matches(pattern, [name for name in names if name], n=3, cutoff=0.4)
+    raise ConfigError(
+        f"the tensor-parallel plan names {pattern!r}, but {type(model).__name__} has no such module or parameter"
+        + (f"; similar names: {', '.join(near)}" if near else "")
+        + ". '*' matches one component of a name, between dots"
+    )
+
+
+def _check_foreign(name: str, style: Any, modules: Mapping[str, torch.nn.Module]) -> None:
+    if not callable(getattr(style, "_apply", None)):
+        raise ConfigError(
+            f"the tensor-parallel plan gives {name!r} a {type(style).__name__}; allowed: the names {', '.join(STYLES)}, or a "
+            "ParallelStyle object of torch.distributed.tensor.parallel"
+        )
+    if name not in modules:
+        raise ConfigError(f"the plan gives the parameter {name!r} a ParallelStyle object; those are for modules")
+
+
+def _add_sites(
+    cuts: ModelSplit, model: torch.nn.Module, name: str, module: torch.nn.Module, style: str, axis: SplitAxis
+) -> None:
+    """The module, or what takes its place where it has adapters."""
+    if not adapters.is_adapted(module):
+        cuts.sites[name] = _site(model, name, module, style, axis)
+        return
+    made = styles.make(style)
+    if (reason := adapters.misfit(module, made)) is not None:
+        raise PrepareError(
+            f"tensor parallelism cannot split {name!r} ({type(module).__name__}): {reason}; leave it out of the plan"
+        )
+    cuts.adapted[name] = made
+    for part in adapters.parts(module, made):
+        cuts.sites[f"{name}.{part}"] = _site(model, name, module.get_submodule(part), style, axis)
+
+
+def _site(model: torch.nn.Module, name: str, module: torch.nn.Module, style: str, axis: SplitAxis) -> SplitModule:
+    if style not in STYLES:
+        raise ConfigError(unknown_style(name, style))
+    site = SplitModule(module, name, axis, styles.make(style))
+    if (reason := site.style.misfit(module, axis.size)) is not None:
+        raise PrepareError(
+            f"the tensor-parallel style {style!r} does not fit {name!r} ({type(module).__name__}): {reason}; choose another "
+            "style, or leave the module out of the plan: it stays whole"
+        )
+    if style == "mla_kv_a_proj":
+        site.facts["qk_rope_head_dim"] = _fact(model, name, "qk_rope_head_dim")
+    return site
+
+
+def _fact(model: torch.nn.Module, name: str, fact: str) -> int:
+    for around in ancestors(name):
+        module = model.get_submodule(around)
+        for holder in (module, getattr(module, "config", None)):
+            if isinstance(value := getattr(holder, fact, None), int):
+                return value
+    raise PrepareError(
+        f"the style of {name!r} needs {fact}, which neither the modules around it nor its configuration have"
+    )
+
+
+def _parameter_style(name: str, style: str) -> SplitStyle:
+    if style not in STYLES:
+        raise ConfigError(unknown_style(name, style))
+    made = styles.make(style)
+    if name.endswith("bias") and isinstance(made, styles.Rowwise):
+        raise PrepareError(
+            f"the plan gives the bias {name!r} the style {style!r}: each rank would add it, so it would count as many "
+            "times as there are ranks; leave it out of the plan"
+        )
+    return made
+
+
+def _check_nesting(cuts: ModelSplit) -> None:
+    """A module within one that torch's style cuts is torch's; two styles on one parameter contradict each other."""
+    for name in cuts.parameters:
+        owner, _, key = name.rpartition(".")
+        site = cuts.sites.get(owner)
+        if owner in cuts.foreign or (site is not None and site.style.dim(key, torch.empty(0, 0)) is not None):
+            raise ConfigError(
+                f"the tensor-parallel plan splits {name!r} twice: by its own name and by that of {owner!r}"
+            )
+    for name in (*cuts.sites, *cuts.foreign):
+        for around in ancestors(name):
+            if around in cuts.foreign and any(True for _ in _own_parameters_of(cuts, around)):
+                raise ConfigError(
+                    f"the tensor-parallel plan splits {name!r} twice: a ParallelStyle splits {around!r} around it"
+                )
+
+
+def _own_parameters_of(cuts: ModelSplit, name: str) -> Iterator[str]:
+    # PrepareModuleInput and its like change arguments alone; others cut what they are given.
+    if not type(cuts.foreign[name]).__name__.startswith("PrepareModule"):
+        yield name

@@ -1,0 +1,309 @@
+"""Tensor parallelism: a model's matrices are split across the ranks of one axis, in place.
+
+Parameters become DTensors on that axis: cut ones, and whole ones too, so that an optimizer has one kind of tensor and
+`fully_shard` can shard what is left along other axes. Forward computes on plain local tensors (`calls`), and crossings
+between whole and cut activations exchange them (`crossings`).
+"""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from headway.collectives.door import Collectives
+from headway.common.optional import Later
+from headway.config.tensor import TensorParallelOptions
+from headway.errors import ConfigError, PrepareError
+from headway.strategies.tensor import gradient_check as agreement
+from headway.strategies.tensor import heads, plans, sequence, styles
+from headway.strategies.tensor.adapters import AdaptedCall
+from headway.strategies.tensor.calls import GatheredInput, LocalParameters, SequenceBlock, SplitCall
+from headway.strategies.tensor.crossings import SplitAxis, cut
+from headway.strategies.tensor.plans import ModelSplit
+from headway.strategies.tensor.rng import SplitRNG
+from headway.strategies.tensor.sequence import SequenceRegion
+from headway.strategies.tensor.styles import SplitModule
+
+tensor = Later("torch.distributed.tensor")
+placements = Later("torch.distributed.tensor.placement_types")
+parallel = Later("torch.distributed.tensor.parallel")
+
+
+class TensorParallel:
+    """A model that has been cut.
+
+    Args:
+        model: it must hold the same values on all ranks of the axis, or none (meta tensors).
+        mesh: a DeviceMesh of one dimension: the ranks.
+        options: how.
+        is_sharded: what is left is sharded along the first dimension afterwards.
+
+    Raises:
+        ConfigError: a plan that does not fit the model.
+        PrepareError: a module that cannot be cut as it says.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, mesh: Any, options: TensorParallelOptions, is_sharded: bool = False
+    ) -> None:
+        self.axis = SplitAxis.of(mesh)
+        self._streams, self._ends = SplitRNG(self.axis), ExitStack()
+        self._model, self._is_checked = model, False
+        cuts = plans.read(model, self.axis, options)
+        _refuse_within_attention(model, cuts)
+        heads.check(model, cuts, self.axis.size, options)
+        stack = sequence.arrange(model, cuts) if options.sequence_parallel else SequenceRegion([])
+        head = _find_head(model, cuts) if options.loss_parallel else None
+        where = _dimensions(model, cuts, self.axis)
+        if is_sharded:
+            _refuse_packed_rows(model, where)
+        # From here on the model changes; nothing is refused any more.
+        heads.divide(model, self.axis.size, options)
+        foreign = self._apply_foreign(model, cuts)
+        _place(model, where, self.axis)
+        self._hook(model, cuts, stack, foreign, head)
+        self._has_head = head is not None
+        self.resume()
+
+    def check_gradients(self, everyone: Collectives) -> None:
+        """At the first update: are those of whole parameters alike on the ranks of each group?
+
+        Raises:
+            PrepareError: they are not, in some group; all ranks raise it.
+        """
+        if not self._is_checked:
+            self._is_checked = agreement.check(self._model, self.axis, everyone)
+
+    def resume(self) -> None:
+        """Do what reaches beyond the model: losses understand logits that are cut."""
+        if self._has_head:
+            self._ends.enter_context(parallel.loss_parallel())
+
+    def release(self) -> None:
+        """Undo that."""
+        self._ends.close()
+
+    def _apply_foreign(self, model: torch.nn.Module, cuts: ModelSplit) -> set[torch.nn.Module]:
+        """Apply torch's styles; the modules whose parameters they have taken."""
+        for name, style in cuts.foreign.items():
+            style.src_data_rank = None
+            style._apply(model.get_submodule(name), self.axis.mesh)
+        taken = set()
+        for module in model.modules() if cuts.foreign else ():
+            for parameter in module.parameters(recurse=False):
+                if isinstance(parameter, tensor.DTensor):
+                    taken.add(module)
+                    if parameter.requires_grad:
+                        parameter.register_post_accumulate_grad_hook(_complete)
+        return taken
+
+    def _hook(
+        self,
+        model: torch.nn.Module,
+        cuts: ModelSplit,
+        stack: SequenceRegion,
+        foreign: set[torch.nn.Module],
+        head: SplitModule | None,
+    ) -> None:
+        partial = {site.module for site in cuts.sites.values() if site.style.is_partial}
+        partial |= {model.get_submodule(name) for name in stack.partial}
+        sites = {site.module: site for site in cuts.sites.values()}
+        gathered = {model.get_submodule(name) for name in stack.gathered}
+        blocks = {model.get_submodule(name): name for name in stack.blocks}
+        streams = None if stack.blocks else self._streams
+        adapted = {model.get_submodule(name): style for name, style in cuts.adapted.items()}
+        within = {inner for outer in adapted for inner in outer.modules()}
+        scopes = _scopes(model, cuts)
+        for module in model.modules():
+            if module in blocks:
+                name = blocks[module]
+                self._register(
+                    module, SequenceBlock(self.axis, self._streams, name == stack.blocks[0], name == stack.blocks[-1])
+                )
+            if module in gathered:
+                self._register(module, GatheredInput(self.axis))
+            if module in sites:
+                keeps = self._keep_cut if head is not None and sites[module] is head else None
+                is_known = any(module in scope.modules() for scope in scopes) and module not in within
+                self._register(module, SplitCall(sites[module], streams if is_known else None, keeps))
+            if module in adapted and streams is not None:
+                self._register(module, AdaptedCall(adapted[module], streams))
+            if module not in foreign and (module._parameters or isinstance(module, torch.nn.MultiheadAttention)):
+                held = [*module.modules()] if isinstance(module, torch.nn.MultiheadAttention) else [module]
+                self._register(module, LocalParameters(held, self.axis, module in partial))
+            if module in scopes and streams is not None:
+                module.register_forward_hook(lambda *_: self._streams.join(), always_call=True)
+        rest = [module for module in model.modules() if module not in foreign and module not in partial]
+        self._register(model, LocalParameters(rest, self.axis, only_whole=True))
+
+    @staticmethod
+    def _register(module: torch.nn.Module, call: Any) -> None:
+        module.register_forward_pre_hook(call.before, with_kwargs=True)
+        if hasattr(call, "after_any"):
+            module.register_forward_hook(call.after_any, always_call=True)
+        if hasattr(call, "after"):
+            module.register_forward_hook(call.after, always_call=isinstance(call, LocalParameters))
+
+    def _keep_cut(self, module: torch.nn.Module, output: torch.Tensor) -> Any:
+        shape = torch.Size((*output.shape[:-1], int(module.out_features)))  # type: ignore[arg-type]
+        return tensor.DTensor.from_local(
+            output, self.axis.mesh, [tensor.Shard(output.dim() - 1)], run_check=False, shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )  # fmt: skip
+
+
+def _complete(parameter: Any) -> None:
+    """A gradient that torch's styles leave as terms."""
+    if isinstance(parameter.grad, tensor.DTensor) and parameter.grad.placements != parameter.placements:
+        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+
+
+def _refuse_within_attention(model: torch.nn.Module, cuts: ModelSplit) -> None:
+    for name in (*cuts.sites, *cuts.foreign, *cuts.parameters):
+        for around in plans.ancestors(name):
+            if isinstance(model.get_submodule(around), torch.nn.MultiheadAttention):
+                raise PrepareError(
+                    f"{name!r} is part of a torch.nn.MultiheadAttention, which uses the weights of its submodules but does not call "
+                    "them, so it cannot be split; leave it out of the plan (it stays whole), or write attention with linear layers"
+                )
+
+
+def _refuse_packed_rows(model: torch.nn.Module, where: "Where") -> None:
+    for name, parameter in model.named_parameters():
+        if where.get(id(parameter), (1, 1))[0] == 0 and where[id(parameter)][1] > 1:
+            raise PrepareError(
+                f"{name!r} packs several matrices along its first dimension, along which the layout also shards it; use tensor "
+                "parallelism alone or with ddp, or use 'colwise_gather_output' for it and for the next matrix 'rowwise_split_input'"
+            )
+
+
+def _find_head(model: torch.nn.Module, cuts: ModelSplit) -> SplitModule:
+    gathered = [
+        site for site in cuts.sites.values() if isinstance(site.style, styles.Colwise) and site.style.is_gathered
+    ]
+    ask: Any = getattr(model, "get_output_embeddings", None)
+    own = ask() if callable(ask) else None
+    found = [site for site in gathered if own is None or site.module is own]
+    if len(found) != 1:
+        raise ConfigError(
+            "loss_parallel=True needs one head whose plan is 'colwise_gather_output', so that its logits can stay split along the "
+            f"vocabulary; the plan has {', '.join(site.name for site in found) or 'none'}"
+        )
+    return found[0]
+
+
+def _scopes(model: torch.nn.Module, cuts: ModelSplit) -> list[torch.nn.Module]:
+    """Modules within which activations are cut for a while: the nearest around a site that opens with one that closes."""
+    closing = [name for name, site in cuts.sites.items() if site.style.closes]
+    found: dict[str, None] = {}
+    for name, site in cuts.sites.items():
+        if site.style.opens:
+            for around in plans.ancestors(name):
+                if any(close.startswith(f"{around}." if around else "") for close in closing):
+                    found[around] = None
+                    break
+    return [model.get_submodule(name) for name in found]
+
+
+Where = dict[int, tuple[int, int]]
+"""By a parameter's id: the dimension along which it is cut, and how many matrices lie packed along it."""
+
+
+def _dimensions(model: torch.nn.Module, cuts: ModelSplit, axis: SplitAxis) -> Where:
+    where: Where = {}
+    for parameter, owners in _owners(model).values():
+        asked = {f"{name}.{key}" if name else key: _asked(cuts, name, key, parameter) for name, key in owners}
+        wanted = {ask for ask in asked.values() if ask is not None}
+        foreign = [
+            name for name, _ in owners if any(around in cuts.foreign for around in (name, *plans.ancestors(name)))
+        ]
+        if len(owners) > 1 and foreign:
+            raise PrepareError(
+                f"{' and '.join(asked)} are one parameter, which a ParallelStyle object would untie; give {foreign[0]!r} a style "
+                "by name, such as 'colwise_gather_output'"
+            )
+        if len(wanted) > 1:
+            raise ConfigError(
+                f"{' and '.join(asked)} are one parameter, but the tensor-parallel plan splits it in two ways"
+            )
+        if not wanted:
+            continue
+        (dim, factor) = where[id(parameter)] = wanted.pop()
+        _check_size(next(iter(asked)), parameter, dim, factor, axis)
+        for (name, key), ask in zip(owners, asked.values()):
+            if ask is None:
+                cuts.sites[name] = _tied_site(model, name, key, dim, cuts, axis)
+    return where
+
+
+def _asked(cuts: ModelSplit, name: str, key: str, parameter: torch.Tensor) -> tuple[int, int] | None:
+    style = cuts.parameters.get(f"{name}.{key}" if name else key)
+    if style is None and name in cuts.sites:
+        style = cuts.sites[name].style
+    if style is None or (dim := style.dim(key, parameter)) is None:
+        return None
+    return dim, style.factor
+
+
+def _check_size(name: str, parameter: torch.Tensor, dim: int, factor: int, axis: SplitAxis) -> None:
+    size = parameter.shape[dim] if dim < parameter.dim() else 0
+    if factor > 1 and size % (factor * axis.size):
+        raise PrepareError(
+            f"{name!r} packs {factor} matrices along dimension {dim} of {tuple(parameter.shape)}, which cannot be divided among "
+            f"{axis.size} ranks; use another number of ranks, or leave it out of the plan"
+        )
+    if size <= -(-size // axis.size) * (axis.size - 1):  # the last rank would have nothing, and draw nothing
+        raise PrepareError(
+            f"{name!r} of shape {tuple(parameter.shape)} cannot be split along dimension {dim} across {axis.size} ranks; use fewer "
+            "ranks, or leave it out of the plan"
+        )
+
+
+def _tied_site(model: torch.nn.Module, name: str, key: str, dim: int, cuts: ModelSplit, axis: SplitAxis) -> SplitModule:
+    """A module that shares a cut parameter and that the plan does not name is cut alike."""
+    module = model.get_submodule(name)
+    style: styles.SplitStyle | None = None
+    if name not in cuts.sites and key == "weight" and isinstance(module, torch.nn.Embedding):
+        style = styles.EmbeddingRowwise() if dim == 0 else styles.EmbeddingColwise()
+    elif name not in cuts.sites and key == "weight" and isinstance(getattr(module, "out_features", None), int):
+        style = styles.Colwise(is_gathered=True) if dim == 0 else styles.Rowwise(is_split=True)
+    reason = "the plan keeps it whole" if style is None else style.misfit(module, axis.size)
+    if style is None or reason is not None:
+        raise PrepareError(
+            f"{name!r} shares its {key} with a module that the plan splits, but cannot be split in the same way: {reason}; give both "
+            "a style, or none"
+        )
+    return SplitModule(module, name, axis, style)
+
+
+def _owners(model: torch.nn.Module) -> dict[int, tuple[torch.nn.Parameter, list[tuple[str, str]]]]:
+    found: dict[int, tuple[torch.nn.Parameter, list[tuple[str, str]]]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), (parameter, []))[1].append((name, key))
+    return found
+
+
+def _place(model: torch.nn.Module, where: Where, axis: SplitAxis) -> None:
+    for parameter, owners in _owners(model).values():
+        if isinstance(parameter, tensor.DTensor):
+            continue  # one of torch's styles has placed it
+        placed = _placed(parameter, where.get(id(parameter)), axis)
+        for name, key in owners:
+            model.get_submodule(name)._parameters[key] = placed
+
+
+def _placed(parameter: torch.nn.Parameter, where: tuple[int, int] | None, axis: SplitAxis) -> torch.nn.Parameter:
+    local, placement = parameter.detach(), tensor.Replicate()
+    if where is not None:
+        dim, factor = where
+        parts = [cut(part, axis, dim) for part in local.chunk(factor, dim)]
+        local = torch.cat(parts, dim) if factor > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+        placement = placements._StridedShard(dim, split_factor=factor) if factor > 1 else tensor.Shard(dim)
+    shape = parameter.shape
+    stride = parameter.stride() if where is None else torch.empty(shape, device="meta").stride()
+    found = tensor.DTensor.from_local(local, axis.mesh, [placement], run_check=False, shape=shape, stride=stride)
+    placed = torch.nn.Parameter(found, requires_grad=parameter.requires_grad)
+    placed.__dict__.update(parameter.__dict__)
+    return placed

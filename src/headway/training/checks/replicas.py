@@ -1,0 +1,227 @@
+"""Do all ranks still train the same model? Looked at before updates 1, 2, 4, 8, 16 ... by one small exchange.
+
+DDP averages gradients and trusts that parameters are alike. What one rank changes by itself (a parameter, a learning rate) stays
+different for ever, and each rank then computes the gradient of another model. A rank's fingerprint is a sum over the bits of
+each parameter, and the hyperparameters; bits that are not alike are compared by value, which tells a change from rounding.
+
+Updates are counted by the reductions that all ranks took part in: what a rank skips by itself does not make it miss an exchange.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from headway.collectives.door import Collectives, digest
+from headway.errors import StateError
+from headway.log import get_logger
+from headway.memory.oom import is_out_of_memory
+from headway.strategies.base import Strategy
+from headway.training.checks.row_counts import RowCountCheck
+from headway.training.prepared.objects import PreparedObjects
+
+log = get_logger(__name__)
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUM_NAMES = 3
+_PART = 1 << 22
+_REMEDY = (
+    "Change them alike on all ranks (the same seed for what is drawn, no condition on the rank around it), or before prepare(), "
+    "which gives all ranks rank 0's values"
+)
+_PLACES = (
+    "ranks are at different places of their data: samples read in this pass are %s. A rank that leaves batches out by itself, by "
+    "continue or break, trains on other rounds than its peers, and is missing at the end; leave them out on all ranks alike"
+)
+
+Settings = list[dict[str, Any]]
+"""The hyperparameters of each group of each optimizer."""
+
+
+class ReplicaCheck:
+    """Compares ranks now and then.
+
+    Args:
+        prepared: whose optimizers are compared.
+        strategy: knows what must be alike, and among whom.
+        rows: of the batches that nobody weighs, which are compared too.
+        is_strict: ranks that differ are an error; False: one warning.
+    """
+
+    def __init__(self, prepared: PreparedObjects, strategy: Strategy, rows: RowCountCheck, is_strict: bool) -> None:
+        self._prepared = prepared
+        self._strategy = strategy
+        self._rows = rows
+        self._is_strict = is_strict
+        self._num_reduced, self._next = 0, 1
+        self._told: set[str] = set()
+
+    def note(self) -> None:
+        """Gradients were made final, by all ranks together or by this one alone."""
+        self._num_reduced += self._strategy.peers() is not None
+
+    def check(self) -> None:
+        """An update is about to be made.
+
+        Raises:
+            StateError: ranks have drifted apart; on all of them.
+        """
+        if self._num_reduced < self._next:
+            return
+        group = self._strategy.peers()
+        if group is None:
+            return
+        self._next = 2 * self._num_reduced
+        replicas = [(name, p) for name, p in self._strategy.replicas() if _has_bits(p)]
+        bits, settings = _bits_if_there_is_room([p for _, p in replicas]), self._settings()
+        look = math.nan if bits is None else digest(repr(bits))
+        own = [look, digest(repr(settings)), float(self._rows.take()), float(self._rows.place())]
+        parameters, hyperparameters, rows, places = zip(*group.gather_numbers(own))
+        if len(set(rows)) > 1:
+            self._rows.tell([int(count) for count in rows])
+        if len(set(places)) > 1:
+            told = ", ".join(f"{int(place)} on rank {rank}" for rank, place in zip(group.members(), places))
+            self._warn("places", _PLACES % told)
+        if len(set(hyperparameters)) > 1:
+            self._compare_settings(group, settings)
+        if any(map(math.isnan, parameters)):
+            self._next = self._num_reduced + 1  # a rank has no room to look: all look again at the next update
+        elif bits is not None and len(set(parameters)) > 1:
+            self._compare_parameters(group, replicas, bits)
+
+    # ---------------------------------------------------------------- hyperparameters
+
+    def _settings(self) -> Settings:
+        groups = [group for each in self._prepared.optimizers for group in each.optimizer.param_groups]
+        return [{key: value for key in group if (value := _plain(group[key])) is not None} for group in groups]
+
+    def _compare_settings(self, group: Collectives, own: Settings) -> None:
+        every: list[Settings] = group.gather_objects(own)
+        for number, first in enumerate(every[0]):
+            for key, value in first.items():
+                values = [settings[number].get(key) if number < len(settings) else None for settings in every]
+                if any(not _are_close(value, other) for other in values):
+                    told = ", ".join(f"{other} on rank {rank}" for rank, other in zip(group.members(), values))
+                    self._report(
+                        f"the optimizers of the ranks are not alike: {key!r} of parameter group {number} is {told}"
+                    )
+
+    # ---------------------------------------------------------------- parameters
+
+    def _compare_parameters(
+        self, group: Collectives, replicas: Sequence[tuple[str, torch.Tensor]], bits: list[int]
+    ) -> None:
+        """Those whose bits differ, by value; one after the other, so that memory for the largest is enough."""
+        every = group.gather_objects(bits)
+        drifted, frozen, num_rounded = list[str](), list[str](), 0
+        for index, (name, parameter) in enumerate(replicas):
+            column = [row[index] for row in every]
+            if len(set(column)) == 1:
+                continue
+            usual = Counter(column).most_common(1)[0][0]
+            there = group.broadcast(parameter.detach(), src=column.index(usual))
+            distances = [row[0] for row in group.gather_numbers([_distance(parameter.detach(), there)])]
+            others = [rank for rank, distance in zip(group.members(), distances) if distance > _most(parameter)]
+            num_rounded += not others
+            if others:
+                where = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+                source = group.members()[column.index(usual)]
+                told = f"{name} on {where} differs from rank {source}'s by up to {max(distances):.3g}"
+                (drifted if parameter.requires_grad else frozen).append(told)
+        if drifted:
+            self._report(f"the replicas of the model are not alike on all ranks: {_several(drifted)}")
+        if frozen:
+            self._warn("frozen", f"frozen parameters are not alike on all ranks: {_several(frozen)}. {_REMEDY}")
+        if num_rounded:
+            what = (
+                "ranks compute on different kinds of devices, or an optimizer draws random numbers of each rank's own"
+            )
+            self._warn("bits", f"{num_rounded} parameters differ between ranks in their last bits: {what}")
+
+    def _report(self, text: str) -> None:
+        if self._is_strict:
+            raise StateError(f"{text}. {_REMEDY}")
+        self._warn("drift", f"{text}. {_REMEDY}")
+
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._told:
+            log.warning("%s", text)
+            self._told.add(kind)
+
+
+def _has_bits(parameter: torch.Tensor) -> bool:
+    """Does it hold its numbers itself, and no quantised tensor, say, within?"""
+    is_plain = parameter.layout is torch.strided and not parameter.is_quantized and not parameter.is_meta
+    return is_plain and not is_traceable_wrapper_subclass(parameter)
+
+
+def _bits_if_there_is_room(parameters: Sequence[torch.Tensor]) -> list[int] | None:
+    """The same, or None: the look takes memory that the update itself may do without, and the others wait in the exchange."""
+    try:
+        return _bits(parameters)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def _bits(parameters: Sequence[torch.Tensor]) -> list[int]:
+    """The sum of each one's bits, read as whole numbers; one value is read from each device."""
+    sums: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for index, parameter in enumerate(parameters):
+        for part in _parts(parameter):
+            whole = part.view(_INTEGERS[part.element_size()]) if part.is_floating_point() else part
+            sums.setdefault(part.device, []).append((index, whole.sum(dtype=torch.int64)))
+    found = [0] * len(parameters)
+    for several in sums.values():
+        for (index, _), value in zip(several, torch.stack([each for _, each in several]).tolist()):
+            found[index] += value
+    return found
+
+
+def _distance(own: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference, relative to the largest value; two nans are alike."""
+    most, size = 0.0, 1e-300
+    for one, two in zip(_parts(own), _parts(other)):
+        one, two = one.double(), two.double()
+        away = torch.where((one == two) | (one.isnan() & two.isnan()), 0.0, (one - two).abs()).nan_to_num(math.inf)
+        most, size = max(most, away.max().item()), max(size, two.abs().nan_to_num(0.0, 0.0).max().item())
+    return most / size
+
+
+def _parts(parameter: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Its values in pieces, as what is computed from one takes memory."""
+    plain = parameter.detach()
+    real = torch.view_as_real(plain) if plain.is_complex() else plain
+    return torch.split(real.reshape(-1), _PART) if real.numel() else ()
+
+
+def _most(parameter: torch.Tensor) -> float:
+    """How far replicas come apart by rounding, which adds up over a run: the root of the type's precision."""
+    is_inexact = parameter.is_floating_point() or parameter.is_complex()
+    return float(torch.finfo(parameter.dtype).eps ** 0.5) if is_inexact else 0.0
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter that can be compared; None for any other."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else None
+    if isinstance(value, tuple) and all(isinstance(each, int | float) for each in value):
+        return value
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def _are_close(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_are_close, one, other))
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
+    return bool(one == other)
+
+
+def _several(told: list[str]) -> str:
+    more = f", and {len(told) - _NUM_NAMES} more" if len(told) > _NUM_NAMES else ""
+    return "; ".join(told[:_NUM_NAMES]) + more

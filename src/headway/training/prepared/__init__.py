@@ -1,0 +1,1 @@
+"""What prepare() makes of models, optimizers and schedulers."""

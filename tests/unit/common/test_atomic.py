@@ -1,0 +1,66 @@
+"""A file that is written whole or not at all."""
+
+import os
+import threading
+
+import pytest
+
+from headway.common.atomic import replacing, write_text
+
+
+def test_a_reader_sees_the_old_file_or_the_new(tmp_path):
+    path = tmp_path / "f"
+    write_text(path, "é")
+    assert path.read_bytes() == "é".encode()
+    with replacing(path) as staged:
+        staged.write_text("new")
+        assert path.read_text() == "é"
+        assert staged.parent == path.parent
+        assert staged.name.startswith(".")
+    assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == ["f"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "full"), KeyboardInterrupt()])
+def test_a_failure_leaves_the_old_file_and_nothing_beside_it(tmp_path, error):
+    path = tmp_path / "f"
+    write_text(path, "old")
+
+    def fail():
+        with replacing(path) as staged:
+            staged.write_text("ne")
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_a_folder_that_is_not_there_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_text(tmp_path / "no" / "f", "x")
+
+
+def test_rivals_write_files_of_their_own(tmp_path):
+    path, failed = tmp_path / "f", []
+    barrier = threading.Barrier(8)
+
+    def write(number):
+        try:
+            for _ in range(20):
+                barrier.wait()
+                write_text(path, f"{number}" * 5000, has_rivals=True)
+                text = path.read_text()
+                if len(text) != 5000 or len(set(text)) != 1:
+                    failed.append(text)
+        except OSError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert os.listdir(tmp_path) == ["f"]

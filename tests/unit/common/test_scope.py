@@ -1,0 +1,51 @@
+"""What a process has once."""
+
+import threading
+
+from headway.common import scope
+from headway.common.scope import Scope
+
+
+class Thing:
+    pass
+
+
+def test_one_of_each_and_of_each_scope():
+    one, other = Scope(), Scope()
+    assert not one.has(Thing)
+    assert one.own(Thing) is one.own(Thing)
+    assert one.has(Thing)
+    assert one.own(Thing) is not other.own(Thing)
+    former = one.own(Thing)
+    one.drop(Thing)
+    one.drop(Thing)
+    assert one.own(Thing) is not former
+
+
+def test_what_is_empty_is_kept():
+    kept = Scope()
+    kept.own(list).append(1)
+    assert kept.own(list) == [1]
+    assert kept.own(set) is kept.own(set)
+
+
+def test_threads_that_come_first_together_get_the_same():
+    shared, gate, found = Scope(), threading.Barrier(2), []
+
+    def make():
+        gate.wait(10)  # both have seen that there is none
+        return Thing()
+
+    threads = [threading.Thread(target=lambda: found.append(shared.own(make))) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(10)
+    assert found[0] is found[1]
+
+
+def test_the_process_has_one():
+    scope.drop(Thing)
+    assert scope.own(Thing) is scope.own(Thing)
+    scope.drop(Thing)
+    assert not scope.has(Thing)

@@ -1,0 +1,196 @@
+"""CUDA's caching allocator, by cases worked out by hand from its rules."""
+
+import random
+
+import pytest
+
+from headway.errors import StateError
+from headway.forecasting.device.allocator import Allocator, DeviceFull, replay, rounded, segment_of
+from headway.forecasting.tracing.events import MemoryEvent, plain_peak, split_at
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(("asked", "block"), [(1, 512), (512, 512), (513, 1024), (MIB, MIB), (MIB + 1, MIB + 512)])
+def test_requests_are_rounded_to_512(asked, block):
+    assert rounded(asked) == block
+
+
+@pytest.mark.parametrize(
+    ("block", "segment"),
+    [(512, 2), (MIB, 2), (MIB + 512, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (10 * MIB + 512, 12), (31 * MIB, 32)],
+)
+def test_what_is_taken_from_the_card(block, segment):
+    assert segment_of(block) == segment * MIB
+
+
+def test_small_requests_share_a_segment_until_it_is_full():
+    allocator = Allocator()
+    for key in range(4096):
+        allocator.allocate(key, 100)
+    assert (allocator.allocated, allocator.reserved) == (2 * MIB, 2 * MIB)
+    allocator.allocate("one more", 1)
+    assert (allocator.allocated, allocator.reserved) == (2 * MIB + 512, 4 * MIB)
+
+
+def test_a_large_block_is_split_only_if_more_than_a_mebibyte_is_left():
+    allocator = Allocator()
+    allocator.allocate("a", 9 * MIB)  # 20 taken, 11 left
+    allocator.allocate("b", 10 * MIB)  # 1 left: not more than 1, so the block is 11
+    assert (allocator.allocated, allocator.reserved) == (20 * MIB, 20 * MIB)
+    allocator.free("b")
+    allocator.allocate("c", 10 * MIB - 512)
+    assert allocator.allocated == 19 * MIB - 512
+
+
+def test_small_and_large_ones_never_share():
+    allocator = Allocator()
+    allocator.allocate("a", 5 * MIB)
+    allocator.allocate("b", MIB)
+    assert allocator.reserved == 22 * MIB
+
+
+def test_the_smallest_block_that_fits_is_taken():
+    allocator = Allocator()
+    for key, size in enumerate((30, 14, 20)):
+        allocator.allocate(key, size * MIB)
+    for key in range(3):
+        allocator.free(key)
+    allocator.allocate("x", 13 * MIB)
+    assert allocator.allocated == 14 * MIB  # of the 14: 1 left is not split off
+    allocator.allocate("y", 20 * MIB)
+    allocator.allocate("z", 30 * MIB)
+    assert allocator.reserved == 64 * MIB
+
+
+def test_neighbours_are_merged_but_segments_are_not():
+    allocator = Allocator()
+    for key in "abcd":
+        allocator.allocate(key, 5 * MIB)  # one segment of 20
+    allocator.allocate("other", 20 * MIB)
+    for key in ("b", "d", "c", "other"):
+        allocator.free(key)
+    allocator.allocate("x", 15 * MIB)  # b, c and d
+    assert allocator.reserved == 40 * MIB
+    allocator.allocate("y", 24 * MIB)  # 20 + 15 were free, in two segments
+    assert allocator.reserved == 64 * MIB
+
+
+def test_fragments_cost_what_they_cost():
+    allocator = Allocator()
+    for key in range(8):
+        allocator.allocate(key, 5 * MIB)
+    for key in range(0, 8, 2):
+        allocator.free(key)
+    allocator.allocate("x", 6 * MIB)  # 20 are free, no 6 of them side by side
+    assert (allocator.allocated, allocator.reserved) == (26 * MIB, 60 * MIB)
+
+
+def test_a_full_card_gets_back_what_is_cached_once():
+    allocator = Allocator(capacity=50 * MIB)
+    allocator.allocate("a", 20 * MIB)
+    allocator.allocate("b", 20 * MIB)
+    allocator.free("a")
+    allocator.allocate("c", 30 * MIB)
+    assert (allocator.flushes, allocator.reserved, allocator.peak_reserved) == (1, 50 * MIB, 50 * MIB)
+    with pytest.raises(DeviceFull):
+        allocator.allocate("d", 2 * MIB)
+    assert allocator.flushes == 2
+
+
+def test_a_segment_that_is_in_use_in_part_is_not_given_back():
+    allocator = Allocator(capacity=40 * MIB)
+    for key in "abcd":
+        allocator.allocate(key, 5 * MIB)
+    for key in "abc":
+        allocator.free(key)
+    with pytest.raises(DeviceFull):
+        allocator.allocate("x", 22 * MIB)
+    assert allocator.reserved == 20 * MIB
+
+
+def test_expandable_segments_grow_by_pages_and_do_not_fragment_at_the_end():
+    allocator = Allocator(expandable=True)
+    allocator.allocate("a", 30 * MIB)
+    assert allocator.reserved == 40 * MIB  # pages of 20
+    allocator.allocate("b", 25 * MIB)  # 10 are there, 15 more: one page
+    assert (allocator.allocated, allocator.reserved) == (55 * MIB, 60 * MIB)
+    allocator.free("b")
+    allocator.allocate("c", 45 * MIB)  # 30 are there
+    assert (allocator.allocated, allocator.reserved) == (75 * MIB, 80 * MIB)
+    allocator.allocate("small", 100)
+    assert allocator.reserved == 82 * MIB
+
+
+def test_a_block_of_an_expandable_segment_counts_as_large_as_it_can_grow():
+    allocator = Allocator(expandable=True)
+    allocator.allocate("a", 24 * MIB)  # 40 taken
+    allocator.allocate("b", 5 * MIB)  # 11 left, with all the addresses there are behind them
+    allocator.free("a")
+    allocator.allocate("c", 10 * MIB)  # of the 24 that cannot grow
+    allocator.allocate("d", 24 * MIB)  # of the 11, which grow by a page
+    assert allocator.reserved == 60 * MIB
+
+
+def test_a_gap_that_is_filled_again_is_one_block_with_the_free_one_behind_it():
+    allocator = Allocator(expandable=True)
+    for key, size in enumerate((15, 50, 15)):
+        allocator.allocate(key, size * MIB)
+    allocator.free(1)
+    allocator.release()  # two pages; 5 stay in front of them, and 5 behind
+    assert allocator.reserved == 40 * MIB
+    allocator.allocate("a", 42 * MIB)
+    allocator.allocate("b", 8 * MIB)
+    assert allocator.reserved == 80 * MIB
+
+
+def test_expandable_segments_give_pages_back_from_the_middle_and_use_the_gap_again():
+    allocator = Allocator(capacity=100 * MIB, expandable=True)
+    for key in "abc":
+        allocator.allocate(key, 30 * MIB)
+    assert allocator.reserved == 100 * MIB
+    allocator.free("b")  # 30..60: the page 40..60 is whole
+    allocator.release()
+    assert allocator.reserved == 80 * MIB  # 90..100 lie in the page 80..100, which c needs
+    allocator.allocate("d", 28 * MIB)  # 30..40, and the page of the gap again
+    assert (allocator.allocated, allocator.reserved, allocator.flushes) == (88 * MIB, 100 * MIB, 0)
+
+
+def test_nothing_is_lost_in_a_long_random_run():
+    for expandable in (False, True):
+        chance = random.Random(0)
+        allocator, live = Allocator(expandable=expandable), {}
+        for key in range(3000):
+            if live and chance.random() < 0.5:
+                allocator.free(gone := chance.choice(list(live)))
+                del live[gone]
+            else:
+                live[key] = int(2 ** chance.uniform(3, 25))
+                allocator.allocate(key, live[key])
+        assert sum(map(rounded, live.values())) <= allocator.allocated <= allocator.reserved
+        for key in live:
+            allocator.free(key)
+        allocator.release()
+        assert (allocator.allocated, allocator.reserved) == (0, 0)
+
+
+def test_a_replay_knows_its_peak_and_what_was_in_use_then():
+    events = [
+        MemoryEvent(1, 3 * MIB, kind="weights"),
+        MemoryEvent(2, 4 * MIB, kind="activations"),
+        MemoryEvent(2, -4 * MIB, kind="activations"),
+        MemoryEvent(3, 2 * MIB, kind="gradients"),
+    ]
+    found = replay(events)
+    assert (found.allocated, found.reserved, found.peak, found.fits) == (7 * MIB, 20 * MIB, 1, True)
+    assert plain_peak(events) == 7 * MIB
+    assert split_at(events, found.peak) == {"weights": 3 * MIB, "activations": 4 * MIB}
+    assert split_at(events, 3) == {"weights": 3 * MIB, "gradients": 2 * MIB}
+    assert not replay(events, capacity=19 * MIB).fits
+
+
+def test_a_key_that_is_in_use_is_refused():
+    allocator = Allocator()
+    allocator.allocate(1, 5)
+    with pytest.raises(StateError, match="already"):
+        allocator.allocate(1, 5)

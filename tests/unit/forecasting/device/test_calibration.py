@@ -1,0 +1,90 @@
+"""What was measured on a card: reading, writing and precedence, with made-up records. tests/gpu measures a card."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from headway.cli.estimate import command
+from headway.errors import ConfigError, DeviceUnavailable
+from headway.forecasting.device import calibration
+from headway.forecasting.device.calibration import CalibrationRecord, name_of, read, write
+from headway.forecasting.device.devices import DEVICES, MIB, find, spread
+
+MADE_UP = CalibrationRecord("NVIDIA A100-SXM4-80GB", 81920 * MIB, (8, 0), 431 * MIB, 17 * MIB, "2.13.0", "2026-11-22")
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "devices.json"
+
+
+def test_a_record_is_kept_and_comes_before_the_assumption(home):
+    assumed = find("a100-80gb")
+    assert "assumed" in assumed.source
+    write(home, "a100-80gb", MADE_UP)
+    write(home, "rtx-9999", MADE_UP)
+    assert read(home) == {"a100-80gb": MADE_UP, "rtx-9999": MADE_UP}
+    found = find("A100-80GB")
+    assert found.overhead == (431 * MIB, 431 * MIB, 559 * MIB)
+    assert (
+        found.source
+        == "measured on NVIDIA A100-SXM4-80GB, 2026-11-22, with torch 2.13.0 (headway estimate --calibrate)"
+    )
+    assert found.rates == assumed.rates
+    least, likely, most = spread(found, 1000 * MIB)
+    assert (least, likely) == (1431 * MIB, 1431 * MIB)
+    assert most == (1000 + 559 + 128) * MIB
+    assert find("a100-40gb") == DEVICES["a100-40gb"]
+    assert find("rtx-9999").memory == 81920 * MIB  # not in the table
+
+
+def test_a_file_that_is_something_else_is_told(home):
+    home.parent.mkdir()
+    for content in ("no json", "[]", json.dumps({"a100-80gb": {"overhead": 3}})):
+        home.write_text(content)
+        with pytest.raises(ConfigError, match="remove it, and calibrate again"):
+            find("t4")
+
+
+@pytest.mark.parametrize(
+    ("product", "mebibytes", "name"),
+    [
+        ("NVIDIA GeForce RTX 3090", 24268, "rtx-3090"),
+        ("NVIDIA A100-SXM4-80GB", 81153, "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", 40442, "a100-40gb"),
+        ("NVIDIA H100 80GB HBM3", 81111, "h100"),
+        ("Tesla T4", 14930, "t4"),
+        ("Tesla V100-SXM2-16GB", 16151, "v100-16gb"),
+        ("NVIDIA L4", 22563, "l4"),
+        ("NVIDIA L40S", 45589, "l40s"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16076, "rtx-4090-laptop-gpu"),
+        ("NVIDIA H100 NVL", 95320, "h100-nvl"),
+    ],
+)
+def test_a_card_goes_by_the_tables_name_where_it_is_that_card(product, mebibytes, name):
+    assert name_of(product, mebibytes * MIB, {each: device.memory for each, device in DEVICES.items()}) == name
+
+
+def test_this_is_the_machines_own_card(home, monkeypatch):
+    monkeypatch.setattr(calibration, "product", lambda: ("NVIDIA A100-SXM4-80GB", 81153 * MIB, (8, 0)))
+    assert find("this") == DEVICES["a100-80gb"]
+    write(home, "a100-80gb", MADE_UP)
+    assert find("this").overhead[0] == 431 * MIB
+    monkeypatch.setattr(calibration, "product", lambda: ("NVIDIA Novum", 81153 * MIB, (12, 0)))
+    with pytest.raises(ConfigError, match="headway estimate --calibrate"):
+        find("this")
+
+
+def test_without_a_card_it_says_so(home, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for words in (["--calibrate"], ["bert", "--device", "this"]):
+        ended = CliRunner().invoke(command, words)
+        assert isinstance(ended.exception, DeviceUnavailable)
+        assert "there is no CUDA device here" in str(ended.exception)
+    for words, said in ((["bert", "--calibrate"], "goes alone"), ([], "FOLDER is missing")):
+        ended = CliRunner().invoke(command, words)
+        assert isinstance(ended.exception, ConfigError)
+        assert said in str(ended.exception)
+    assert not home.exists()

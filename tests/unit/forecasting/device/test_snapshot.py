@@ -1,0 +1,44 @@
+"""A card's record replayed: written here by hand, in the form in which torch gives it."""
+
+import pytest
+
+from headway.errors import DataError
+from headway.forecasting.device.snapshot import compare
+
+MIB = 1 << 20
+
+
+def entry(action, addr, size, stream=0):
+    return {"action": action, "addr": addr, "size": size, "stream": stream, "frames": []}
+
+
+def test_a_record_and_the_model_agree():
+    record = [
+        entry("segment_alloc", 0, 20 * MIB),
+        entry("alloc", 0, 5 * MIB - 100),
+        entry("alloc", 5 * MIB, 8 * MIB),
+        entry("free_requested", 0, 5 * MIB - 100),
+        entry("free_completed", 0, 5 * MIB - 100),
+        entry("segment_alloc", 100 * MIB, 2 * MIB, 7),
+        entry("alloc", 100 * MIB, 10, 7),
+    ]
+    found = compare({"device_traces": [record]})
+    assert (found.allocated, found.reserved) == (13 * MIB, 22 * MIB)
+    assert (found.model_allocated, found.model_reserved, found.error) == (13 * MIB, 22 * MIB, 0.0)
+    assert (found.num_events, found.unknown) == (4, 0)
+
+
+def test_streams_do_not_share():
+    record = [entry("segment_alloc", 0, 2 * MIB), entry("alloc", 0, 10), entry("alloc", 512, 10, 3)]
+    found = compare({"device_traces": [record]})
+    assert (found.reserved, found.model_reserved, found.error) == (2 * MIB, 4 * MIB, 1.0)
+
+
+def test_what_began_before_the_record_is_counted():
+    assert compare({"device_traces": [[entry("free_completed", 0, 5)]]}).unknown == 1
+
+
+@pytest.mark.parametrize("snapshot", [{}, {"device_traces": []}, {"device_traces": [[]]}])
+def test_no_record_is_said(snapshot):
+    with pytest.raises(DataError, match="_record_memory_history"):
+        compare(snapshot)

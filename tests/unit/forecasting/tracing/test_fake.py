@@ -1,0 +1,262 @@
+"""A step traced on fake tensors: against a real run by torch's own profiler, and by what each target does differently."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.forecast.models import CASES
+from benchmarks.forecast.truth import peak
+from headway.errors import LossError, UnsupportedError
+from headway.forecasting.device.autocast import FLOAT32, FLOAT32_IF_FREE
+from headway.forecasting.device.devices import find
+from headway.forecasting.solve import alike
+from headway.forecasting.tracing.events import plain_peak, split_at
+from headway.forecasting.tracing.fake import trace
+from headway.forecasting.tracing.step import StepRecipe
+from headway.planning.sources import unmasked
+
+CPU, CARD = find("cpu"), find("rtx-3090")
+MIB = 1 << 20
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters)
+
+
+def total(output, _targets=None):
+    return output.sum()
+
+
+class Net(nn.Module):
+    def __init__(self, inner=lambda x: x, width=512):
+        super().__init__()
+        self.first, self.second, self.inner = nn.Linear(width, width), nn.Linear(width, width), inner
+
+    def forward(self, x):
+        return self.second(self.inner(self.first(x)))
+
+
+def traced(inner=lambda x: x, device=CARD, batch=64, precision="no", **recipe):
+    recipe = StepRecipe(recipe.pop("optimizer", adamw), total, precision, **recipe)
+    return trace(lambda: Net(inner), lambda: torch.zeros(batch, 512), recipe, device)
+
+
+@pytest.mark.parametrize("name", ["MLP", "CNN", "GPT-2", "Llama"])
+def test_the_peak_on_a_cpu_is_the_profilers(name):
+    case = CASES[name]
+    recipe = StepRecipe(adamw, case.loss, accumulation=2)
+
+    def make():
+        model = case.make()
+        return unmasked(model) if hasattr(model, "set_attn_implementation") else model
+
+    forecast = plain_peak(trace(make, lambda: case.batch(4), recipe, CPU).events)
+    assert forecast == pytest.approx(peak(case.make().train(), recipe, lambda: case.batch(4)), rel=0.005)
+
+
+def test_nothing_stays_but_the_model():
+    found = traced()
+    rest = split_at(found.events, len(found.events) - 1)
+    assert set(rest) == {"weights", "workspaces"}
+    assert rest["weights"] == 2 * (512 * 512 + 512) * 4
+    assert {event.key for event in found.events if event.num_bytes < 0} <= {event.key for event in found.events}
+
+
+def test_memory_is_told_apart():
+    found = traced(batch=4096)
+    end_of_forward = found.phases["step 2 backward"] - 1
+    held = split_at(found.events, end_of_forward)
+    weights = 2 * (512 * 512 + 512) * 4
+    assert held["weights"] == weights
+    assert held["optimizer state"] == 2 * weights
+    assert held["batch"] == 4096 * 512 * 4
+    assert held["activations"] == 4096 * 512 * 4 + 4  # what the second layer was given, and the loss
+    at_update = split_at(found.events, found.phases["step 2 update"] - 1)
+    assert at_update["gradients"] == weights
+
+
+def test_where_memory_was_asked_for_is_the_users_line():
+    found = traced(batch=4096)
+    assert any("test_fake.py" in event.where for event in found.events)
+
+
+def test_dropout_keeps_a_byte_an_element_on_a_card_and_four_on_a_cpu():
+    inner = nn.Dropout(0.1)
+    on_card, on_cpu = (traced(inner, device, 4096) for device in (CARD, CPU))
+    assert "aten::native_dropout" in on_card.operations
+    assert "aten::bernoulli_" in on_cpu.operations
+    kept = [split_at(found.events, found.phases["step 2 backward"] - 1)["activations"] for found in (on_card, on_cpu)]
+    # Input of the second layer, and the mask.
+    assert kept[0] - 4096 * 512 * 4 == pytest.approx(4096 * 512, abs=64)
+    assert kept[1] - 4096 * 512 * 4 == pytest.approx(4096 * 512 * 4, abs=64)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_in_backward_meets_the_same_kernels(reentrant):
+    drop = nn.Dropout(0.1)
+
+    def inner(x):
+        return checkpoint(lambda y: drop(torch.tanh(y)), x, use_reentrant=reentrant)
+
+    found = traced(inner)
+    assert found.operations["aten::native_dropout"] == 4  # forward and again, twice
+    assert "aten::bernoulli_" not in found.operations
+
+
+@pytest.mark.parametrize(
+    ("precision", "masked", "kernel"),
+    [("no", False, "efficient"), ("no", True, "efficient"), ("bf16", False, "flash"), ("bf16", True, "efficient")],
+)
+def test_attention_takes_the_cards_kernel(precision, masked, kernel):
+    def inner(x):
+        query = x.view(-1, 16, 8, 64).transpose(1, 2)
+        mask = torch.ones(16, 16, dtype=torch.bool) if masked else None
+        return nn.functional.scaled_dot_product_attention(query, query, query, mask).transpose(1, 2).reshape(-1, 512)
+
+    found = traced(inner, precision=precision)
+    assert f"aten::_scaled_dot_product_{kernel}_attention" in found.operations
+    assert f"aten::_scaled_dot_product_{kernel}_attention_backward" in found.operations
+    assert "aten::bmm" not in found.operations
+
+
+def test_autocast_computes_in_float32_what_cuda_does():
+    norm = nn.LayerNorm(512)
+    on_card, on_cpu = (traced(norm, device, 4096, "bf16") for device in (CARD, CPU))
+    assert plain_peak(on_card.events) > plain_peak(on_cpu.events) + 4096 * 512 * 2 - 17 * MIB
+    assert on_card.operations["aten::_to_copy"] > on_cpu.operations["aten::_to_copy"]
+
+
+def test_the_list_of_autocast_is_the_installed_torchs():
+    unknown = [
+        name for name in (*FLOAT32, *FLOAT32_IF_FREE)
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
+    ]  # fmt: skip
+    assert unknown == []
+
+
+def test_optimizers_work_on_all_parameters_at_once_on_a_card():
+    weights = 2 * (512 * 512 + 512) * 4
+
+    def temporaries(found):
+        first, last = found.phases["step 2 update"], found.phases["end"]
+        most = max((split_at(found.events, i).get("temporaries", 0) for i in range(first, last)), default=0)
+        return most
+
+    assert temporaries(traced()) >= weights
+    assert temporaries(traced(optimizer=lambda p: torch.optim.AdamW(p, fused=True))) < weights / 10
+    assert temporaries(traced(device=CPU)) < weights
+    assert "aten::_fused_adamw_" in traced(optimizer=lambda p: torch.optim.AdamW(p, fused=True)).operations
+
+
+def test_accumulation_clipping_and_scaling_are_in_the_step():
+    found = traced(precision="fp16", accumulation=3, max_norm=1.0)
+    assert found.operations["aten::_foreach_norm"] == 2
+    assert found.operations["aten::_amp_foreach_non_finite_check_and_unscale_"] == 2
+    one, three = traced(batch=4096), traced(batch=4096, accumulation=3)
+    assert plain_peak(three.events) >= plain_peak(one.events)
+
+
+def test_frozen_parameters_have_neither_gradients_nor_state():
+    def make():
+        net = Net()
+        net.first.requires_grad_(False)
+        return net
+
+    found = trace(make, lambda: torch.zeros(64, 512), StepRecipe(adamw, total), CARD)
+    held = split_at(found.events, found.phases["step 2 forward"])
+    assert held["optimizer state"] == held["weights"]  # two for each of one half
+
+
+def test_real_tensors_are_computed_as_ever():
+    before = nn.functional.dropout(torch.ones(8, requires_grad=True), 0.5).grad_fn.name()
+    traced(nn.Dropout(0.5))
+    assert nn.functional.dropout(torch.ones(8, requires_grad=True), 0.5).grad_fn.name() == before == "MulBackward0"
+
+
+def reads(x):
+    return x * x.sum().item()
+
+
+def selects(x):
+    return x[x > 0].sum() + x
+
+
+@pytest.mark.parametrize(
+    ("inner", "says"),
+    [
+        (reads, r"_local_scalar_dense.*test_fake.py:\d+ in reads.*reads a value"),
+        (selects, r"nonzero|index.*in selects"),
+    ],
+)
+def test_what_depends_on_values_is_refused_with_its_line(inner, says):
+    with pytest.raises(UnsupportedError, match=says):
+        traced(inner)
+
+
+def test_an_operation_without_a_fake_kernel_is_refused():
+    @torch.library.custom_op("headway_test::scaled", mutates_args=())
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    with pytest.raises(UnsupportedError, match=r"headway_test.*fake"):
+        traced(lambda x: scaled(x))
+    scaled.register_fake(lambda x: torch.empty_like(x))
+    scaled.register_autograd(lambda ctx, grad: grad * 2)
+    assert "headway_test::scaled" in traced(lambda x: scaled(x)).caveats[0]
+
+
+def test_compiled_models_are_refused():
+    def make():
+        net = Net()
+        net._compiled_call_impl = net._call_impl  # as Module.compile() leaves it, without importing the compiler
+        return net
+
+    with pytest.raises(UnsupportedError, match=r"torch\.compile"):
+        trace(make, lambda: torch.zeros(64, 512), StepRecipe(adamw, total), CARD)
+
+
+def test_a_step_without_a_loss_is_refused():
+    with pytest.raises(LossError, match=r"shape \[64, 512\]"):
+        trace(Net, lambda: torch.zeros(64, 512), StepRecipe(adamw), CARD)
+
+
+def test_convolutions_say_what_is_not_counted():
+    found = trace(lambda: nn.Conv2d(3, 4, 3), lambda: torch.zeros(2, 3, 8, 8), StepRecipe(adamw, total), CARD)
+    assert any("cuDNN" in caveat for caveat in found.caveats)
+
+
+def test_a_compiled_function_inside_the_step_is_refused():
+    compiled = torch.compile(torch.tanh, backend="eager")
+    with pytest.raises(UnsupportedError, match=r"torch\.compile"):
+        traced(compiled, batch=4096)
+
+
+def test_a_loss_that_torch_shrinks_keeps_the_memory_of_all_elements():
+    """mse_loss makes its result for each element, and resizes it to one number."""
+
+    def batch():
+        return torch.zeros(64, 256), torch.zeros(64, 1024)
+
+    def net():
+        return nn.Linear(256, 1024)
+
+    real = torch.nn.functional.mse_loss(torch.zeros(64, 1024), torch.zeros(64, 1024))
+    assert real.untyped_storage().nbytes() == 4 * 64 * 1024
+    taken = peak(net(), StepRecipe(torch.optim.SGD, nn.functional.mse_loss), batch)
+    found = trace(net, batch, StepRecipe(torch.optim.SGD, nn.functional.mse_loss), find("cpu"))
+    assert plain_peak(found.events) == pytest.approx(taken, rel=0.005)
+
+
+def test_under_autocast_two_batches_ask_and_give_back_in_the_same_order():
+    """Casts of weights go all at once, in the order of their addresses."""
+    recipe = StepRecipe(adamw, nn.functional.mse_loss, "bf16", accumulation=2)
+
+    def net():
+        return nn.Sequential(*[nn.Linear(64, 64) for _ in range(12)])
+
+    found = [
+        trace(net, lambda size=size: (torch.zeros(size, 64), torch.zeros(size, 64)), recipe, CARD).events
+        for size in (8, 9)
+    ]
+    assert alike(*found)

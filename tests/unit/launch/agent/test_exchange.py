@@ -1,0 +1,67 @@
+"""Agents that tell each other of failures: one report everywhere, and where all share a screen, one trace on it."""
+
+import threading
+
+import pytest
+from torch.distributed import HashStore
+
+from headway.common.sealing import Seal, UnsealedCounter
+from headway.launch.agent.endings import FailureReport
+from headway.launch.agent.exchange import AgentChannel
+from headway.launch.agent.records import ExceptionRecord, RankExit
+from headway.runtime.control_plane.sealed import SealedStore
+
+
+def failed(rank: int) -> FailureReport:
+    record = ExceptionRecord("ValueError", "bad luck", "train.py:3", "Traceback\nValueError: bad luck\n", 10.0)
+    return FailureReport((RankExit(rank, f"host-{rank}", 100 + rank, 1, record),), 3)
+
+
+def texts(unit: str, machines: tuple[int, ...], *, is_over: bool = False) -> dict[int, str]:
+    """What each of these machines, of three, tells after rank 1 has failed."""
+    seal, found = Seal(b"", UnsealedCounter(print)), {}
+    meeting = SealedStore(HashStore(), "meeting", seal)
+    exchanges = [AgentChannel(machine, 3, "127.0.0.1", seal, unit) for machine in range(3)]
+    for exchange in exchanges:
+        exchange.begin(meeting, 3)
+
+    def merge(machine: int) -> None:
+        report = exchanges[machine].merge(failed(1) if machine == 1 else None, lambda: is_over)
+        assert report is not None
+        assert report.exit_code == 1
+        assert [death.rank for death in report.deaths] == [1]
+        found[machine] = report.text()
+
+    threads = [threading.Thread(target=merge, args=(machine,)) for machine in machines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for exchange in reversed(exchanges):
+        exchange.end()
+    return found
+
+
+BRIEF = "headway: rank 1 on host host-1 failed first, at train.py:3; its report is with rank 0's output"
+
+
+@pytest.mark.slow
+def test_tasks_that_share_a_screen_show_one_trace():
+    told = texts("task", (0, 1, 2))
+    assert told[0].startswith("headway: rank 1 of 3 failed first, at train.py:3 (host host-1, pid 101)\nTraceback")
+    assert told[1] == told[2] == BRIEF
+
+
+def test_machines_show_it_each():
+    told = texts("machine", (0, 1, 2))
+    assert told[0] == told[1] == told[2]
+    assert told[0].count("Traceback") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_over", [True, False])
+def test_without_task_0_each_shows_it(monkeypatch, is_over):
+    monkeypatch.setattr("headway.launch.agent.exchange.GATHER", 1.5)
+    told = texts("task", (1,) if is_over else (1, 2), is_over=is_over)
+    assert all(text.count("Traceback") == 1 for text in told.values())
+    assert 1 in told

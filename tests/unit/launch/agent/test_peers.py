@@ -1,0 +1,187 @@
+"""Launchers that hear of one another: here in one process, over real sockets on loopback."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from headway.common.sealing import Seal, UnsealedCounter
+from headway.launch.agent.peers import PeerMachines
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert condition()
+
+
+def seal() -> Seal:
+    return Seal(b"of these machines", UnsealedCounter(print))
+
+
+@pytest.fixture
+def three():
+    lost = [threading.Event() for _ in range(3)]
+    peers = [PeerMachines(machine, f"10.0.0.{machine}", 60, lost[machine].set) for machine in range(3)]
+    port = peers[0].open_hub("127.0.0.1")
+    for machine, one in enumerate(peers):
+        assert one.meet("127.0.0.1", port, seal(), [2 * machine, 2 * machine + 1]) is None
+    yield peers, lost
+    for one in peers:
+        one.leave()
+
+
+def test_a_failure_is_told_to_all_with_its_exit_code(three):
+    peers, lost = three
+    wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1, 2})
+    peers[1].leave("rank 3 of 6 failed first", 137)
+    wait_for(lambda: lost[0].is_set() and lost[2].is_set())
+    assert peers[0].lost == peers[2].lost
+    assert (
+        peers[0].lost
+        == f"machine 1 (host {socket.gethostname()}, 10.0.0.1) has ended the run: rank 3 of 6 failed first"
+    )
+    assert (peers[0].exit_code, peers[2].exit_code, peers[2].has_lost_hub) == (137, 137, False)
+
+
+def test_leaving_in_order_is_no_loss(three):
+    peers, lost = three
+    wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1, 2})
+    peers[1].leave()
+    peers[0].leave()
+    time.sleep(0.2)
+    assert not any(event.is_set() for event in lost)
+
+
+def test_a_broken_connection_is_a_loss_at_once(three):
+    peers, lost = three
+    wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1, 2})
+    line = next(iter(peers[2]._lines.values()))
+    line.connection.shutdown(socket.SHUT_RDWR)
+    wait_for(lambda: lost[0].is_set() and lost[1].is_set() and lost[2].is_set())
+    assert "machine 2 (host" in peers[1].lost
+    assert "is gone: its launcher ended without a word" in peers[1].lost
+    assert "; ranks 4, 5 were on it" in peers[1].lost
+    assert peers[2].has_lost_hub
+
+
+def test_a_hub_that_cannot_be_reached_is_said():
+    with socket.socket() as taken:  # bound and not listening: refused
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        trouble = PeerMachines(1, "", 60, lambda: None).meet("127.0.0.1", port, seal(), [1])
+    assert trouble is not None
+    assert trouble.startswith("machine 0 cannot be reached at 127.0.0.1:")
+
+
+def test_a_lost_run_never_ends_well(three):
+    peers, lost = three
+    wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1, 2})
+    peers[1].leave("for no reason", 0)
+    wait_for(lambda: lost[0].is_set() and lost[2].is_set())
+    assert (peers[0].exit_code, peers[2].exit_code) == (1, 1)
+
+
+# ---------------------------------------------------------------- others
+
+PROVEN = seal()
+
+
+def forged(**content: object) -> bytes:
+    return json.dumps(content).encode() + b"\n"
+
+
+NONE_OF_THIS_RUN = {
+    "a port scan": b"GET / HTTP/1.0\r\nHost: machine\r\n\r\n",
+    "noise": bytes(range(256)) * 100,
+    "a forged loss": forged(lost="machine 1 is \x1b[31mgone", exit_code=0),
+    "a forged loss after a word": b"0" * 32 + b"\n" + forged(lost="machine 1 is gone", exit_code=0),
+    "a forged proof": b"0" * 32 + b"\n" + b"0" * 32 + forged(lost="machine 1 is gone", exit_code=0),
+    "a line for another place": b"0" * 32 + b"\n" + PROVEN.close("here", forged(lost="gone", exit_code=0)),
+    "a line without an end": b"x" * 100_000,
+    "a word without an end": b"0" * 100_000,
+}
+
+
+@pytest.fixture
+def hub():
+    """Machine 0 and machine 1, with what machine 0 counts and says of others."""
+    said, lost = [], [threading.Event(), threading.Event()]
+    peers = [PeerMachines(machine, f"10.0.0.{machine}", 60, lost[machine].set) for machine in range(2)]
+    port = peers[0].open_hub("127.0.0.1")
+    strangers = UnsealedCounter(said.append)
+    assert peers[0].meet("127.0.0.1", port, Seal(b"of these machines", strangers), [0]) is None
+    assert peers[1].meet("127.0.0.1", port, seal(), [1]) is None
+    wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1})
+    yield peers, lost, port, strangers, said
+    for one in peers:
+        one.leave()
+
+
+@pytest.mark.parametrize("what", NONE_OF_THIS_RUN)
+def test_what_is_not_of_this_run_is_dropped_counted_and_said_once(hub, what):
+    peers, lost, port, strangers, said = hub
+    for number in range(3):
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.settimeout(30)
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(NONE_OF_THIS_RUN[what])
+                while connection.recv(4096):  # it is closed at once
+                    pass
+        wait_for(lambda number=number: strangers.num_dropped > number)
+    assert strangers.num_dropped == 3
+    assert len(said) == 1
+    assert "from 127.0.0.1 does not prove to be of this run: dropped" in said[0]
+    assert_undisturbed(peers, lost)
+
+
+def assert_undisturbed(peers, lost):
+    """The hub hears and tells as before."""
+    time.sleep(0.1)
+    assert not any(event.is_set() for event in lost)
+    peers[1].tell([{"rank": 1, "text": "\x1b[2J\n\tfine"}])
+    wait_for(lambda: peers[0].heard())
+    assert peers[0].heard() == [{"rank": 1, "text": "\\x1b[2J\n\tfine"}]
+
+
+def test_what_was_heard_on_the_way_is_of_no_use_again(hub):
+    peers, lost, port, strangers, _ = hub
+    heard: list[bytes] = []
+    relay = socket.create_server(("127.0.0.1", 0))
+
+    def hand_on() -> None:
+        inner, outer = relay.accept()[0], socket.create_connection(("127.0.0.1", port))
+        threading.Thread(target=lambda: [inner.sendall(data) for data in iter(lambda: outer.recv(4096), b"")]).start()
+        with contextlib.suppress(ConnectionError):
+            for data in iter(lambda: inner.recv(4096), b""):
+                heard.append(data)
+                outer.sendall(data)
+
+    threading.Thread(target=hand_on, daemon=True).start()
+    third = PeerMachines(2, "10.0.0.2", 60, lambda: None)
+    assert third.meet("127.0.0.1", relay.getsockname()[1], seal(), [2]) is None
+    wait_for(lambda: {line.peer.machine for line in peers[0]._lines.values()} == {1, 2})
+    third.leave()
+    wait_for(lambda: b'"leaving"' in b"".join(heard))
+    assert strangers.num_dropped == 0
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(b"".join(heard))
+        wait_for(lambda: strangers.num_dropped == 1)
+    assert_undisturbed(peers, lost)
+
+
+def test_connections_that_prove_nothing_make_room(hub, monkeypatch):
+    peers, lost, port, strangers, _ = hub
+    monkeypatch.setattr("headway.launch.agent.peers._MOST_UNPROVEN", 8)
+    opened = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+    wait_for(lambda: strangers.num_dropped >= 32)
+    monkeypatch.setattr("headway.launch.agent.peers._MEETING", 0.0)
+    wait_for(lambda: strangers.num_dropped == 40)
+    for connection in opened:
+        connection.close()
+    assert_undisturbed(peers, lost)

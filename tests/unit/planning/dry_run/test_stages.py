@@ -1,0 +1,140 @@
+"""Plans of pipelines and of cut sequences: what can be worked out by hand, and what is refused."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from headway import PipelineOptions
+from headway.config.mesh import parse
+from headway.errors import StateError, UnsupportedError
+from headway.planning.bubble import StageTimeline, simulate
+from headway.planning.compare import compare, plan
+from headway.planning.costs import ClusterRates, cost
+from headway.planning.dry_run.meter import PlanEvent
+from tests.unit.planning.models import Chain, chain, chain_loss, llama, loss
+
+ROW = 24 * 4
+MATRIX = 24 * 24 * 4
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A batch that can be cut."""
+
+    count: int
+
+    def inputs(self):
+        return torch.zeros(self.count, 24)
+
+    def loss(self, model, inputs):
+        return model(inputs).sum()
+
+    def __call__(self, model):
+        return self.loss(model, self.inputs())
+
+
+def four():
+    return Chain(depth=4)
+
+
+def of(schedule, num=8, make=four, ranks=4, strategy="pp"):
+    return plan(make, strategy, ranks, step=Rows(8), kwargs_handlers=[PipelineOptions(schedule, num)])
+
+
+def test_stages_by_hand():
+    found = of("1f1b")
+    assert [stage.share.weights for stage in found.stages] == [MATRIX] * 4
+    assert [stage.share.gradients for stage in found.stages] == [MATRIX] * 4
+    # 8 micro-batches of one row, of which stage k has at most 4 - k under way; each layer keeps its input. The first stage's
+    # inputs are views of the batch.
+    assert [stage.activations for stage in found.stages] == [8 * ROW, 3 * ROW, 2 * ROW, 1 * ROW]
+    sent = [sum(v.num_bytes for e, v in stage.exchanges.items() if e.kind == "send") for stage in found.stages]
+    assert sent == [8 * ROW, 16 * ROW, 16 * ROW, 8 * ROW]
+    assert found.shares.fullest().rank == 0
+    assert found.total == found.rank0.num_bytes + 8 * ROW
+    assert found.peak > found.total  # with temporaries
+    assert (found.saved.num_files, found.saved.per_rank) == (4, 3 * MATRIX)
+    assert "by place along the pipeline" in str(found)
+
+
+def test_gpipe_keeps_all_micro_batches():
+    found = of("gpipe")
+    assert [stage.activations for stage in found.stages] == [8 * ROW] * 4
+    # As a loop runs it that calls the model: all ranks get its outputs.
+    assert found.sent()["pp", "broadcast"] == 8 * ROW
+
+
+def test_replicas_of_stages():
+    found = of("1f1b", 4, ranks=8, strategy="ddp=4+pp=2")
+    assert [found.shares.of(rank).weights for rank in range(8)] == [2 * MATRIX] * 8
+    assert found.sent()["replicate", "all_reduce"] == pytest.approx(2 * MATRIX, abs=16)
+    assert [stage.share.rank for stage in found.stages] == [0, 4]
+    spent = cost(found, ClusterRates(machine_ranks=4, intra=1e3, inter=1e9, flops=1e9))
+    assert spent.bottleneck == "replicate"
+    assert spent.seconds == pytest.approx(spent.by_axis["replicate"], rel=0.1)
+
+
+def events(schedule, place, num, num_stages):
+    """Of stages that take 1 for a forward and 2 for a backward."""
+    back = [place + 1] if place + 1 < num_stages else []
+    ahead = [place - 1] if place else []
+    forward = [*(("recv", 0, r) for r in ahead), ("compute", 1, 0), *(("send", 0, r) for r in back)]
+    backward = [*(("recv", 0, r) for r in back), ("compute", 2, 0), *(("send", 0, r) for r in ahead)]
+    warm = num if schedule == "gpipe" else min(num, num_stages - place)
+    order = [forward] * warm + [backward, forward] * (num - warm) + [backward] * warm
+    return [PlanEvent(kind, amount, "pp", (rank,)) for part in order for kind, amount, rank in part]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_bubble_of_equal_stages(schedule):
+    lanes = [StageTimeline(events(schedule, place, 6, 4), place) for place in range(4)]
+    taken = simulate(lanes, lambda event: event.amount)
+    assert taken == 3 * (6 + 4 - 1)
+    assert [lane.busy for lane in lanes] == [18] * 4
+
+
+def test_stages_that_wait_for_each_other_are_said():
+    lanes = [StageTimeline([PlanEvent("recv", 0, "pp", (1 - rank,))], rank) for rank in range(2)]
+    with pytest.raises(StateError, match="wait for each other"):
+        simulate(lanes, lambda event: 0.0)
+
+
+def test_the_bubble_is_part_of_the_cost():
+    fast = ClusterRates(intra=1e30, inter=1e30, flops=1e6)
+    many, few = (cost(of("1f1b", num), fast) for num in (8, 4))
+    assert 0 < many.bubble < few.bubble
+    assert many.seconds == pytest.approx(many.compute + many.bubble)
+
+
+def test_a_schedule_needs_a_batch_that_can_be_cut():
+    with pytest.raises(UnsupportedError, match="inputs\\(\\), loss\\(model, inputs\\)"):
+        plan(four, "pp", 4, step=chain_loss, kwargs_handlers=[PipelineOptions("1f1b")])
+
+
+def test_too_few_blocks_are_a_reason():
+    (row,) = compare(chain, ["pp"], 4, step=chain_loss).rows
+    assert row.plan is None
+    assert "too few for 4 stages" in row.reason
+
+
+def test_without_a_step_stages_have_weights_only():
+    found = plan(four, "pp", 2)
+    assert [stage.share.weights for stage in found.stages] == [2 * MATRIX] * 2
+    assert found.exchanges is None
+    assert "not counted" in str(found)
+
+
+def test_parameters_are_shared_along_both_axes_of_cut_sequences():
+    found, shards = plan(llama, "fsdp+cp=2", 4, step=loss), plan(llama, "fsdp", 4, step=loss)
+    for rank in range(4):
+        assert found.shares.of(rank) == shards.shares.of(rank)
+    assert found.sent()["shard_cp", "all_gather"] == shards.sent()["shard", "all_gather"]
+    assert found.saved == shards.saved
+    assert found.gathered == shards.gathered
+    # Keys and values of two layers, 2 heads of 8 numbers, gathered in forward and again in backward.
+    assert found.sent()["cp", "all_gather"] == 2 * 2 * (16 * 2 * 2 * 8 * 4)
+    assert found.activations < 0.7 * shards.activations
+    spent = cost(found, ClusterRates(machine_ranks=2, intra=1e3, inter=1e9, flops=1e6))
+    assert spent.seconds == pytest.approx(spent.compute + spent.by_axis["cp"])
+    assert not ClusterRates(machine_ranks=2).is_within_machine("shard_cp", parse("fsdp+cp=2").resolve(4))

@@ -1,0 +1,148 @@
+"""One rank without the others: numbers against arithmetic, the short way of cutting against torch's own, and what is refused."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from headway import ActivationCheckpointing
+from headway.config.mesh import Layout, parse
+from headway.config.strategies import EngineOptions
+from headway.errors import PrepareError, StateError, UnsupportedError
+from headway.planning.dry_run import preparation
+from headway.planning.dry_run.fake_group import OneOfEach, pretend
+from headway.planning.dry_run.meter import CollectiveCall, Volume
+from headway.planning.dry_run.trial import rehearse, run
+from headway.planning.outcome import RankShares
+from tests.unit.planning.models import Chain, chain, chain_loss, llama, loss, num_parameters, tied
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters)
+
+
+def test_a_chain_of_matrices_by_hand():
+    found = rehearse(chain, parse("fsdp").resolve(4), 0, chain_loss, adamw)
+    matrix, batch = 24 * 24, 5
+    assert found.weights == found.gradients == 3 * matrix * 4 // 4
+    assert found.optimizer_state == 2 * found.weights + 3 * 4  # two moments, and a count of steps for each matrix
+    gather, scatter = (
+        CollectiveCall(phase, kind, "shard", 4)
+        for phase, kind in (("forward", "all_gather"), ("backward", "reduce_scatter"))
+    )
+    assert found.volumes[gather] == found.volumes[scatter] == Volume(3, 3 * matrix * 4, matrix * 4)
+    forward = 3 * 2 * batch * matrix
+    # The first matrix needs no gradient of its input.
+    assert (found.flops["forward"], found.flops["backward"]) == (forward, 2 * forward - forward // 3)
+    assert found.activations == 3 * batch * 24 * 4  # the input of each layer
+
+
+def test_replicas_reduce_all_gradients():
+    found = rehearse(chain, parse("ddp").resolve(8), 0, chain_loss, adamw)
+    whole = 3 * 24 * 24 * 4
+    assert (found.weights, found.gradients) == (whole, whole)
+    assert found.volumes == {CollectiveCall("backward", "all_reduce", "replicate", 8): Volume(1, whole, whole)}
+
+
+def test_hybrid_shards_send_along_both_axes():
+    found = rehearse(chain, parse("hsdp=2").resolve(8), 0, chain_loss, adamw)
+    whole = 3 * 24 * 24 * 4
+    by_axis = {
+        (exchange.kind, exchange.axis): (exchange.num_ranks, volume.num_bytes)
+        for exchange, volume in found.volumes.items()
+    }
+    assert by_axis["all_reduce", "replicate"] == (4, whole // 2)
+    assert by_axis["reduce_scatter", "shard"] == (2, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "strategy", "num_ranks"), [(tied, "fsdp", 64), (llama, "fsdp", 256), (llama, "hsdp=32", 64)]
+)
+def test_the_short_way_of_cutting_changes_nothing(make, strategy, num_ranks, monkeypatch):
+    layout = parse(strategy).resolve(num_ranks)
+    ranks = 0, num_ranks // 2 - 1, num_ranks - 1
+    short = [rehearse(make, layout, rank, loss, adamw) for rank in ranks]
+    monkeypatch.setattr(preparation, "OneOfEach", nullcontext)
+    assert short == [rehearse(make, layout, rank, loss, adamw) for rank in ranks]
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16])
+@pytest.mark.parametrize("chunks", [1, 4, 8])
+def test_chunks_have_the_shapes_of_torchs(size, chunks):
+    whole = torch.empty(size, 3, device="meta")
+    own = list(torch.chunk(whole, chunks))
+    with OneOfEach():
+        short = torch.chunk(whole, chunks)
+    assert [part.shape for part in short[: len(own)]] == [part.shape for part in own]
+    assert [part.numel() for part in short[len(own) :]] == [0] * (chunks - len(own))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp=3", "tp=2+fsdp", "ddp"])
+def test_every_ranks_share_follows_from_one_rank(strategy):
+    layout = parse(strategy).resolve(6)
+    first = rehearse(llama, layout, 0, loss, adamw)
+    shares = RankShares(layout, first.pieces, first.states, first.buffers)
+    for rank in range(6):
+        own, share = rehearse(llama, layout, rank, loss, adamw), shares.of(rank)
+        assert (own.weights + own.buffers, own.gradients, own.optimizer_state) == (
+            share.weights,
+            share.gradients,
+            share.optimizer_state,
+        )
+
+
+def test_a_tied_parameter_is_one():
+    found = rehearse(tied, parse("fsdp").resolve(3), 0, loss, adamw)
+    assert sum(torch.Size(piece.shape).numel() for piece in found.pieces) == num_parameters(tied)
+    assert len(found.states) == len(found.pieces)
+
+
+def test_without_values_as_with_values():
+    """On one process the same update with real tensors gives the same numbers."""
+    model = llama()
+    assert run(model, Layout(), loss, adamw) == rehearse(llama, Layout(), 0, loss, adamw)
+
+
+def test_checkpointed_activations_are_fewer_and_computed_twice():
+    layout = parse("fsdp").resolve(2)
+    plain = rehearse(llama, layout, 0, loss, adamw)
+    fewer = rehearse(llama, layout, 0, loss, adamw, options=EngineOptions(checkpointing=ActivationCheckpointing()))
+    assert fewer.activations < plain.activations / 2
+    assert plain.flops["backward"] < fewer.flops["backward"] <= plain.flops["backward"] + plain.flops["forward"]
+
+
+def test_nothing_is_left_behind():
+    rehearse(chain, parse("fsdp").resolve(4), 0, chain_loss, adamw)
+    assert not dist.is_initialized()
+
+
+def test_a_process_with_a_group_is_left_alone():
+    with pretend(2, 0), pytest.raises(StateError, match="has not joined a process group"):
+        rehearse(chain, parse("fsdp").resolve(4), 0, None, None)
+
+
+def test_a_step_that_reads_values_is_refused():
+    def reading(model):
+        return model(torch.zeros(5, 24)).sum() * (1 if model(torch.zeros(5, 24)).sum().item() > 0 else 2)
+
+    with pytest.raises(UnsupportedError, match="without values"):
+        rehearse(chain, parse("fsdp").resolve(4), 0, reading, adamw)
+
+
+def test_a_step_without_a_loss_is_refused():
+    with pytest.raises(UnsupportedError, match="must return the loss"):
+        rehearse(chain, parse("fsdp").resolve(4), 0, lambda model: model(torch.zeros(5, 24)), adamw)
+
+
+def test_a_model_that_cannot_be_sharded_is_refused():
+    class Scalar(Chain):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+    with pytest.raises(PrepareError, match="scale"):
+        rehearse(Scalar, parse("fsdp").resolve(4), 0, None, None)
+    assert not dist.is_initialized()

@@ -1,0 +1,52 @@
+"""The fingerprint of parameters, and how far apart two of them are, for whatever parameters are made of."""
+
+import math
+
+import pytest
+import torch
+
+from headway.training.checks.replicas import _are_close, _bits, _distance, _has_bits, _most
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+DTYPES = (*FLOATS, torch.complex64, torch.int64, torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_value_changes_the_fingerprint(dtype: torch.dtype) -> None:
+    one = torch.arange(12).reshape(3, 4).to(dtype)
+    other = one.clone()
+    assert _bits([one, other]) == [_bits([one])[0]] * 2
+    other[1, 2] = 1
+    assert _bits([one])[0] != _bits([other])[0]
+    assert _distance(one, one.clone()) == 0.0
+    assert _distance(one, other) == pytest.approx(5 / 11, rel=0.1)
+    assert _distance(one, other) > _most(one)
+
+
+def test_memory_order_makes_no_difference() -> None:
+    one = torch.randn(2, 3, 4, 5)
+    assert _bits([one]) == _bits([one.to(memory_format=torch.channels_last)])
+
+
+def test_nothing_and_what_is_not_finite() -> None:
+    assert _bits([torch.empty(0), torch.tensor(1.0)])[0] == 0
+    assert _distance(torch.empty(0), torch.empty(0)) == 0.0
+    spoilt = torch.tensor([math.nan, math.inf, 1.0])
+    assert _distance(spoilt, spoilt.clone()) == 0.0
+    assert _distance(spoilt, torch.ones(3)) == math.inf
+    assert _distance(torch.tensor([0.0]), torch.tensor([-0.0])) == 0.0
+
+
+def test_what_has_no_numbers_of_its_own_is_left_out() -> None:
+    assert _has_bits(torch.ones(2))
+    assert not _has_bits(torch.ones(2, device="meta"))
+    assert not _has_bits(torch.eye(2).to_sparse())
+
+
+def test_hyperparameters_are_compared_beyond_rounding() -> None:
+    assert _are_close(0.1, 0.1 * (1 + 1e-9))
+    assert not _are_close(0.1, 0.1001)
+    assert _are_close((0.9, 0.999), (0.9, 0.999))
+    assert not _are_close((0.9, 0.999), (0.9, 0.99))
+    assert not _are_close(None, 0.1)
+    assert _are_close("linear", "linear")
