@@ -958,12 +958,7 @@ class Accelerator(RankAware):
         """
         self._record.begin(project_name, config, init_kwargs)
 
-    def log(
-        self,
-        values: Mapping[str, Any],
-        step: int | None = None,
-        log_kwargs: TrackerKwargs | None = None,
-    ) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerKwargs | None = None) -> None:
         """Log values of one step; any rank may call it, rank 0 writes.
 
         Args:
@@ -979,10 +974,7 @@ class Accelerator(RankAware):
         self._record.log(values, step, log_kwargs)
 
     def log_images(
-        self,
-        values: Mapping[str, Any],
-        step: int | None = None,
-        log_kwargs: TrackerKwargs | None = None,
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: TrackerKwargs | None = None
     ) -> None:
         """Log images of one step, as PNG files in the run's folder and to the trackers that have a place for them.
 

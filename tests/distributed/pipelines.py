@@ -7,15 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, DataLoaderConfiguration
 from tests.devices import ON_CPU
-from tests.distributed.layouts import (
-    PADDING,
-    Curve,
-    Task,
-    build,
-    optimizer_of,
-    rows,
-    sum_of_losses,
-)
+from tests.distributed.layouts import PADDING, Curve, Task, build, optimizer_of, rows, sum_of_losses
 
 
 def whole_state(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -7,27 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from headway import (
-    ShardingOptions,
-    init_empty_weights,
-)
+from headway import ShardingOptions, init_empty_weights
 from headway.errors import HeadwayError, PrepareError, StateError, UnsupportedError
 from headway.strategies.fully_sharded import fsdp_state as gathered
 from headway.strategies.fully_sharded import values
 from headway.strategies.fully_sharded.gradients import is_distributed, local
 from headway.strategies.fully_sharded.units import find_units
-from tests.distributed.layouts import (
-    GPT,
-    each,
-    gpt2,
-    llama,
-    norm,
-    seeded,
-    squares,
-    start,
-    text,
-    whole_weights,
-)
+from tests.distributed.layouts import GPT, each, gpt2, llama, norm, seeded, squares, start, text, whole_weights
 from tests.distributed.ranks import run_ranks
 
 # ---------------------------------------------------------------- prepare again, copies, methods

@@ -15,7 +15,8 @@ OWNERS = {
     "prepared": "training/prepared/objects.py", "preparation": "training/prepared/prepare.py", "guard": "training/checks/finite.py",
     "meter": "throughput/meter.py", "throughput": "throughput/meter.py", "transaction": "replay/transaction.py",
     "snapshot": "replay/snapshot.py", "loader": "data/loader.py", "optimizer": "training/prepared/optimizer.py",
-    "scheduler": "training/prepared/scheduler.py", "strategy": "strategies/", "precision": "precision/", "clock": "training/windows.py",
+    "scheduler": "training/prepared/scheduler.py", "strategy": "strategies/", "precision": "precision/",
+    "clock": "training/windows.py",
     "training_step": "training/step.py", "accumulation": "training/windows.py", "model": "training/prepared/model.py",
     "events": "data/loader.py", "moments": "training/hooks.py",
 }  # fmt: skip

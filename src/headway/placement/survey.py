@@ -70,11 +70,7 @@ def survey(
 
 
 def _grouped(
-    names: list[str],
-    group: list[int],
-    sizes: list[int],
-    buffers: list[int],
-    needs: Mapping[str, tuple[int, int]],
+    names: list[str], group: list[int], sizes: list[int], buffers: list[int], needs: Mapping[str, tuple[int, int]]
 ) -> ModuleTree:
     members: dict[int, list[int]] = {}
     for i in range(len(names)):

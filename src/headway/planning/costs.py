@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from headway.config.mesh import Layout
 from headway.errors import ConfigError
 from headway.planning.bubble import StageTimeline, simulate
-from headway.planning.dry_run.meter import SHARED, CollectiveCall, PlanEvent
+from headway.planning.dry_run.meter import SHARED, MeteredCollective, PlanEvent
 from headway.planning.outcome import Plan
 
 _IN_THE_WAY = frozenset({"tp", "cp", "pp"})
@@ -99,13 +99,7 @@ def cost(plan: Plan, cluster: ClusterRates) -> Cost | None:
     units = plan.layout.num_data_shards * (plan.tokens or 1)
     rate = units / seconds if seconds else 0.0
     return Cost(
-        compute,
-        by_axis,
-        seconds,
-        bottleneck,
-        rate if plan.tokens else 0.0,
-        plan.num_ranks * seconds / units,
-        bubble,
+        compute, by_axis, seconds, bottleneck, rate if plan.tokens else 0.0, plan.num_ranks * seconds / units, bubble
     )
 
 
@@ -123,6 +117,6 @@ def _in_stages(plan: Plan, cluster: ClusterRates) -> float:
     return simulate([StageTimeline(stage.events, stage.share.rank) for stage in plan.stages], seconds)
 
 
-def _seconds(exchange: CollectiveCall, num_bytes: int, layout: Layout, cluster: ClusterRates) -> tuple[float, bool]:
+def _seconds(exchange: MeteredCollective, num_bytes: int, layout: Layout, cluster: ClusterRates) -> tuple[float, bool]:
     is_within = cluster.is_within_machine(exchange.axis, layout)
     return exchange.sent(num_bytes) / (cluster.intra if is_within else cluster.inter), is_within

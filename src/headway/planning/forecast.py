@@ -105,12 +105,7 @@ def forecast(
         by_batch=tuple((size, spread(target, taken)[2]) for size, taken in by_batch),
         num_traces=tracer.num_traces,
         seconds=time.perf_counter() - began,
-        caveats=(
-            *place.caveats(),
-            *traced.caveats,
-            *of_optimizer(optimizer),
-            *_caveats(batch_fn, target),
-        ),
+        caveats=(*place.caveats(), *traced.caveats, *of_optimizer(optimizer), *_caveats(batch_fn, target)),
         strategy=strategy or "",
         num_ranks=place.layout.num_ranks,
     )
@@ -174,12 +169,7 @@ def preparation(
 
 
 def _place(
-    strategy: str | None,
-    ranks: int | None,
-    options: EngineOptions,
-    precision: str,
-    machine_ranks: int,
-    target: Device,
+    strategy: str | None, ranks: int | None, options: EngineOptions, precision: str, machine_ranks: int, target: Device
 ) -> FakeRank:
     if (strategy is None) != (ranks is None):
         raise ConfigError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from headway.config.mesh import Layout
-from headway.planning.dry_run.meter import CollectiveCall, PlanEvent, Volume
+from headway.planning.dry_run.meter import MeteredCollective, PlanEvent, Volume
 from headway.planning.dry_run.trial import StateOf, StepDryRun
 from headway.planning.shares import RankGroups, TensorShare
 from headway.planning.table import describe
@@ -144,7 +144,7 @@ class Stage:
 
     share: RankShare
     activations: int | None
-    exchanges: dict[CollectiveCall, Volume]
+    exchanges: dict[MeteredCollective, Volume]
     flops: int
     events: tuple[PlanEvent, ...]
 
@@ -180,7 +180,7 @@ class Plan:
     num_parameters: int
     shares: RankShares
     saved: SavedActivations
-    exchanges: dict[CollectiveCall, Volume] | None
+    exchanges: dict[MeteredCollective, Volume] | None
     flops: int | None
     activations: int | None
     gathered: int
@@ -291,7 +291,7 @@ def _numel(piece: TensorShare) -> int:
     return int(torch.Size(piece.shape).numel())
 
 
-def _gathered(volumes: dict[CollectiveCall, Volume]) -> int:
+def _gathered(volumes: dict[MeteredCollective, Volume]) -> int:
     """What lies gathered at once: the unit that computes, the one fetched ahead, and the root, which stays; gradients of one unit."""
     gathers = [
         volume for exchange, volume in volumes.items() if exchange.kind == "all_gather" and "shard" in exchange.axis

@@ -95,11 +95,7 @@ class RunRecorder:
             self.feed = None
             return
         feed = feeding.RunFeed(project_name, folder, choices, is_main, lambda: self._progress.num_updates)
-        about = {
-            "world_size": self._runtime.world_size,
-            "device": self._runtime.hardware.kind,
-            "versions": _versions(),
-        }
+        about = {"world_size": self._runtime.world_size, "device": self._runtime.hardware.kind, "versions": _versions()}
         same = self._ended is not None and self._ended[0] == (project_name, folder) and self._progress.num_updates > 0
         since = self._ended[1] if self._ended is not None and same else None
         feed.start(values, init_kwargs or {}, about, self._is_continuing(feed), since)

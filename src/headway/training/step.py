@@ -124,8 +124,6 @@ class TrainingStep(ABC):
         self.weighs_losses = isinstance(policy, WeightedMean)
         self._policy = policy
 
-    # ---------------------------------------------------------------- micro-batches
-
     def begin(self, models: Sequence[torch.nn.Module]) -> bool:
         """A micro-batch begins; returns whether gradients travel in it."""
         windows, moments = self.windows, self.moments
@@ -152,8 +150,6 @@ class TrainingStep(ABC):
             window.fail()
             self.strategy.drop_gradients(self.prepared.parameters_of(window))
         return False
-
-    # ---------------------------------------------------------------- weights
 
     def weigh(self, weight: float | None) -> tuple[float, float | None]:
         """This rank's weight, and all ranks' together where that is known without asking them."""
@@ -189,8 +185,6 @@ class TrainingStep(ABC):
                 "and cannot be told apart. Add the losses up and call backward once, or give both the same weight"
             )
         return local
-
-    # ---------------------------------------------------------------- backward
 
     def backward(self, loss: torch.Tensor, weight: float | None, reduction: str, **kwargs: Any) -> None:
         """Add the loss's gradient with its weight; the window's last one makes gradients final."""
@@ -272,8 +266,6 @@ class TrainingStep(ABC):
         for listener in self.moments.reduced:
             listener()
 
-    # ---------------------------------------------------------------- final gradients
-
     @property
     def are_several(self) -> bool:
         """Could there be models that learn in turn?"""
@@ -348,8 +340,6 @@ class TrainingStep(ABC):
     @abstractmethod
     def tick(self, call: Callable[[], None]) -> None:
         """A schedule's own tick, once a batch that counts."""
-
-    # ---------------------------------------------------------------- batches
 
     @abstractmethod
     def microbatches(self, batch: Tree) -> Iterator[Tree]:

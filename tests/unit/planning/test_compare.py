@@ -8,7 +8,7 @@ from headway.config.mesh import Layout, parse
 from headway.errors import ConfigError, UnsupportedError
 from headway.planning.compare import candidates, compare, plan
 from headway.planning.costs import ClusterRates, cost
-from headway.planning.dry_run.meter import CollectiveCall, axes_of
+from headway.planning.dry_run.meter import MeteredCollective, axes_of
 from headway.planning.optimizers import maker
 from tests.unit.planning.models import chain, chain_loss, llama, loss, num_parameters
 
@@ -22,8 +22,8 @@ def test_axes_of_ranks():
 
 
 def test_what_a_ring_sends():
-    assert CollectiveCall("forward", "all_gather", "shard", 4).sent(400) == 300
-    assert CollectiveCall("backward", "all_reduce", "replicate", 4).sent(400) == 600
+    assert MeteredCollective("forward", "all_gather", "shard", 4).sent(400) == 300
+    assert MeteredCollective("backward", "all_reduce", "replicate", 4).sent(400) == 600
 
 
 def test_short_parameters_leave_ranks_empty():

@@ -35,11 +35,7 @@ class ChunkGrid(Sequence[TensorChunk]):
     """
 
     def __init__(
-        self,
-        key: str,
-        sizes: Iterable[Iterable[tuple[int, int]]],
-        file: str,
-        parts: Iterable[tuple[int, int, int]],
+        self, key: str, sizes: Iterable[Iterable[tuple[int, int]]], file: str, parts: Iterable[tuple[int, int, int]]
     ) -> None:
         self.key, self.file = key, file
         self.sizes = tuple(tuple(dim) for dim in sizes)

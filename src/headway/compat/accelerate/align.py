@@ -25,7 +25,7 @@ Tied = dict[int, dict[torch.device, torch.Tensor]]
 
 
 @dataclass
-class Use:
+class PlacedCopy:
     """A tensor whose copy hangs in its module.
 
     Attributes:
@@ -82,9 +82,9 @@ def _hang(
     homes: Mapping[str, torch.Tensor],
     device: torch.device,
     tied: Tied | None = None,
-) -> list[Use]:
+) -> list[PlacedCopy]:
     """Hang copies of what is elsewhere; a tensor with several names is copied once."""
-    uses: list[Use] = []
+    uses: list[PlacedCopy] = []
     made: dict[int, torch.Tensor] = {}
     for name, place in places.items():
         home = homes[name]
@@ -96,13 +96,13 @@ def _hang(
             if tied is not None:
                 tied.setdefault(home.data_ptr(), {})[device] = copy
         if place.tensor is not copy:
-            uses.append(Use(place, name, place.tensor, copy))
+            uses.append(PlacedCopy(place, name, place.tensor, copy))
     for use in uses:
         use.place.put(use.copy)
     return uses
 
 
-def write_home(home: torch.Tensor, use: Use) -> None:
+def write_home(home: torch.Tensor, use: PlacedCopy) -> None:
     """What was written to the copy in the meantime goes where it came from."""
     is_changed = use.version is not None and use.copy._version != use.version
     # Batch normalisation writes its running statistics past torch's count of versions.
@@ -150,7 +150,7 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
-        self._uses: list[list[Use]] = []
+        self._uses: list[list[PlacedCopy]] = []
 
     def __repr__(self) -> str:
         return (
@@ -216,7 +216,7 @@ class AlignDevicesHook(ModelHook):
             self._uses.append([])
             return args, kwargs
         device = _device(self.execution_device)
-        uses: list[Use] = []
+        uses: list[PlacedCopy] = []
         if self.offload and not any(self._uses):  # within itself, its copies hang already
             places = _own_places(module, self.place_submodules, self.offload_buffers)
             homes = {name: self._value(name, place) for name, place in places.items()}

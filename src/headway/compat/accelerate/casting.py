@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.compat.accelerate.align import Use, write_home
+from headway.compat.accelerate.align import PlacedCopy, write_home
 from headway.compat.accelerate.hooks import ModelHook, add_hook_to_module
 from headway.weights.names import places_of
 
@@ -32,7 +32,7 @@ class LayerwiseCastingHook(ModelHook):
         self.storage_dtype = storage_dtype
         self.compute_dtype = compute_dtype
         self.non_blocking = non_blocking
-        self._uses: list[list[Use]] = []
+        self._uses: list[list[PlacedCopy]] = []
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Cast the weights to the storage dtype."""
@@ -44,7 +44,7 @@ class LayerwiseCastingHook(ModelHook):
         for name, place in places_of(module).items():
             home = place.tensor
             if home.is_floating_point() and home.dtype != self.compute_dtype:
-                uses.append(Use(place, name, home, self._cast(home)))
+                uses.append(PlacedCopy(place, name, home, self._cast(home)))
                 place.put(uses[-1].copy)
         self._uses.append(uses)
         return args, kwargs

@@ -86,10 +86,7 @@ class Writer:
 
     def _write_states(self, place: Path) -> None:
         accelerator = self._accelerator
-        groups = {
-            "optimizer.bin": accelerator._optimizers,
-            "scheduler.bin": accelerator._schedulers,
-        }
+        groups = {"optimizer.bin": accelerator._optimizers, "scheduler.bin": accelerator._schedulers}
         for name, objects in groups.items():
             for index, each in enumerate(objects):
                 torch.save(each.state_dict(), place / numbered(name, index))

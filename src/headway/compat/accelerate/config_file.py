@@ -24,10 +24,7 @@ _COMPILER = tuple(name for name in SETTINGS if name.startswith("dynamo_"))
 _SECTIONS = tuple("megatron_lm_config fp8_config dynamo_config mpirun_config ipex_config".split())  # noqa: SIM905
 _RENAMED_OPTIONS = {"backward_prefetch_policy": "backward_prefetch"}
 """What older versions of Accelerate wrote."""
-_TYPES = {
-    "NO": "one process, or as many as num_processes says",
-    "MULTI_CPU": "processes on the CPU",
-}
+_TYPES = {"NO": "one process, or as many as num_processes says", "MULTI_CPU": "processes on the CPU"}
 _PER_DEVICE = "a launch starts one process per accelerator by default"
 """MULTI_GPU, MULTI_XPU, MULTI_NPU and the like."""
 

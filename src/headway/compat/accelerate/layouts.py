@@ -1,11 +1,9 @@
-"""Accelerate's names of layouts: its enumerations, and the plugin that is refused."""
+"""Accelerate's names of layouts: its enumerations."""
 
 from enum import Enum
-from typing import Any
 
-from headway.config.choice import MEGATRON, ResolvedLayout
+from headway.config.choice import ResolvedLayout
 from headway.config.spelled import Spelled
-from headway.errors import UnsupportedError
 from headway.runtime.process import ProcessRuntime
 
 
@@ -62,14 +60,3 @@ def distributed_type(runtime: ProcessRuntime, chosen: ResolvedLayout | None = No
         return DistributedType.DEEPSPEED if chosen.is_deepspeed else DistributedType.FSDP
     kind = runtime.hardware.kind
     return getattr(DistributedType, f"MULTI_{kind.upper()}", DistributedType.MULTI_GPU)
-
-
-class MegatronLMPlugin:
-    """Settings of Megatron-LM, a layout that is not there yet.
-
-    Raises:
-        UnsupportedError: always; it says what to do today.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise UnsupportedError(MEGATRON)

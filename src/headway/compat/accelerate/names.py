@@ -24,9 +24,8 @@ _BY_PLACE = {
         FSDP_AUTO_WRAP_POLICY FSDP_SHARDING_STRATEGY get_parameters_from_modules load_fsdp_model load_fsdp_optimizer
         save_fsdp_model save_fsdp_optimizer
     """,
-    "headway.compat.accelerate.layouts": """
-        DistributedType MegatronLMPlugin PrecisionType RNGType
-    """,
+    "headway.compat.accelerate.layouts": "DistributedType PrecisionType RNGType",
+    "headway.compat.accelerate.recipes": "MegatronLMPlugin",
     "headway.compat.accelerate.plugins": """
         DeepSpeedSequenceParallelConfig FullyShardedDataParallelPlugin ParallelismConfig TorchTensorParallelConfig
         TorchTensorParallelPlugin

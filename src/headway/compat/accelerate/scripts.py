@@ -9,7 +9,7 @@ from headway.compat.accelerate.not_served import MEMBERS
 
 
 @dataclass(frozen=True)
-class Use:
+class NameInScript:
     """One of Accelerate's names in a script.
 
     Attributes:
@@ -21,7 +21,7 @@ class Use:
     line: int
 
 
-def uses(source: str | bytes) -> list[Use]:
+def uses(source: str | bytes) -> list[NameInScript]:
     """Every name of Accelerate that a source imports, or reads from an imported module, each once.
 
     Members of the Accelerator are listed where they are not served and the object was made under a name of the script:
@@ -55,7 +55,7 @@ def uses(source: str | bytes) -> list[Use]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in MEMBERS and ast.unparse(node.value) in objects:
             found.setdefault(f"Accelerator.{node.attr}", node.lineno)
-    return sorted((Use(name, line) for name, line in found.items()), key=lambda use: (use.line, use.name))
+    return sorted((NameInScript(name, line) for name, line in found.items()), key=lambda use: (use.line, use.name))
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str, str | None]]:

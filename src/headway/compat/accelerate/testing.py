@@ -109,10 +109,7 @@ def _conditions() -> dict[str, tuple[bool, str]]:
         "multi_gpu_or_xpu": (_several("cuda") or _several("xpu"), "several GPUs or XPUs"),
         "fsdp2": (True, "FSDP2"),
         "tp": (installed("transformers"), "transformers"),
-        "huggingface_suite": (
-            installed("transformers") and installed("datasets"),
-            "transformers and datasets",
-        ),
+        "huggingface_suite": (installed("transformers") and installed("datasets"), "transformers and datasets"),
         "trackers": (available.is_tensorboard_available() and installed("wandb"), "the trackers"),
     }
     packages = (

@@ -59,11 +59,7 @@ class StreamCollate:
     """
 
     def __init__(
-        self,
-        collate_fn: Callable[[Any], Any],
-        split: SampleSplit | WindowSplit,
-        ranks: Sequence[int],
-        is_batched: bool,
+        self, collate_fn: Callable[[Any], Any], split: SampleSplit | WindowSplit, ranks: Sequence[int], is_batched: bool
     ) -> None:
         self.collate_fn = collate_fn
         self.split = split

@@ -42,10 +42,7 @@ class StepWork:
 
     def __mul__(self, times: float) -> "StepWork":
         return StepWork(
-            round(self.flops * times),
-            round(self.num_bytes * times),
-            round(self.launches * times),
-            self.seconds * times,
+            round(self.flops * times), round(self.num_bytes * times), round(self.launches * times), self.seconds * times
         )
 
 

@@ -78,11 +78,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, order: AgentOrder, spec: WorkerSpec, files: RankFiles, seal: Seal) -> None:
         time_to_end: dict[str, Any] = {"shutdown_timeout": GRACE} if TAKES_TIMEOUT else {}
         super().__init__(
-            spec,
-            files,
-            exit_barrier_timeout=300,
-            log_line_prefix_template="[${role_name} ${rank}] ",
-            **time_to_end,
+            spec, files, exit_barrier_timeout=300, log_line_prefix_template="[${role_name} ${rank}] ", **time_to_end
         )
         self._order = order
         self._files = files

@@ -74,12 +74,7 @@ class AgentChannel:
         return self._link.seal
 
     def begin(
-        self,
-        meeting: SealedStore,
-        world_size: int,
-        attempt: int = 0,
-        num_here: int | None = None,
-        hub_port: int = 0,
+        self, meeting: SealedStore, world_size: int, attempt: int = 0, num_here: int | None = None, hub_port: int = 0
     ) -> StoreAddress:
         """Agree on the run's secret and a prefix of the attempt's own, and begin to listen.
 

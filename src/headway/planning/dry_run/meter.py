@@ -35,7 +35,7 @@ SHARED = "shard_cp"
 
 
 @dataclass(frozen=True)
-class CollectiveCall:
+class MeteredCollective:
     """A kind of exchange of one update.
 
     Attributes:
@@ -106,7 +106,7 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, layout: Layout) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = "forward"
-        self.volumes: dict[CollectiveCall, Volume] = {}
+        self.volumes: dict[MeteredCollective, Volume] = {}
         self.flops: Counter[str] = Counter()
         self.gathered: dict[int, torch.UntypedStorage] = {}
         self._layout = layout
@@ -149,7 +149,7 @@ class StepMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             axis = SHARED
         results = result if isinstance(result, tuple) else (result,)
         size = max((sum(tensor.nbytes for tensor in _tensors(value)) for value in (*args, *results)), default=0)
-        exchange = CollectiveCall(self.phase, kind, axis, len(ranks))
+        exchange = MeteredCollective(self.phase, kind, axis, len(ranks))
         if self._layout.pp > 1:
             self._note(kind, exchange.sent(size), args)
         volume = self.volumes.setdefault(exchange, Volume())

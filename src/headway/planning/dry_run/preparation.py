@@ -45,13 +45,7 @@ def chosen(
         return None
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     here = ProcessRuntime(
-        rank,
-        num_ranks,
-        rank % machine_ranks,
-        min(machine_ranks, num_ranks),
-        CPU,
-        torch.device("cpu"),
-        owns_group=False,
+        rank, num_ranks, rank % machine_ranks, min(machine_ranks, num_ranks), CPU, torch.device("cpu"), owns_group=False
     )
     everyone = FakeCollectives(here) if told is None else FakeStageGroup(here, told)
     return build_strategy(everyone, options, layout, precision, computes_on=computes_on)

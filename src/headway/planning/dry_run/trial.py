@@ -20,7 +20,7 @@ from headway.placement.skeleton import init_empty_weights
 from headway.planning.dry_run.drive import CutSequences, Forward, Pipeline, Step, StepDriver
 from headway.planning.dry_run.fake_collectives import PeerAnswer
 from headway.planning.dry_run.fake_group import RealStaysReal, pretend
-from headway.planning.dry_run.meter import ActivationMeter, CollectiveCall, PlanEvent, StepMeter, Volume, local
+from headway.planning.dry_run.meter import ActivationMeter, MeteredCollective, PlanEvent, StepMeter, Volume, local
 from headway.planning.dry_run.preparation import chosen, spread
 from headway.planning.shares import TensorShare, pieces, storage_bytes
 from headway.strategies.base import Strategy
@@ -65,7 +65,7 @@ class StepDryRun:
     gradients: int | None = None
     optimizer_state: int | None = None
     states: tuple[StateOf, ...] = ()
-    volumes: dict[CollectiveCall, Volume] | None = None
+    volumes: dict[MeteredCollective, Volume] | None = None
     flops: dict[str, int] | None = None
     activations: int | None = None
     events: tuple[PlanEvent, ...] = field(default=(), compare=False, repr=False)
@@ -234,7 +234,7 @@ def _replicas(model: nn.Module, layout: Layout, meter: StepMeter) -> None:
         return
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     size = sum(gradient.nbytes for gradient in gradients)
-    meter.volumes[CollectiveCall("backward", "all_reduce", "replicate", layout.replicate)] = Volume(1, size, size)
+    meter.volumes[MeteredCollective("backward", "all_reduce", "replicate", layout.replicate)] = Volume(1, size, size)
 
 
 def _state_of(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> StateOf:

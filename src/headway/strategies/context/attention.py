@@ -1,9 +1,9 @@
 """Attention over sequences of which each rank holds a part: its queries see all keys and values, which are gathered.
 
-`WholeSequenceAttention` stands around a block's forward and takes the calls of torch's scaled_dot_product_attention, whoever makes them; gradients
-of keys and values go back summed. Causal attention of a part falls into two pieces (`zigzag`), each of which sees the keys up
-to its own end: no mask is made, and what lies above the diagonal is not computed. On accelerators torch's own ring attention
-takes the causal calls (`ring`).
+`WholeSequenceAttention` stands around a block's forward and takes the calls of torch's scaled_dot_product_attention, whoever
+makes them; gradients of keys and values go back summed. Causal attention of a part falls into two pieces (`zigzag`), each of
+which sees the keys up to its own end: no mask is made, and what lies above the diagonal is not computed. On accelerators torch's
+own ring attention takes the causal calls (`ring`).
 """
 
 from collections.abc import Callable

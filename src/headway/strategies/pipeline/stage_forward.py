@@ -1,9 +1,10 @@
 """A model's own forward, run on every stage: blocks of other stages are passed over, and those of this one get what was received.
 
-The class of the model, of its blocks and of the modules around them is exchanged for a subclass whose call goes through a `ModuleRouter`.
-While a stage runs, a `StageForward` says what each call does: earlier blocks give stand-ins, the last of them what the stage before has
-sent; after the stage's own last block the forward, and whatever called it, is left by an exception. So everything that a model's
-forward computes on its way (masks, positions) is there on each stage, and no code of the model is known or traced.
+The class of the model, of its blocks and of the modules around them is exchanged for a subclass whose call goes through a
+`ModuleRouter`. While a stage runs, a `StageForward` says what each call does: earlier blocks give stand-ins, the last of them
+what the stage before has sent; after the stage's own last block the forward, and whatever called it, is left by an exception. So
+everything that a model's forward computes on its way (masks, positions) is there on each stage, and no code of the model is known
+or traced.
 
 A stand-in has the right shape and no value. Whatever is computed from one is one, too; where it would enter a block or a result,
 there is an error.
@@ -133,7 +134,7 @@ class StageForward:
         self._check("the result", result)
 
     def _check_gradients(self, index: int, used: Tree) -> None:
-        """Is the graph of what learns lost around this block? `StageDone` leaves a reentrant checkpoint before it has made its own."""
+        """Is the graph of what learns lost around this block? `StageDone` leaves a reentrant checkpoint before its own is made."""
         if not self._learns or torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors(used)):
             return
         raise UnsupportedError(

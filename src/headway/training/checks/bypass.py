@@ -20,13 +20,7 @@ import gc
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import RandomSampler, SequentialSampler, Subset, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from headway.errors import StateError

@@ -59,10 +59,7 @@ class AcceleratorRegistry:
     def owner_of(self, parameters: Iterable[torch.Tensor]) -> TrainingStep | None:
         """The step of the Accelerator that has prepared the models of all these parameters."""
         wanted = list(parameters)
-        return next(
-            (step for step in self.newest_first() if ids_in(step, wanted) <= step.prepared.ids()),
-            None,
-        )
+        return next((step for step in self.newest_first() if ids_in(step, wanted) <= step.prepared.ids()), None)
 
     def note_prepared(self, optimizer: torch.optim.Optimizer, step: TrainingStep) -> None:
         """The Accelerator with this step has wrapped this optimizer of torch's."""

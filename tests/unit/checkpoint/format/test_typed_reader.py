@@ -18,13 +18,13 @@ def test_what_belongs_there_comes_back():
 
 
 @pytest.mark.parametrize(("value", "ask"), [
-    (True, TypedReader.whole), (-1, TypedReader.whole), (1.0, TypedReader.whole), (MOST + 1, TypedReader.whole), ("1", TypedReader.whole), (None, TypedReader.whole),
-    (True, TypedReader.number), (float("nan"), TypedReader.number), (float("inf"), TypedReader.number), (10**400, TypedReader.number), ("1", TypedReader.number),
-    (1, TypedReader.text), (0, TypedReader.flag), ("ab", TypedReader.items), ({}, TypedReader.items), ([], TypedReader.table), ({1: 2}, TypedReader.table), ([], TypedReader.mapping),
+    (True, "whole"), (-1, "whole"), (1.0, "whole"), (MOST + 1, "whole"), ("1", "whole"), (None, "whole"),
+    (True, "number"), (float("nan"), "number"), (float("inf"), "number"), (10**400, "number"), ("1", "number"),
+    (1, "text"), (0, "flag"), ("ab", "items"), ({}, "items"), ([], "table"), ({1: 2}, "table"), ([], "mapping"),
 ])  # fmt: skip
 def test_anything_else_is_refused(value, ask):
     with pytest.raises(CheckpointError, match=r"^the manifest's state\.x is .*, where .* belongs$"):
-        ask(TypedReader(value, "state.x"))
+        getattr(TypedReader(value, "state.x"), ask)()
 
 
 def test_places_are_told_and_long_values_are_cut():

@@ -9,12 +9,7 @@ from torch import nn
 from headway import errors
 from headway.compat.accelerate import dispatched
 from headway.compat.accelerate.align import AlignDevicesHook
-from headway.compat.accelerate.hooks import (
-    ModelHook,
-    SequentialHook,
-    add_hook_to_module,
-    remove_hook_from_module,
-)
+from headway.compat.accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
 from headway.offload.spread import EXECUTION
 
 

@@ -4,15 +4,7 @@ import numpy
 import torch
 from torch.utils.data import RandomSampler, Sampler
 
-from headway.data.sampling.rng import (
-    GlobalStreams,
-    OwnGenerators,
-    decode,
-    encode,
-    generators_of,
-    read_text,
-    write_text,
-)
+from headway.data.sampling.rng import GlobalStreams, OwnGenerators, decode, encode, generators_of, read_text, write_text
 
 
 class Holder:

@@ -12,7 +12,7 @@ from headway.config.strategies import EngineOptions
 from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.planning.dry_run import preparation
 from headway.planning.dry_run.fake_group import OneOfEach, pretend
-from headway.planning.dry_run.meter import CollectiveCall, Volume
+from headway.planning.dry_run.meter import MeteredCollective, Volume
 from headway.planning.dry_run.trial import rehearse, run
 from headway.planning.outcome import RankShares
 from tests.unit.planning.models import Chain, chain, chain_loss, llama, loss, num_parameters, tied
@@ -28,7 +28,7 @@ def test_a_chain_of_matrices_by_hand():
     assert found.weights == found.gradients == 3 * matrix * 4 // 4
     assert found.optimizer_state == 2 * found.weights + 3 * 4  # two moments, and a count of steps for each matrix
     gather, scatter = (
-        CollectiveCall(phase, kind, "shard", 4)
+        MeteredCollective(phase, kind, "shard", 4)
         for phase, kind in (("forward", "all_gather"), ("backward", "reduce_scatter"))
     )
     assert found.volumes[gather] == found.volumes[scatter] == Volume(3, 3 * matrix * 4, matrix * 4)
@@ -42,7 +42,7 @@ def test_replicas_reduce_all_gradients():
     found = rehearse(chain, parse("ddp").resolve(8), 0, chain_loss, adamw)
     whole = 3 * 24 * 24 * 4
     assert (found.weights, found.gradients) == (whole, whole)
-    assert found.volumes == {CollectiveCall("backward", "all_reduce", "replicate", 8): Volume(1, whole, whole)}
+    assert found.volumes == {MeteredCollective("backward", "all_reduce", "replicate", 8): Volume(1, whole, whole)}
 
 
 def test_hybrid_shards_send_along_both_axes():
