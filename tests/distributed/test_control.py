@@ -86,7 +86,7 @@ import os, signal, sys, time
 from datetime import timedelta
 from headway import Accelerator
 from headway.errors import ControlPlaneError
-from headway.runtime import control
+from headway.runtime.control_plane import control
 accelerator = Accelerator(cpu=True)
 plane = control.current()
 plane.vote([0.0])
@@ -157,7 +157,7 @@ if sys.argv[1] == "leaves" and rank == 1:
 if sys.argv[1] == "hangs" and rank == 1:
     time.sleep(100)
 from headway import Accelerator
-from headway.runtime import control
+from headway.runtime.control_plane import control
 Accelerator(cpu=True)
 plane = control.current()
 control.note_progress(12, 3)

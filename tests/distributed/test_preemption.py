@@ -430,7 +430,7 @@ def test_the_grace_ends(tmp_path):
 
 
 def test_a_signal_that_comes_again_ends_who_comes_to_no_check(tmp_path):
-    body = "from headway import Accelerator, ProjectConfiguration\nfrom headway.runtime import stopping\nimport time\n"
+    body = "from headway import Accelerator, ProjectConfiguration\nfrom headway.runtime.control_plane import stopping\nimport time\n"
     body += "stopping.AGAIN = 0.2\n"
     body += "Accelerator(cpu=True, project_config=ProjectConfiguration('run', automatic_checkpoint_naming=True))\n"
     body += "print('ready', flush=True)\ntime.sleep(300)\n"

@@ -104,7 +104,7 @@ def test_the_self_check_passes_on_the_device() -> None:
 def test_the_first_use_of_the_device_is_named(tmp_path: Path) -> None:
     script = tmp_path / "first.py"
     script.write_text(
-        "import torch\nfrom headway import scope\nfrom headway.runtime import device\n"
+        "import torch\nfrom headway.common import scope\nfrom headway.runtime import device\n"
         "torch.ones(1, device='cuda')\nprint(scope.own(device.FirstUse).place)\n"
     )
     ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)

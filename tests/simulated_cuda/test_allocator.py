@@ -8,12 +8,12 @@ import pytest
 
 COMPARED = """
 import random, sys, torch
-from headway.forecasting.device.allocator import Allocator, Full
+from headway.forecasting.device.allocator import Allocator, DeviceFull
 
 def allocates(make):
     try:
         make()
-    except (Full, torch.OutOfMemoryError):
+    except (DeviceFull, torch.OutOfMemoryError):
         return False
     return True
 

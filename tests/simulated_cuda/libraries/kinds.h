@@ -1,4 +1,4 @@
-// The kinds of devices. Memory, capability and rates are those of headway.forecasting.devices (a test compares them).
+// The kinds of devices. Memory, capability and rates are those of headway.forecasting.device.devices (a test compares them).
 #pragma once
 
 namespace stand_in {

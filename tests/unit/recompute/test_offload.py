@@ -36,7 +36,7 @@ class Lane:
 
 @pytest.fixture
 def lane(monkeypatch):
-    monkeypatch.setattr(offload, "Lane", Lane)
+    monkeypatch.setattr(offload, "CopyLane", Lane)
     monkeypatch.setattr(offload, "_is_on_host", lambda tensor: False)
     scope.drop(offload._Lanes)
     Lane.out, Lane.back = [], []

@@ -38,7 +38,7 @@ def test_a_line_of_a_script_is_named(first_use):
 def test_torch_calls_it_at_its_first_use():
     # torch's own queue, emptied as its initialisation does it.
     code = (
-        "import torch, headway.runtime.device as d\nfrom headway import scope\nassert scope.own(d.FirstUse).place is None\n"
+        "import torch, headway.runtime.device as d\nfrom headway.common import scope\nassert scope.own(d.FirstUse).place is None\n"
         "queued = [call for call, _ in torch.cuda._queued_calls]\nassert d._note_first_use in queued\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -54,7 +54,7 @@ def test_another_runtime_has_another_plane():
 
 @pytest.mark.slow
 def test_an_abort_ends_the_process_with_its_reason():
-    code = "from headway.runtime import control; control.current().abort('the disk is full')"
+    code = "from headway.runtime.control_plane import control; control.current().abort('the disk is full')"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert ran.returncode == 1
     assert "headway: rank 0 of 1 (host " in ran.stderr
