@@ -7,18 +7,18 @@ are loaded on first use, so that the command line never pays for torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from headway.compat.accelerate.finder import install
-from headway.compat.accelerate.names import SERVED, find
+from headway.compat.accelerate.served.finder import install
+from headway.compat.accelerate.served.names import SERVED, find
 from headway.version import __version__ as __version__
 
 _PLACES = {
     "Accelerator": "headway.accelerator",
     "AORecipeKwargs": "headway.config.float8",
     "ActivationCheckpointing": "headway.config.strategies",
-    "AlignDevicesHook": "headway.compat.accelerate.align",
+    "AlignDevicesHook": "headway.compat.accelerate.modules.align",
     "AutocastKwargs": "headway.config.strategies",
-    "CpuOffload": "headway.compat.accelerate.hooks",
-    "CustomDtype": "headway.placement.sizes",
+    "CpuOffload": "headway.compat.accelerate.modules.hooks",
+    "CustomDtype": "headway.offload.placement.sizes",
     "DDPCommunicationHookType": "headway.config.strategies",
     "DataLoaderConfiguration": "headway.config.run",
     "DistributedDataParallelKwargs": "headway.config.strategies",
@@ -33,60 +33,60 @@ _PLACES = {
     "LoggerType": "headway.tracking.base",
     "LongestSequence": "headway.forecasting.solve",
     "MemoryMonitor": "headway.memory.monitor",
-    "ModelHook": "headway.compat.accelerate.hooks",
+    "ModelHook": "headway.compat.accelerate.modules.hooks",
     "NonFinitePolicy": "headway.training.checks.finite",
     "OffloadedWeightsLoader": "headway.offload.dat_folder",
-    "PipelineOptions": "headway.config.pipeline",
+    "PipelineOptions": "headway.config.layout.pipeline",
     "Preemption": "headway.config.preemption",
     "PrefixedDataset": "headway.offload.dat_folder",
     "PrinterCallback": "headway.trainer.display",
     "ProfileKwargs": "headway.config.strategies",
     "ProgressCallback": "headway.trainer.display",
     "ProjectConfiguration": "headway.config.run",
-    "SequentialHook": "headway.compat.accelerate.hooks",
-    "ShardingOptions": "headway.config.sharding",
-    "TensorParallelOptions": "headway.config.tensor",
+    "SequentialHook": "headway.compat.accelerate.modules.hooks",
+    "ShardingOptions": "headway.config.layout.sharding",
+    "TensorParallelOptions": "headway.config.layout.tensor",
     "Tracker": "headway.tracking.base",
     "Trainer": "headway.trainer.trainer",
     "TrainerCallback": "headway.trainer.callbacks",
     "TrainerControl": "headway.trainer.callbacks",
     "TrainerState": "headway.trainer.callbacks",
-    "TrainingArguments": "headway.trainer.arguments",
-    "UserCpuOffloadHook": "headway.compat.accelerate.hooks",
-    "Workload": "headway.placement.workload",
-    "add_hook_to_module": "headway.compat.accelerate.hooks",
-    "align_module_device": "headway.compat.accelerate.align",
+    "TrainingArguments": "headway.trainer.settings.arguments",
+    "UserCpuOffloadHook": "headway.compat.accelerate.modules.hooks",
+    "Workload": "headway.offload.placement.workload",
+    "add_hook_to_module": "headway.compat.accelerate.modules.hooks",
+    "align_module_device": "headway.compat.accelerate.modules.align",
     "all_memory_use": "headway.memory.use",
-    "attach_align_device_hook": "headway.compat.accelerate.attach",
-    "attach_align_device_hook_on_blocks": "headway.compat.accelerate.attach",
-    "attach_execution_device_hook": "headway.compat.accelerate.attach",
-    "calculate_maximum_sizes": "headway.placement.sizes",
-    "check_device_map": "headway.placement.device_map",
+    "attach_align_device_hook": "headway.compat.accelerate.modules.attach",
+    "attach_align_device_hook_on_blocks": "headway.compat.accelerate.modules.attach",
+    "attach_execution_device_hook": "headway.compat.accelerate.modules.attach",
+    "calculate_maximum_sizes": "headway.offload.placement.sizes",
+    "check_device_map": "headway.offload.placement.device_map",
     "cheapest": "headway.planning.cheapest",
-    "clean_device_map": "headway.placement.device_map",
+    "clean_device_map": "headway.offload.placement.device_map",
     "clear_device_cache": "headway.memory.oom",
-    "compile_regions": "headway.compiling.regions",
-    "compute_module_sizes": "headway.placement.sizes",
+    "compile_regions": "headway.training.compiling.regions",
+    "compute_module_sizes": "headway.offload.placement.sizes",
     "cpu_offload": "headway.offload.dispatch",
-    "cpu_offload_with_hook": "headway.compat.accelerate.hooks",
+    "cpu_offload_with_hook": "headway.compat.accelerate.modules.hooks",
     "debug_launcher": "headway.launch.notebook",
     "disk_offload": "headway.offload.dispatch",
     "dispatch_model": "headway.offload.dispatch",
-    "dtype_byte_size": "headway.placement.sizes",
+    "dtype_byte_size": "headway.offload.placement.sizes",
     "errors": "headway.errors",
     "extract_submodules_state_dict": "headway.offload.dat_folder",
-    "find_batch_size": "headway.collectives.tree",
-    "find_executable_batch_size": "headway.batch_size.find",
-    "find_tied_parameters": "headway.placement.sizes",
+    "find_batch_size": "headway.runtime.collectives.tree",
+    "find_executable_batch_size": "headway.memory.batch_size.find",
+    "find_tied_parameters": "headway.offload.placement.sizes",
     "forecast": "headway.planning.forecast",
-    "get_balanced_memory": "headway.placement.device_map",
+    "get_balanced_memory": "headway.offload.placement.device_map",
     "get_logger": "headway.log",
-    "get_max_layer_size": "headway.placement.sizes",
-    "get_max_memory": "headway.placement.budget",
-    "has_offloaded_params": "headway.compat.accelerate.align",
-    "infer_auto_device_map": "headway.placement.device_map",
-    "init_empty_weights": "headway.placement.skeleton",
-    "init_on_device": "headway.placement.skeleton",
+    "get_max_layer_size": "headway.offload.placement.sizes",
+    "get_max_memory": "headway.offload.placement.budget",
+    "has_offloaded_params": "headway.compat.accelerate.modules.align",
+    "infer_auto_device_map": "headway.offload.placement.device_map",
+    "init_empty_weights": "headway.offload.placement.skeleton",
+    "init_on_device": "headway.offload.placement.skeleton",
     "is_out_of_memory": "headway.memory.oom",
     "load_checkpoint_and_dispatch": "headway.offload.dispatch",
     "load_checkpoint_in_model": "headway.offload.load",
@@ -94,7 +94,7 @@ _PLACES = {
     "load_offloaded_weights": "headway.offload.dat_folder",
     "memory_report": "headway.memory.report",
     "memory_use": "headway.memory.use",
-    "named_module_tensors": "headway.placement.sizes",
+    "named_module_tensors": "headway.offload.placement.sizes",
     "notebook_launcher": "headway.launch.notebook",
     "offload_pace": "headway.offload.execution",
     "offload_state_dict": "headway.offload.dat_folder",
@@ -106,13 +106,13 @@ _PLACES = {
     "print_summary": "headway.memory.use",
     "read_offload_index": "headway.offload.dat_folder",
     "release_memory": "headway.memory.oom",
-    "remove_hook_from_module": "headway.compat.accelerate.hooks",
-    "remove_hook_from_submodules": "headway.compat.accelerate.hooks",
+    "remove_hook_from_module": "headway.compat.accelerate.modules.hooks",
+    "remove_hook_from_submodules": "headway.compat.accelerate.modules.hooks",
     "save_offload_index": "headway.offload.dat_folder",
     "set_seed": "headway.runtime.seed",
     "skip_first_batches": "headway.data.skip",
-    "synchronize_rng_states": "headway.collectives.streams",
-    "track": "headway.progress",
+    "synchronize_rng_states": "headway.runtime.collectives.streams",
+    "track": "headway.tracking.progress",
 }
 
 __all__ = ["__version__", *_PLACES]
@@ -120,44 +120,42 @@ __all__ = ["__version__", *_PLACES]
 if TYPE_CHECKING:
     from headway import errors as errors
     from headway.accelerator import Accelerator as Accelerator
-    from headway.collectives.streams import synchronize_rng_states as synchronize_rng_states
-    from headway.collectives.tree import find_batch_size as find_batch_size
-    from headway.compat.accelerate.align import AlignDevicesHook as AlignDevicesHook
-    from headway.compat.accelerate.align import align_module_device as align_module_device
-    from headway.compat.accelerate.align import has_offloaded_params as has_offloaded_params
-    from headway.compat.accelerate.attach import attach_align_device_hook as attach_align_device_hook
-    from headway.compat.accelerate.attach import (
+    from headway.compat.accelerate.data.batches import concatenate as concatenate
+    from headway.compat.accelerate.data.batches import convert_to_fp32 as convert_to_fp32
+    from headway.compat.accelerate.data.batches import recursively_apply as recursively_apply
+    from headway.compat.accelerate.data.batches import send_to_device as send_to_device
+    from headway.compat.accelerate.data.exchange import broadcast as broadcast
+    from headway.compat.accelerate.data.exchange import broadcast_object_list as broadcast_object_list
+    from headway.compat.accelerate.data.exchange import gather as gather
+    from headway.compat.accelerate.data.exchange import gather_object as gather_object
+    from headway.compat.accelerate.data.exchange import pad_across_processes as pad_across_processes
+    from headway.compat.accelerate.data.exchange import reduce as reduce
+    from headway.compat.accelerate.launching.environment import clear_environment as clear_environment
+    from headway.compat.accelerate.launching.environment import patch_environment as patch_environment
+    from headway.compat.accelerate.launching.environment import tqdm as tqdm
+    from headway.compat.accelerate.launching.environment import write_basic_config as write_basic_config
+    from headway.compat.accelerate.layouts import DistributedType as DistributedType
+    from headway.compat.accelerate.modules.align import AlignDevicesHook as AlignDevicesHook
+    from headway.compat.accelerate.modules.align import align_module_device as align_module_device
+    from headway.compat.accelerate.modules.align import has_offloaded_params as has_offloaded_params
+    from headway.compat.accelerate.modules.attach import attach_align_device_hook as attach_align_device_hook
+    from headway.compat.accelerate.modules.attach import (
         attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
     )
-    from headway.compat.accelerate.attach import attach_execution_device_hook as attach_execution_device_hook
-    from headway.compat.accelerate.batches import concatenate as concatenate
-    from headway.compat.accelerate.batches import convert_to_fp32 as convert_to_fp32
-    from headway.compat.accelerate.batches import recursively_apply as recursively_apply
-    from headway.compat.accelerate.batches import send_to_device as send_to_device
-    from headway.compat.accelerate.environment import clear_environment as clear_environment
-    from headway.compat.accelerate.environment import patch_environment as patch_environment
-    from headway.compat.accelerate.environment import tqdm as tqdm
-    from headway.compat.accelerate.environment import write_basic_config as write_basic_config
-    from headway.compat.accelerate.exchange import broadcast as broadcast
-    from headway.compat.accelerate.exchange import broadcast_object_list as broadcast_object_list
-    from headway.compat.accelerate.exchange import gather as gather
-    from headway.compat.accelerate.exchange import gather_object as gather_object
-    from headway.compat.accelerate.exchange import pad_across_processes as pad_across_processes
-    from headway.compat.accelerate.exchange import reduce as reduce
-    from headway.compat.accelerate.hooks import CpuOffload as CpuOffload
-    from headway.compat.accelerate.hooks import ModelHook as ModelHook
-    from headway.compat.accelerate.hooks import SequentialHook as SequentialHook
-    from headway.compat.accelerate.hooks import UserCpuOffloadHook as UserCpuOffloadHook
-    from headway.compat.accelerate.hooks import add_hook_to_module as add_hook_to_module
-    from headway.compat.accelerate.hooks import cpu_offload_with_hook as cpu_offload_with_hook
-    from headway.compat.accelerate.hooks import remove_hook_from_module as remove_hook_from_module
-    from headway.compat.accelerate.hooks import remove_hook_from_submodules as remove_hook_from_submodules
-    from headway.compat.accelerate.layouts import DistributedType as DistributedType
-    from headway.compat.accelerate.models import extract_model_from_parallel as extract_model_from_parallel
-    from headway.compat.accelerate.models import is_peft_model as is_peft_model
-    from headway.compat.accelerate.models import load as load
-    from headway.compat.accelerate.models import save as save
-    from headway.compat.accelerate.models import set_module_tensor_to_device as set_module_tensor_to_device
+    from headway.compat.accelerate.modules.attach import attach_execution_device_hook as attach_execution_device_hook
+    from headway.compat.accelerate.modules.hooks import CpuOffload as CpuOffload
+    from headway.compat.accelerate.modules.hooks import ModelHook as ModelHook
+    from headway.compat.accelerate.modules.hooks import SequentialHook as SequentialHook
+    from headway.compat.accelerate.modules.hooks import UserCpuOffloadHook as UserCpuOffloadHook
+    from headway.compat.accelerate.modules.hooks import add_hook_to_module as add_hook_to_module
+    from headway.compat.accelerate.modules.hooks import cpu_offload_with_hook as cpu_offload_with_hook
+    from headway.compat.accelerate.modules.hooks import remove_hook_from_module as remove_hook_from_module
+    from headway.compat.accelerate.modules.hooks import remove_hook_from_submodules as remove_hook_from_submodules
+    from headway.compat.accelerate.modules.models import extract_model_from_parallel as extract_model_from_parallel
+    from headway.compat.accelerate.modules.models import is_peft_model as is_peft_model
+    from headway.compat.accelerate.modules.models import load as load
+    from headway.compat.accelerate.modules.models import save as save
+    from headway.compat.accelerate.modules.models import set_module_tensor_to_device as set_module_tensor_to_device
     from headway.compat.accelerate.plugins import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
     from headway.compat.accelerate.plugins import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from headway.compat.accelerate.plugins import ParallelismConfig as ParallelismConfig
@@ -167,17 +165,17 @@ if TYPE_CHECKING:
     from headway.compat.accelerate.state import GradientState as GradientState
     from headway.compat.accelerate.state import PartialState as PartialState
     from headway.compat.accelerate.state import wait_for_everyone as wait_for_everyone
-    from headway.compiling.regions import compile_regions as compile_regions
     from headway.config.compiling import TorchDynamoPlugin as TorchDynamoPlugin
-    from headway.config.context import TorchContextParallelConfig as TorchContextParallelConfig
     from headway.config.float8 import AORecipeKwargs as AORecipeKwargs
     from headway.config.float8 import Float8Options as Float8Options
-    from headway.config.pipeline import PipelineOptions as PipelineOptions
+    from headway.config.layout.context import TorchContextParallelConfig as TorchContextParallelConfig
+    from headway.config.layout.pipeline import PipelineOptions as PipelineOptions
+    from headway.config.layout.sharding import ShardingOptions as ShardingOptions
+    from headway.config.layout.tensor import TensorParallelOptions as TensorParallelOptions
     from headway.config.preemption import Preemption as Preemption
     from headway.config.run import DataLoaderConfiguration as DataLoaderConfiguration
     from headway.config.run import GradientAccumulationPlugin as GradientAccumulationPlugin
     from headway.config.run import ProjectConfiguration as ProjectConfiguration
-    from headway.config.sharding import ShardingOptions as ShardingOptions
     from headway.config.strategies import ActivationCheckpointing as ActivationCheckpointing
     from headway.config.strategies import AutocastKwargs as AutocastKwargs
     from headway.config.strategies import DDPCommunicationHookType as DDPCommunicationHookType
@@ -185,7 +183,6 @@ if TYPE_CHECKING:
     from headway.config.strategies import GradScalerKwargs as GradScalerKwargs
     from headway.config.strategies import InitProcessGroupKwargs as InitProcessGroupKwargs
     from headway.config.strategies import ProfileKwargs as ProfileKwargs
-    from headway.config.tensor import TensorParallelOptions as TensorParallelOptions
     from headway.data.skip import skip_first_batches as skip_first_batches
     from headway.forecasting.solve import LongestSequence as LongestSequence
     from headway.launch.notebook import debug_launcher as debug_launcher
@@ -215,25 +212,26 @@ if TYPE_CHECKING:
     from headway.offload.dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
     from headway.offload.execution import offload_pace as offload_pace
     from headway.offload.load import load_checkpoint_in_model as load_checkpoint_in_model
-    from headway.placement.budget import get_max_memory as get_max_memory
-    from headway.placement.device_map import check_device_map as check_device_map
-    from headway.placement.device_map import clean_device_map as clean_device_map
-    from headway.placement.device_map import get_balanced_memory as get_balanced_memory
-    from headway.placement.device_map import infer_auto_device_map as infer_auto_device_map
-    from headway.placement.sizes import CustomDtype as CustomDtype
-    from headway.placement.sizes import calculate_maximum_sizes as calculate_maximum_sizes
-    from headway.placement.sizes import compute_module_sizes as compute_module_sizes
-    from headway.placement.sizes import dtype_byte_size as dtype_byte_size
-    from headway.placement.sizes import find_tied_parameters as find_tied_parameters
-    from headway.placement.sizes import get_max_layer_size as get_max_layer_size
-    from headway.placement.sizes import named_module_tensors as named_module_tensors
-    from headway.placement.skeleton import init_empty_weights as init_empty_weights
-    from headway.placement.skeleton import init_on_device as init_on_device
-    from headway.placement.workload import Workload as Workload
+    from headway.offload.placement.budget import get_max_memory as get_max_memory
+    from headway.offload.placement.device_map import check_device_map as check_device_map
+    from headway.offload.placement.device_map import clean_device_map as clean_device_map
+    from headway.offload.placement.device_map import get_balanced_memory as get_balanced_memory
+    from headway.offload.placement.device_map import infer_auto_device_map as infer_auto_device_map
+    from headway.offload.placement.sizes import CustomDtype as CustomDtype
+    from headway.offload.placement.sizes import calculate_maximum_sizes as calculate_maximum_sizes
+    from headway.offload.placement.sizes import compute_module_sizes as compute_module_sizes
+    from headway.offload.placement.sizes import dtype_byte_size as dtype_byte_size
+    from headway.offload.placement.sizes import find_tied_parameters as find_tied_parameters
+    from headway.offload.placement.sizes import get_max_layer_size as get_max_layer_size
+    from headway.offload.placement.sizes import named_module_tensors as named_module_tensors
+    from headway.offload.placement.skeleton import init_empty_weights as init_empty_weights
+    from headway.offload.placement.skeleton import init_on_device as init_on_device
+    from headway.offload.placement.workload import Workload as Workload
     from headway.planning.cheapest import cheapest as cheapest
     from headway.planning.compare import plan as plan
     from headway.planning.forecast import forecast as forecast
-    from headway.progress import track as track
+    from headway.runtime.collectives.streams import synchronize_rng_states as synchronize_rng_states
+    from headway.runtime.collectives.tree import find_batch_size as find_batch_size
     from headway.runtime.seed import set_seed as set_seed
     from headway.strategies.deepspeed.dummies import DummyOptim as DummyOptim
     from headway.strategies.deepspeed.dummies import DummyScheduler as DummyScheduler
@@ -244,7 +242,7 @@ if TYPE_CHECKING:
     from headway.tracking.base import LoggerType as LoggerType
     from headway.tracking.base import Tracker as Tracker
     from headway.tracking.base import on_main_process as on_main_process
-    from headway.trainer.arguments import TrainingArguments as TrainingArguments
+    from headway.tracking.progress import track as track
     from headway.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
     from headway.trainer.callbacks import TrainerCallback as TrainerCallback
     from headway.trainer.callbacks import TrainerControl as TrainerControl
@@ -252,8 +250,10 @@ if TYPE_CHECKING:
     from headway.trainer.display import PrinterCallback as PrinterCallback
     from headway.trainer.display import ProgressCallback as ProgressCallback
     from headway.trainer.results import EvalPrediction as EvalPrediction
+    from headway.trainer.settings.arguments import TrainingArguments as TrainingArguments
     from headway.trainer.trainer import Trainer as Trainer
     from headway.training.checks.finite import NonFinitePolicy as NonFinitePolicy
+    from headway.training.compiling.regions import compile_regions as compile_regions
     from headway.training.local_sgd import LocalSGD as LocalSGD
 
 

@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch.utils.data import DataLoader
 
-from headway import watch
-from headway.collectives.door import Collectives
-from headway.collectives.ranks import RankAware
-from headway.collectives.streams import stream_names
-from headway.collectives.tree import Tree
+from headway.checkpoint.resume.arguments import check_load_arguments, check_save_arguments
+from headway.checkpoint.resume.checkpoints import Checkpoints, HookHandle, LoadHook, SaveHook
+from headway.checkpoint.resume.restored import Restored
+from headway.checkpoint.resume.run import RunState
 from headway.common import scope, traces
 from headway.common.optional import Later
 from headway.config.arguments import caller, is_automatic, loading_settings, project_settings, windows
-from headway.config.choice import RequestedLayout
 from headway.config.compiling import Backend, TorchDynamoPlugin, compiler
 from headway.config.float8 import Float8Options
+from headway.config.layout.choice import RequestedLayout
+from headway.config.layout.request import LayoutPlugin
 from headway.config.load import UNSET, run_setting
 from headway.config.preemption import Preemption, preemption_settings
-from headway.config.request import LayoutPlugin
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
 from headway.config.strategies import ActivationCheckpointing, AutocastKwargs, ProfileKwargs, collect_options
 from headway.config.values import known_keywords
@@ -32,15 +31,16 @@ from headway.data.sampling.rules import LoadingRules, TorchRules
 from headway.data.skip import skip_first_batches
 from headway.errors import StateError, UnsupportedError
 from headway.forecasting.pretending import is_forecast
+from headway.launch import watch
 from headway.log import get_logger, is_debugging
 from headway.memory.oom import EmergencyReserve, is_out_of_memory
 from headway.precision import float8
 from headway.precision.mixed import build_precision
-from headway.resume.arguments import check_load_arguments, check_save_arguments
-from headway.resume.checkpoints import Checkpoints, HookHandle, LoadHook, SaveHook
-from headway.resume.restored import Restored
-from headway.resume.run import RunState
 from headway.runtime import events, process
+from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.ranks import RankAware
+from headway.runtime.collectives.streams import stream_names
+from headway.runtime.collectives.tree import Tree
 from headway.runtime.control_plane.control import note_progress
 from headway.runtime.heartbeat import file as pulse
 from headway.runtime.seed import RNGReader
@@ -69,21 +69,21 @@ from headway.weights.export import save_object
 
 # What only some runs use is loaded by its first use: a script that does without starts the sooner.
 if TYPE_CHECKING:
-    from headway.compiling import regions
     from headway.forecasting.answer import Forecast
     from headway.forecasting.tracing.step import Loss, MakeOptimizer
     from headway.memory import report as memory_report
-    from headway.recompute import checkpointing as recompute
-    from headway.replay import step as replay
-    from headway.throughput import meter
     from headway.training import forecast as forecasts
     from headway.training.checks import finite
+    from headway.training.compiling import regions
+    from headway.training.recompute import checkpointing as recompute
+    from headway.training.replay import step as replay
+    from headway.training.throughput import meter
 else:
-    regions = Later("headway.compiling.regions")
+    regions = Later("headway.training.compiling.regions")
     memory_report = Later("headway.memory.report")
-    recompute = Later("headway.recompute.checkpointing")
-    replay = Later("headway.replay.step")
-    meter = Later("headway.throughput.meter")
+    recompute = Later("headway.training.recompute.checkpointing")
+    replay = Later("headway.training.replay.step")
+    meter = Later("headway.training.throughput.meter")
     finite = Later("headway.training.checks.finite")
     forecasts = Later("headway.training.forecast")
 
@@ -127,7 +127,7 @@ class Accelerator(RankAware):
         preemption: a signal or deadline makes all ranks save and end with exit code 75 (`Preemption`). True: as that class
             says; None: the same where checkpoints are named automatically; False: signals end the process as ever.
         strategy: the layout: "ddp" (the default: a replica per process), "fsdp", "hsdp=8", "tp", "fsdp+tp=2" ...
-            (`headway.config.mesh`); "zero1", "zero2", "zero3", "deepspeed": by DeepSpeed.
+            (`headway.config.layout.mesh`); "zero1", "zero2", "zero3", "deepspeed": by DeepSpeed.
 
     Raises:
         ConfigError: contradicting or impossible settings.

@@ -21,12 +21,12 @@ from pathlib import Path
 import torch
 
 from headway.checkpoint import folders
-from headway.checkpoint.format.files import read_tensors, verify
+from headway.checkpoint.loading.files import read_tensors, verify
 from headway.checkpoint.saving.saver import Saver
 from headway.checkpoint.saving.writer import SavePolicy
 from headway.checkpoint.state import CollectedState
-from headway.collectives.door import Collectives
 from headway.runtime import process
+from headway.runtime.collectives.door import Collectives
 
 CALLS = ("write", "fsync", "rename", "renameat2", "unlink", "unlinkat", "rmdir", "mkdir")
 VARIANTS = {

@@ -8,10 +8,10 @@ import tomllib
 import torch
 
 from headway import Accelerator
-from headway.collectives.door import Collectives
 from headway.config.strategies import EngineOptions
 from headway.data.sampling.shard import ShardIndex
 from headway.precision.base import Precision
+from headway.runtime.collectives.door import Collectives
 from headway.strategies.data_parallel.replica import ReplicaStrategy
 
 FOLDER = Path(__file__).parents[2] / "examples" / "own_strategy"

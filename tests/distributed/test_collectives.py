@@ -344,7 +344,7 @@ def test_a_group_that_carries_no_cpu_tensors_gets_one_beside_it():
 
 def several_in_one_launch():
     """gloo's own coalesced sum; that it is not used by itself is stubbed, as it would copy."""
-    from headway.collectives import coalesced
+    from headway.runtime.collectives import coalesced
 
     coalesced.can_coalesce = lambda group, device: True
     acc = door()

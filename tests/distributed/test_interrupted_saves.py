@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from headway import Accelerator, ProjectConfiguration
-from headway.checkpoint.format.files import verify
+from headway.checkpoint.loading.files import verify
 from tests.distributed.ranks import run_ranks
 
 BEHIND = """

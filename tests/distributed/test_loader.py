@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SubsetRandomSampler, get_worker_info
 
 from headway import Accelerator
-from headway.collectives.door import Collectives
 from headway.runtime import process
+from headway.runtime.collectives.door import Collectives
 from tests.distributed.ranks import run_ranks
 from tests.unit.data.fakes import Numbers, Stream, joined, prepare, read
 

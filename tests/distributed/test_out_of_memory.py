@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from headway import Accelerator
 from headway.config.strategies import DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs
 from headway.errors import HeadwayError, MemoryExhausted, PrepareError, UnsupportedError
-from headway.replay.step import PieceStep
-from headway.replay.transaction import BatchTransaction
+from headway.training.replay.step import PieceStep
+from headway.training.replay.transaction import BatchTransaction
 from tests.devices import DEVICE, ON_CPU
 from tests.distributed.ranks import run_ranks
 

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration, set_seed
 from headway.checkpoint.folders import committed
-from headway.checkpoint.format.files import verify
 from headway.checkpoint.format.manifest import read_manifest
+from headway.checkpoint.loading.files import verify
 from headway.errors import CheckpointError
 from headway.runtime import process
 from tests.distributed.ranks import run_ranks

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from headway.checkpoint import folders
-from headway.checkpoint.format.files import verify
+from headway.checkpoint.loading.files import verify
 from headway.errors import CheckpointError
 from tests.distributed.test_kill_sweep import _reason
 

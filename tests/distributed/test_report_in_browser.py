@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from headway.report import html_page, load, looks
-from tests.unit.report.logs import Log, lively
+from headway.tracking.report import html_page, load, looks
+from tests.unit.tracking.report.logs import Log, lively
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs headless Chromium: apt-get install chromium")

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway import Accelerator, ProjectConfiguration, set_seed
-from headway.checkpoint.format.files import verify
 from headway.checkpoint.format.manifest import read_manifest
+from headway.checkpoint.loading.files import verify
 from headway.errors import CheckpointError, CollectiveError
 from headway.runtime import process
 from tests.distributed.ranks import run_ranks
@@ -267,7 +267,7 @@ class Warnings(logging.Handler):
     def __init__(self):
         super().__init__(logging.WARNING)
         self.texts = []
-        logging.getLogger("headway.resume.checkpoints").addHandler(self)
+        logging.getLogger("headway.checkpoint.resume.checkpoints").addHandler(self)
 
     def emit(self, record):
         self.texts.append(record.getMessage())

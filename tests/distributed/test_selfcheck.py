@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from headway.checks import selfcheck
+from headway.cli.checks import selfcheck
 from headway.runtime import process
 
 

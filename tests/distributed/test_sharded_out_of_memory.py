@@ -28,9 +28,9 @@ from headway import (
     TrainingArguments,
 )
 from headway.errors import MemoryExhausted, UnsupportedError
-from headway.replay.step import PieceStep
-from headway.replay.transaction import BatchTransaction
 from headway.strategies.fully_sharded.comm_hooks import FSDPUnit
+from headway.training.replay.step import PieceStep
+from headway.training.replay.transaction import BatchTransaction
 from tests.distributed.layouts import (
     PADDING,
     Task,

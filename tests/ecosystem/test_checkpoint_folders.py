@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headway.compat.accelerate.models import load
+from headway.compat.accelerate.modules.models import load
 from tests.ecosystem.both import Both, Numbers, Sides
 
 pytestmark = pytest.mark.slow

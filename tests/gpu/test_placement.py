@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from headway import get_max_memory, init_on_device
-from headway.placement.device_map import resolve_device_map
+from headway.offload.placement.device_map import resolve_device_map
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,9 +9,9 @@ import torch
 from headway import Accelerator, MemoryMonitor
 from headway.memory.free import free_bytes
 from headway.memory.peaks import PeakReader
-from headway.replay.headroom import AllocatorPressure
-from headway.replay.trial import Materialised
 from headway.runtime.device import HARDWARE
+from headway.training.replay.headroom import AllocatorPressure
+from headway.training.replay.trial import Materialised
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ import headway
 from headway import Accelerator
 
 SOURCE = Path(headway.__file__).parent
-FETCH = {"data/loader.py", "data/feeds/mapped.py", "data/sampling/shard.py", "resume/run.py"}
+FETCH = {"data/loader.py", "data/feeds/mapped.py", "data/sampling/shard.py", "checkpoint/resume/run.py"}
 """The loader, what it reads from, how rounds are cut; where a window begins is noted for a save in its middle."""
 WAY = {
     "data/loader.py", "accelerator.py", "training/windows.py", "training/step.py", "strategies/single.py", "precision/base.py",
@@ -103,7 +103,7 @@ def test_a_feature_adds_its_own_file(options: dict[str, Any], added: set[str]) -
 
 def test_the_meter_adds_its_room() -> None:
     fetched, passed = way(prepare=lambda accelerator: accelerator.throughput)
-    assert (fetched | passed) - WAY - FETCH == {"throughput/meter.py", "throughput/stragglers.py"}
+    assert (fetched | passed) - WAY - FETCH == {"training/throughput/meter.py", "training/throughput/stragglers.py"}
 
 
 def test_a_batch_as_a_function_adds_one() -> None:
@@ -113,8 +113,8 @@ def test_a_batch_as_a_function_adds_one() -> None:
 
 def test_pieces_stay_in_their_room() -> None:
     _, passed = way(as_function, microbatching="auto")
-    added = {name for name in passed - WAY if not name.startswith("replay/")}
+    added = {name for name in passed - WAY if not name.startswith("training/replay/")}
     # What goes back is asked of its owners: the registry, the random streams; a vote passes the one door.
-    assert added <= {"training/task.py", "training/prepared/objects.py", "collectives/tree.py", "collectives/door.py",
-              "collectives/partition.py",
+    assert added <= {"training/task.py", "training/prepared/objects.py", "runtime/collectives/tree.py", "runtime/collectives/door.py",
+              "runtime/collectives/partition.py",
                      "runtime/streams.py", "runtime/seed.py", "runtime/torch_stream.py"}  # fmt: skip

@@ -15,9 +15,9 @@ import accelerate.utils
 import pytest
 
 import headway
-from headway.compat.accelerate.differences import DIFFERENT, answer
 from headway.compat.accelerate.members import Members
-from headway.compat.accelerate.names import (
+from headway.compat.accelerate.served.differences import DIFFERENT, answer
+from headway.compat.accelerate.served.names import (
     AS_ACCELERATE,
     MODULES,
     MODULES_AS_ACCELERATE,
@@ -26,8 +26,8 @@ from headway.compat.accelerate.names import (
     find,
     find_as_accelerate,
 )
-from headway.compat.accelerate.not_served import MEMBERS, NAMES
-from headway.compat.accelerate.surface import SURFACE
+from headway.compat.accelerate.served.not_served import MEMBERS, NAMES
+from headway.compat.accelerate.served.surface import SURFACE
 
 pytestmark = pytest.mark.filterwarnings("ignore:memory_utils has been reorganized")
 

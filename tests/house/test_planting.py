@@ -13,8 +13,9 @@ from tests.house.tree_of_source import modules, parsed, shown
 OWNERS = {
     "accelerator": "accelerator.py", "step": "training/step.py", "windows": "training/windows.py",
     "prepared": "training/prepared/objects.py", "preparation": "training/prepared/prepare.py", "guard": "training/checks/finite.py",
-    "meter": "throughput/meter.py", "throughput": "throughput/meter.py", "transaction": "replay/transaction.py",
-    "snapshot": "replay/snapshot.py", "loader": "data/loader.py", "optimizer": "training/prepared/optimizer.py",
+    "meter": "training/throughput/meter.py", "throughput": "training/throughput/meter.py",
+    "transaction": "training/replay/transaction.py",
+    "snapshot": "training/replay/snapshot.py", "loader": "data/loader.py", "optimizer": "training/prepared/optimizer.py",
     "scheduler": "training/prepared/scheduler.py", "strategy": "strategies/", "precision": "precision/",
     "clock": "training/windows.py",
     "training_step": "training/step.py", "accumulation": "training/windows.py", "model": "training/prepared/model.py",

@@ -29,9 +29,9 @@ from unittest.mock import patch
 
 import torch
 
-from headway.checkpoint.format.files import read_state
 from headway.checkpoint.format.manifest import MANIFEST, _digest, read_manifest
 from headway.checkpoint.format.shards import describe
+from headway.checkpoint.loading.files import read_state
 from headway.cli.main import main as headway
 from headway.config.launch import SETTINGS
 from headway.errors import HeadwayError

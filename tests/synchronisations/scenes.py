@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader
 from headway import Accelerator, track
 from headway.data.loader import LoaderEvents
 from headway.data.transfer import SideStreamTransfer, transfer_to
-from headway.replay import transaction
 from headway.runtime.device import CPU
 from headway.runtime.readback import Readback
-from headway.throughput.meter import Throughput
 from headway.trainer.callbacks import TrainerControl
 from headway.trainer.loop import Training
 from headway.training.checks import guard
+from headway.training.replay import transaction
 from headway.training.task import BatchTask
+from headway.training.throughput.meter import Throughput
 from headway.training.windows import UpdateClock
 from tests.synchronisations.count import be_an_accelerator
 from tests.synchronisations.fake_device import DEVICE, FakeDevice

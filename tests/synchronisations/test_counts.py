@@ -58,7 +58,9 @@ def test_an_update_waits_as_often_as_the_page_says(name: str, counts: dict[str, 
 
 def test_the_floor_has_none_and_the_counter_counts(counts: dict[str, Any]) -> None:
     assert counts[FLOOR]["later"] == 0
-    assert counts["a prepared loop, non_blocking=False"]["where"] == {"copy from the host at collectives/tree.py": 2}
+    assert counts["a prepared loop, non_blocking=False"]["where"] == {
+        "copy from the host at runtime/collectives/tree.py": 2
+    }
 
 
 def test_nothing_else_waits_in_the_first_updates(counts: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from headway.forecasting.device.snapshot import compare
 from headway.forecasting.tracing.step import StepRecipe
 from headway.memory.use import memory_use
 from headway.planning.optimizers import maker
-from headway.recompute.checkpointing import checkpoint_activations
+from headway.training.recompute.checkpointing import checkpoint_activations
 
 WITHIN = 0.05
 LARGEST = 0

@@ -9,8 +9,8 @@ import click
 
 from headway.cli.options import JSON, GroupedCommand, command_line_layer, examples, option, underscored
 from headway.common import env, optional
-from headway.compat.accelerate.launch_flags import advice, explain_file_key
-from headway.compat.accelerate.layout_words import explain_key
+from headway.compat.accelerate.launching.launch_flags import advice, explain_file_key
+from headway.compat.accelerate.launching.layout_words import explain_key
 from headway.config.files import KEYS, default_file, dump, file_layer, load_mapping, read, settings_in, write
 from headway.config.launch import SETTINGS, LaunchConfig, LaunchSetting
 from headway.config.load import environment_layer, resolve
@@ -102,7 +102,7 @@ def _undecided(setting: LaunchSetting) -> str:
 
 
 def _import(foreign: str, config_file: str | None, force: bool) -> None:
-    from headway.compat.accelerate.config_file import translate
+    from headway.compat.accelerate.launching.config_file import translate
 
     made = translate(load_mapping(read(Path(foreign)), foreign), foreign)
     width = max((len(key) for key, _ in made.lines), default=0)

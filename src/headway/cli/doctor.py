@@ -27,7 +27,7 @@ _EPILOG = examples(
 
 def _doctor(config_file: str | None, here: bool, **given: Any) -> None:
     # Imported here so that the help does not wait for it.
-    from headway.checks import doctor
+    from headway.cli.checks import doctor
     from headway.launch.machine import clusters
 
     environment = env.snapshot()
@@ -43,11 +43,11 @@ def _doctor(config_file: str | None, here: bool, **given: Any) -> None:
     if not _starts_several(resolved, environment):
         given = {**given, "num_processes": 2, "cpu": True}
     more = {"module": True, "no_python": None, "quiet": True}
-    start("headway.checks.fabric", ("--bad", str(num_bad)), config_file, False, False, **{**given, **more})
+    start("headway.cli.checks.fabric", ("--bad", str(num_bad)), config_file, False, False, **{**given, **more})
 
 
 def _run(resolved: Resolved) -> Any:
-    from headway.checks.doctor import CheckedRun
+    from headway.cli.checks.doctor import CheckedRun
 
     return CheckedRun(
         resolved.get("num_machines", 1),

@@ -85,8 +85,8 @@ def _echo_forecast(model: str, given: dict[str, Any]) -> None:
 
 def _echo_sizes(folder: Path, dtype: str | None, batch_size: int | None, num_tokens: int | None) -> None:
     # Imported here so that the help does not wait for torch.
-    from headway.placement import estimate
-    from headway.placement.workload import Workload
+    from headway.offload.placement import estimate
+    from headway.offload.placement.workload import Workload
 
     model = estimate.skeleton_from(folder)
     stored = estimate.stored_weights(folder)
@@ -131,7 +131,7 @@ def _describe_weights(model: Any, stored: Any) -> list[str]:
 
 
 def _tabulate_dtypes(sizings: list[Any], bandwidths: Any, unit: str, batch_size: int) -> list[str]:
-    from headway.placement.estimate import ceiling
+    from headway.offload.placement.estimate import ceiling
 
     rows = [["dtype", "weights", "largest layer", "lies on", "at most"]]
     for sizing in sizings:
@@ -164,7 +164,7 @@ def _describe_placement(sizing: Any, unit: str) -> list[str]:
 
 def _describe_generation(model: Any, dtype: str, workload: Any, unit: str) -> list[str]:
     """What generating needs beside the weights: the cache, which grows, and the logits, which come and go."""
-    from headway.placement.estimate import generation
+    from headway.offload.placement.estimate import generation
 
     found = generation(model, dtype, workload) if unit == "tokens/s" else None
     if found is None:
@@ -185,7 +185,7 @@ def _describe_generation(model: Any, dtype: str, workload: Any, unit: str) -> li
 
 
 def _describe_ceiling(model: Any, stored: Any, bandwidths: Any, unit: str) -> list[str]:
-    from headway.placement.estimate import expert_share
+    from headway.offload.placement.estimate import expert_share
 
     disk, lines = bandwidths.disk(), []
     found = [f"{name} {format_bytes(rate)}/s" for name, rate in bandwidths.known.items() if rate is not None]

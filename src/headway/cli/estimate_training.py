@@ -8,7 +8,7 @@ from typing import Any
 
 from headway.common.units import format_bytes
 from headway.errors import ConfigError
-from headway.report.forecast_page import forecast_page
+from headway.tracking.report.forecast_page import forecast_page
 
 _ONE_GPU = "it ranks ways to train on one GPU, and `headway plan` ranks layouts"
 NOT_FOR_RANKING = {

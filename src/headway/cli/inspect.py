@@ -35,7 +35,7 @@ def command(checkpoint: Path, tensors: bool, verify: bool) -> None:
         return
     manifest = read_manifest(checkpoint)
     if verify:
-        from headway.checkpoint.format.files import verify as read_everything
+        from headway.checkpoint.loading.files import verify as read_everything
 
         read_everything(checkpoint, manifest)
     for line in summary(manifest):

@@ -11,8 +11,8 @@ import click
 from headway.cli.layouts import foreign_options, take_foreign
 from headway.cli.options import CONFIG_FILE, GroupedCommand, command_line_layer, examples, option, setting_options
 from headway.common import env
+from headway.config.layout.mesh import groups_in_words
 from headway.config.load import Resolved, Value, environment_layer, resolve
-from headway.config.mesh import groups_in_words
 from headway.errors import ConfigError
 
 _ABOUT = """Start SCRIPT with its own ARGS on every accelerator of this machine, or as the flags say.
@@ -110,7 +110,7 @@ def _own_file(named: str | None, is_accelerate: bool, environment: dict[str, str
     if named is None or not is_accelerate:
         yield named
         return
-    from headway.compat.accelerate.commands import with_own_file
+    from headway.compat.accelerate.launching.commands import with_own_file
 
     with tempfile.TemporaryDirectory(prefix="headway_") as folder:
         line, more = with_own_file(["--config_file", named], Path(folder))
@@ -151,7 +151,7 @@ def settings(
         detected: what the cluster says.
         foreign: what flags by Accelerate's words come to.
     """
-    from headway.compat.accelerate.launch_flags import explain_file_key
+    from headway.compat.accelerate.launching.launch_flags import explain_file_key
     from headway.config.files import file_layer
 
     typed = {**command_line_layer(given), **(foreign or {})}

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from headway.cli.options import GroupedOption
-from headway.compat.accelerate.layout_words import (
+from headway.compat.accelerate.launching.layout_words import (
     DEEPSPEED_KEYS,
     FSDP_KEYS,
     SIZE_KEYS,
@@ -15,9 +15,9 @@ from headway.compat.accelerate.layout_words import (
     read_size,
 )
 from headway.config.launch import SETTINGS
+from headway.config.layout.mesh import ENGINES
+from headway.config.layout.request import LayoutRequest
 from headway.config.load import COMMAND_LINE, Value
-from headway.config.mesh import ENGINES
-from headway.config.request import LayoutRequest
 from headway.errors import ConfigError
 
 _SWITCHES = ("use_fsdp", "use_parallelism_config", "use_deepspeed")

@@ -39,7 +39,7 @@ def command(checkpoint: Path, output: Path, model: int, max_shard_size: str, ove
         numbers = {name.split("/")[1] for name in manifest.tensors if name.startswith("model/")}
         present = sorted(numbers, key=lambda number: (len(number), number))
         raise ConfigError(f"--model {model}: {checkpoint} holds the models {printable(', '.join(present)) or 'none'}")
-    from headway.checkpoint.format.files import open_tensors, verify
+    from headway.checkpoint.loading.files import open_tensors, verify
     from headway.weights.export import save_weights
 
     verify(checkpoint, manifest)

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from headway.compat.accelerate.launch_flags import refuse
+from headway.compat.accelerate.launching.launch_flags import refuse
 from headway.config.launch import SETTINGS, LaunchSetting
 from headway.config.load import COMMAND_LINE, Value
 from headway.config.values import did_you_mean, from_text

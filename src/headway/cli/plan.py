@@ -16,8 +16,8 @@ from headway.cli.options import (
     option,
 )
 from headway.common.units import format_bytes, format_number, parse_bytes
-from headway.config.mesh import parse
-from headway.config.pipeline import SCHEDULES, PipelineOptions
+from headway.config.layout.mesh import parse
+from headway.config.layout.pipeline import SCHEDULES, PipelineOptions
 from headway.config.strategies import ActivationCheckpointing
 from headway.errors import ConfigError
 

@@ -38,11 +38,11 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 def command(run: tuple[Path, ...], out: Path | None, png: Path | None) -> None:
     """Read the runs, then write the page and the pictures."""
     # Imported here so that the help does not wait for it.
-    from headway.report.data import load
-    from headway.report.page import html_page
+    from headway.tracking.report.data import load
+    from headway.tracking.report.page import html_page
 
     if png is not None:
-        from headway.report.png import require_matplotlib
+        from headway.tracking.report.png import require_matplotlib
 
         require_matplotlib()
     runs = load(run)
@@ -51,7 +51,7 @@ def command(run: tuple[Path, ...], out: Path | None, png: Path | None) -> None:
     _write(target, text)
     click.echo(f"{target} ({format_bytes(len(text))})")
     if png is not None:
-        from headway.report.png import draw
+        from headway.tracking.report.png import draw
 
         for path in draw(runs, png):
             click.echo(str(path))

@@ -20,7 +20,9 @@ _EPILOG = examples(
 
 
 def _test(config_file: str | None, dry_run: bool, **given: Any) -> None:
-    start("headway.checks.selfcheck", (), config_file, dry_run, False, **{**given, "module": True, "no_python": None})
+    start(
+        "headway.cli.checks.selfcheck", (), config_file, dry_run, False, **{**given, "module": True, "no_python": None}
+    )
 
 
 _PARAMS = [

@@ -12,8 +12,8 @@ from enum import Enum
 from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 from headway.common import env
-from headway.config import outside
-from headway.config.context import ROTATIONS
+from headway.config.layout import outside
+from headway.config.layout.context import ROTATIONS
 from headway.config.spelled import DynamoBackend
 
 

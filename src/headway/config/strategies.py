@@ -9,11 +9,11 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
-from headway.config.context import TorchContextParallelConfig
 from headway.config.float8 import AORecipeKwargs, Float8Options
-from headway.config.pipeline import PipelineOptions
-from headway.config.sharding import ShardingOptions
-from headway.config.tensor import TensorParallelOptions
+from headway.config.layout.context import TorchContextParallelConfig
+from headway.config.layout.pipeline import PipelineOptions
+from headway.config.layout.sharding import ShardingOptions
+from headway.config.layout.tensor import TensorParallelOptions
 from headway.config.values import known_keywords
 from headway.errors import ConfigError
 

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 
-from headway.collectives.door import Collectives
 from headway.common.optional import require
 from headway.config.run import DataLoaderConfiguration
 from headway.data.feeds.dispatch import DispatchFeed
@@ -22,6 +21,7 @@ from headway.data.sampling.rules import LoadingRules, RandomSource, TorchRules
 from headway.data.sampling.shard import BatchSplit, SampleSplit, ShardIndex
 from headway.data.transfer import transfer_to
 from headway.errors import DataError
+from headway.runtime.collectives.door import Collectives
 
 
 def prepare_loader(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from headway.collectives.tree import Tree, map_leaves, move_object, moves_itself, to_device
+from headway.runtime.collectives.tree import Tree, map_leaves, move_object, moves_itself, to_device
 
 
 class DeviceTransfer(Protocol):

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from headway.accelerator import Accelerator
+from headway.checkpoint.resume.restored import Restored
 from headway.common.optional import require
 from headway.config.run import ProjectConfiguration
 from headway.errors import ConfigError
-from headway.resume.restored import Restored
 
 _FOLDER = "headway"
 """In the experiment's folder, beside what Ray keeps there."""

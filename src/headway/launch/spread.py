@@ -1,9 +1,9 @@
 """The layout of a launch, before any process starts: does it fit the processes, and do its options belong to it?"""
 
-from headway.config import mesh, outside, survivors
 from headway.config.launch import OF_DEEPSPEED, OF_SHARDS
+from headway.config.layout import mesh, outside, survivors
+from headway.config.layout.mesh import Layout
 from headway.config.load import COMMAND_LINE, Resolved
-from headway.config.mesh import Layout
 from headway.errors import ConfigError, UnsupportedError
 
 

@@ -13,10 +13,10 @@ from headway.offload.dat_folder import OffloadedWeightsLoader, fitted
 from headway.offload.execution import Execution, undispatch
 from headway.offload.load import check_kind, load
 from headway.offload.offload_folder import existing, offload
-from headway.placement.budget import Device, check_presence
-from headway.placement.device_map import DeviceMap, resolve_device_map
-from headway.placement.homes import CPU, DISK, Home, Placement, compute_device, settle
-from headway.placement.sizes import Dtype
+from headway.offload.placement.budget import Device, check_presence
+from headway.offload.placement.device_map import DeviceMap, resolve_device_map
+from headway.offload.placement.homes import CPU, DISK, Home, Placement, compute_device, settle
+from headway.offload.placement.sizes import Dtype
 from headway.weights.names import TensorLocation, assign, is_mapped, places_of, tied_groups
 from headway.weights.shards import TensorSpec
 

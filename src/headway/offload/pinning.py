@@ -7,7 +7,7 @@ import torch
 from headway.common import env
 from headway.common.units import format_bytes
 from headway.log import get_logger
-from headway.placement.budget import available_memory
+from headway.offload.placement.budget import available_memory
 from headway.runtime.arenas import arenas
 from headway.weights.names import is_mapped
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from headway.common.optional import require
 from headway.errors import ConfigError
-from headway.placement.sizes import CustomDtype, find_tied_parameters
+from headway.offload.placement.sizes import CustomDtype, find_tied_parameters
 
 TORCHAO = "torchao>=0.18"
 BITSANDBYTES = "bitsandbytes>=0.48"

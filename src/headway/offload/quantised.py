@@ -10,10 +10,10 @@ from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger
 from headway.offload.dispatch import dispatch_model
 from headway.offload.load import load_checkpoint_in_model
+from headway.offload.placement.budget import Device
+from headway.offload.placement.device_map import device_of, resolve_device_map
+from headway.offload.placement.homes import settle
 from headway.offload.quantisation import BnbQuantizationConfig, Quantization, get_keys_to_not_convert
-from headway.placement.budget import Device
-from headway.placement.device_map import device_of, resolve_device_map
-from headway.placement.homes import settle
 
 log = get_logger(__name__)
 

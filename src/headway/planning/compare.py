@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from headway.common.units import format_bytes
-from headway.config.mesh import Layout, parse
+from headway.config.layout.mesh import Layout, parse
 from headway.config.strategies import collect_options
 from headway.errors import ConfigError, HeadwayError, StateError, UnsupportedError
 from headway.planning.costs import ClusterRates, Cost, cost

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.config.mesh import Layout, parse
+from headway.config.layout.mesh import Layout, parse
 from headway.config.strategies import DDPCommunicationHookType, EngineOptions
 from headway.errors import ConfigError, UnsupportedError
 from headway.forecasting.tracing.buckets import replica

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headway.config.mesh import Layout
+from headway.config.layout.mesh import Layout
 from headway.planning.dry_run.meter import MeteredCollective, PlanEvent, Volume
 from headway.planning.dry_run.trial import StateOf, StepDryRun
 from headway.planning.shares import RankGroups, TensorShare

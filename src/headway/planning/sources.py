@@ -16,8 +16,8 @@ from headway.config.values import did_you_mean
 from headway.errors import ConfigError
 from headway.forecasting.solve import LongestSequence
 from headway.forecasting.tracing.masks import unmasked as unmasked
-from headway.placement.estimate import config_of, skeleton_of
-from headway.placement.skeleton import init_empty_weights
+from headway.offload.placement.estimate import config_of, skeleton_of
+from headway.offload.placement.skeleton import init_empty_weights
 from headway.planning.dry_run.drive import Step
 
 # Encoders are known as causal models too, so what a model was made for comes first.

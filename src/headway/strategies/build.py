@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from headway.collectives.door import Collectives
-from headway.config import mesh, outside
-from headway.config.choice import ResolvedLayout
 from headway.config.float8 import Float8Options
-from headway.config.mesh import Layout
-from headway.config.pipeline import PipelineOptions
-from headway.config.sharding import ShardingOptions
+from headway.config.layout import mesh, outside
+from headway.config.layout.choice import ResolvedLayout
+from headway.config.layout.mesh import Layout
+from headway.config.layout.pipeline import PipelineOptions
+from headway.config.layout.sharding import ShardingOptions
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
+from headway.runtime.collectives.door import Collectives
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp import DDPStrategy
 from headway.strategies.data_parallel.replica import ReplicaStrategy

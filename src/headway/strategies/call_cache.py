@@ -5,8 +5,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from headway.collectives.tree import Tree, leaves, structure
 from headway.log import get_logger
+from headway.runtime.collectives.tree import Tree, leaves, structure
 
 log = get_logger(__name__)
 

@@ -9,9 +9,9 @@ import numpy
 import torch
 from torch.utils.data import default_collate, get_worker_info
 
-from headway.collectives.tree import Tree
 from headway.errors import DataError
 from headway.log import get_logger
+from headway.runtime.collectives.tree import Tree
 
 log = get_logger(__name__)
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from headway.errors import DataError
-from headway.trainer.arguments import TrainingArguments
+from headway.trainer.settings.arguments import TrainingArguments
 
 _BATCHES_AT_ONCE = 50
 

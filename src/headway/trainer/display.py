@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from headway.notebook_bar import NotebookTable, in_notebook
-from headway.progress import track
+from headway.tracking.notebook_bar import NotebookTable, in_notebook
+from headway.tracking.progress import track
 from headway.trainer.callbacks import TrainerCallback, TrainerControl, TrainerState
 from headway.trainer.results import format_line, format_value
 

@@ -8,9 +8,9 @@ from typing import Any
 from headway.accelerator import Accelerator
 from headway.memory.monitor import MemoryMonitor
 from headway.memory.use import memory_use
-from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events
 from headway.trainer.results import Metrics
+from headway.trainer.settings.arguments import TrainingArguments
 
 
 @dataclass(frozen=True)

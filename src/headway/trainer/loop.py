@@ -11,11 +11,10 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from headway.accelerator import Accelerator
-from headway.collectives.tree import find_batch_size
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, DataError
 from headway.log import get_logger
-from headway.trainer.arguments import TrainingArguments
+from headway.runtime.collectives.tree import find_batch_size
 from headway.trainer.callbacks import Events, TrainerState
 from headway.trainer.collate import Batch
 from headway.trainer.data import length_of
@@ -23,6 +22,7 @@ from headway.trainer.log import TrainingLog
 from headway.trainer.loss import LossBook, take_count
 from headway.trainer.records import checkpoint_path, load_weights, note_best
 from headway.trainer.results import Metrics, TrainOutput, speed
+from headway.trainer.settings.arguments import TrainingArguments
 from headway.training.prepared.optimizer import PreparedOptimizer
 from headway.training.prepared.scheduler import PreparedScheduler
 

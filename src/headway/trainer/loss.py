@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from headway.accelerator import Accelerator
-from headway.collectives.tree import Tree
 from headway.errors import ConfigError, LossError
+from headway.runtime.collectives.tree import Tree
 from headway.trainer.collate import IGNORED, NUM_ITEMS, Batch, LabelCount, forward_parameters, is_shifted
 
 LossFunction = Callable[..., torch.Tensor]

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from headway.checkpoint.folders import committed
-from headway.checkpoint.format.files import open_tensors, verify
 from headway.checkpoint.format.foreign import number_of
 from headway.checkpoint.loading.chunked_tensor import pairs
+from headway.checkpoint.loading.files import open_tensors, verify
 from headway.checkpoint.loading.model import put_in
 from headway.log import get_logger
-from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import Events, TrainerState
+from headway.trainer.evaluation.metrics import check_wanted
 from headway.trainer.loss import LossBook
-from headway.trainer.metrics import check_wanted
 from headway.trainer.results import Metrics
+from headway.trainer.settings.arguments import TrainingArguments
 
 log = get_logger(__name__)
 

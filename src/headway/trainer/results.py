@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from headway.accelerator import Accelerator
-from headway.collectives.tree import Tree
 from headway.common.units import format_bytes, format_seconds
-from headway.trainer.arguments import TrainingArguments
+from headway.runtime.collectives.tree import Tree
 from headway.trainer.callbacks import TrainerState
+from headway.trainer.settings.arguments import TrainingArguments
 
 Metrics = dict[str, Any]
 """Numbers by name; what a user's metric gives may be something else."""

@@ -9,31 +9,31 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from headway.accelerator import Accelerator
-from headway.collectives.tree import Tree
 from headway.config.values import known_keywords
 from headway.data.loader import PreparedLoader
 from headway.errors import CheckpointError, ConfigError, DataError, Preempted
 from headway.forecasting.pretending import is_forecast
 from headway.log import get_logger
 from headway.memory.monitor import MemoryMonitor
+from headway.runtime.collectives.tree import Tree
 from headway.runtime.seed import set_seed
 from headway.trainer import builder
-from headway.trainer.arguments import TrainingArguments
 from headway.trainer.callbacks import DefaultFlowCallback, Events, TrainerControl, TrainerState
 from headway.trainer.collate import Batch, Collate
 from headway.trainer.continuing import Continuation, check_folder
 from headway.trainer.data import Data, EvalData, check_dataset, length_of, train_sampler
 from headway.trainer.display import PrinterCallback, ProgressCallback
-from headway.trainer.evaluator import Evaluator, StepOutput, num_rows_of, per_sample
-from headway.trainer.legacy import LegacyMembers, check_overrides
+from headway.trainer.evaluation.evaluator import Evaluator, StepOutput, num_rows_of, per_sample
+from headway.trainer.evaluation.metrics import Measure
+from headway.trainer.evaluation.sanity_check import EvaluationSanityCheck
 from headway.trainer.log import Log, TrainingLog
 from headway.trainer.loop import PreparedTraining, Training, count_updates
 from headway.trainer.loss import LossBook, LossFunction, call, loss_among, without_loss
-from headway.trainer.metrics import Measure
 from headway.trainer.optimizer import create_optimizer, create_schedule, decaying_names, stretch_schedule, without_state
 from headway.trainer.records import TrainerRecord, settings_of
 from headway.trainer.results import EvalLoopOutput, Metrics, PredictionOutput, TrainerFiles, TrainOutput
-from headway.trainer.sanity_check import EvaluationSanityCheck
+from headway.trainer.settings.arguments import TrainingArguments
+from headway.trainer.settings.legacy import LegacyMembers, check_overrides
 from headway.training.prepared.optimizer import PreparedOptimizer
 from headway.training.prepared.scheduler import PreparedScheduler
 from headway.weights.moving import move
@@ -540,7 +540,7 @@ class Trainer(LegacyMembers):
     def check_evaluation(self) -> None:
         """Try the evaluation on a few rows before the first update; `train` calls it where evaluations are to come.
 
-        It leaves no trace in the training (`headway.trainer.sanity_check` says what is put back). Streams are not tried, since
+        It leaves no trace in the training (`trainer.evaluation.sanity_check` says what is put back). Streams are not tried, since
         that would read them, nor is an `evaluate` or `evaluation_loop` of a subclass. `eval_rehearsal=False` switches it off.
         Nothing is tried while `headway estimate --script` forecasts, where tensors have no values.
 

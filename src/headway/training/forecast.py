@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from headway.collectives.tree import Tree, tensors
 from headway.common import env
 from headway.common.units import parse_bytes
 from headway.config.strategies import EngineOptions
@@ -31,6 +30,7 @@ from headway.forecasting.tracing.masks import drop_masks, unmasked
 from headway.forecasting.tracing.model_copy import twin_of, twin_of_optimizer, untouched
 from headway.forecasting.tracing.step import Loss, MakeOptimizer, StepEngine, StepRecipe
 from headway.offload.spread import spread_over
+from headway.runtime.collectives.tree import Tree, tensors
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
 from headway.training.prepared.optimizer import PreparedOptimizer

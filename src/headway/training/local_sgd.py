@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from headway.collectives.door import Collectives
 from headway.errors import ConfigError, PrepareError, StateError
+from headway.runtime.collectives.door import Collectives
 from headway.strategies.base import Strategy
 from headway.training.windows import AccumulationWindows
 

@@ -6,11 +6,11 @@ from typing import Any
 import numpy
 import torch
 
-from headway.collectives.door import Collectives
-from headway.collectives.tree import Tree, tensors
 from headway.data.loader import PreparedLoader
 from headway.errors import MetricError
 from headway.log import get_logger
+from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.tree import Tree, tensors
 
 log = get_logger(__name__)
 

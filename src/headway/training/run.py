@@ -3,9 +3,9 @@
 import weakref
 from typing import Any, ClassVar
 
-from headway.collectives.door import Collectives
-from headway.config.choice import ResolvedLayout
 from headway.config.compiling import TorchDynamoPlugin
+from headway.config.layout.choice import ResolvedLayout
+from headway.runtime.collectives.door import Collectives
 from headway.training.windows import AccumulationWindows
 
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from headway.collectives.tree import Tree, find_batch_size
 from headway.errors import LossError, StateError
 from headway.log import get_logger
 from headway.precision.base import Precision
+from headway.runtime.collectives.tree import Tree, find_batch_size
 from headway.strategies.base import Strategy
 from headway.training.checks.first_window import BY_HAND, FirstWindow
 from headway.training.checks.guard import NonFiniteNotice, SkippedUpdates, StepGuard

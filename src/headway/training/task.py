@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from headway.collectives.door import Collectives
-from headway.collectives.tree import Tree, tensors
 from headway.errors import LossError
+from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.tree import Tree, tensors
 from headway.runtime.readback import Readback
 
 Weigher = Callable[[Tree], float | torch.Tensor]

@@ -11,7 +11,6 @@ import torch
 from headway import Accelerator
 from headway.checkpoint import folders
 from headway.checkpoint.format import manifest
-from headway.checkpoint.format.files import read_state, read_tensors, verify
 from headway.checkpoint.format.foreign import checkpoints_in, explain, foreign_in
 from headway.checkpoint.format.manifest import (
     MANIFEST,
@@ -23,8 +22,9 @@ from headway.checkpoint.format.manifest import (
     read_manifest,
 )
 from headway.checkpoint.format.shards import describe, write_shard
+from headway.checkpoint.loading.files import read_state, read_tensors, verify
 from headway.errors import CheckpointError
-from tests.unit.checkpoint.format.test_files import TENSORS, job, save
+from tests.unit.checkpoint.loading.test_files import TENSORS, job, save
 
 
 @pytest.fixture(autouse=True)

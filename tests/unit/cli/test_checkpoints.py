@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from headway.cli.main import group, main
 from headway.errors import CheckpointError, ConfigError
-from tests.unit.checkpoint.format.test_files import TENSORS, as_version_1, save
+from tests.unit.checkpoint.loading.test_files import TENSORS, as_version_1, save
 
 
 def run(*words):

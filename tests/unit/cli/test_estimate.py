@@ -13,9 +13,17 @@ from headway.cli import main
 from headway.cli.estimate_training import NOT_FOR_RANKING
 from headway.common.units import parse_bytes
 from headway.errors import DeviceMapError
-from headway.placement import bandwidth, estimate
-from headway.placement.estimate import Bandwidths, ModelSizes, ceiling, expert_share, size_up, skeleton_from, traffic
-from headway.placement.workload import Workload
+from headway.offload.placement import bandwidth, estimate
+from headway.offload.placement.estimate import (
+    Bandwidths,
+    ModelSizes,
+    ceiling,
+    expert_share,
+    size_up,
+    skeleton_from,
+    traffic,
+)
+from headway.offload.placement.workload import Workload
 
 SIZES = {
     "hidden_size": 64,

@@ -6,7 +6,7 @@ from click.testing import CliRunner
 
 from headway.cli.main import group
 from headway.errors import ConfigError, OptionalDependencyMissing
-from tests.unit.report.logs import Log, lively
+from tests.unit.tracking.report.logs import Log, lively
 
 
 def run(*words):

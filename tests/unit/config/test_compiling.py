@@ -5,7 +5,7 @@ import json
 import pytest
 
 from headway import Accelerator
-from headway.compat.accelerate.config_file import translate
+from headway.compat.accelerate.launching.config_file import translate
 from headway.config.compiling import TorchDynamoPlugin
 from headway.config.spelled import DynamoBackend
 from headway.errors import ConfigError

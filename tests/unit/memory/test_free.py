@@ -8,7 +8,7 @@ import torch
 
 from headway.memory import free, use
 from headway.memory.free import CONTEXT_BYTES, free_bytes
-from headway.placement import budget
+from headway.offload.placement import budget
 from headway.runtime.device import HARDWARE
 from tests.unit.memory.simulated import SimulatedAllocator
 

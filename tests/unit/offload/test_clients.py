@@ -8,9 +8,9 @@ import torch
 from headway import dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
 from headway.errors import CheckpointError, ConfigError
 from headway.offload.execution import Execution, undispatch
+from headway.offload.placement.device_map import DeviceMap
+from headway.offload.placement.homes import Placement
 from headway.offload.transport import HostTransport
-from headway.placement.device_map import DeviceMap
-from headway.placement.homes import Placement
 
 transformers = pytest.importorskip("transformers")
 

@@ -26,7 +26,7 @@ from headway import (
 )
 from headway.errors import CheckpointError, ConfigError
 from headway.weights.names import is_mapped
-from tests.unit.placement.models import Chain, build
+from tests.unit.offload.placement.models import Chain, build
 
 needs_peer = pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="the peer is not installed")
 

@@ -9,9 +9,9 @@ from torch import nn
 from headway.offload import pinning
 from headway.offload.execution import Execution
 from headway.offload.pinning import pin
+from headway.offload.placement.device_map import DeviceMap
+from headway.offload.placement.homes import Placement
 from headway.offload.transport import RingTransport
-from headway.placement.device_map import DeviceMap
-from headway.placement.homes import Placement
 from tests.unit.offload.simulated import SimulatedLane
 from tests.unit.offload.test_stream import CPU, INPUTS, Twice
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from headway import dispatch_model
 from headway.offload.execution import Execution, undispatch
+from headway.offload.placement.device_map import DeviceMap
+from headway.offload.placement.homes import Placement
 from headway.offload.stream import DeviceStream
 from headway.offload.transport import HostTransport
-from headway.placement.device_map import DeviceMap
-from headway.placement.homes import Placement
 
 CPU = torch.device("cpu")
 

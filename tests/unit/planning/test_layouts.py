@@ -6,7 +6,7 @@ from torch import nn
 
 import headway
 from headway import ActivationCheckpointing
-from headway.config.sharding import ShardingOptions
+from headway.config.layout.sharding import ShardingOptions
 from headway.config.strategies import DistributedDataParallelKwargs
 from headway.errors import ConfigError, UnsupportedError
 

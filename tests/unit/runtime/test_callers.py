@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headway.collectives.door import Collectives
-from headway.collectives.ranks import RankAware
 from headway.runtime import callers
 from headway.runtime.callers import calling_ranks
+from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.ranks import RankAware
 from headway.runtime.device import CPU
 from headway.runtime.process import ProcessRuntime
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from headway.collectives.door import Collectives
 from headway.common.sealing import Seal, UnsealedCounter
 from headway.config.strategies import DistributedDataParallelKwargs
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime import group, process
+from headway.runtime.collectives.door import Collectives
 from headway.runtime.control_plane.sealed import SealedStore
 from headway.runtime.ending import ProcessExit, is_uncaught
 from headway.strategies.data_parallel.ddp import check_hook

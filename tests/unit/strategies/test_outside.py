@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from headway import Accelerator
-from headway.collectives.door import Collectives
-from headway.config import outside
+from headway.config.layout import outside
 from headway.config.strategies import EngineOptions
 from headway.errors import CollectiveError, ConfigError, UnsupportedError
 from headway.runtime import process
+from headway.runtime.collectives.door import Collectives
 from headway.strategies.single import SingleStrategy
 from tests.distributed.mirror import FOLDER, write_entry_points, write_package
 from tests.docs.pages import ROOT, blocks

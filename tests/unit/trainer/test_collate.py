@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from headway import TrainingArguments
-from headway.collectives.cut import cut_rows
 from headway.errors import DataError
+from headway.runtime.collectives.cut import cut_rows
 from headway.trainer.collate import (
     NUM_ITEMS,
     Collating,

@@ -9,9 +9,9 @@ from torch._subclasses.fake_tensor import is_fake
 from headway import Trainer, TrainerCallback
 from headway.errors import BatchSizeError, ConfigError, MemoryExhausted
 from headway.forecasting.device import present
-from headway.report import load
-from headway.report.facts import headline
-from headway.report.looks import kinds
+from headway.tracking.report import load
+from headway.tracking.report.facts import headline
+from headway.tracking.report.looks import kinds
 from headway.tracking.runlog import read_run
 from headway.trainer import builder
 from headway.trainer.display import PrinterCallback, ProgressCallback

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
 
-from headway.collectives.tree import map_tensors, tensors
 from headway.errors import MetricError
+from headway.runtime.collectives.tree import map_tensors, tensors
 from headway.training.metrics import gather_for_metrics
 from tests.unit.data.fakes import Numbers, SizedStream, Stream, ThreadCollectives, on_ranks, prepare
 

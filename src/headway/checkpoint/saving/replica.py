@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from headway.checkpoint import folders
-from headway.checkpoint.format.files import verify
 from headway.checkpoint.format.manifest import Manifest, read_manifest
-from headway.collectives.door import Collectives
+from headway.checkpoint.loading.files import verify
 from headway.errors import CheckpointError
+from headway.runtime.collectives.door import Collectives
 
 _PIECE = 16 * 2**20
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.checkpoint import folders
-from headway.checkpoint.format.files import read_state, verify
 from headway.checkpoint.format.manifest import Manifest, read_manifest
+from headway.checkpoint.loading.files import read_state, verify
 from headway.checkpoint.loading.reading import verify_share
 from headway.checkpoint.loading.target_layout import TargetLayout
 from headway.checkpoint.rows import ROWS
@@ -33,12 +33,12 @@ from headway.checkpoint.saving.writer import (
     write,
 )
 from headway.checkpoint.state import CollectedState, in_pieces
-from headway.collectives.door import Collectives
 from headway.common import scope
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.runtime import process
 from headway.runtime.callers import SAVE
+from headway.runtime.collectives.door import Collectives
 from headway.runtime.process import ProcessRuntime
 from headway.weights.pieces import is_spread
 

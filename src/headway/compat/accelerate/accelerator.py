@@ -14,22 +14,22 @@ import torch
 
 from headway.accelerator import Accelerator
 from headway.checkpoint.format.foreign import number_of
-from headway.collectives.tree import Tree
+from headway.checkpoint.resume.restored import Restored
 from headway.common import env
-from headway.compat.accelerate.batches import convert_to_fp32
 from headway.compat.accelerate.changeable import LiveDataLoaderConfiguration, fixed
-from headway.compat.accelerate.checkpoints import Reader, Writer, is_accelerates, newest_in
-from headway.compat.accelerate.exchange import gather_and_cut
+from headway.compat.accelerate.data.batches import convert_to_fp32
+from headway.compat.accelerate.data.exchange import gather_and_cut
+from headway.compat.accelerate.data.loading import AccelerateRules
+from headway.compat.accelerate.data.metrics import is_per_sample
+from headway.compat.accelerate.files.checkpoints import Reader, Writer, is_accelerates, newest_in
 from headway.compat.accelerate.layouts import DistributedType
-from headway.compat.accelerate.loading import AccelerateRules
-from headway.compat.accelerate.metrics import is_per_sample
 from headway.compat.accelerate.state import AcceleratorState
 from headway.compat.accelerate.trackers import makers
 from headway.config.run import DataLoaderConfiguration, GradientAccumulationPlugin
 from headway.data.loader import PreparedLoader
 from headway.errors import MetricError, UnsupportedError
 from headway.log import get_logger
-from headway.resume.restored import Restored
+from headway.runtime.collectives.tree import Tree
 from headway.tracking.base import BlankTracker
 from headway.training.windows import ConstantDivision
 

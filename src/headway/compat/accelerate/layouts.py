@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from headway.config.choice import ResolvedLayout
+from headway.config.layout.choice import ResolvedLayout
 from headway.config.spelled import Spelled
 from headway.runtime.process import ProcessRuntime
 

@@ -8,8 +8,8 @@ import torch
 
 from headway.accelerator import Accelerator
 from headway.compat.accelerate.layouts import DistributedType
-from headway.compat.accelerate.not_served import member_advice
 from headway.compat.accelerate.plugins import ParallelismConfig
+from headway.compat.accelerate.served.not_served import member_advice
 from headway.compat.accelerate.state import AcceleratorState, GradientState
 from headway.errors import ConfigError, UnsupportedError
 from headway.log import get_logger

@@ -11,8 +11,6 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from headway.collectives.door import Collectives
-from headway.collectives.ranks import RankAware
 from headway.compat.accelerate.layouts import DistributedType, distributed_type
 from headway.compat.accelerate.plugins import (
     FullyShardedDataParallelPlugin,
@@ -26,6 +24,8 @@ from headway.config.load import UNSET, run_setting
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime import process
+from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.ranks import RankAware
 from headway.runtime.device import detect
 from headway.runtime.group import engine_of
 from headway.strategies.deepspeed.plugin import DeepSpeedPlugin
@@ -254,7 +254,7 @@ class AcceleratorState(PartialState):
 
     @property
     def device_mesh(self) -> Any:
-        """torch's device mesh, its axes named as in `headway.config.mesh`; None where replicas need none."""
+        """torch's device mesh, its axes named as in `headway.config.layout.mesh`; None where replicas need none."""
         return None if self._run is None else self._run.device_mesh
 
     @property

@@ -17,9 +17,9 @@ import torch
 
 from headway.common import env
 from headway.common.optional import available as installed
-from headway.compat.accelerate import available
-from headway.compat.accelerate.environment import parse_flag_from_env
-from headway.compat.accelerate.exchange import gather
+from headway.compat.accelerate.data.exchange import gather
+from headway.compat.accelerate.launching import available
+from headway.compat.accelerate.launching.environment import parse_flag_from_env
 from headway.compat.accelerate.state import AcceleratorState, PartialState
 from headway.errors import HeadwayError, LaunchError
 from headway.launch.stand_in import FOLDER

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.common import env
 from headway.common.optional import available
-from headway.compat.accelerate.environment import str_to_bool
+from headway.compat.accelerate.launching.environment import str_to_bool
 from headway.errors import ConfigError
 from headway.log import get_logger
 from headway.tracking import base

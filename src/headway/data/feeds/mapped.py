@@ -8,8 +8,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
-from headway.collectives.door import Collectives
-from headway.collectives.tree import find_batch_size
 from headway.data.feeds.feed import UNCOUNTABLE, Delivery, State, seed_generator
 from headway.data.feeds.worker import Seeded, SeededIndices, is_read_one_by_one
 from headway.data.feeds.worker_state import ResumedIndices, WorkerRNGStates, WorkerStateCollate
@@ -20,6 +18,8 @@ from headway.data.sampling.shard import BatchSplit, EpochStart, RankBatch, Sampl
 from headway.data.sampling.windows import WindowSplit
 from headway.errors import DataError
 from headway.log import get_logger
+from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.tree import find_batch_size
 from headway.runtime.seed import mix
 
 log = get_logger(__name__)

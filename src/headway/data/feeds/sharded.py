@@ -8,11 +8,11 @@ run out yields batches of no real rows until the others are done too.
 from collections.abc import Iterator
 from typing import Any
 
-from headway.collectives.door import Collectives
-from headway.collectives.tree import map_tensors
 from headway.data.feeds.feed import UNCOUNTABLE
 from headway.data.feeds.stream import Collated, copy_containers
 from headway.errors import DataError
+from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.tree import map_tensors
 
 
 def is_shardable(dataset: object, count: int) -> bool:

@@ -20,7 +20,6 @@ from warnings import warn
 
 from torch.utils.data import DataLoader, get_worker_info
 
-from headway.collectives.tree import find_batch_size, map_leaves
 from headway.data.feeds.feed import UNCOUNTABLE, Delivery, State, seed_generator
 from headway.data.rebuild import rebuild
 from headway.data.sampling.dataset_rng import DatasetRNGStates
@@ -29,6 +28,7 @@ from headway.data.sampling.rng import Agree, OwnGenerators
 from headway.data.sampling.shard import RankBatch, SampleSplit, mark_last
 from headway.data.sampling.windows import WindowSplit
 from headway.errors import DataError, HeadwayWarning
+from headway.runtime.collectives.tree import find_batch_size, map_leaves
 from headway.runtime.seed import mix
 
 

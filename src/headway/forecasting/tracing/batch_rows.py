@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import torch
 
-from headway.collectives.tree import Tree, find_batch_size, map_tensors, tensors
 from headway.errors import DataError
 from headway.forecasting.tracing.masks import MASK
+from headway.runtime.collectives.tree import Tree, find_batch_size, map_tensors, tensors
 
 
 class BatchResizer:

@@ -23,7 +23,7 @@ from headway.forecasting.device.kernels import substituted
 from headway.forecasting.tracing.step import STEPS, Batch, SingleProcessEngine, StepEngine, StepRecipe, run
 from headway.forecasting.tracing.trace import StorageTracker, Trace
 from headway.forecasting.tracing.work import WorkCounter
-from headway.placement.skeleton import init_empty_weights
+from headway.offload.placement.skeleton import init_empty_weights
 
 Spread = Callable[[nn.Module], AbstractContextManager[StepEngine]]
 """Spreads a model without values over ranks, for as long as its block lasts."""

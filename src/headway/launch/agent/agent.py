@@ -49,11 +49,11 @@ from headway.launch.machine.control_group import MemoryWatch
 from headway.launch.machine.network import own_address, wait_for_name
 from headway.launch.plan import AgentOrder
 from headway.launch.processes import DEADLY, code_of, end_sessions, ignore, kill_when_stuck
+from headway.launch.watch.machine import GRACE as HANG_GRACE
+from headway.launch.watch.machine import HangWatch, Worker
 from headway.log import silence_elastic
 from headway.runtime.control_plane.sealed import SealedStore
 from headway.runtime.heartbeat import file as pulse
-from headway.watch.machine import GRACE as HANG_GRACE
-from headway.watch.machine import HangWatch, Worker
 
 GRACE = 15
 """Seconds between asking workers to end and killing them."""

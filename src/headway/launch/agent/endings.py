@@ -10,8 +10,8 @@ from typing import Any
 from headway.common import atomic
 from headway.common.traces import plain, shorten_crash
 from headway.launch.agent.records import RankExit
-from headway.watch import judge
-from headway.watch.machine import Hang
+from headway.launch.watch import judge
+from headway.launch.watch.machine import Hang
 
 
 @dataclass(frozen=True)

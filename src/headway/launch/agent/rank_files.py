@@ -8,8 +8,8 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from headway.common import env
 from headway.launch.agent.records import RankExit, read_record
 from headway.launch.plan import AgentOrder
+from headway.launch.watch.machine import progress
 from headway.runtime.heartbeat import file as pulse
-from headway.watch.machine import progress
 
 
 class RankFiles(LogsSpecs):

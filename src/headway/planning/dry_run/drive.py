@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from headway.collectives.tree import Tree
 from headway.errors import HeadwayError, UnsupportedError
 from headway.precision.base import FullPrecision
+from headway.runtime.collectives.tree import Tree
 from headway.strategies.base import Strategy
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from headway.config.mesh import Layout
+from headway.config.layout.mesh import Layout
 
 _KINDS = (
     ("all_gather", ("allgather", "all_gather")),

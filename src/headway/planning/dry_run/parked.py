@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from headway.forecasting.tracing.fake import Spread
 from headway.forecasting.tracing.step import SingleProcessEngine, StepEngine
-from headway.recompute.offload import CopyLane, Host, Names, Ways, pretending
+from headway.training.recompute.offload import CopyLane, Host, Names, Ways, pretending
 
 
 class TracedLane(CopyLane):

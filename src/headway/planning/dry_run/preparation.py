@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from headway.config.mesh import Layout
+from headway.config.layout.mesh import Layout
 from headway.config.strategies import EngineOptions
 from headway.planning.dry_run.fake_collectives import FakeCollectives, FakeStageGroup, PeerAnswer
 from headway.planning.dry_run.fake_group import OneOfEach
-from headway.recompute.checkpointing import checkpoint_activations
 from headway.runtime.device import CPU
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
 from headway.strategies.build import build_strategy
 from headway.training.prepared.model import attach
+from headway.training.recompute.checkpointing import checkpoint_activations
 
 
 def chosen(

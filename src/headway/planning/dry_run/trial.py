@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.config.mesh import Layout
-from headway.config.pipeline import PipelineOptions
+from headway.config.layout.mesh import Layout
+from headway.config.layout.pipeline import PipelineOptions
 from headway.config.strategies import EngineOptions
 from headway.errors import UnsupportedError
 from headway.forecasting.device.devices import find
 from headway.forecasting.tracing.step import mark_model
 from headway.forecasting.tracing.trace import StorageTracker, Trace
-from headway.placement.skeleton import init_empty_weights
+from headway.offload.placement.skeleton import init_empty_weights
 from headway.planning.dry_run.drive import CutSequences, Forward, Pipeline, Step, StepDriver
 from headway.planning.dry_run.fake_collectives import PeerAnswer
 from headway.planning.dry_run.fake_group import RealStaysReal, pretend

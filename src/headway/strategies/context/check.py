@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from headway.collectives import tree
-from headway.config.tensor import TensorParallelOptions
+from headway.config.layout.tensor import TensorParallelOptions
 from headway.errors import UnsupportedError
+from headway.runtime.collectives import tree
 
 ADVICE = (
     "Needed are: positions that are added before the first block or given to each block (as rotary embeddings or position_ids), "

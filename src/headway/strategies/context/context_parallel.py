@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from headway.collectives import tree
-from headway.collectives.door import Collectives
-from headway.config.context import TorchContextParallelConfig
+from headway.config.layout.context import TorchContextParallelConfig
 from headway.errors import DataError, PrepareError, UnsupportedError
 from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory
+from headway.runtime.collectives import tree
+from headway.runtime.collectives.door import Collectives
 from headway.strategies.blocks import find_blocks
 from headway.strategies.context import check as context_check
 from headway.strategies.context import ring, zigzag

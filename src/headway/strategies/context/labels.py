@@ -13,9 +13,9 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from headway.collectives.door import Collectives
-from headway.config.context import TorchContextParallelConfig
+from headway.config.layout.context import TorchContextParallelConfig
 from headway.errors import DataError, PrepareError
+from headway.runtime.collectives.door import Collectives
 from headway.strategies.context import check as context_check
 from headway.strategies.context import zigzag
 from headway.strategies.tensor.crossings import SplitAxis

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.nn.parallel import DistributedDataParallel
 
-from headway.batch_size import attempt
-from headway.collectives.door import Collectives
 from headway.common.optional import Later
 from headway.config.strategies import DDPCommunicationHookType as Hook
 from headway.config.strategies import DistributedDataParallelKwargs
 from headway.errors import HeadwayError, StateError, UnsupportedError
+from headway.memory.batch_size import attempt
 from headway.precision.base import Precision
 from headway.runtime import process
+from headway.runtime.collectives.door import Collectives
 from headway.runtime.group import CPU_ENGINE, engine_of
 from headway.strategies.base import Engine, Transform
 from headway.strategies.data_parallel.bucket_order import order_of, take_order

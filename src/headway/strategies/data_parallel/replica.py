@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from headway.collectives.door import Collectives
 from headway.config.strategies import DDPCommunicationHookType, DistributedDataParallelKwargs
 from headway.errors import PrepareError, UnsupportedError
 from headway.precision.base import Precision
+from headway.runtime.collectives.door import Collectives
 from headway.strategies.base import Engine, Transform
 from headway.strategies.single import SingleStrategy
 

@@ -13,7 +13,7 @@ import torch
 
 from headway.common.optional import Later
 from headway.config.float8 import Float8Options
-from headway.config.sharding import ShardingOptions
+from headway.config.layout.sharding import ShardingOptions
 from headway.errors import UnsupportedError
 from headway.log import get_logger
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headway.collectives.door import Collectives
 from headway.common.optional import Later
 from headway.errors import LossError
+from headway.runtime.collectives.door import Collectives
 
 if TYPE_CHECKING:
     from torch.distributed import tensor as dtensor

@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 
-from headway.collectives.door import Collectives
 from headway.common import scope, traces
 from headway.common.optional import Later
 from headway.common.units import format_bytes
-from headway.config.context import TorchContextParallelConfig
 from headway.config.float8 import Float8Options
-from headway.config.mesh import DATA_AXES, Layout, written
-from headway.config.sharding import ShardingOptions
-from headway.config.tensor import TensorParallelOptions
+from headway.config.layout.context import TorchContextParallelConfig
+from headway.config.layout.mesh import DATA_AXES, Layout, written
+from headway.config.layout.sharding import ShardingOptions
+from headway.config.layout.tensor import TensorParallelOptions
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime import process
 from headway.runtime.collective_log import Step
+from headway.runtime.collectives.door import Collectives
 from headway.strategies.axes import build_mesh, left
 from headway.strategies.base import Capabilities, Engine, Transform
 from headway.strategies.context import check as context_check

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from headway.common.optional import Later
-from headway.config.sharding import ShardingOptions
+from headway.config.layout.sharding import ShardingOptions
 from headway.errors import ConfigError, PrepareError
 from headway.strategies.blocks import find_blocks, is_wanted
 from headway.strategies.fully_sharded.gradients import is_distributed

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from headway.collectives.door import Collectives
 from headway.errors import PrepareError
+from headway.runtime.collectives.door import Collectives
 from headway.strategies.fully_sharded import fsdp_state as gathered
 from headway.strategies.fully_sharded import gradients
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from headway.collectives.door import Collectives
-from headway.config.mesh import Layout
-from headway.config.pipeline import PipelineOptions
+from headway.config.layout.mesh import Layout
+from headway.config.layout.pipeline import PipelineOptions
 from headway.errors import ConfigError
 from headway.runtime import process
+from headway.runtime.collectives.door import Collectives
 from headway.strategies.pipeline.strategy import PipelineStrategy
 
 

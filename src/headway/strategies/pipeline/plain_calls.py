@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headway.collectives.tree import Tree, concatenate, find_batch_size, map_tensors, tensors
 from headway.errors import StateError, UnsupportedError
+from headway.runtime.collectives.tree import Tree, concatenate, find_batch_size, map_tensors, tensors
 from headway.strategies.pipeline.rng import go_on, own_streams
 from headway.strategies.pipeline.runner import PipelineBatch, PipelineRunner, again
 

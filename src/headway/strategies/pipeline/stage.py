@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from headway.collectives.tree import Tree, map_leaves, tensors
+from headway.runtime.collectives.tree import Tree, map_leaves, tensors
 from headway.strategies.pipeline.transfers import StageTransfer
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from headway.collectives.tree import Tree, map_tensors, tensors
 from headway.errors import PrepareError, UnsupportedError
+from headway.runtime.collectives.tree import Tree, map_tensors, tensors
 from headway.strategies.call_cache import CallCache, signature
 from headway.strategies.pipeline.stages import StageSplit
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from headway.collectives.door import Collectives
-from headway.config.mesh import Layout
+from headway.config.layout.mesh import Layout
+from headway.runtime.collectives.door import Collectives
 from headway.weights.pieces import ShardPiece, TensorBox, TensorSplit
 
 

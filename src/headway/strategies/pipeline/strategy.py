@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from headway.collectives.door import Collectives
-from headway.collectives.tree import Tree, find_batch_size
-from headway.config.mesh import Layout
-from headway.config.pipeline import PipelineOptions
+from headway.config.layout.mesh import Layout
+from headway.config.layout.pipeline import PipelineOptions
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import LossError, PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime import process
+from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.tree import Tree, find_batch_size
 from headway.strategies.axes import left
 from headway.strategies.base import Capabilities, Engine, Transform
 from headway.strategies.data_parallel.replica import GradientBuckets

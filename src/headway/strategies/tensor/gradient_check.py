@@ -7,8 +7,8 @@ function between two matrices), gets another gradient on each rank. The ranks wo
 import torch
 import torch.distributed as dist
 
-from headway.collectives.door import Collectives
 from headway.errors import PrepareError
+from headway.runtime.collectives.door import Collectives
 from headway.strategies.fully_sharded import gradients
 from headway.strategies.tensor.crossings import SplitAxis
 

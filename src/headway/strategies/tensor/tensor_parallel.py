@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from headway.collectives.door import Collectives
 from headway.common.optional import Later
-from headway.config.tensor import TensorParallelOptions
+from headway.config.layout.tensor import TensorParallelOptions
 from headway.errors import ConfigError, PrepareError
+from headway.runtime.collectives.door import Collectives
 from headway.strategies.tensor import gradient_check as agreement
 from headway.strategies.tensor import heads, plans, sequence, styles
 from headway.strategies.tensor.adapters import AdaptedCall

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from headway.collectives.door import Collectives, digest
 from headway.errors import PrepareError
 from headway.log import get_logger
+from headway.runtime.collectives.door import Collectives, digest
 
 log = get_logger(__name__)
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from headway.collectives.door import Collectives
 from headway.errors import ConfigError, NonFiniteError
 from headway.log import get_logger
 from headway.precision.base import Precision
+from headway.runtime.collectives.door import Collectives
 from headway.runtime.events import notify
 from headway.strategies.base import Strategy
 from headway.training.checks.guard import SkippedUpdates

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from headway.collectives.door import Collectives, digest
 from headway.errors import StateError
 from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory
+from headway.runtime.collectives.door import Collectives, digest
 from headway.strategies.base import Strategy
 from headway.training.checks.row_counts import RowCountCheck
 from headway.training.prepared.objects import PreparedObjects

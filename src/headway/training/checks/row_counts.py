@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from headway.collectives.tree import find_batch_size
 from headway.log import get_logger
+from headway.runtime.collectives.tree import find_batch_size
 from headway.training.windows import AccumulationWindows
 
 log = get_logger(__name__)

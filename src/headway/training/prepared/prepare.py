@@ -9,8 +9,6 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
-from headway.batch_size import attempt
-from headway.collectives.streams import share_streams, synchronize_rng_states
 from headway.config.run import DataLoaderConfiguration
 from headway.data.build import prepare_loader
 from headway.data.loader import LoaderEvents, PreparedLoader
@@ -18,7 +16,9 @@ from headway.data.sampling.draws import LoaderStream
 from headway.data.sampling.rules import LoadingRules, TorchRules
 from headway.errors import PrepareError
 from headway.log import get_logger
+from headway.memory.batch_size import attempt
 from headway.offload.spread import spread_over
+from headway.runtime.collectives.streams import share_streams, synchronize_rng_states
 from headway.runtime.conditional_calls import RankConditionalCallCheck
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import mix

@@ -8,7 +8,7 @@ from headway import Accelerator, ProjectConfiguration
 from headway.checkpoint.format.foreign import explain
 from headway.checkpoint.format.manifest import read_manifest
 from headway.errors import CheckpointError
-from tests.unit.checkpoint.format.test_files import save
+from tests.unit.checkpoint.loading.test_files import save
 
 ACCELERATE = """
 import sys, torch

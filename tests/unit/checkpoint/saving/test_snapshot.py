@@ -8,13 +8,13 @@ import threading
 import pytest
 import torch
 
-from headway.checkpoint.format.files import read_tensors
 from headway.checkpoint.format.manifest import read_manifest
+from headway.checkpoint.loading.files import read_tensors
 from headway.checkpoint.saving import writer
 from headway.checkpoint.saving.snapshot import HostCopies
 from headway.checkpoint.state import CollectedState
 from headway.weights.shards import raw_bytes
-from tests.unit.checkpoint.format.test_files import TENSORS, job
+from tests.unit.checkpoint.loading.test_files import TENSORS, job
 
 
 class Devices:

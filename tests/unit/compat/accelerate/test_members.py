@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from headway import Accelerator, DataLoaderConfiguration, RNGType
-from headway.collectives.streams import stream_names
 from headway.errors import ConfigError, UnsupportedError
+from headway.runtime.collectives.streams import stream_names
 
 
 def test_surroundings():

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from headway import ActivationCheckpointing
-from headway.config.mesh import Layout, parse
+from headway.config.layout.mesh import Layout, parse
 from headway.config.strategies import EngineOptions
 from headway.errors import PrepareError, StateError, UnsupportedError
 from headway.planning.dry_run import preparation

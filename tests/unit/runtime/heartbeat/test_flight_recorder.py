@@ -8,11 +8,11 @@ import torch
 import torch._C._distributed_c10d as engine
 import torch.distributed as dist
 
+from headway.launch.watch.judge import judge, text
+from headway.launch.watch.views import view_of
 from headway.runtime.heartbeat import file as pulse
 from headway.runtime.heartbeat.flight_recorder import Recorder, forget, latest
 from headway.runtime.heartbeat.thread import Heartbeat
-from headway.watch.judge import judge, text
-from headway.watch.views import view_of
 from tests.unit.runtime.nccl_dump import content, dump, entry
 
 

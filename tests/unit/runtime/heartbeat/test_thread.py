@@ -98,8 +98,8 @@ print(repr(pulse.own().read().phase))
 
 
 def test_a_dump_comes_while_c_code_holds_the_interpreter(path):
+    from headway.launch.watch.frames import parse
     from headway.runtime.heartbeat.thread import LIVE_SIGNAL
-    from headway.watch.frames import parse
 
     if LIVE_SIGNAL is None:
         pytest.skip("this system has no signal to spare")

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headway.collectives import coalesced
-from headway.collectives.door import Collectives
 from headway.config.strategies import DistributedDataParallelKwargs
+from headway.runtime.collectives import coalesced
+from headway.runtime.collectives.door import Collectives
 from headway.runtime.device import CPU
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.data_parallel.replica import ReplicaStrategy

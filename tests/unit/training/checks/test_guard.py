@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from headway import Accelerator, GradScalerKwargs
-from headway.report.data import load
-from headway.report.facts import headline
 from headway.runtime import events
+from headway.tracking.report.data import load
+from headway.tracking.report.facts import headline
 from headway.training.checks import guard
 
 

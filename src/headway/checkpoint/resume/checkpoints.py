@@ -1,0 +1,366 @@
+"""Saving and resuming a run: what is behind `save_state`, `load_state`, `resume` and `epochs`."""
+
+import math
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headway.checkpoint.format.manifest import MANIFEST
+from headway.checkpoint.resume.arguments import check_changed
+from headway.checkpoint.resume.evaluation import EvaluationStart
+from headway.checkpoint.resume.restored import Restored
+from headway.checkpoint.resume.run import RunState
+from headway.checkpoint.saving.place import CheckpointFolder
+from headway.checkpoint.saving.writer import SavePolicy
+from headway.checkpoint.state import CollectedState
+from headway.common.optional import Later
+from headway.config.preemption import Preemption
+from headway.config.run import ProjectConfiguration
+from headway.errors import CheckpointError, ConfigError, StateError
+from headway.log import get_logger
+from headway.runtime.callers import Callers, calling_ranks
+from headway.training.hooks import StepHooks
+
+if TYPE_CHECKING:
+    from headway.checkpoint.resume import preemption
+else:
+    preemption = Later(
+        "headway.checkpoint.resume.preemption"
+    )  # where nobody listens for signals, nothing of it is needed
+
+log = get_logger(__name__)
+
+SaveHook = Callable[[list[torch.nn.Module], list[dict[str, torch.Tensor]], str], None]
+LoadHook = Callable[[list[torch.nn.Module], str], None]
+
+
+class HookHandle:
+    """Takes a hook off again."""
+
+    def __init__(self, hooks: list[Any], hook: Any) -> None:
+        self._hooks, self._hook = hooks, hook
+
+    def remove(self) -> None:
+        """Take it off; a second time does nothing."""
+        self._hooks[:] = [each for each in self._hooks if each is not self._hook]
+
+
+class Checkpoints:
+    """Saves one Accelerator's run, and takes it up again.
+
+    Args:
+        run_state: what is saved.
+        project: where, and how many.
+        moments: of the training step, some of which are checks' of what is saved or resumed.
+        last_hook: gives a hook that is called after all those of `add_save_hook`; None: there is none.
+
+    Attributes:
+        place: where the checkpoints lie.
+        guard: answers who asks the run to end; None where nobody listens.
+    """
+
+    def __init__(
+        self,
+        run_state: RunState,
+        project: ProjectConfiguration,
+        moments: StepHooks,
+        last_hook: Callable[[], SaveHook | None] = lambda: None,
+    ) -> None:
+        self.place = CheckpointFolder(project, run_state.saver)
+        self.guard: preemption.PreemptionGuard | None = None
+        self._run = run_state
+        self._moments = moments
+        self._save_hooks: list[SaveHook] = []
+        self._load_hooks: list[LoadHook] = []
+        self._last_hook = last_hook
+        self._owes_epochs = False
+        self._last: tuple[Path, tuple[object, ...]] | None = None
+        self._has_told_alone = False
+        self._held: Path | None = None
+        if project.automatic_checkpoint_naming:
+            run_state.expect_saves()
+            moments.before_learning.append(self._hold_at_first)
+        if self.place.earlier is not None:
+            self._check_steps()
+
+    def _hold_at_first(self) -> None:
+        """Something is about to learn: has another run the checkpoints' folder?"""
+        if self._held is None:
+            self._hold()
+
+    def _hold(self, is_alone: bool = False) -> None:
+        """Let no other run save where this one does; who only reads holds nothing."""
+        place, run = self.place, self._run
+        if place.is_automatic and place.project.project_dir is not None:
+            self._held = place.parent()
+            run.run_id = run.saver.hold(self._held, run.run_id, is_alone)
+
+    def _check_steps(self) -> None:
+        """From now on there may be something to check where something is about to learn."""
+        if self._check_resumed not in self._moments.before_learning:
+            self._moments.before_learning.append(self._check_resumed)
+            self._moments.before_begin.append(self._check_place)
+
+    # ---------------------------------------------------------------- save
+
+    def save(self, output_dir: str | Path | None, is_blocking: bool, metric: float | None) -> Path:
+        """Commit a checkpoint, on all ranks or on the one that was let pass; returns its folder."""
+        runtime = self._run.runtime
+        callers = calling_ranks(runtime)
+        if len(callers.ranks) == runtime.world_size or callers.ranks[0] not in (0, runtime.rank):
+            return self._commit(output_dir, is_blocking, metric)
+        if callers.ranks[0] == runtime.rank:
+            self._tell_alone(callers)
+            return self._commit(output_dir, is_blocking, metric, is_alone=True)
+        # Such as the first process of another machine: rank 0 writes.
+        folder = self.place.folder_for(output_dir)
+        self.place.iteration += self.place.is_automatic
+        return folder
+
+    def _tell_alone(self, callers: Callers) -> None:
+        if not self._has_told_alone:
+            self._has_told_alone = True
+            log.warning(
+                "save_state at %s is called on rank %d only, %s: the checkpoint holds everything but the random streams%s of the "
+                "other ranks, which get new ones after a resume. To keep theirs too, call it on every rank",
+                callers.call_site,
+                callers.ranks[0],
+                callers.reason,
+                " and the optimizer states (of local SGD)" if self._run.has_parted else "",
+                main_process_only=False,
+            )
+
+    def _commit(
+        self,
+        output_dir: str | Path | None,
+        is_blocking: bool,
+        metric: float | None,
+        before: EvaluationStart | None = None,
+        is_alone: bool = False,
+    ) -> Path:
+        run, place = self._run, self.place
+        if metric is not None:  # nan is never the best, and JSON has none
+            metric = float(metric) if math.isfinite(metric) else None
+        run.saver.wait(is_alone)
+        self._hold(is_alone)
+        if not is_blocking:
+            self._check_steps()
+        if not is_alone:  # some ranks may have saved without the others
+            place.iteration = run.saver.meet(place.iteration)
+        folder = place.folder_for(output_dir)
+        if not is_alone and not place.is_automatic:
+            folder = run.saver.agree_on(folder)
+        collected, about = run.collect(before, is_alone)
+        about |= {"name": folder.name, "iteration": place.iteration, "metric": metric}
+        policy = SavePolicy(
+            place.project.total_limit if place.is_automatic else None,
+            place.best(folder, metric, run.run_id),
+            place.is_automatic,
+            is_blocking,
+            is_alone=is_alone,
+        )
+        hooks = self._hooks_of_save()
+        fill = (lambda staging: self._call_save_hooks(hooks, collected, staging)) if hooks else None
+        where = run.place(before)  # asks the user's objects, and the random streams are read after them
+        run.saver.save(folder, collected, about, policy, fill, lambda: run.seal(collected, before, is_alone))
+        place.iteration += place.is_automatic
+        if not is_alone:
+            self._last = folder, where
+        return folder
+
+    def _hooks_of_save(self) -> list[SaveHook]:
+        last = self._last_hook()
+        return [*self._save_hooks, *([] if last is None else [last])]
+
+    def _call_save_hooks(self, hooks: Sequence[SaveHook], collected: CollectedState, staging: Path) -> None:
+        models = self._run.models
+        weights = [
+            {
+                name.split("/", 2)[2]: tensor
+                for name, tensor in collected.tensors.items()
+                if name.startswith(f"model/{index}/")
+            }
+            for index in range(len(models))
+        ]
+        before = list(weights)
+        for hook in hooks:
+            hook(models, weights, str(staging))
+        for index, own in enumerate(before):
+            if not any(own is each for each in weights):
+                for name in own:
+                    del collected.tensors[f"model/{index}/{name}"]
+                for name in [each for each in collected.aliases if each.startswith(f"model/{index}/")]:
+                    del collected.aliases[name]
+
+    def wait(self) -> None:
+        """Wait until a save behind the loop is on the disk; every rank calls it."""
+        self._run.saver.wait()
+
+    # ---------------------------------------------------------------- preemption
+
+    @property
+    def is_preempted(self) -> bool:
+        """Have all ranks agreed to stop?"""
+        return self.guard is not None and self.guard.is_preempted
+
+    def check_preemption(self) -> bool:
+        """Stop here where the run is asked to end; returns `is_preempted`."""
+        if self.guard is not None:
+            self.guard.check()
+        return self.is_preempted
+
+    def watch(self, settings: Preemption | None, is_asked_for: bool) -> None:
+        """Begin to listen; where nobody has asked for it, only on the main thread, which alone may."""
+        if settings is None or (not is_asked_for and threading.current_thread() is not threading.main_thread()):
+            return
+        self.guard = preemption.PreemptionGuard(settings, self._run, self._save_to_end)
+        self._run.expect_saves()
+        self._run.ask_before_batches(self.guard.at_fetch)
+        self._check_steps()
+
+    def stop_watching(self) -> None:
+        """Leave signals and deadlines alone from now on, and the folder to others until something is trained or saved again."""
+        if self.guard is not None:
+            self.guard.stop()
+            self._run.ask_before_batches(None)
+        if self._held is not None:
+            self._run.saver.let_go(self._held)
+            self._held = None
+
+    def start_watching(self) -> None:
+        """Listen again, in place of whoever has done so since."""
+        if self.guard is None:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            log.info("signals that ask the run to end are not heeded, as this is not the main thread")
+            return
+        self.guard.start()
+        self._run.ask_before_batches(self.guard.at_fetch)
+
+    def _check_place(self) -> None:
+        """A check of a loop that has no prepared loader in iteration, and of the save behind the loop."""
+        self._run.saver.poll()
+        if self.guard is not None and self._run.is_without_loader:
+            self.guard.check()
+
+    def _save_to_end(self, before: EvaluationStart | None) -> Path:
+        """A checkpoint of this place: the one behind the loop where it is of this place, else another."""
+        run, last = self._run, self._last
+        try:
+            run.saver.wait()
+            is_here = last is not None and last[1] == run.place(before) and not run.custom
+            # A save of one rank alone may have put it out.
+            if (
+                run.saver.is_agreed(is_here and last is not None and (last[0] / MANIFEST).is_file())
+                and last is not None
+            ):
+                return last[0]
+        except CheckpointError as error:
+            log.warning("%s; another one is saved now", error)
+        return self._commit(None, True, None, before)
+
+    # ---------------------------------------------------------------- hooks and objects
+
+    def add_save_hook(self, hook: SaveHook) -> HookHandle:
+        """Call it in each save, on every rank, before anything is written."""
+        self._save_hooks.append(hook)
+        return HookHandle(self._save_hooks, hook)
+
+    def add_load_hook(self, hook: LoadHook) -> HookHandle:
+        """Call it in each load."""
+        self._load_hooks.append(hook)
+        return HookHandle(self._load_hooks, hook)
+
+    def register(self, objects: tuple[Any, ...]) -> None:
+        """Save and load these objects too.
+
+        Raises:
+            ConfigError: naming those that lack state_dict or load_state_dict.
+        """
+        unfit = [
+            type(obj).__name__
+            for obj in objects
+            if not (callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)))
+        ]
+        if unfit:
+            raise ConfigError(
+                f"register_for_checkpointing got {', '.join(unfit)} without state_dict and load_state_dict"
+            )
+        self._run.custom.extend(objects)
+
+    # ---------------------------------------------------------------- load
+
+    def models_to_load(self, folder: Path) -> list[torch.nn.Module]:
+        """The models that the hooks of a load leave to it, for a folder of another program's."""
+        models = self._run.models
+        for hook in self._load_hooks:
+            hook(models, str(folder))
+        return models
+
+    def load(
+        self, input_dir: str | Path | None, is_strict: bool, changed: str | Collection[str] | None = ()
+    ) -> Restored:
+        """Take a checkpoint up, after prepare: all of it or nothing; every rank calls it.
+
+        Raises:
+            StateError: the conditions around the call keep other ranks away.
+        """
+        meant = check_changed(changed)
+        callers = calling_ranks(self._run.runtime)
+        if len(callers.ranks) < self._run.runtime.world_size:
+            raise StateError(
+                f"load_state is called at {callers.call_site} on rank {callers.ranks[0]} only, {callers.reason}: every rank takes up "
+                "its own part of the state, and all check that it fits. Call it on every rank, outside conditions on the rank"
+            )
+        self._run.saver.wait()
+        folder = self.place.to_load(input_dir)
+        restored = self._run.load(folder, is_strict, self._load_hooks, meant)
+        self.place.go_on_from(folder, restored.about.get("iteration"))
+        log.info(str(restored))
+        return restored
+
+    def resume(
+        self, checkpoint: str | Path, is_strict: bool, run: str | None, changed: str | Collection[str] | None = ()
+    ) -> Restored | None:
+        """Go on from a checkpoint where there is one."""
+        is_newest = str(checkpoint) == "latest"
+        folder = self.place.newest(run) if is_newest else Path(checkpoint).expanduser().absolute()
+        if folder is None:
+            log.info("no checkpoint in %s yet: training begins at the start", self.place.parent())
+            return None
+        restored = self.load(folder, is_strict, changed)
+        self._owes_epochs = True
+        self._check_steps()
+        return restored
+
+    # ---------------------------------------------------------------- epochs
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """The numbers of the epochs that are left of `num_epochs`."""
+        run = self._run
+        self._owes_epochs = False
+        while run.epoch < num_epochs:
+            run.begin_epoch()
+            yield run.epoch
+            if run.is_stopped:  # in its middle: a checkpoint saved now goes on there
+                return
+            run.end_epoch()
+
+    def _check_resumed(self) -> None:
+        """Something is about to learn.
+
+        Raises:
+            CheckpointError: an earlier run's checkpoints are in the way, and nothing was resumed.
+            StateError: the run was resumed, and its loop over a loader does not go by `epochs`.
+        """
+        # An evaluation may come before the loop.
+        if self._owes_epochs and not self._run.is_without_loader:
+            self._owes_epochs = False
+            raise StateError(
+                f"this run was resumed in epoch {self._run.epoch}, but the loop does not go by it: write `for epoch in "
+                "accelerator.epochs(num_epochs):` in place of `for epoch in range(num_epochs):`"
+            )
+        self.place.check_resumed()

@@ -1,0 +1,1 @@
+"""Batches, loaders and exchange as Accelerate's functions."""

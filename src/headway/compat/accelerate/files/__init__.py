@@ -1,0 +1,1 @@
+"""Accelerate's checkpoint folders and files of shards."""

@@ -1,0 +1,151 @@
+"""Accelerate's commands as libraries call them: its config file as an object, its launcher as a parser and a function.
+
+Each runs the corresponding Headway command, under Accelerate's name.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headway.common import env
+from headway.compat.accelerate.launching.config_file import translate
+from headway.config import files
+from headway.errors import ConfigError
+
+_COMMANDS = {
+    "config": ("config",),
+    "env": ("env",),
+    "estimate-memory": ("estimate",),
+    "launch": ("launch", "--as", "accelerate"),
+    "merge-weights": ("merge",),
+    "test": ("test",),
+}
+"""Command of `accelerate` -> what `headway` is given."""
+
+default_config_file = str(files.default_file(env.snapshot()))
+
+
+class LoadedConfig:
+    """A config file's keys as attributes.
+
+    Args:
+        values: by key.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All keys and their values."""
+        return dict(self.__dict__)
+
+
+def load_config_from_file(config_file: str | None) -> LoadedConfig:
+    """Read a config file, Headway's or Accelerate's.
+
+    Args:
+        config_file: its path; None: the one that `headway config` writes.
+
+    Raises:
+        ConfigError: the file does not exist, or it is not a mapping.
+    """
+    path = Path(config_file or default_config_file)
+    if not path.is_file():
+        raise ConfigError(f"no config file at {path}; `headway config` writes one")
+    return LoadedConfig(files.load_mapping(files.read(path), str(path)))
+
+
+class LaunchParser(argparse.ArgumentParser):
+    """Accepts any launcher command line unparsed: `headway launch` parses it and reports its errors."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """All arguments in one list, `line`."""
+        found = namespace if namespace is not None else argparse.Namespace()
+        found.line = list(sys.argv[1:] if args is None else args)
+        return found, []
+
+
+def launch_command_parser(subparsers: Any = None) -> LaunchParser:
+    """A parser whose result can be passed to `launch_command`."""
+    return LaunchParser("headway launch", add_help=False)
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Run `headway launch --as accelerate` with the arguments, and wait; if it fails, this process exits with the same code."""
+    code = _run("launch", args.line)
+    if code:
+        sys.exit(code)
+
+
+def _run(command: str, line: Sequence[str]) -> int:
+    with tempfile.TemporaryDirectory(prefix="headway_") as folder:
+        try:
+            line, more = with_own_file(line, Path(folder)) if command == "launch" else (line, {})
+        except ConfigError as error:
+            print(f"headway: error: {error}", file=sys.stderr)
+            return 2
+        program = [sys.executable, "-m", "headway", *_COMMANDS[command], *line]
+        return subprocess.call(program, env={**env.snapshot(), **more})
+
+
+def with_own_file(line: Sequence[str], folder: Path) -> tuple[list[str], dict[str, str]]:
+    """A launcher's command line in which Accelerate's config file is replaced by its translation.
+
+    Args:
+        line: the launcher's arguments, the script and its arguments.
+        folder: where the translation goes, if one is needed.
+
+    Returns:
+        The line, and variables for the environment of what it starts.
+
+    Raises:
+        ConfigError: the file cannot be read, or has a key that neither library knows.
+    """
+    start, stop, named = _config_file(line)
+    values = files.load_mapping(files.read(Path(named)), named) if named else {}
+    if values.keys() <= set(files.KEYS):
+        return list(line), {}
+    if values.get("distributed_type") == "NO":
+        values["num_processes"] = 1  # Accelerate starts one, whatever the number says
+    made = translate(values, named)
+    for key, text in made.lines:
+        if text.startswith("NOT KEPT"):
+            print(f"headway: {named}: {key}: {text}", file=sys.stderr)
+    path = folder / f"{Path(named).stem}_translated.yaml"
+    files.write(made.config, path)
+    # transformers' Trainer writes whole weights at the end where the file says so, and none where it does not.
+    kind = (values.get("fsdp_config") or {}).get("fsdp_state_dict_type")
+    return [*line[:start], "--config_file", str(path), *line[stop:]], {
+        "FSDP_STATE_DICT_TYPE": str(kind)
+    } if kind else {}
+
+
+def _config_file(line: Sequence[str]) -> tuple[int, int, str]:
+    """Where the launcher is told of a config file, from and to, and which; an empty name where it is not told."""
+    for index, word in enumerate(line):
+        if word.endswith(".py") or word in ("-m", "--module"):
+            break  # what follows is the script's
+        option, _, joined = word.partition("=")
+        if option.replace("-", "_") == "__config_file":
+            stop = index + (1 if joined else 2)
+            return index, stop, joined or "".join(line[index + 1 : stop])
+    return 0, 0, ""
+
+
+def main() -> int:
+    """What `accelerate COMMAND` does when Headway stands in for Accelerate; returns the exit code."""
+    command, *line = sys.argv[1:] or ["--help"]
+    if command not in _COMMANDS:
+        commands = ", ".join(_COMMANDS)
+        print(f"accelerate (served by Headway): no command {command!r}; the commands are {commands}", file=sys.stderr)
+        return 2
+    return _run(command, line)
+
+
+def launch_main() -> int:
+    """What `python -m accelerate.commands.launch` does."""
+    return _run("launch", sys.argv[1:])

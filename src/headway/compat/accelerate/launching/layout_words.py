@@ -1,0 +1,333 @@
+"""How Accelerate's settings for layouts are translated: one table for its launch flags, its config files and its plugins.
+
+Each key is served (it decides a setting), needless (it changes nothing here, and the reason is told) or refused by name.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from headway.common import env
+from headway.common.untrusted import shown, whole_number
+from headway.config.launch import OF_DEEPSPEED, WRAPPING
+from headway.config.layout.context import ROTATIONS
+from headway.config.layout.request import LayoutRequest
+from headway.errors import ConfigError
+
+SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""FSDP version 1's layouts, in the order of torch's enumeration, from 1."""
+_STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+_AXES = {"dp_replicate_size": "replicate", "dp_shard_size": "shard", "cp_size": "cp", "tp_size": "tp"}
+
+_ALIASES = {"cpu_offload": "offload_params", "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap"}
+"""The plugin's fields by the names of the flags."""
+
+_NEEDLESS = {
+    "use_orig_params": "FSDP2 always keeps the model's own parameters",
+    "sync_module_states": "prepare() gives all ranks the values of rank 0",
+    "cpu_ram_efficient_loading": (
+        "prepare() gives all ranks the values of rank 0, and a model built under init_empty_weights() takes no memory until then"
+    ),
+    "limit_all_gathers": "FSDP2 itself keeps at most two blocks gathered",
+    "forward_prefetch": "FSDP2 gathers the next block while this one computes",
+    "state_dict_config": "checkpoints are sharded and can be loaded under any layout",
+    "optim_state_dict_config": "checkpoints are sharded and can be loaded under any layout",
+}
+_CHECKED = {"state_dict_type": "state_dict_config", "backward_prefetch": "forward_prefetch"}
+"""Further keys that change nothing, for the reason of another, but whose values are checked."""
+_REFUSED = {
+    "ignored_modules": (
+        "name the frozen modules that should stay whole: Accelerator(kwargs_handlers=[ShardingOptions(ignored=(...))])"
+    ),
+    "param_init_fn": (
+        "a model on the meta device is initialised by its modules' reset_parameters(); give those classes one"
+    ),
+}
+_NEEDLESS_OF_DEEPSPEED = {
+    "zero3_save_16bit_model": "save_model() writes whole weights",
+    **{
+        f"deepspeed_{name}": "`headway launch` starts the processes, with one launcher per machine"
+        for name in ("hostfile", "exclusion_filter", "inclusion_filter", "multinode_launcher")
+    },
+}
+_REFUSED_OF_DEEPSPEED = {
+    "zero3_init_flag": (
+        "a model is built whole on each process and partitioned in prepare(); leave it out. If the model does not fit, use "
+        "--strategy fsdp, which supports models on the meta device"
+    ),
+    "deepspeed_moe_layer_cls_names": "mixtures of experts are partitioned like other layers; leave it out",
+}
+DEEPSPEED_KEYS = ("zero_stage", *OF_DEEPSPEED, *_NEEDLESS_OF_DEEPSPEED, *_REFUSED_OF_DEEPSPEED)
+"""Options of DeepSpeed that this table knows."""
+
+
+# -------------------------------------------------------------------- FSDP
+
+
+def read_fsdp(request: LayoutRequest, name: str, value: Any, key: str | None = None) -> None:
+    """Read one option of FSDP.
+
+    Args:
+        request: takes what it asks for.
+        name: without "fsdp_", or a field of FullyShardedDataParallelPlugin.
+        value: text of a command line, a value of a file, or what the plugin was given.
+        key: how it is called where it was written.
+
+    Raises:
+        ConfigError: a value that Accelerate does not have either.
+    """
+    key = key or f"fsdp_{name}"
+    name = _ALIASES.get(name, name)
+    if name in _NEEDLESS:
+        request.ignore(key, _NEEDLESS[name])
+    elif name in _REFUSED:
+        request.refuse(key, _REFUSED[name])
+    elif name in _READERS:
+        _READERS[name](request, value, key)
+    else:
+        raise ConfigError(f"{key} is not an FSDP option; remove it")
+
+
+def _read_version(request: LayoutRequest, value: Any, key: str) -> None:
+    if str(value) not in ("1", "2"):
+        raise ConfigError(f"{key}={value!r}; allowed: 1, 2")
+    request.ignore(key, f"Headway uses FSDP2{', and accepts the keys of FSDP1' if str(value) == '1' else ''}")
+
+
+def _read_sharding(request: LayoutRequest, value: Any, key: str) -> None:
+    word = _word(value, SHARDING, key, first=1)
+    layout = "ddp" if word == "NO_SHARD" else "hsdp" if word.startswith("HYBRID") else "fsdp"
+    request.use_shards(key, layout)
+    request.lines.append((key, f"strategy: {layout!r}"))
+    if word in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
+        request.take("fsdp_reshard_after_forward", False, key)
+
+
+def _read_reshard(request: LayoutRequest, value: Any, key: str) -> None:
+    truth = False if str(getattr(value, "name", value)).upper() == "NO_RESHARD" else _truth(value)
+    if truth is None:
+        _read_sharding(request, value, key)
+    else:
+        request.take("fsdp_reshard_after_forward", truth, key)
+
+
+def _read_offload(request: LayoutRequest, value: Any, key: str) -> None:
+    kind = type(value).__name__  # torch's own classes, which are not imported here
+    offloads = _truth(getattr(value, "offload_params", value))
+    truth = {"CPUOffloadPolicy": True, "OffloadPolicy": False}.get(kind, offloads)
+    if truth is None:
+        raise ConfigError(f"{key}={value!r}; give True or False")
+    request.take("fsdp_offload_params", truth, key)
+
+
+def _read_policy(request: LayoutRequest, value: Any, key: str) -> None:
+    if not callable(value):
+        word = _word(value, tuple(each.upper() for each in WRAPPING), key).lower()
+        request.take("fsdp_auto_wrap_policy", word, key)
+        return
+    keywords = getattr(value, "keywords", {})
+    classes = getattr(value, "_module_classes", None) or keywords.get("transformer_layer_cls")
+    name = "transformer_auto_wrap_policy" if classes else getattr(getattr(value, "func", value), "__name__", "")
+    known = {"transformer_auto_wrap_policy": WRAPPING[0], "size_based_auto_wrap_policy": WRAPPING[1]}
+    if name not in known:
+        request.refuse(
+            key, "custom policies are not supported; name the blocks' classes in transformer_cls_names_to_wrap"
+        )
+        return
+    request.take("fsdp_auto_wrap_policy", known[name], key)
+    if classes:
+        _read_classes(request, sorted(kind.__name__ for kind in classes), key)
+    elif keywords.get("min_num_params"):
+        _read_min_params(request, keywords["min_num_params"], key)
+
+
+def _read_classes(request: LayoutRequest, value: Any, key: str) -> None:
+    names = [str(name) for name in value] if isinstance(value, (list, tuple, set)) else str(value).split(",")
+    request.take("fsdp_transformer_layer_cls_to_wrap", ",".join(name.strip() for name in names), key)
+
+
+def _read_min_params(request: LayoutRequest, value: Any, key: str) -> None:
+    if number := _number(value, key, 0):
+        request.take("fsdp_min_num_params", number, key)
+    else:
+        request.ignore(key, "no size: blocks are detected")
+
+
+def _read_truth(setting: str, request: LayoutRequest, value: Any, key: str) -> None:
+    truth = _truth(value)
+    if truth is None:
+        raise ConfigError(f"{key}={value!r}; give true or false")
+    request.take(setting, truth, key)
+
+
+def _read_state_dict(request: LayoutRequest, value: Any, key: str) -> None:
+    word = _word(value, _STATE_DICTS, key, first=1)
+    whole = "; save_model() writes whole weights" if word == "FULL_STATE_DICT" else ""
+    request.ignore(key, f"{_NEEDLESS['state_dict_config']}{whole}")
+
+
+def _read_prefetch(request: LayoutRequest, value: Any, key: str) -> None:
+    _word(value, _PREFETCHES, key, first=1)
+    request.ignore(key, _NEEDLESS["forward_prefetch"])
+
+
+def _read_precision(request: LayoutRequest, value: Any, key: str) -> None:
+    known = ("param_dtype", "reduce_dtype", "output_dtype")
+    if isinstance(value, str):
+        value = dict.fromkeys(known[:2], value)
+    elif not isinstance(value, Mapping):
+        value = {name: getattr(value, name, None) for name in (*known, "buffer_dtype")}
+    for name, dtype in value.items():
+        if name not in (*known, "buffer_dtype"):
+            raise ConfigError(f"{key} has {name!r}; allowed: {', '.join(known)}")
+        if dtype is not None and name == "buffer_dtype":
+            request.ignore(f"{key}.buffer_dtype", "buffers keep their own")
+        elif dtype is not None:
+            request.dtypes[name] = dtype
+            request.lines.append((key, f"{name}: {dtype}"))
+
+
+_READERS: Mapping[str, Callable[[LayoutRequest, Any, str], None]] = {
+    "version": _read_version,
+    "sharding_strategy": _read_sharding,
+    "reshard_after_forward": _read_reshard,
+    "offload_params": _read_offload,
+    "auto_wrap_policy": _read_policy,
+    "transformer_layer_cls_to_wrap": _read_classes,
+    "min_num_params": _read_min_params,
+    "activation_checkpointing": partial(_read_truth, "fsdp_activation_checkpointing"),
+    "activation_checkpointing_offload": partial(_read_truth, "fsdp_activation_checkpointing_offload"),
+    "state_dict_type": _read_state_dict,
+    "backward_prefetch": _read_prefetch,
+    "mixed_precision_policy": _read_precision,
+}
+FSDP_KEYS = (*_READERS, *_NEEDLESS, *_REFUSED)
+"""Options of FSDP that this table knows, without "fsdp_"."""
+
+
+# -------------------------------------------------------------------- sizes
+
+
+SIZE_KEYS = (
+    *(*_AXES, "cp_backend", "cp_comm_strategy", "sp_size", "sp_backend", "sp_seq_length"),
+    *("sp_seq_length_is_variable", "sp_attn_implementation"),
+)
+"""Keys of a parallelism_config, without their prefix."""
+
+
+def read_size(request: LayoutRequest, name: str, value: Any, key: str | None = None) -> None:
+    """Read one key of a ParallelismConfig, without its prefix.
+
+    Raises:
+        ConfigError: a size that is not a number of processes.
+    """
+    key = key or f"parallelism_config_{name}"
+    if name == "cp_backend":
+        _word(value, ("TORCH",), key)
+        request.ignore(key, "there is no other backend than torch")
+    elif name == "cp_comm_strategy":
+        request.take(name, _word(value, tuple(map(str.upper, ROTATIONS)), key).lower(), key)
+    elif name.startswith("sp_") and (name != "sp_size" or _number(value, key, 1) == 1):
+        request.ignore(key, "DeepSpeed's sequence parallelism is not supported")
+    elif name == "sp_size":
+        request.refuse(
+            key,
+            "DeepSpeed's sequence parallelism (Ulysses) is not supported; if activations are too large, checkpoint them "
+            "(--fsdp_activation_checkpointing true), or use tensor parallelism's own (docs/tensor_parallel.md)",
+        )
+    elif name in _AXES:
+        request.set_size(_AXES[name], _number(value, key, 1), key)
+    else:
+        raise ConfigError(f"{key} is not a key of parallelism_config; remove it")
+
+
+# -------------------------------------------------------------------- DeepSpeed
+
+
+def read_deepspeed(request: LayoutRequest, name: str, value: Any, key: str | None = None) -> None:
+    """Read one option of DeepSpeed.
+
+    Raises:
+        ConfigError: a value that Accelerate does not have either.
+    """
+    key = key or name
+    if name in _NEEDLESS_OF_DEEPSPEED:
+        request.ignore(key, _NEEDLESS_OF_DEEPSPEED[name])
+    elif name in _REFUSED_OF_DEEPSPEED and (_truth(value) is False or str(value).lower() == "none"):
+        request.ignore(key, "off")
+    elif name in _REFUSED_OF_DEEPSPEED:
+        request.refuse(key, _REFUSED_OF_DEEPSPEED[name])
+    elif str(value).lower() in ("none", "auto"):
+        request.ignore(key, "undecided")
+    elif name == "zero_stage":
+        stage = _number(value, key, 0)
+        if stage not in (1, 2, 3):
+            raise ConfigError(
+                f"{key}={value!r}; allowed: 1, 2, 3{'; stage 0 shards nothing; leave it out' if stage == 0 else ''}"
+            )
+        request.use_deepspeed(key, f"zero{stage}")
+        request.lines.append((key, f"strategy: 'zero{stage}'"))
+    elif name == "gradient_clipping":
+        try:
+            request.take(name, float(value), key)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{key}={value!r}; give a number") from None
+    elif name in ("offload_optimizer_device", "offload_param_device"):
+        request.take(name, _word(value, ("CPU", "NVME"), key).lower(), key)
+    elif name in OF_DEEPSPEED:
+        request.take(name, str(value), key)
+    else:
+        raise ConfigError(f"{key} is not a DeepSpeed option; remove it")
+
+
+LAYOUT_SECTIONS: Mapping[str, tuple[str, tuple[str, ...], Callable[..., None]]] = {
+    "fsdp_config": ("fsdp_", FSDP_KEYS, read_fsdp),
+    "parallelism_config": ("parallelism_config_", SIZE_KEYS, read_size),
+    "deepspeed_config": ("", DEEPSPEED_KEYS, read_deepspeed),
+}
+"""Sections of Accelerate's files that say how the model is spread: what stands before each key, the keys, their reader."""
+
+
+def explain_key(key: str) -> str | None:
+    """What to say of a launch flag of Accelerate's that stands in a config file of Headway's; None of any other key."""
+    name = key.removeprefix("fsdp_")
+    if key in ("use_fsdp", "fsdp_version", "fsdp_sharding_strategy"):
+        return "write strategy: fsdp, or hsdp=8"
+    if key in ("use_deepspeed", "zero_stage"):
+        return "write strategy: zero1, zero2 or zero3"
+    if key in _NEEDLESS_OF_DEEPSPEED or key in _REFUSED_OF_DEEPSPEED:
+        return _NEEDLESS_OF_DEEPSPEED.get(key) or _REFUSED_OF_DEEPSPEED[key]
+    if key == "use_parallelism_config" or key.removeprefix("parallelism_config_") in SIZE_KEYS:
+        return "write the sizes in the strategy: fsdp=4+tp=2"
+    if key == f"fsdp_{name}" and name in (*_NEEDLESS, *_CHECKED):
+        return f"it has no effect here: {_NEEDLESS[_CHECKED.get(name, name)]}"
+    return _REFUSED.get(name) if key != name else None
+
+
+def _truth(value: Any) -> bool | None:
+    """A truth value in whatever spelling; None where it is none."""
+    if isinstance(value, bool):
+        return value
+    try:
+        return env.parse_bool(value, "") if isinstance(value, str) and value.strip() else None
+    except ConfigError:
+        return None
+
+
+def _word(value: Any, allowed: tuple[str, ...], key: str, first: int = 0) -> str:
+    """One of the words: itself in any case, torch's enumeration member, or a number where they are counted from `first`."""
+    word = str(getattr(value, "name", value)).strip().upper()
+    number = whole_number(word)
+    if number is not None and first and first <= number < first + len(allowed):
+        return allowed[number - first]
+    if word not in allowed:
+        raise ConfigError(f"{key}={shown(str(value))}; allowed: {', '.join(allowed)}")
+    return word
+
+
+def _number(value: Any, key: str, least: int) -> int:
+    number = whole_number(str(value).strip())
+    if number is None or number < least:
+        raise ConfigError(f"{key}={shown(value)}; give a whole number, {least} or more")
+    return number

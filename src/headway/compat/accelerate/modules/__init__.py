@@ -1,0 +1,1 @@
+"""Modules and models as Accelerate's functions and hooks handle them."""

@@ -1,0 +1,229 @@
+"""dispatch_model and related functions under Accelerate's name: Headway places and runs the model; its modules show hooks.
+
+PEFT, diffusers and transformers read `module._hf_hook`: where the module runs, whether its weights are offloaded. The hooks
+shown here are real: they work when they are called or attached to another module. But they are not registered, because
+Headway's own runtime loads the weights during the forward, ahead of their use.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.compat.accelerate.modules.align import AlignDevicesHook
+from headway.compat.accelerate.modules.attach import Hooked, aligned, on_blocks
+from headway.compat.accelerate.modules.hooks import remove_hook_from_module, show_hook
+from headway.offload import dispatch
+from headway.offload.dat_folder import INDEX, OffloadedWeightsLoader, read_offload_index
+from headway.offload.placement.budget import Device
+from headway.offload.placement.device_map import check_device_map
+from headway.offload.placement.device_map import main_device as main_device_of
+from headway.offload.placement.sizes import Dtype
+from headway.offload.spread import EXECUTION
+from headway.weights.names import places_of
+
+_HOST = ("cpu", "disk")
+Where = Device | torch.device
+Weights = Mapping[str, torch.Tensor]
+Index = Mapping[str, Mapping[str, object]]
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Where],
+    main_device: Where | None = None,
+    state_dict: Weights | None = None,
+    offload_dir: str | Path | None = None,
+    offload_index: Index | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Headway's dispatch_model; modules show hooks where Accelerate attaches some.
+
+    Args:
+        device_map: {name of a module or tensor: device}. It is checked by the current value of
+            `accelerate.big_modeling.check_device_map`; tensors that a replaced check allows to be unplaced stay where they are.
+        others: as for `headway.dispatch_model`.
+    """
+    _clear(model)
+    if offload_index is None and offload_dir is not None:
+        offload_index = _written_before(model, offload_dir)
+    whole = {**device_map, **_left_out(model, device_map)} if isinstance(device_map, Mapping) else device_map
+    dispatch.dispatch_model(
+        model, whole, main_device, state_dict, offload_dir, offload_index, offload_buffers, skip_keys, preload_module_classes,
+        force_hooks,
+    )  # fmt: skip
+    if isinstance(device_map, Mapping):
+        model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    is_mapped = state_dict is not None or offload_index is not None or offload_dir is not None
+    _show(model, main_device, is_mapped, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+    return model
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | Path,
+    device_map: str | Mapping[str, Where] | None = None,
+    max_memory: Mapping[Device, int | str] | None = None,
+    no_split_module_classes: list[str] | None = None,
+    offload_folder: str | Path | None = None,
+    offload_buffers: bool = False,
+    dtype: Dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Headway's load_checkpoint_and_dispatch; modules show hooks where Accelerate attaches some.
+
+    Args:
+        others: as for `headway.load_checkpoint_and_dispatch`.
+    """
+    _clear(model)
+    dispatch.load_checkpoint_and_dispatch(
+        model, checkpoint, device_map, max_memory, no_split_module_classes, offload_folder, offload_buffers, dtype,
+        offload_state_dict, skip_keys, preload_module_classes, force_hooks, strict, full_state_dict, broadcast_from_rank0,
+    )  # fmt: skip
+    if device_map is not None:
+        _show(model, None, offload_folder is not None, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+    return model
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: Where | None = None,
+    offload_buffers: bool = False,
+    state_dict: Weights | None = None,
+    preload_module_classes: list[str] | None = None,
+) -> nn.Module:
+    """Headway's cpu_offload; modules show the hooks that Accelerate attaches.
+
+    Args:
+        execution_device: None: where the model is, if that is an accelerator; else this process's accelerator.
+        others: as for `headway.cpu_offload`.
+    """
+    device = _execution_device(model, execution_device)
+    _clear(model)
+    dispatch.cpu_offload(model, device, offload_buffers, state_dict, preload_module_classes)
+    _show_offloaded(model, device, offload_buffers, preload_module_classes)
+    return model
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: str | Path,
+    execution_device: Where | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: list[str] | None = None,
+) -> nn.Module:
+    """Headway's disk_offload; modules show the hooks that Accelerate attaches.
+
+    Args:
+        execution_device: None: where the model is, if that is an accelerator; else this process's accelerator.
+        others: as for `headway.disk_offload`.
+    """
+    device = _execution_device(model, execution_device)
+    _clear(model)
+    dispatch.disk_offload(model, offload_dir, device, offload_buffers, preload_module_classes)
+    _show_offloaded(model, device, offload_buffers, preload_module_classes)
+    return model
+
+
+def _execution_device(model: nn.Module, given: Where | None) -> Where | None:
+    if given is not None:
+        device = torch.device(given)
+        return torch.device("cpu") if device.type == "cpu" else device  # "cpu:0" is the same device
+    first = next((each.device for each in model.parameters()), torch.device("cpu"))
+    if first.type in ("cpu", "meta"):
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return None if found is not None else torch.device("cpu")
+    return first
+
+
+def _written_before(model: nn.Module, folder: str | Path) -> Index | None:
+    """What a library wrote to the folder for this model: entries of tensors whose values are only there."""
+    if not (Path(folder) / INDEX).is_file():
+        return None
+    index = read_offload_index(folder)
+    empty = (name for name, place in places_of(model).items() if place.tensor.is_meta)
+    return {name: index[name] for name in empty if name in index} or None
+
+
+def _left_out(model: nn.Module, device_map: Mapping[str, Where]) -> dict[str, Where]:
+    """What a map may leave out: libraries replace the check with their own, which allows more."""
+    module = sys.modules.get("accelerate.big_modeling")
+    check = check_device_map if module is None else module.check_device_map
+    check(model, device_map)
+    if check is check_device_map:
+        return {}
+    covered = dict(device_map)
+    return {
+        name: place.tensor.device if place.tensor.device.type != "meta" else torch.device("cpu")
+        for name, place in places_of(model).items()
+        if not any(prefix in covered for prefix in _prefixes(name))
+    }
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) + 1)]
+
+
+def _clear(model: nn.Module) -> None:
+    """Remove what an earlier dispatch attached, including to submodules; other hooks stay."""
+    for module in list(model.modules()):
+        if EXECUTION in vars(module):
+            remove_hook_from_module(module, recurse=True)
+
+
+def _show(
+    model: nn.Module,
+    main_device: Where | None,
+    is_mapped: bool,
+    offload_buffers: bool,
+    skip_keys: str | list[str] | None,
+    preload: list[str] | None,
+    force_hooks: bool,
+) -> None:
+    device_map: Mapping[str, Any] = model.hf_device_map  # type: ignore[assignment]
+    places = set(device_map.values())
+    if not (len(places) > 1 or "disk" in places or force_hooks):
+        return
+    main = main_device_of(device_map) if main_device is None else main_device
+    is_host = str(main) == "cpu"
+    offloaded = ("disk",) if is_host else _HOST
+    is_mapped = ("disk" in places and is_mapped) or ("cpu" in places and not is_host)
+    devices = {name: main if str(device) in _HOST else device for name, device in device_map.items()}
+    shown = on_blocks(
+        model,
+        execution_device={**devices, "": main},
+        offload={name: str(device) in offloaded for name, device in device_map.items()},
+        weights_map=OffloadedWeightsLoader(model.state_dict()) if is_mapped else None,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload,
+    )
+    _hang(shown)
+
+
+def _show_offloaded(model: nn.Module, device: Where | None, offload_buffers: bool, preload: list[str] | None) -> None:
+    vars(model).pop("hf_device_map", None)
+    if device is None:
+        device = torch.accelerator.current_accelerator()
+    show_hook(model, AlignDevicesHook(io_same_device=True), append=True)
+    weights = OffloadedWeightsLoader(model.state_dict())
+    _hang(aligned(model, device, True, weights, offload_buffers, preload_module_classes=preload))
+
+
+def _hang(shown: Hooked) -> None:
+    for module, hook, is_added in shown:
+        hook.note_devices(module)
+        show_hook(module, hook, append=is_added)

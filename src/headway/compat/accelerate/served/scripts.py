@@ -1,0 +1,110 @@
+"""Which names of Accelerate a script uses, read from its source without running it."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from headway.compat.accelerate.served.names import MODULES_AS_ACCELERATE
+from headway.compat.accelerate.served.not_served import MEMBERS
+
+
+@dataclass(frozen=True)
+class NameInScript:
+    """One of Accelerate's names in a script.
+
+    Attributes:
+        name: without `accelerate.` and its modules; a module by its path, and a member as "Accelerator.step".
+        line: where it stands first.
+    """
+
+    name: str
+    line: int
+
+
+def uses(source: str | bytes) -> list[NameInScript]:
+    """Every name of Accelerate that a source imports, or reads from an imported module, each once.
+
+    Members of the Accelerator are listed where they are not served and the object was made under a name of the script:
+    `accelerator = Accelerator(...)`.
+
+    Args:
+        source: Python.
+
+    Raises:
+        SyntaxError: it is not.
+    """
+    tree = ast.parse(source)
+    found: dict[str, int] = {}
+    modules: dict[str, str] = {}  # name in the script -> module of Accelerate, "" for the package
+    kinds: set[str] = set()  # what the script calls the class
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for name, bound, module in _imported(node):
+                if module is not None:
+                    modules[bound] = module
+                if name:
+                    found.setdefault(name, node.lineno)
+                    if name == "Accelerator":
+                        kinds.add(bound)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            read = _read(node, modules)
+            if read is not None:
+                found.setdefault(read, node.lineno)
+    objects = set(_objects(tree, kinds, modules))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in MEMBERS and ast.unparse(node.value) in objects:
+            found.setdefault(f"Accelerator.{node.attr}", node.lineno)
+    return sorted((NameInScript(name, line) for name, line in found.items()), key=lambda use: (use.line, use.name))
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str, str | None]]:
+    """Of each imported thing: the name used ("" for the package), what the script calls it, and the module that it is, if any."""
+    if isinstance(node, ast.Import):
+        for each in node.names:
+            package, _, module = each.name.partition(".")
+            if package == "accelerate":
+                yield module, each.asname or package, module if each.asname else ""
+        return
+    package, _, module = (node.module or "").partition(".")
+    if node.level or package != "accelerate":
+        return
+    if module and module not in MODULES_AS_ACCELERATE:
+        yield module, module, None
+    for each in node.names:
+        inner = f"{module}.{each.name}".lstrip(".")
+        # `utils.tqdm` is a module and, as a name, the function.
+        is_module = inner in MODULES_AS_ACCELERATE and inner != "utils.tqdm"
+        if each.name != "*":
+            yield inner if is_module else each.name, each.asname or each.name, inner if is_module else None
+
+
+def _read(node: ast.Attribute, modules: dict[str, str]) -> str | None:
+    """What `accelerate.utils.gather` reads; None where the attribute is not read from a module of Accelerate, or is a module."""
+    parts = []
+    inner: ast.expr = node
+    while isinstance(inner, ast.Attribute):
+        parts.append(inner.attr)
+        inner = inner.value
+    if not isinstance(inner, ast.Name) or inner.id not in modules:
+        return None
+    path = modules[inner.id]
+    for index, part in enumerate(reversed(parts)):
+        longer = f"{path}.{part}".lstrip(".")
+        if longer not in MODULES_AS_ACCELERATE:
+            is_end = index == len(parts) - 1
+            return part if is_end and not part.startswith("__") else None
+        path = longer
+    return None
+
+
+def _objects(tree: ast.AST, kinds: set[str], modules: dict[str, str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        value = getattr(node, "value", None)
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(value, ast.Call):
+            continue
+        made = value.func
+        is_named = isinstance(made, ast.Name) and made.id in kinds
+        if is_named or (isinstance(made, ast.Attribute) and _read(made, modules) == "Accelerator"):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                yield ast.unparse(target)

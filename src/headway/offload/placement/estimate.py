@@ -1,0 +1,307 @@
+"""What running a model takes: its sizes, what of it this machine holds, and the rate that reading its weights allows."""
+
+import inspect
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.common.optional import require
+from headway.errors import ConfigError, DeviceMapError
+from headway.offload.placement.bandwidth import copy_bandwidth, disk_bandwidth, memory_bandwidth
+from headway.offload.placement.budget import OFFLOAD, Device
+from headway.offload.placement.device_map import DeviceMap, device_of, resolve_device_map
+from headway.offload.placement.sizes import Dtype, TensorSizes, compute_module_sizes, get_max_layer_size
+from headway.offload.placement.skeleton import init_empty_weights
+from headway.offload.placement.workload import Workload, cache_and_outputs
+from headway.runtime.device import detect
+from headway.weights.files import WeightFiles, open_checkpoint
+
+DTYPES = ("float32", "bfloat16", "int8", "int4")
+
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A model in one dtype.
+
+    Attributes:
+        dtype: which one, by name.
+        num_bytes: all weights and buffers.
+        largest: bytes of the largest layer.
+        largest_name: that layer's name.
+        device_map: what `device_map="auto"` gives here; None where the largest layer fits nowhere.
+        reason: why there is none.
+        traffic: {device: bytes of weights there that a forward reads}.
+    """
+
+    dtype: str
+    num_bytes: int
+    largest: int
+    largest_name: str
+    device_map: DeviceMap | None
+    reason: str = ""
+    traffic: dict[Device, int] = field(default_factory=dict)
+
+    def places(self) -> dict[Device, int]:
+        """Bytes of weights for each device that holds some."""
+        if self.device_map is None or self.device_map.plan is None:
+            return {}
+        return {row.device: row.weights for row in self.device_map.plan.rows if row.weights}
+
+
+class Bandwidths:
+    """What this machine's memories, links and disk give, each measured when it is first asked for.
+
+    Args:
+        files: the checkpoint's, for the disk.
+        measure_memory: device -> bytes a second of its memory.
+        measure_copy: accelerator -> bytes a second from main memory.
+        measure_disk: files -> bytes a second.
+    """
+
+    def __init__(
+        self,
+        files: list[Path],
+        measure_memory: Callable[[torch.device], float] = memory_bandwidth,
+        measure_copy: Callable[[torch.device], float] = copy_bandwidth,
+        measure_disk: Callable[[list[Path]], float | None] = disk_bandwidth,
+    ) -> None:
+        self._files = files
+        self._measures = measure_memory, measure_copy, measure_disk
+        self.known: dict[str, float | None] = {}
+
+    def memory(self, device: Device) -> float:
+        """Bytes a second of a device's own memory."""
+        where = _torch_device(device)
+        found = self._once("main memory" if device == "cpu" else f"memory of {where}", lambda: self._measures[0](where))
+        assert found is not None
+        return found
+
+    def copy(self, device: Device) -> float:
+        """Bytes a second from main memory to an accelerator."""
+        where = _torch_device(device)
+        found = self._once(f"main memory to {where}", lambda: self._measures[1](where))
+        assert found is not None
+        return found
+
+    def disk(self) -> float | None:
+        """Bytes a second of the disk with the weights; None where there are none, or it cannot be said."""
+        return self._once("disk", lambda: self._measures[2](self._files)) if self._files else None
+
+    def _once(self, name: str, measure: Callable[[], float | None]) -> float | None:
+        if name not in self.known:
+            self.known[name] = measure()
+        return self.known[name]
+
+
+def _torch_device(device: Device) -> torch.device:
+    return torch.device(detect().kind, device) if isinstance(device, int) else torch.device(device)
+
+
+def skeleton_from(folder: str | Path) -> nn.Module:
+    """The model that a local folder's `config.json` describes, without memory; code in the folder is not run.
+
+    Raises:
+        ConfigError: no folder, no config, or one that transformers builds no model of.
+        OptionalDependencyMissing: transformers is not installed.
+    """
+    folder = Path(folder)
+    if not os.path.isfile(folder / "config.json"):
+        raise ConfigError(f"{folder}: no folder with a config.json; give a local folder as save_pretrained() writes it")
+    return skeleton_of(config_of(folder), str(folder))
+
+
+def config_of(folder: str | Path) -> Any:
+    """The transformers config of a local folder, or of a file like its config.json.
+
+    Raises:
+        ConfigError: transformers cannot read it.
+        OptionalDependencyMissing: transformers is not installed.
+    """
+    transformers = require("transformers", "building a model from its config.json needs", "transformers")
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RecursionError) as error:
+        raise ConfigError(f"{folder}: transformers cannot build a model from its config.json: {error}") from error
+
+
+def skeleton_of(
+    config: Any, where: str, kinds: Sequence[str] = ("AutoModel",), include_buffers: bool = False
+) -> nn.Module:
+    """The model of a transformers config, without memory.
+
+    Args:
+        where: the config comes from, for messages.
+        kinds: of transformers' Auto classes, those to try in turn where the config does not name its class.
+        include_buffers: as for `init_empty_weights`.
+
+    Raises:
+        ConfigError: transformers builds none.
+    """
+    transformers = require("transformers", "building a model from its config.json needs", "transformers")
+    named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+    try:
+        with init_empty_weights(include_buffers=include_buffers):
+            if named and named[0] is not None:
+                model = named[0](config)
+            else:
+                autos = [getattr(transformers, kind) for kind in kinds]
+                auto = next((auto for auto in autos if type(config) in auto._model_mapping), autos[-1])
+                model = auto.from_config(config)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise ConfigError(f"{where}: transformers cannot build a model from its config.json: {error}") from error
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def stored_weights(folder: str | Path) -> WeightFiles | None:
+    """The folder's checkpoint, its headers read; None where it has none.
+
+    Raises:
+        CheckpointError: it is damaged, or there are several.
+    """
+    patterns = ("*.safetensors", "*.bin", "*.index.json")
+    if not any(any(Path(folder).glob(pattern)) for pattern in patterns):
+        return None
+    return open_checkpoint(folder)
+
+
+def size_up(model: nn.Module, dtype: Dtype, workload: Workload | None = None) -> ModelSizes:
+    """Sizes, placement and traffic of a model in one dtype on this machine.
+
+    Raises:
+        DeviceMapError: the workload cannot be measured.
+    """
+    sizes = compute_module_sizes(model, dtype)
+    classes = getattr(model, "_no_split_modules", None)
+    parts: list[tuple[str, nn.Module | torch.Tensor]] = [
+        *model.named_children(),
+        *model.named_parameters(recurse=False),
+    ]
+    largest, names = get_max_layer_size(parts, sizes, classes)
+    shown = str(dtype).removeprefix("torch.")
+    found = shown, sizes[""], largest, names[0] if names else "the whole model"
+    try:
+        device_map = resolve_device_map(model, "auto", dtype=dtype, workload=workload)
+    except DeviceMapError as error:
+        if workload is not None and isinstance(error.__cause__, Exception):
+            raise
+        return ModelSizes(*found, device_map=None, reason=str(error))
+    return ModelSizes(*found, device_map=device_map, traffic=traffic(model, device_map, dtype))
+
+
+def traffic(model: nn.Module, device_map: DeviceMap, dtype: Dtype) -> dict[Device, int]:
+    """{device: bytes of its weights that one forward of one token reads at least}.
+
+    Every weight counts once. Of the input embedding, unless it is tied to the output, a row is read: it does not count.
+    Of the experts of a mixture, only the share that a token is sent to counts.
+    """
+    price, share = TensorSizes(dtype), expert_share(model)
+    skipped = _lookup_table(model)
+    found: Counter[Device] = Counter()
+    for name, parameter in model.named_parameters():
+        if parameter is not skipped:
+            part = share if ".experts." in name else 1.0
+            found[device_of(device_map, name)] += round(price(name, parameter) * part)
+    return dict(found)
+
+
+def expert_share(model: nn.Module) -> float:
+    """The share of a mixture's experts that serves one token; 1 for other models."""
+    config = getattr(model, "config", None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    total = next((n for n in (getattr(config, name, None) for name in _NUM_EXPERTS) if n), None)
+    return min(1.0, chosen / total) if chosen and total else 1.0
+
+
+def _lookup_table(model: nn.Module) -> torch.Tensor | None:
+    """The weight of the input embedding, where nothing else uses it."""
+    try:
+        table = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return None
+    num_names = sum(parameter is table for _, parameter in model.named_parameters(remove_duplicate=False))
+    is_lookup = isinstance(model.get_input_embeddings(), nn.Embedding)  # type: ignore[operator]
+    return table if is_lookup and num_names == 1 else None
+
+
+def ceiling(sizing: ModelSizes, bandwidths: Bandwidths) -> float | None:
+    """Forwards a second that bandwidth alone allows; None where no placement is, or the disk's is not known.
+
+    Accelerators work one after the other, each at the pace of its memory. Moving offloaded weights overlaps with
+    computing, so the slowest of memory, link and disk counts. Of the weights on disk, main memory may keep as many as the
+    placement leaves room for: those are not read again.
+    """
+    if sizing.device_map is None:
+        return None
+    main = sizing.device_map.main_device
+    offloaded = sum(size for device, size in sizing.traffic.items() if device in OFFLOAD)
+    times = [size / bandwidths.memory(device) for device, size in sizing.traffic.items() if device not in OFFLOAD]
+    slowest = sum(times) + offloaded / bandwidths.memory(main)
+    if main != "cpu" and offloaded:
+        slowest = max(slowest, offloaded / bandwidths.copy(main))
+    read = sizing.traffic.get("disk", 0) - _spare(sizing.device_map)
+    if read > 0:
+        disk = bandwidths.disk()
+        if disk is None:
+            return None
+        slowest = max(slowest, read / disk)
+    return 1 / slowest if slowest else None
+
+
+def _spare(device_map: DeviceMap) -> int:
+    """Bytes of main memory's budget that no weights lie in."""
+    rows = device_map.plan.rows if device_map.plan is not None else []
+    return sum(max(0, row.budget - row.weights) for row in rows if row.device == "cpu" and row.budget is not None)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What generating keeps and returns beside the weights.
+
+    Attributes:
+        per_sample: bytes that the cache takes for each sample, whatever its length (a recurrent state).
+        per_token: bytes that it grows by for each token of each sample, before any window of attention is full.
+        cache: bytes of the cache of the declared workload; None without one.
+        logits: bytes of the logits of all its tokens; None without one.
+        last_logits: bytes of one token's logits for each of its samples, where the model can be asked for those alone, as
+            transformers' generate() does; None where it cannot, or without a workload.
+    """
+
+    per_sample: int
+    per_token: int
+    cache: int | None = None
+    logits: int | None = None
+    last_logits: int | None = None
+
+
+def generation(model: nn.Module, dtype: Dtype, workload: Workload | None = None) -> Generation | None:
+    """Measure the cache and the logits by forwards on the meta device; None where the model does not run there.
+
+    Raises:
+        DeviceMapError: the declared workload cannot be measured.
+    """
+    try:
+        one, two = (cache_and_outputs(model, Workload(1, number), dtype)[0] for number in (1, 2))
+    except DeviceMapError:
+        return None
+    known = 2 * one - two, two - one
+    if workload is None:
+        return Generation(*known)
+    cache, logits = cache_and_outputs(model, workload, dtype)
+    can_skip = "logits_to_keep" in inspect.signature(model.forward).parameters
+    return Generation(*known, cache, logits, logits // workload.num_tokens if can_skip else None)
+
+
+def generates(model: nn.Module) -> bool:
+    """Is one forward one token: a decoder that transformers' generate() can use?"""
+    config = getattr(model, "config", None)
+    can = getattr(model, "can_generate", None)
+    return bool(callable(can) and can()) and not getattr(config, "is_encoder_decoder", False)

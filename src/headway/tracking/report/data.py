@@ -1,0 +1,263 @@
+"""Finds and loads the runs of a report: series with every value placed on a step and a time, events, facts."""
+
+import gc
+import math
+import os
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from headway.errors import ConfigError
+from headway.tracking.report.downsample import Point
+from headway.tracking.runlog import FILE, LoggedRun, ProcessStart, leaves, read_run
+
+_MAX_STEP = 2**53
+"""Beyond it floats, and so the page's script, cannot tell steps apart."""
+
+
+@dataclass(frozen=True)
+class PlacedEvent:
+    """Something that happened.
+
+    Attributes:
+        kind: "out_of_memory", "checkpoint" ...
+        step: its place on the axis of steps.
+        seconds: since the run began.
+        details: what the run wrote with it.
+        has_step: False where the run gave no step, and the time decided.
+    """
+
+    kind: str
+    step: float
+    seconds: float
+    details: Mapping[str, Any]
+    has_step: bool = True
+
+
+@dataclass
+class RunData:
+    """A run as the report needs it.
+
+    Attributes:
+        label: its name on the page, different from the other runs'.
+        path: the log.
+        project: as the run named itself.
+        config: flat, "optimizer.lr" for a nested one.
+        starts: what each start of the process wrote: world size, device, versions.
+        began: unix time of the first line.
+        seconds: from the first line to the last.
+        is_finished: it wrote its end.
+        is_torn: its last line is not whole: it was killed while writing it.
+        damaged: numbers of the lines that could not be read.
+        series: points by name, in the order of their steps.
+        texts: the last value by name where it is not a number.
+        events: in the order of time.
+        summary: what the run wrote at its end.
+        has_steps: False where no value has a step; steps are then seconds.
+        silent_for: seconds between its last line and the making of this report.
+    """
+
+    label: str
+    path: Path
+    project: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    starts: list[ProcessStart] = field(default_factory=list)
+    began: float = 0.0
+    seconds: float = 0.0
+    is_finished: bool = False
+    is_torn: bool = False
+    damaged: list[int] = field(default_factory=list)
+    series: dict[str, list[Point]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    events: list[PlacedEvent] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    has_steps: bool = True
+    silent_for: float = 0.0
+
+    @property
+    def last_step(self) -> float | None:
+        """The last step that any value has; None without steps."""
+        return max((points[-1][0] for points in self.series.values()), default=None) if self.has_steps else None
+
+    @property
+    def restarts(self) -> list[float]:
+        """When the process was started again, in seconds since the run began."""
+        return [start.time - self.began for start in self.starts[1:] if math.isfinite(start.time)]
+
+
+def find_log(path: Path) -> Path:
+    """The log that `path` means: the file itself, or `log.jsonl` in the folder.
+
+    Raises:
+        ConfigError: there is none; the message says what was looked for and what lies there.
+    """
+    if os.path.isfile(path):
+        return path
+    if os.path.isfile(path / FILE):
+        return path / FILE
+    if not os.path.isdir(path):
+        near = next((parent for parent in path.absolute().parents if os.path.isdir(parent)), Path("/"))
+        raise ConfigError(
+            f"there is no run at {path}: give the folder of a run, in which its {FILE} lies, or that file; "
+            f"in {near} there are {_list_names(near)}"
+        )
+    below = sorted(str(found.parent) for depth in ("*", "*/*", "*/*/*") for found in path.glob(f"{depth}/{FILE}"))
+    if below:
+        named = " ".join(below[:5]) + (f" and {len(below) - 5} more" if len(below) > 5 else "")
+        raise ConfigError(f"{path} holds no {FILE} itself, but folders below it do: headway report {named}")
+    raise ConfigError(
+        f"{path} is not a run: looked for {path / FILE}, and for one up to three folders below; in {path} there are "
+        f"{_list_names(path)}"
+    )
+
+
+def _list_names(folder: Path, most: int = 8) -> str:
+    names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in folder.iterdir())
+    if not names:
+        return "no files"
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def load(paths: Sequence[Path]) -> list[RunData]:
+    """Read the runs, in the order given; one that is given twice is read once.
+
+    Raises:
+        ConfigError: a path holds no run, or what is there cannot be read as a log.
+    """
+    logs = list(dict.fromkeys(find_log(Path(path)).resolve() for path in paths))
+    if not logs:
+        raise ConfigError("no run was given: name at least one folder of a run")
+    # Millions of small tuples and no cycle among them: looking for garbage would take a third of the time.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return [_load_run(path, label) for path, label in zip(logs, _make_labels(logs), strict=True)]
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _make_labels(logs: Sequence[Path]) -> list[str]:
+    """The folder's name, with as many of its parents as tell the runs apart."""
+    parts = [log.parent.parts if log.name == FILE else (*log.parent.parts, log.name) for log in logs]
+    for depth in range(1, max(map(len, parts)) + 1):
+        labels = ["/".join(names[-depth:]) for names in parts]
+        if len(set(labels)) == len(labels):
+            return labels
+    return [str(log) for log in logs]
+
+
+def _load_run(path: Path, label: str) -> RunData:
+    run = read_run(path)
+    moments = [row[1] for points in run.values.values() for row in (points[0], points[-1])]
+    moments += [each.time for each in run.starts] + [each.time for each in run.events] + [run.last_time]
+    moments = [moment for moment in moments if math.isfinite(moment)]
+    began, last = min(moments, default=0.0), max(moments, default=0.0)
+    place = _StepAxis(run.values.values(), began)
+    data = RunData(
+        label,
+        path,
+        run.project,
+        leaves(run.config, "."),
+        run.starts,
+        began,
+        last - began,
+        run.is_ended,
+        _is_torn(path),
+        run.damaged,
+        has_steps=place.has_steps,
+        silent_for=max(0.0, time.time() - last),
+        summary=leaves(run.summary or {}, "."),
+    )
+    for name, found in run.values.items():
+        if points := place.points(found):
+            data.series[name] = points
+        else:
+            data.texts[name] = str(found[-1][2])
+    data.events = _collect_events(run, place)
+    return data
+
+
+class _StepAxis:
+    """Puts what came without a step at the step that the run had reached by then."""
+
+    def __init__(self, series: Iterable[Sequence[tuple[int | None, float, Any]]], began: float) -> None:
+        known = (
+            [(moment, step) for step, moment, _ in points if step is not None]
+            for points in sorted(series, key=len, reverse=True)
+        )
+        longest = sorted(next(filter(None, known), []))
+        self.began = began
+        self.has_steps = bool(longest)
+        self._times = [moment for moment, _ in longest]
+        self._steps = [step for _, step in longest]
+
+    def seconds(self, moment: float) -> float:
+        return moment - self.began if math.isfinite(moment) else 0.0
+
+    def step(self, step: int | None, moment: float) -> float:
+        if not self.has_steps:
+            return self.seconds(moment)
+        if step is None:
+            step = self._steps[max(0, bisect_right(self._times, moment) - 1)]
+        return max(-_MAX_STEP, min(_MAX_STEP, step))
+
+    def points(self, rows: Sequence[tuple[int | None, float, Any]]) -> list[Point]:
+        """The numbers among the rows, in the order of their steps."""
+        began = self.began
+        found: list[Point]
+        if all(type(value) is float and step is not None for step, _, value in rows):
+            found = [(step or 0, moment - began, value) for step, moment, value in rows]
+        else:
+            found = [
+                self._place_point(step, moment, value) for step, moment, value in rows if not isinstance(value, str)
+            ]
+        found.sort(key=itemgetter(0))
+        has_far_steps = bool(found) and not -_MAX_STEP <= found[0][0] <= found[-1][0] <= _MAX_STEP
+        if has_far_steps or not math.isfinite(sum(map(itemgetter(1), found))):
+            found = [
+                (max(-_MAX_STEP, min(_MAX_STEP, step)), seconds if math.isfinite(seconds) else 0.0, value)
+                for step, seconds, value in found
+            ]
+        return found
+
+    def _place_point(self, step: int | None, moment: float, value: float) -> Point:
+        try:
+            number = float(value)
+        except OverflowError:  # an integer beyond the range of floats
+            number = math.inf if value > 0 else -math.inf
+        return self.step(step, moment), self.seconds(moment), number
+
+
+def _collect_events(run: LoggedRun, place: _StepAxis) -> list[PlacedEvent]:
+    found = [
+        PlacedEvent(
+            each.name, place.step(each.step, each.time), place.seconds(each.time), each.details, each.step is not None
+        )
+        for each in run.events
+    ]
+    # The launcher's restarts are events of the log; others, a scheduler's say, are told by nothing but the next start.
+    known = sorted(each.time for each in run.events if each.name == "restart" and math.isfinite(each.time))
+    ends = [*(start.time for start in run.starts[2:]), math.inf]
+    for start, end in zip(run.starts[1:], ends, strict=False):
+        place_of = bisect_left(known, start.time - 1)
+        is_known = place_of < len(known) and known[place_of] < end - 1
+        if not start.is_after_end and not is_known:
+            details = {"attempt": start.attempt}
+            found.append(
+                PlacedEvent("restart", place.step(None, start.time), place.seconds(start.time), details, has_step=False)
+            )
+    return sorted(found, key=lambda event: event.seconds)
+
+
+def _is_torn(path: Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            return False
+        file.seek(size - 1)
+        return file.read(1) != b"\n"

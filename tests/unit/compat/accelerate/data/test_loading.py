@@ -1,0 +1,124 @@
+"""Orders, draws and ends under `import accelerate`, as Accelerate's own loaders have them."""
+
+import pytest
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
+
+from headway.compat.accelerate.data.loading import AccelerateRules, SeededShuffle
+from headway.config.run import DataLoaderConfiguration
+from headway.data.build import prepare_loader
+from headway.data.loader import LoaderEvents
+from headway.data.sampling.order import SamplerOrder
+from headway.data.sampling.rules import TorchRules
+from headway.data.sampling.shard import ShardIndex
+from tests.unit.data.fakes import Numbers, Stream, on_ranks
+
+
+def prepare(loader, shard=ShardIndex(0, 1), collectives=None, rules=None, **config):
+    return prepare_loader(
+        loader, shard=shard, config=DataLoaderConfiguration(**config), device=None, collectives=collectives,
+        events=LoaderEvents(), seed=99, rules=rules or AccelerateRules(),
+    )  # fmt: skip
+
+
+def epoch(loader):
+    return [row for batch in loader for row in batch.tolist()]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"replacement": True}, {"num_samples": 5}, {"num_samples": 30, "replacement": True}], ids=str
+)
+def test_a_seedable_order_is_that_of_accelerates_sampler(options):
+    theirs = SeedableRandomSampler(range(12), data_seed=3, **options)
+    ours = SeededShuffle(RandomSampler(range(12), **options), 3)
+    assert len(ours) == len(theirs)
+    for number in range(3):
+        theirs.set_epoch(number)
+        assert list(map(int, ours.draw(number))) == list(theirs)
+
+
+def test_it_begins_with_data_seed_or_with_torchs_seed():
+    torch.manual_seed(4)
+    loader = DataLoader(Numbers(12), batch_size=4, shuffle=True)
+    by_torch, given = (
+        prepare(loader, use_seedable_sampler=True),
+        prepare(loader, use_seedable_sampler=True, data_seed=8),
+    )
+    for prepared, seed in ((by_torch, 4), (given, 8)):
+        assert epoch(prepared) == torch.randperm(12, generator=torch.Generator().manual_seed(seed)).tolist()
+        assert epoch(prepared) == torch.randperm(12, generator=torch.Generator().manual_seed(seed + 1)).tolist()
+
+
+def test_it_moves_the_global_stream_as_far_as_a_plain_loader_without_shuffling():
+    torch.manual_seed(4)
+    epoch(DataLoader(Numbers(8), batch_size=4))
+    expected = torch.rand(1)
+    torch.manual_seed(4)
+    epoch(prepare(DataLoader(Numbers(8), batch_size=4, shuffle=True), use_seedable_sampler=True))
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_a_resumed_loader_goes_on_in_the_seed_of_the_run_it_resumes():
+    torch.manual_seed(4)
+    first = prepare(DataLoader(Numbers(12), batch_size=4, shuffle=True), use_seedable_sampler=True)
+    epoch(first)
+    passing = iter(first)
+    begun = next(passing).tolist()
+    state = first.state_dict()
+    rest = [row for batch in passing for row in batch.tolist()]
+    torch.manual_seed(5)
+    other = prepare(DataLoader(Numbers(12), batch_size=4, shuffle=True), use_seedable_sampler=True)
+    other.load_state_dict(state)
+    assert epoch(other) == rest
+    assert sorted(begun + rest) == list(range(12))
+    assert epoch(other) == epoch(first)
+
+
+def test_ranks_shuffle_by_one_generator_that_was_seeded_when_the_loader_was_prepared():
+    torch.manual_seed(4)
+    possible = []
+    for _ in range(2):  # played by threads, ranks draw from one stream, and either may come first
+        generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        sampler = RandomSampler(range(8), generator=generator)
+        possible.append([list(sampler) for _ in range(2)])
+
+    def on_rank(rank, collectives):
+        loader = DataLoader(Numbers(8), batch_size=4, shuffle=True)
+        prepared = prepare(loader, ShardIndex(rank, 2), collectives, use_seedable_sampler=False)
+        return [epoch(prepared) for _ in range(2)]
+
+    torch.manual_seed(4)
+    first, second = on_ranks(2, on_rank)
+    assert [one + other for one, other in zip(first, second)] in possible
+
+
+def test_other_samplers_draw_from_the_streams_that_they_find():
+    config = DataLoaderConfiguration(use_seedable_sampler=True)
+    sampler = SubsetRandomSampler(range(9))
+    torch.manual_seed(4)
+    expected = epoch(DataLoader(Numbers(9), batch_size=3, sampler=sampler))
+    torch.manual_seed(4)
+    prepared = prepare(DataLoader(Numbers(9), batch_size=3, sampler=sampler), use_seedable_sampler=True)
+    assert isinstance(prepared._feed.order, SamplerOrder)
+    assert epoch(prepared) == expected
+    assert not AccelerateRules().is_apart(config)
+
+
+@pytest.mark.parametrize(("rules", "num_ahead"), [(AccelerateRules(), 1), (TorchRules(), 0)], ids=["theirs", "ours"])
+def test_a_batch_is_fetched_before_the_one_in_hand_is_done_with(rules, num_ahead):
+    data = Numbers(6)
+    for number, _ in enumerate(prepare(DataLoader(data, batch_size=2), rules=rules), start=1):
+        assert len(data.fetched) == min(6, 2 * (number + num_ahead))
+
+
+@pytest.mark.parametrize(
+    ("is_dispatched", "expected"), [(None, [[8, 9, 10], [11, 12, 0]]), (False, [[8, 9, 10, 11], [12, 0, 1, 2]])]
+)
+def test_a_stream_ends_in_batches_of_equal_size_where_accelerates_main_process_reads_it(is_dispatched, expected):
+    def on_rank(rank, collectives):
+        loader = DataLoader(Stream(13), batch_size=4)
+        prepared = prepare(loader, ShardIndex(rank, 2), collectives, dispatch_batches=is_dispatched)
+        return [batch.tolist() for batch in prepared][-1]
+
+    assert on_ranks(2, on_rank) == expected

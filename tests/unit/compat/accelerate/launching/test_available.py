@@ -1,0 +1,53 @@
+"""What is installed and what this machine can do, as Accelerate says it."""
+
+import accelerate.utils
+import accelerate.utils.imports as theirs
+import pytest
+import torch
+from packaging import version
+
+import headway
+from headway.compat.accelerate.launching import available
+from headway.compat.accelerate.served.names import SERVED
+from headway.errors import ConfigError
+
+# A setting of Accelerate's; what it does with pipelines; and one with arguments.
+ELSEWHERE = {"is_rich_available", "is_torch_version"}
+PROBES = sorted(name for name in SERVED if name.startswith("is_") and hasattr(theirs, name) and name not in ELSEWHERE)
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_the_answer_is_that_of_accelerate(name):
+    assert getattr(headway, name)() == bool(getattr(theirs, name)())
+
+
+def test_there_are_many():
+    assert len(PROBES) > 50
+
+
+def test_a_mere_folder_is_no_package(tmp_path, monkeypatch):
+    """Trackers make folders of their own names beside the script: `wandb/`, say."""
+    (tmp_path / "tracker_of_nobody").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    probe = available._probe("is_tracker_available", "tracker_of_nobody")
+    assert not probe()
+    (tmp_path / "tracker_of_nobody" / "__init__.py").write_text("")
+    assert probe()
+
+
+def test_versions():
+    assert headway.compare_versions("torch", ">=", "2.0")
+    assert not headway.compare_versions(version.parse("1.9"), ">", "1.10")
+    assert headway.compare_versions(version.parse("2.0.0rc1"), "<", "2.0")
+    assert headway.compare_versions("headway", ">=", "0.16.0")
+    assert headway.is_torch_version(">=", "2.0") is accelerate.utils.is_torch_version(">=", "2.0")
+    assert headway.is_torch_version("<", str(torch.__version__)) is False
+    with pytest.raises(ConfigError, match="operation='=>'; allowed: >, >=, =="):
+        headway.is_torch_version("=>", "2.0")
+
+
+def test_a_version_in_a_range():
+    assert available._has("numpy", "1.0")
+    assert not available._has("numpy", "99.0")
+    assert not available._has("numpy", below="1.0")
+    assert not available._has("no_such.package")

@@ -1,0 +1,63 @@
+"""A launcher's command line that names a config file of Accelerate's."""
+
+import pytest
+
+from headway.compat.accelerate.launching.commands import with_own_file
+from headway.config.files import parse
+from headway.errors import ConfigError
+
+THEIRS = """compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+num_processes: 4
+fsdp_config:
+  fsdp_state_dict_type: FULL_STATE_DICT
+"""
+
+
+def settings(path):
+    return {name: value.value for name, value in parse(open(path, "rb").read(), str(path)).items()}
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_accelerates_file_is_translated(tmp_path, joined):
+    file = tmp_path / "theirs.yaml"
+    file.write_text(THEIRS)
+    told = [f"--config-file={file}"] if joined else ["--config_file", str(file)]
+    line, more = with_own_file(["--cpu", *told, "--debug", "train.py", "--config_file", "the script's"], tmp_path)
+    assert line[:2] == ["--cpu", "--config_file"]
+    assert line[3:] == ["--debug", "train.py", "--config_file", "the script's"]
+    assert settings(line[2]).items() >= {"num_processes": 4, "strategy": "fsdp"}.items()
+    assert more == {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
+
+
+def test_headways_file_stays(tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text("num_processes: 2\n")
+    line = ["--config_file", str(file), "train.py"]
+    assert with_own_file(line, tmp_path) == (line, {})
+
+
+def test_what_follows_the_script_is_its_own(tmp_path):
+    for line in (["train.py", "--config_file", "missing.yaml"], ["-m", "train", "--config_file", "missing.yaml"]):
+        assert with_own_file(line, tmp_path) == (line, {})
+
+
+def test_a_file_of_one_process_starts_one(tmp_path):
+    file = tmp_path / "single.yaml"
+    file.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 8\n")
+    line, _ = with_own_file(["--config_file", str(file), "train.py"], tmp_path)
+    assert settings(line[1])["num_processes"] == 1
+
+
+def test_a_key_that_is_lost_is_said(tmp_path, capsys):
+    file = tmp_path / "theirs.yaml"
+    file.write_text("distributed_type: MEGATRON_LM\nmegatron_lm_config:\n  megatron_lm_tp_degree: 2\n")
+    with_own_file(["--config_file", str(file), "train.py"], tmp_path)
+    assert "megatron_lm_config" in capsys.readouterr().err
+
+
+def test_an_unknown_key_is_an_error(tmp_path):
+    file = tmp_path / "theirs.yaml"
+    file.write_text("num_proceses: 2\n")
+    with pytest.raises(ConfigError, match="num_proceses"):
+        with_own_file(["--config_file", str(file), "train.py"], tmp_path)

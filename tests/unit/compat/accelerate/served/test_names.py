@@ -1,0 +1,104 @@
+"""Accelerate's module paths under Headway's name, and what is said about names that are not served."""
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+import headway
+from headway.compat.accelerate.served import finder, names
+from headway.errors import NotServed
+
+
+def test_names_come_from_accelerates_module_paths():
+    from headway.logging import get_logger
+    from headway.state import AcceleratorState, PartialState
+    from headway.tracking import GeneralTracker
+    from headway.utils import ProjectConfiguration, set_seed
+    from headway.utils.operations import gather
+    from headway.utils.random import set_seed as again
+
+    assert (get_logger, AcceleratorState, PartialState) == (
+        headway.get_logger,
+        headway.AcceleratorState,
+        headway.PartialState,
+    )
+    assert (ProjectConfiguration, set_seed, gather) == (headway.ProjectConfiguration, headway.set_seed, headway.gather)
+    assert again is set_seed
+    assert GeneralTracker is headway.GeneralTracker
+
+
+def test_modules_are_attributes_too():
+    assert headway.utils.set_seed is headway.set_seed
+    assert headway.utils.operations.gather is headway.gather
+    assert headway.state.is_initialized is headway.is_initialized
+    assert importlib.util.find_spec("headway.utils").submodule_search_locations is not None
+
+
+def test_a_function_is_not_hidden_by_the_module_of_its_name():
+    import headway.utils.tqdm
+    from headway.utils import tqdm
+    from headway.utils.tqdm import tqdm as same
+
+    assert tqdm is same is headway.tqdm
+    assert callable(headway.utils.tqdm)
+
+
+@pytest.mark.parametrize("place", ["headway", "headway.utils", "headway.inference"])
+def test_an_import_of_what_is_not_served_says_what_to_use(place):
+    with pytest.raises(NotServed, match="is part of Accelerate's `prepare_pippy`"):
+        exec(f"from {place} import pippy_forward")
+    with pytest.raises(ImportError):
+        exec(f"from {place} import pippy_forward")
+
+
+def test_reading_what_is_not_served_is_an_attribute_error():
+    with pytest.raises(
+        AttributeError, match="headway has no 'TERecipeKwargs': Headway drives neither Transformer Engine"
+    ):
+        headway.TERecipeKwargs
+    assert not hasattr(headway, "TERecipeKwargs")
+    assert not hasattr(headway.utils, "TERecipeKwargs")
+    assert headway.utils.AORecipeKwargs is headway.AORecipeKwargs
+
+
+@pytest.mark.parametrize("place", ["headway", "headway.utils"])
+def test_an_unknown_name_is_pythons_own_error(place):
+    with pytest.raises(ImportError, match="cannot import name 'set_sede'"):
+        exec(f"from {place} import set_sede")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("headway.utilities")
+
+
+def test_commands_and_test_helpers_are_named():
+    with pytest.raises(NotServed, match="Accelerate's commands have counterparts: `headway launch`"):
+        importlib.import_module("headway.commands.launch")
+    with pytest.raises(NotServed, match=r"keep importing them from accelerate\.test_utils"):
+        importlib.import_module("headway.test_utils")
+
+
+def test_the_finder_leaves_other_packages_alone():
+    found = finder.AccelerateFinder("headway", names.MODULES, names.find)
+    assert found.find_spec("torch.utils", None) is None
+    assert found.find_spec("headwaylike.utils", None) is None
+    assert found.find_spec("headway.cli", None) is None
+    assert [type(each).__name__ for each in sys.meta_path].count("AccelerateFinder") == 1
+    finder.install()
+    assert [type(each).__name__ for each in sys.meta_path].count("AccelerateFinder") == 1
+
+
+def test_importing_headway_makes_none_of_them():
+    code = "import sys, headway; print([n for n in sys.modules if n.startswith('headway.')]); import headway.utils"
+    ran = subprocess.run([sys.executable, "-c", code + "; print('torch' in sys.modules)"], capture_output=True, text=True,
+                         env={"PYTHONPATH": ":".join(filter(None, sys.path))})  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    first, is_heavy = ran.stdout.splitlines()
+    assert "headway.utils" not in first
+    assert is_heavy == "False"
+
+
+def test_names_are_listed():
+    assert {"gather_object", "DistributedType", "Accelerator"} <= set(dir(headway))
+    assert "gather_object" in dir(headway.utils)

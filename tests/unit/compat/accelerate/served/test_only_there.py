@@ -1,0 +1,216 @@
+"""What `accelerate` has under its name alone: the same facts, the same small arithmetic as the real package."""
+
+import pickle
+import subprocess
+import sys
+import warnings
+
+import accelerate.test_utils as their_tests
+import accelerate.utils as theirs
+import numpy
+import pytest
+import torch
+from accelerate.utils import constants as their_constants
+from accelerate.utils import dataclasses as their_settings
+
+import headway
+from headway.compat.accelerate import changeable, constants, recipes, testing, words
+from headway.compat.accelerate.accelerator import AccelerateAccelerator
+from headway.compat.accelerate.launching import gpus
+from headway.compat.accelerate.modules import half, shared_tensors
+from headway.errors import HeadwayError, UnsupportedError
+
+FACTS = sorted(name for name in vars(constants) if name.isupper() and not name.startswith("_"))
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_facts_are_accelerates(name):
+    assert getattr(constants, name) == getattr(their_constants, name)
+
+
+def test_there_are_many_facts():
+    assert len(FACTS) > 35
+
+
+@pytest.mark.parametrize("name", ["ComputeEnvironment", "SageMakerDistributedType", "FP8BackendType"])
+def test_enumerations_have_the_same_members(name):
+    one, other = getattr(their_settings, name), getattr(words, name)
+    assert {each.name: each.value for each in other} == {each.name: each.value for each in one}
+
+
+def test_enumerations_of_a_scripts_own():
+    for base in (their_settings.BaseEnum, words.BaseEnum):
+        kind = base("Colour", {"RED": "red", "BLUE": "blue"})
+        assert "red" in kind
+        assert "green" not in kind
+        assert kind.list() == ["red", "blue"]
+        assert str(kind.RED) == "red"
+
+
+def test_settings_know_what_differs_from_the_defaults():
+    assert isinstance(changeable.GradScalerKwargs(), changeable.KwargsHandler)
+    ours = changeable.GradScalerKwargs(growth_factor=3.0)
+    assert ours.to_kwargs() == theirs.GradScalerKwargs(growth_factor=3.0).to_kwargs()
+    assert ours.to_dict()["growth_factor"] == 3.0
+
+
+def test_recipes_are_read_and_checked_alike(monkeypatch):
+    monkeypatch.setattr(their_settings, "is_transformer_engine_available", lambda: True)
+    one, other = their_settings.TERecipeKwargs(fp8_format="e4m3"), recipes.TERecipeKwargs(fp8_format="e4m3")
+    assert other.to_dict() == one.to_dict()
+    assert recipes.MSAMPRecipeKwargs().to_dict() == their_settings.MSAMPRecipeKwargs().to_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        one = their_settings.FP8RecipeKwargs()
+    assert recipes.FP8RecipeKwargs().to_dict() == one.to_dict() | {"opt_level": "O2"}  # there it stays None
+    for kind in (their_settings, recipes):
+        with pytest.raises(ValueError, match="fp8_format"):
+            kind.TERecipeKwargs(fp8_format="E9")
+        with pytest.raises(ValueError, match="opt_level"):
+            kind.MSAMPRecipeKwargs(opt_level="O9")
+
+
+def test_what_cannot_run_is_refused_where_it_is_used():
+    with pytest.raises(UnsupportedError, match=r"TERecipeKwargs in kwargs_handlers.*AORecipeKwargs"):
+        AccelerateAccelerator(cpu=True, kwargs_handlers=[recipes.TERecipeKwargs()])
+    plugin = recipes.MegatronLMPlugin(2, pp_degree=4)
+    assert (plugin.tp_degree, plugin.pp_degree, plugin.num_micro_batches) == (2, 4, None)
+    assert repr(plugin) == "MegatronLMPlugin(tp_degree=2, pp_degree=4)"
+    with pytest.raises(HeadwayError, match="Megatron-LM"):
+        AccelerateAccelerator(cpu=True, megatron_lm_plugin=plugin)
+
+
+def test_autocast_and_scalers():
+    accelerator = headway.Accelerator(cpu=True, mixed_precision="bf16")
+    with half.get_mixed_precision_context_manager(True):
+        assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.bfloat16
+    with half.get_mixed_precision_context_manager(False):
+        assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.float32
+    with half.get_mixed_precision_context_manager(True, changeable.AutocastKwargs(enabled=False)):
+        assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.float32
+    assert accelerator.mixed_precision == "bf16"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is no CUDA here
+        scaler = half.get_grad_scaler(init_scale=4.0, enabled=False)
+    assert isinstance(scaler, torch.amp.GradScaler)
+
+
+def double(x):
+    return {"y": x * 2}
+
+
+def test_outputs_as_float32():
+    for kind in (theirs.operations.ConvertOutputsToFp32, half.ConvertOutputsToFp32):
+        wrapped = kind(double)
+        assert wrapped(torch.ones(2, dtype=torch.bfloat16))["y"].dtype == torch.float32
+        assert wrapped.__name__ == "double"
+    assert pickle.loads(pickle.dumps(half.ConvertOutputsToFp32(double)))(torch.ones(1))["y"].item() == 2.0
+
+
+def test_shared_tensors_are_left_out_alike(caplog):
+    def state():
+        weight = torch.arange(6.0).view(2, 3)
+        return {"a": weight, "b": weight, "c": weight.t(), "d": torch.ones(2), "e": "text", "f": torch.ones(4)[::2]}
+
+    sys.modules["accelerate"].PartialState()  # its log asks for it
+    one, other = (
+        kind.clean_state_dict_for_safetensors(state()) for kind in (sys.modules["accelerate.utils"], shared_tensors)
+    )
+    assert list(other) == list(one) == ["a", "d", "e", "f"]
+    assert all(not isinstance(each, torch.Tensor) or each.is_contiguous() for each in other.values())
+    assert "share the memory of others: b, c" in caplog.text
+    tensor = torch.ones(3)
+    assert shared_tensors.id_tensor_storage(tensor) == theirs.modeling.id_tensor_storage(tensor)
+
+
+def test_parameters_are_tied_again():
+    def model():
+        made = torch.nn.ModuleDict({"one": torch.nn.Linear(2, 2), "two": torch.nn.Linear(2, 2)})
+        made["one"].weight = torch.nn.Parameter(torch.empty(2, 2, device="meta"))
+        return made
+
+    for retie in (theirs.retie_parameters, shared_tensors.retie_parameters):
+        made = model()
+        kept = made["two"].weight
+        retie(made, [["one.weight", "two.weight"]])
+        assert made["one"].weight is kept
+        assert made["two"].weight is kept
+
+
+def test_batches_by_their_shapes():
+    batch = {"x": torch.ones(2, 3), "y": [torch.zeros(4, dtype=torch.int64)]}
+    assert shared_tensors.get_shape(batch) == theirs.operations.get_shape(batch) == {"x": [2, 3], "y": [[4]]}
+    made = shared_tensors.initialize_tensors(shared_tensors.get_data_structure(batch))
+    assert (made["x"].shape, made["y"][0].dtype) == ((2, 3), torch.int64)
+
+
+def test_the_machine(monkeypatch):
+    assert 1024 <= gpus.get_free_port() < 65536
+    assert gpus.get_current_device_type() == theirs.environment.get_current_device_type()
+    monkeypatch.setattr(
+        gpus, "_ask", lambda field: {"name": ["GeForce RTX 4090"] * 2, "driver_version": ["535.1.2"]}[field]
+    )
+    assert gpus.get_gpu_info() == (["GeForce RTX 4090"] * 2, 2)
+    assert gpus.check_cuda_p2p_ib_support() is False
+    monkeypatch.setattr(gpus, "_ask", lambda field: {"name": ["H100"] * 2, "driver_version": ["535.1.2"]}[field])
+    assert gpus.check_cuda_p2p_ib_support() is True
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an NVIDIA driver")
+def test_a_machine_without_a_driver():
+    assert gpus.check_cuda_p2p_ib_support() is True
+    with pytest.raises(headway.errors.ConfigError, match="nvidia-smi does not answer"):
+        gpus.get_driver_version()
+
+
+def test_the_regression_is_the_same():
+    one, other = their_tests.RegressionDataset(length=20, seed=3), testing.RegressionDataset(length=20, seed=3)
+    assert len(one) == len(other) == 20
+    assert all(numpy.array_equal(one[i]["y"], other[i]["y"]) and one[i]["x"] == other[i]["x"] for i in range(20))
+    model = testing.RegressionModel(2, 3)
+    assert model(torch.tensor([1.0, 2.0])).tolist() == [5.0, 7.0]
+
+
+def test_conditions_decide_as_accelerates():
+    import unittest
+
+    for name in ("require_cpu", "require_non_cpu", "require_cuda", "require_multi_device", "require_transformers"):
+
+        class One(unittest.TestCase):
+            @getattr(their_tests.testing, name)
+            def test_it(self):
+                pass
+
+        class Other(unittest.TestCase):
+            @getattr(testing, name)
+            def test_it(self):
+                pass
+
+        ran = [unittest.TestResult() for _ in range(2)]
+        for kind, result in zip((One, Other), ran):
+            unittest.defaultTestLoader.loadTestsFromTestCase(kind).run(result)
+        assert len(ran[0].skipped) == len(ran[1].skipped), name
+    with pytest.raises(AttributeError, match="no 'require_moon'"):
+        testing.require_moon
+
+
+def test_commands_are_run_and_their_failures_told(capfd):
+    ran = testing.execute_subprocess_async([sys.executable, "-c", "print('one')"])
+    assert (ran.returncode, ran.stdout) == (0, ["one"])
+    with pytest.raises(RuntimeError, match=r"ended with 3(?s:.*)sorry"):
+        testing.execute_subprocess_async(
+            [sys.executable, "-c", "import sys; print('sorry', file=sys.stderr); sys.exit(3)"]
+        )
+    assert testing.run_command([sys.executable, "-c", "print('two')"], return_stdout=True) == "two\n"
+    with pytest.raises(testing.SubprocessCallException, match="ended with 1"):
+        testing.run_command([sys.executable, "-c", "raise SystemExit(1)"])
+    assert testing.capture_call_output(print, "three") == "three\n"
+    with testing.assert_exception(ValueError, "four"):
+        raise ValueError("it is four")
+    with pytest.raises(AssertionError, match="nothing was raised"):
+        with testing.assert_exception(ValueError):
+            pass
+    command = testing.get_launch_command(num_processes=2, cpu=True, debug=False)
+    assert command[1:] == ["-m", "headway", "launch", "--as", "accelerate", "--num_processes=2", "--cpu"]
+    assert testing.path_in_accelerate_package("__init__.py").is_file()
+    assert subprocess.run([*testing.get_launch_command(), "--help"], capture_output=True).returncode == 0

@@ -1,0 +1,258 @@
+import dataclasses
+import json
+import math
+import sysconfig
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.checkpoint.saving import writer
+from headway.common.callsite import Frame
+from headway.launch.watch import judge as hang
+from headway.launch.watch.judge import judge
+from headway.launch.watch.views import CollectiveCall, RankView, decode, encode
+from headway.runtime.heartbeat import file as pulse
+
+WRITER = (Frame(writer.__file__, 9, "join"), Frame("/u/t.py", 7, "main"))
+SITE, STDLIB = sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")
+
+
+def inside(rank, age, *, number=5, operation="all_reduce", group="0", **more):
+    call = CollectiveCall(group, number, operation, age, more.pop("members", None))
+    return RankView(rank, **{"beat_age": 0.5, "state": "S", "calls": (call,), **more})
+
+
+def outside(rank, *, number=4, group="0", **more):
+    return RankView(
+        rank, **{"beat_age": 0.5, "state": "R", "calls": (CollectiveCall(group, number, "all_reduce"),), **more}
+    )
+
+
+def missing(views, patience=10.0):
+    verdict = judge(views, patience)
+    return None if verdict is None else [view.rank for view in verdict.missing]
+
+
+def test_one_that_does_not_come():
+    assert missing([inside(0, 11), outside(1), inside(2, 3)]) == [1]
+    verdict = judge([inside(0, 11), outside(1), inside(2, 3)], 10)
+    assert verdict is not None
+    assert [view.rank for view in verdict.waiting] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        [outside(0), outside(1)],  # a long computation everywhere
+        [inside(0, 9), outside(1)],  # an evaluation on one rank
+        [inside(0, 20), inside(1, 1)],  # it has come
+        [inside(0, 20), outside(1, number=5)],  # it has come and left: what is seen of rank 0 is a little old
+        [inside(0, 20), outside(1, excused_age=2)],  # a debugger held it two seconds ago
+        [inside(0, 20), outside(1), outside(2, exit_code=1)],  # a failure, which is reported as such
+        [inside(0, 20), inside(1, 20, excused_age=3)],
+        [],
+    ],
+)
+def test_no_false_alarm(views):
+    assert judge(views, 10) is None
+
+
+def test_patience_zero_is_for_ever():
+    assert judge([inside(0, 1e9), outside(1)], 0) is None
+    assert judge([inside(0, 1e9, lenience=5), outside(1)], 0) is None
+
+
+def test_one_rank_asks_for_lenience_and_all_get_it():
+    for views in ([inside(0, 17, lenience=8), inside(1, 17)], [inside(0, 17, lenience=8), outside(1)],
+                  [inside(0, 17), outside(1, lenience=8)]):  # fmt: skip
+        assert judge(views, 10) is None
+    verdict = judge([inside(0, 19, lenience=8), outside(1), inside(2, 3)], 10)
+    assert verdict is not None
+    assert [view.rank for view in verdict.missing] == [1]
+    assert "(patience 18 s)" in hang.headline(verdict)
+    assert "8 s of this patience were added because a rank ran out of memory" in hang.text(verdict)
+    assert missing([inside(0, 17), outside(1, phase="ended", lenience=8)]) == [1]  # who has ended asks for nothing
+
+
+@pytest.mark.parametrize(
+    ("view", "told"),
+    [
+        (outside(1, state="T", beat_age=8.0, pid=77), "is stopped (process state T"),
+        (outside(1, beat_age=8.0), "holds the interpreter lock in C code (no heartbeat for 8 s)"),
+        (outside(1, phase="ended"), "has finished its script"),
+        (outside(1, exit_code=0), "has finished its script"),
+        (outside(1, beat_age=None, calls=()), "is not a Python program that Headway started"),
+        (outside(1, state="D"), "the kernel says D"),
+        (outside(1, calls=None), "is at"),
+        (inside(1, 20, state="T"), "is stopped"),  # inside as well, and stopped there
+        (outside(1, frames=(Frame(f"{SITE}/torch/utils/data/dataloader.py", 9, "_get"), Frame("/u/t.py", 3, "main"))),
+         "waits for data at /u/t.py:3 in main"),
+    ],
+)  # fmt: skip
+def test_what_is_told_of_the_missing_one(view, told):
+    verdict = judge([inside(0, 11), view], 10)
+    assert verdict is not None
+    assert hang.headline(verdict) == (
+        "this run hangs: rank 1 of 2 is missing from all_reduce, where rank 0 has waited for 11 s (patience 10 s)"
+    )
+    assert told in hang.text(verdict)
+    json.dumps(hang.encode(verdict))
+
+
+def test_another_order():
+    verdict = judge([inside(0, 11), inside(1, 12, operation="broadcast")], 10)
+    assert verdict is not None
+    assert verdict.missing == ()
+    assert "all 2 ranks have waited for 12 s (patience 10 s), but not in the same operation" in hang.text(verdict)
+    assert "rank 0 waits in all_reduce #5" in hang.text(verdict)
+    assert "rank 1 waits in broadcast #5" in hang.text(verdict)
+
+
+def test_one_that_cannot_leave_what_the_others_have_left():
+    verdict = judge([inside(0, 11, number=6), inside(1, 12)], 10)
+    assert verdict is not None
+    assert "not in the same operation: rank 1 cannot leave an earlier one, or their order differs" in hang.text(verdict)
+
+
+def test_everybody_is_there():
+    verdict = judge([inside(0, 11), inside(1, 12)], 10)
+    assert verdict is not None
+    assert "in the same operation: the network between them is the suspect" in hang.headline(verdict)
+
+
+def test_a_group_of_some_ranks():
+    views = [inside(0, 11, group="tp", members=(0, 1)), outside(1, group="tp"), outside(2), outside(3)]
+    assert missing(views) == [1]
+
+
+def test_the_ledger_tells_before_torch():
+    view = inside(0, 11, group="headway", operation="objects")
+    view = dataclasses.replace(view, calls=(*view.calls, CollectiveCall("0", 9, "all_gather", 11.0)))
+    assert view.operation == "gather_object"
+    assert view.number_in("0") == 9
+
+
+def test_meeting_is_waiting():
+    frame = Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 9, "init_process_group")
+    waits = RankView(0, beat_age=0.1, frames=(frame, Frame("/u/t.py", 3, "main")), still_age=11)
+    verdict = judge([waits, RankView(1, beat_age=0.1, frames=(Frame("/u/t.py", 1, "main"),))], 10)
+    assert verdict is not None
+    assert "missing from init_process_group" in hang.headline(verdict)
+
+
+def test_excuses():
+    bug = RankView(1, frames=(Frame(f"{STDLIB}/pdb.py", 3, "cmdloop"),))
+    assert hang.excuse(bug, 10) == "a debugger holds it"
+    assert hang.excuse(RankView(1, state="t"), 10) == "a debugger holds it"
+    saves = RankView(1, frames=(Frame(f"{SITE}/torch/serialization.py", 3, "save"),), writing_age=1)
+    assert hang.excuse(saves, 10) == "it writes a file"
+    assert hang.excuse(dataclasses.replace(saves, writing_age=11), 10) == ""
+    assert hang.excuse(RankView(1, writing_age=0), 10) == ""
+
+
+def test_ranks_are_counted_together():
+    views = [inside(rank, 11) for rank in range(6)] + [outside(6), outside(7)]
+    text = hang.headline(judge(views, 10))
+    assert "ranks 6-7 of 8 are missing from all_reduce, where ranks 0-5 have waited" in text
+
+
+CALLS = st.builds(
+    CollectiveCall, st.sampled_from(["headway", "0", "1"]), st.integers(1, 9), st.sampled_from(["gather", "barrier"]),
+    st.none() | st.floats(0, 100), st.none() | st.just((0, 1)),
+)  # fmt: skip
+AGES = st.floats(0, 100) | st.just(math.inf)
+VIEWS = st.builds(
+    RankView, st.just(0), host=st.just("h"), exit_code=st.sampled_from([None, None, None, 0, 1]),
+    state=st.sampled_from(["", "R", "S", "T", "t", "D"]), beat_age=st.none() | st.floats(0, 100),
+    phase=st.sampled_from(["", "", "ended"]),
+    frames=st.lists(st.builds(Frame, st.sampled_from(["/u/t.py", f"{SITE}/torch/distributed/rendezvous.py"]),
+                              st.integers(1, 99), st.just("f")), max_size=20).map(tuple),
+    calls=st.none() | st.lists(CALLS, max_size=3).map(tuple), writing_age=AGES, excused_age=AGES,
+)  # fmt: skip
+TABLES = st.lists(VIEWS, max_size=6).map(
+    lambda views: [dataclasses.replace(view, rank=rank) for rank, view in enumerate(views)]
+)
+
+
+@pytest.mark.slow
+@given(TABLES, st.floats(0, 50))
+@settings(max_examples=500, deadline=None)
+def test_every_verdict_is_sound(views, patience):
+    verdict = judge(views, patience)
+    if verdict is None:
+        return
+    assert not any(view.exit_code for view in views)
+    assert patience > 0
+    waiting, absent = {view.rank for view in verdict.waiting}, {view.rank for view in verdict.missing}
+    assert waiting
+    assert not waiting & absent
+    assert verdict.waiting[0].wait is not None
+    assert max(view.wait.age for view in verdict.waiting) > patience
+    assert all(view.excused_age > patience for view in verdict.missing)
+    # A rank that waits like the others is never accused, unless it is stopped, mute or over.
+    assert all(view.wait is None or view.is_mute or view.has_ended for view in verdict.missing)
+    assert hang.text(verdict).startswith("this run hangs: ")
+    json.dumps(hang.encode(verdict))
+
+
+@pytest.mark.slow
+@given(TABLES, st.floats(1, 50))
+@settings(max_examples=200, deadline=None)
+def test_more_patience_never_finds_more(views, patience):
+    if judge(views, patience) is None:
+        assert judge(views, 2 * patience) is None
+
+
+@pytest.mark.slow
+@given(TABLES)
+@settings(max_examples=200, deadline=None)
+def test_a_view_travels_between_machines(views):
+    for view in views:
+        back = decode(json.loads(json.dumps(encode(view))))
+        assert dataclasses.replace(back, frames=()) == dataclasses.replace(view, frames=())
+        assert back.wait is None or view.wait is not None
+        assert back.frames[:1] == view.frames[:1]
+
+
+def test_waiting_for_the_parts_of_others_is_no_collective_and_still_a_wait():
+    commits = RankView(0, beat_age=0.1, phase=pulse.PARTS, phase_age=11, frames=WRITER, writing_age=11)
+    writes = RankView(1, beat_age=0.1, frames=WRITER, writing_age=11, still_age=11, excused_age=11)
+    verdict = judge([commits, writes], 10)
+    assert verdict is not None
+    assert [view.rank for view in verdict.missing] == [1]
+    assert "rank 1 of 2 is missing from the commit of a checkpoint" in hang.headline(verdict)
+    assert "it writes a checkpoint, and no byte has moved for 11 s: its file system does not answer" in hang.text(
+        verdict
+    )
+    assert "save_state was called" not in hang.text(verdict)
+    assert hang.excuse(dataclasses.replace(commits, writing_age=1), 10) == ""
+
+
+def test_a_hook_of_the_users_is_not_a_slow_disk():
+    hooked = RankView(1, beat_age=0.1, frames=(Frame("/u/t.py", 3, "hook"), *WRITER), writing_age=11, still_age=11)
+    assert hang.is_writing(hooked)  # bytes would excuse it
+    assert not hang.is_stuck_writing(hooked, 10)
+    assert hang.is_stuck_writing(dataclasses.replace(hooked, frames=WRITER), 10)
+    assert not hang.is_stuck_writing(RankView(1, frames=WRITER, still_age=11), 10)  # nobody has looked at its bytes
+
+
+def test_who_lingers():
+    over = RankView(0, exit_code=0, phase="ended", phase_age=11, idle_age=11)
+    stuck = RankView(1, phase="ended", phase_age=11, idle_age=11, frames=(Frame("/u/t.py", 3, "tidy"),))
+    verdict = hang.lingering([over, stuck], 10, 2)
+    assert verdict is not None
+    assert [view.rank for view in verdict.missing] == [1]
+    text = hang.text(verdict)
+    assert "this run does not end: rank 1 of 2 has come to the end of the script, but not ended for 11 s" in text
+    assert "is at /u/t.py:3 in tidy" in text
+    json.dumps(hang.encode(verdict))
+    for calm in (
+        [over, dataclasses.replace(stuck, idle_age=2)],  # an upload is at work
+        [over, dataclasses.replace(stuck, phase_age=2)],
+        [RankView(0, phase=""), stuck],  # others still train
+        [dataclasses.replace(over, exit_code=1), stuck],  # a failure, which is told as such
+        [over],
+    ):
+        assert hang.lingering(calm, 10, 2) is None
+    assert hang.lingering([over, stuck], 0, 2) is None

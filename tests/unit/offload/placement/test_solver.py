@@ -1,0 +1,183 @@
+"""The placement solver against brute force."""
+
+from itertools import combinations_with_replacement, product
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from headway.offload.placement.solver import Part, balance, smallest_first, solve
+
+DISK = 1 << 62
+
+
+def load(run, passing=0):
+    return sum(p.size + p.kept for p in run) + max([passing, *(p.passing for p in run)])
+
+
+def contiguous(parts, num_devices):
+    """All ways to give consecutive runs to devices in order."""
+    yield from combinations_with_replacement(range(num_devices), len(parts))
+
+
+def fits_whole(parts, budgets, device):
+    return all(load([p for p, where in zip(parts, device) if where == d]) <= budget for d, budget in enumerate(budgets))
+
+
+def needs_of_main(away):
+    return max((p.size - p.buffers for p in away), default=0) + sum(p.kept + p.buffers for p in away)
+
+
+def fits_offloaded(parts, budgets, device):
+    """Is this placement (budget index, or len(budgets) for offloaded) one that runs, with its first device as the main one?"""
+    used = [where for where in device if where < len(budgets)]
+    if not used:
+        return False
+    main = min(used)
+    away = [p for p, where in zip(parts, device) if where >= len(budgets)]
+    passing_away = max((p.passing for p in away), default=0)
+    for d, budget in enumerate(budgets):
+        run = [p for p, where in zip(parts, device) if where == d]
+        extra = needs_of_main(away) if d == main else 0
+        if load(run, passing_away if d == main else 0) + extra > budget:
+            return False
+    return True
+
+
+@st.composite
+def problems(draw, ties=False, plain=False):
+    top = draw(st.sampled_from([3, 10, 100]))
+    parts = []
+    for _ in range(draw(st.integers(1, 7))):
+        size = draw(st.integers(0, top))
+        parts.append(
+            Part(
+                size,
+                buffers=0 if plain else draw(st.integers(0, size)) // 2,
+                kept=0 if plain else draw(st.integers(0, 2)),
+                passing=0 if plain else draw(st.integers(0, top // 2)),
+                is_tied=ties and draw(st.booleans()),
+            )
+        )
+    budgets = draw(st.lists(st.integers(1, 3 * top), min_size=1, max_size=3))
+    return parts, budgets
+
+
+@settings(max_examples=120, deadline=None)
+@given(problems())
+def test_everything_is_on_compute_devices_whenever_a_contiguous_placement_fits(problem):
+    parts, budgets = problem
+    possible = any(fits_whole(parts, budgets, device) for device in contiguous(parts, len(budgets)))
+    found = solve(parts, budgets, [DISK])
+    assert (found is not None and not found.is_offloading) == possible
+    if possible:
+        assert fits_whole(parts, budgets, found.device)
+        assert found.device == sorted(found.device)
+
+
+@settings(max_examples=120, deadline=None)
+@given(problems(ties=True))
+def test_tied_pieces_may_go_to_any_device(problem):
+    parts, budgets = problem
+    # Above 512 choices the solver tries the place of the first member alone.
+    assume(len(budgets) ** sum(part.is_tied for part in parts) <= 512)
+    free = [i for i, part in enumerate(parts) if not part.is_tied]
+    possible = any(
+        fits_whole(parts, budgets, device)
+        for device in product(range(len(budgets)), repeat=len(parts))
+        if [device[i] for i in free] == sorted(device[i] for i in free)
+    )
+    found = solve(parts, budgets, [DISK])
+    if possible:
+        assert not found.is_offloading
+        assert fits_whole(parts, budgets, found.device)
+    else:
+        assert found is None or found.is_offloading
+
+
+@settings(max_examples=120, deadline=None)
+@given(problems())
+def test_offloading_keeps_as_much_on_the_devices_as_any_contiguous_placement(problem):
+    parts, budgets = problem
+    best = max(
+        (
+            sum(p.size for p, where in zip(parts, device) if where < len(budgets))
+            for device in contiguous(parts, len(budgets) + 1)
+            if fits_offloaded(parts, budgets, device)
+        ),
+        default=None,
+    )
+    found = solve(parts, budgets, [DISK])
+    if found is not None:
+        assert fits_offloaded(parts, budgets, found.device) or fits_whole(parts, budgets, found.device)
+    if best is not None:
+        assert found is not None
+        assert sum(p.size for p, where in zip(parts, found.device) if where < len(budgets)) >= best
+
+
+@settings(max_examples=120, deadline=None)
+@given(problems(plain=True), st.integers(0, 300))
+def test_stores_are_filled_in_order_within_their_limits(problem, memory):
+    parts, budgets = problem
+    found = solve(parts, budgets, [memory, DISK])
+    if found is not None:
+        stored = [(where, p.size) for p, where in zip(parts, found.device) if where >= len(budgets)]
+        assert [where for where, _ in stored] == sorted(where for where, _ in stored)
+        assert sum(size for where, size in stored if where == len(budgets)) <= memory
+
+
+@settings(max_examples=120, deadline=None)
+@given(problems(plain=True))
+def test_no_device_is_left_empty_that_could_hold_an_offloaded_piece(problem):
+    parts, budgets = problem
+    found = solve(parts, budgets, [DISK])
+    if found is not None and found.is_offloading:
+        away = [p for p, where in zip(parts, found.device) if where >= len(budgets)]
+        for d in range(found.main + 1, len(budgets)):
+            if d not in found.device:
+                assert all(part.size > budgets[d] for part in away if part.size)
+
+
+@settings(max_examples=120, deadline=None)
+@given(problems())
+def test_balance_has_the_smallest_largest_load(problem):
+    parts, budgets = problem
+    fitting = [device for device in contiguous(parts, len(budgets)) if fits_whole(parts, budgets, device)]
+
+    def largest(device):
+        return max(load([p for p, where in zip(parts, device) if where == d]) for d in range(len(budgets)))
+
+    loads = balance(parts, budgets)
+    assert (loads is None) == (not fitting)
+    if fitting:
+        assert max(loads) == min(map(largest, fitting))
+        assert solve(parts, [*loads[:-1], budgets[-1]], []) is not None
+
+
+def test_balance_leaves_no_device_behind():
+    assert balance([Part(10)] * 9, [100] * 4) == [20, 20, 30, 20]
+
+
+@settings(max_examples=120, deadline=None)
+@given(problems())
+def test_smallest_first_is_smallest(problem):
+    parts, budgets = problem
+    found = smallest_first(parts, budgets)
+    loads = [
+        load([p for p, where in zip(parts, device) if where == 0])
+        for device in contiguous(parts, len(budgets))
+        if fits_whole(parts, budgets, device)
+    ]
+    assert (None if found is None else found[0]) == min(loads, default=None)
+
+
+def test_the_case_that_left_a_device_empty():
+    found = solve([Part(k * 1000) for k in (40, 40, 160, 40, 40)], [170_000] * 3, [DISK])
+    assert found.device == [0, 0, 1, 2, 2]
+
+
+def test_a_device_that_runs_offloaded_pieces_need_not_hold_one():
+    parts = [Part(10), Part(10)]
+    assert solve(parts, [12], [DISK]) is None
+    found = solve(parts, [12], [DISK], may_hold_nothing=True)
+    assert found.device == [1, 1]
+    assert solve(parts, [9], [DISK], may_hold_nothing=True) is None

@@ -1,0 +1,151 @@
+import json
+import math
+
+import pytest
+
+from headway.errors import ConfigError, TrackingError
+from headway.tracking.report import load
+from headway.tracking.report.facts import differences, headline, state
+from headway.tracking.runlog import RunLog
+from tests.unit.tracking.report.logs import BEGAN, Log, lively
+
+
+def test_a_log_that_the_writer_wrote(tmp_path):
+    log = RunLog(tmp_path / "run")
+    log.run("digits", {"optimizer": {"lr": 0.1}}, world_size=2, device="cpu", versions={"torch": "2.13"})
+    for step in range(5):
+        log.values(step, {"loss": 1.0 / (step + 1), "note": "warm"})
+    log.event("checkpoint", 4, path="checkpoint_4")
+    log.end({"train_loss": 0.2})
+    log.close()
+    (run,) = load([tmp_path / "run"])
+    assert (run.label, run.project, run.is_finished, run.is_torn) == ("run", "digits", True, False)
+    assert run.config == {"optimizer.lr": 0.1}
+    assert [(step, value) for step, _, value in run.series["loss"]] == [(step, 1.0 / (step + 1)) for step in range(5)]
+    assert run.texts == {"note": "warm"}
+    assert [(event.kind, event.step) for event in run.events] == [("checkpoint", 4)]
+    assert run.summary == {"train_loss": 0.2}
+
+
+def test_what_comes_without_a_step_stands_where_the_run_was(tmp_path):
+    log = Log(tmp_path / "run", pace=1.0)
+    log.run()
+    log.values(10, loss=3.0)
+    log.values(None, temperature=60.0)
+    log.values(20, loss=2.0)
+    log.event("note")
+    (run,) = load([log.write()])
+    assert run.series["temperature"] == [(10, 2.0, 60.0)]
+    assert [(event.step, event.has_step) for event in run.events] == [(20, False)]
+
+
+def test_a_run_without_steps_is_drawn_over_seconds(tmp_path):
+    log = Log(tmp_path / "run", pace=2.0)
+    log.run()
+    log.values(None, loss=3.0)
+    log.values(None, loss=2.0)
+    (run,) = load([log.write()])
+    assert not run.has_steps
+    assert run.last_step is None
+    assert run.series["loss"] == [(2.0, 2.0, 3.0), (4.0, 4.0, 2.0)]
+
+
+def test_steps_out_of_order_and_strange_values(tmp_path):
+    log = Log(tmp_path / "run")
+    log.run()
+    for step, value in ((5, 1), (3, True), (4, math.nan), (10**30, 10**400)):
+        log.line("values", step=step, values={"loss": value if value == value else "nan"})
+    (run,) = load([log.write()])
+    assert [step for step, _, _ in run.series["loss"]] == [3, 4, 5, 2**53]
+    assert run.series["loss"][0][2] == 1.0
+    assert math.isnan(run.series["loss"][1][2])
+    assert run.series["loss"][-1][2] == math.inf
+
+
+def test_states(tmp_path):
+    def told(name, tail="", *, ends=False, event=None, time=BEGAN):
+        log = Log(tmp_path / name)
+        log.time = time
+        log.run()
+        log.values(1, loss=1.0)
+        if event:
+            log.event(event, 1)
+        if ends:
+            log.line("end", summary={})
+        return state(load([log.write(tail)])[0]).word
+
+    from time import time as now
+
+    assert told("a", ends=True) == "finished"
+    assert told("b") == "no end"
+    assert told("c", '{"kind":"valu') == "cut off"
+    assert told("d", event="preempted") == "preempted"
+    assert told("e", time=now() - 5) == "no end yet"
+
+
+def test_a_restart_is_an_event_even_where_nobody_wrote_one(tmp_path):
+    (run,) = load([lively(tmp_path / "run", steps=200)])
+    assert [event.kind for event in run.events if event.kind in ("restart", "preempted", "resumed")] == [
+        "preempted", "restart", "resumed",
+    ]  # fmt: skip
+    assert len(run.restarts) == 1
+    facts = {fact.name: fact for fact in headline(run)}
+    assert facts["Duration"].note == "2 attempts"
+    assert facts["Incidents"].note == "1 out of memory, 1 preempted, 1 restart"
+    assert facts["Peak memory"].value == "26.4 GiB"
+
+
+def test_a_restart_that_the_launcher_told_is_not_told_twice(tmp_path):
+    log = Log(tmp_path / "run")
+    log.run()
+    log.run(attempt=2)
+    log.event("restart", restart_count=1)
+    log.time += 5
+    log.run(attempt=3)
+    (run,) = load([log.write()])
+    assert [(event.kind, dict(event.details)) for event in run.events] == [
+        ("restart", {"restart_count": 1}), ("restart", {"attempt": 3}),
+    ]  # fmt: skip
+
+
+def test_labels_tell_runs_apart(tmp_path):
+    for name in ("a/digits", "b/digits", "c/text"):
+        lively(tmp_path / name, steps=20)
+    assert [run.label for run in load([tmp_path / "a/digits", tmp_path / "c/text"])] == ["digits", "text"]
+    assert [run.label for run in load([tmp_path / "a/digits", tmp_path / "b/digits"])] == ["a/digits", "b/digits"]
+    assert len(load([tmp_path / "a/digits", tmp_path / "a/digits/log.jsonl"])) == 1
+
+
+def test_only_what_differs_is_a_difference(tmp_path):
+    one, other = load([lively(tmp_path / "a", seed=0, steps=20), lively(tmp_path / "b", seed=1, lr=1e-3, steps=20)])
+    assert differences([one, other]) == [("optimizer.lr", ["0.0003", "0.001"]), ("seed", ["0", "1"])]
+    other.config["extra"] = None
+    assert ("extra", [None, "null"]) in differences([one, other])
+
+
+def test_a_wrong_path_says_what_was_looked_for_and_what_lies_there(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=r"no run at .*missing.*log\.jsonl.*there are notes\.txt"):
+        load([tmp_path / "missing"])
+    with pytest.raises(ConfigError, match=r"is not a run: looked for .*log\.jsonl.*there are notes\.txt"):
+        load([tmp_path])
+    lively(tmp_path / "deep" / "run", steps=5)
+    with pytest.raises(ConfigError, match=r"folders below it do: headway report .*deep.run"):
+        load([tmp_path])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="there are no files"):
+        load([tmp_path / "empty"])
+    with pytest.raises(TrackingError):
+        load([tmp_path / "notes.txt"])
+
+
+def test_lines_that_cannot_be_read_are_told(tmp_path):
+    log = Log(tmp_path / "run")
+    log.run()
+    log.values(1, loss=1.0)
+    log.lines.append("{broken")
+    log.values(2, loss=1.0)
+    (run,) = load([log.write()])
+    assert run.damaged == [3]
+    assert len(run.series["loss"]) == 2
+    assert json.dumps(run.config) == "{}"

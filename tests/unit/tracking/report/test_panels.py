@@ -1,0 +1,83 @@
+from pathlib import Path
+
+import pytest
+
+from headway.tracking.report import load
+from headway.tracking.report.data import RunData
+from headway.tracking.report.panels import ALL_BUCKETS, domain, panels
+from tests.unit.tracking.report.logs import Log, lively
+
+
+def test_one_run(tmp_path):
+    found = panels(load([lively(tmp_path / "run", steps=200)]))
+    assert [(panel.section, panel.title, [line.label for line in panel.lines]) for panel in found] == [
+        ("Training", "Loss", ["training", "evaluation"]),
+        ("Training", "Learning rate", [""]),
+        ("Training", "Gradient norm", [""]),
+        ("Speed", "Samples per second", [""]),
+        ("Speed", "Tokens per second", [""]),
+        ("Speed", "Model FLOPs utilisation", [""]),
+        ("Speed", "Time spent waiting for data", [""]),
+        ("Memory", "Memory by phase", ["in use", "forward", "backward", "optimizer", "peak"]),
+        ("Evaluation", "Accuracy", [""]),
+    ]
+    assert [line.colour for line in found[0].lines] == [0, 1]
+    assert [panel.title for panel in found if panel.is_wide] == ["Loss", "Memory by phase", "Accuracy"]
+
+
+def test_several_runs_have_a_colour_each_and_a_chart_for_each_phase(tmp_path):
+    found = panels(load([lively(tmp_path / name, steps=40) for name in "ab"]))
+    assert all({line.colour for line in panel.lines} == {0, 1} for panel in found)
+    assert [panel.title for panel in found if panel.section == "Memory"] == [
+        "Memory, in use", "Memory in forward", "Memory in backward", "Memory in optimizer", "Memory, peak",
+    ]  # fmt: skip
+
+
+def test_other_values_have_charts_of_their_own(tmp_path):
+    log = Log(tmp_path / "run")
+    log.run()
+    for step in (1, 2):
+        log.values(step, reward=1.0, steps_per_second=3.0, spilled_bytes=10)
+    found = panels(load([log.write()]))
+    assert [(panel.section, panel.title, panel.unit) for panel in found] == [
+        ("More", "reward", "number"), ("More", "steps_per_second", "rate"), ("More", "spilled_bytes", "bytes"),
+    ]  # fmt: skip
+
+
+def test_many_series_share_the_page(tmp_path):
+    log = Log(tmp_path / "run")
+    log.run()
+    for step in range(1000):
+        log.values(step, **{f"layer_{index}": float(step) for index in range(100)})
+    found = panels(load([log.write()]))
+    assert sum(len(line.series.means) for panel in found for line in panel.lines) <= ALL_BUCKETS
+
+
+@pytest.mark.timeout(60)  # a bound for work that grows with the square: minutes
+def test_very_many_names_take_seconds():
+    names = [f"{kind}{index}" for kind in ("eval_", "memory/", "more_") for index in range(60_000)]
+    points = [(1.0, 1.0, 1.0), (2.0, 2.0, 2.0)]
+    found = panels([RunData("run", Path("run"), series=dict.fromkeys(names, points))])
+    assert sum(len(panel.lines) for panel in found) == len(names)
+
+
+def test_one_spike_does_not_press_the_rest_flat(tmp_path):
+    log = Log(tmp_path / "run")
+    log.run()
+    for step in range(300):
+        log.values(step, grad_norm=1e9 if step == 77 else 1.0 + step % 7 / 10)
+    (panel,) = panels(load([log.write()]))
+    low, high = domain(panel)
+    assert low == 0
+    assert 1.6 <= high < 2
+
+
+def test_axes_of_strange_values_have_a_width(tmp_path):
+    for values in ([0.0], [5.0, 5.0], [1e308, -1e308], [5e-324, 0.0], [-3.0], ["nan"], ["inf", "-inf"]):
+        log = Log(tmp_path / "run")
+        log.run()
+        for step, value in enumerate(values):
+            log.values(step, loss=value, learning_rate=value)
+        for panel in panels(load([log.write()])):
+            low, high = domain(panel)
+            assert low < high, values

@@ -1,0 +1,336 @@
+"""The sanity check of an evaluation: mistakes are found before the first update, and nothing else changes by it."""
+
+import random
+import threading
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+from headway import EarlyStoppingCallback, Trainer, TrainerCallback
+from headway.errors import ConfigError, MetricError
+from headway.trainer.evaluation.sanity_check import MOST_BATCHES, spread_rows
+from tests.unit.trainer.models import Net, Points, arguments, cross_entropy, losses, make, weights
+
+EVERY_EPOCH = {"eval_strategy": "epoch", "num_train_epochs": 2}
+
+
+class Updates(TrainerCallback):
+    def __init__(self):
+        self.count = 0
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.count += 1
+
+
+def refused(folder, kind, metrics=None, evaluation=None, callbacks=(), **given):
+    """The message of a training that ends before its first update, and leaves nothing in its folder."""
+    updates = Updates()
+    trainer = make(folder, callbacks=[updates, *callbacks], evaluation=evaluation or Points(30), metrics=metrics,
+                   **{**EVERY_EPOCH, "save_strategy": "epoch", **given})  # fmt: skip
+    with pytest.raises(kind) as told:
+        trainer.train()
+    assert updates.count == 0
+    assert not (folder / "run" / "checkpoints").exists()
+    return told
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def test_a_metric_that_raises(tmp_path):
+    def metrics(prediction):
+        return {"accuracy": prediction["nonsense"]}
+
+    told = refused(tmp_path, MetricError, metrics)
+    assert "compute_metrics raised TypeError: tuple indices" in str(told.value)
+    assert "rows of the evaluation data before the training" in str(told.value)
+    assert isinstance(told.value.__cause__, TypeError)
+
+
+def test_a_name_that_is_missing_in_it_needs_no_second_try(tmp_path):
+    calls = []
+
+    def metrics(prediction):
+        calls.append(len(prediction.label_ids))
+        return {"accuracy": no_such_name}  # noqa: F821
+
+    assert "NameError: name 'no_such_name'" in str(refused(tmp_path, MetricError, metrics).value)
+    assert calls == [8]
+
+
+def test_a_misspelt_metric_to_go_by(tmp_path):
+    def metrics(prediction):
+        return {"accuracy": 0.5, "f1": 0.25, "report": "text"}
+
+    told = str(refused(tmp_path, ConfigError, metrics, metric_for_best_model="acuracy").value)
+    assert (
+        "metric_for_best_model='acuracy' is not among the evaluation's metrics: eval_accuracy, eval_f1, eval_loss"
+        in told
+    )
+    assert "did you mean 'accuracy'?" in told
+    told = str(refused(tmp_path, ConfigError, metrics, metric_for_best_model="report").value)
+    assert "is 'text', which cannot be compared" in told
+    told = refused(tmp_path, ConfigError, callbacks=[EarlyStoppingCallback()], metric_for_best_model="eval_los")
+    assert "did you mean 'loss'?" in str(told.value)
+    told = refused(tmp_path, ConfigError, lr_scheduler_type="reduce_lr_on_plateau", metric_for_best_model="eval_acc")
+    assert "not among" in str(told.value)
+
+
+def test_several_evaluations(tmp_path):
+    several = {"near": Points(4), "far": Points(4)}
+    told = str(refused(tmp_path, ConfigError, evaluation=several, metric_for_best_model="loss").value)
+    assert "eval_far_loss, " in told
+    assert "did you mean" in told
+    make(tmp_path, evaluation=several, metric_for_best_model="near_loss", **EVERY_EPOCH).train()
+
+
+def test_a_model_that_fails_in_evaluation_mode(tmp_path):
+    class Odd(Net):
+        def forward(self, x):
+            return super().forward(x) if self.training else self.missing
+
+    updates = Updates()
+    with pytest.raises(AttributeError, match="missing"):
+        make(tmp_path, Odd(), callbacks=[updates], evaluation=Points(4), **EVERY_EPOCH).train()
+    assert updates.count == 0
+
+
+# ---------------------------------------------------------------- metrics that need more than a few rows
+
+
+class Sorted(Dataset):
+    """The label is the row's number divided by ten."""
+
+    def __init__(self, num_rows=300):
+        self.num_rows = num_rows
+
+    def __len__(self):
+        return self.num_rows
+
+    def __getitem__(self, index):
+        return torch.zeros(5), index // (self.num_rows // 2)
+
+
+def test_few_rows_are_spread_over_all_of_the_data(tmp_path):
+    seen = []
+
+    def metrics(prediction):
+        seen.append(sorted(set(prediction.label_ids.tolist())))
+        return {}
+
+    make(tmp_path, evaluation=Sorted(), metrics=metrics, **EVERY_EPOCH).train()
+    assert seen[0] == [0, 1]
+    assert spread_rows(10, 4, 1) == [[0, 2, 5, 7]]
+    assert sorted(row for batch in spread_rows(10, 4, 32) for row in batch) == list(range(10))
+    assert spread_rows(3, 8, 1) == [[0, 1, 2]]
+    assert len(spread_rows(10_000, 8, MOST_BATCHES)) == MOST_BATCHES
+
+
+def test_a_metric_that_raises_on_few_rows_is_no_mistake(tmp_path):
+    def metrics(prediction):
+        if len(prediction.label_ids) < 12:
+            raise ValueError("too few")
+        return {f"class_{label}": 1.0 for label in set(prediction.label_ids.tolist())}
+
+    make(tmp_path, evaluation=Points(30), metrics=metrics, metric_for_best_model="class_1", **EVERY_EPOCH).train()
+
+
+def test_a_name_that_only_more_rows_bring_is_no_mistake(tmp_path):
+    def metrics(prediction):
+        return {"rare": 1.0} if len(prediction.label_ids) > 20 else {}
+
+    make(tmp_path, evaluation=Points(30), metrics=metrics, metric_for_best_model="rare", **EVERY_EPOCH).train()
+
+
+# ---------------------------------------------------------------- nothing else changes
+
+
+class Bare(Trainer):
+    def check_evaluation(self):
+        pass
+
+
+class Normed(Net):
+    """With dropout, a normalisation that counts, a buffer that counts calls, and a part that stays in evaluation mode."""
+
+    def __init__(self):
+        super().__init__(0.3)
+        self.norm, self.frozen = nn.BatchNorm1d(5), nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.body(self.frozen(self.norm(x)))
+
+
+class Noisy(Points):
+    """Draws from all streams with each row."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + random.random() + torch.rand(5) + float(numpy.random.rand()), y
+
+
+class Kept:
+    """A metric that forgets nothing, as it has no `reset`."""
+
+    def __init__(self):
+        self.rows = 0
+
+    def update(self, predictions, labels):
+        self.rows += len(labels)
+
+    def compute(self):
+        return {"rows": self.rows}
+
+
+def trained(folder, kind):
+    model = Normed()
+    modes = []
+
+    class Modes(TrainerCallback):
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            modes.append([module.training for module in model.modules()])
+
+    trainer = kind(model, arguments(folder, **EVERY_EPOCH), train_dataset=Noisy(20), eval_dataset=Noisy(9), callbacks=[Modes],
+                   loss_function=cross_entropy, compute_metrics=Kept())  # fmt: skip
+    trainer.train()
+    evaluations = [
+        {k: v for k, v in entry.items() if k in ("eval_loss", "eval_rows")} for entry in trainer.state.log_history
+    ]
+    return losses(trainer), weights(model), model.state_dict(), evaluations, modes
+
+
+def test_it_leaves_no_trace(tmp_path):
+    with_it, without = trained(tmp_path / "a", Trainer), trained(tmp_path / "b", Bare)
+    assert with_it[0] == without[0]
+    assert torch.equal(with_it[1], without[1])
+    assert with_it[2].keys() == without[2].keys()
+    assert all(torch.equal(with_it[2][name], without[2][name]) for name in with_it[2])
+    assert with_it[3:] == without[3:]
+    assert {"eval_rows": 9} in [{k: v for k, v in entry.items() if k == "eval_rows"} for entry in with_it[3]]
+
+
+class Holder:
+    """An experiment that has everything, and whose method is the metric."""
+
+    def __init__(self, data):
+        self.data, self.calls = data, []
+        self.model = Net()
+
+    def metrics(self, prediction):
+        self.calls.append((id(self), id(self.model), id(self.data)))
+        return {"rows": len(prediction.label_ids)}
+
+
+def test_a_metrics_object_is_copied_without_the_model_and_the_data(tmp_path):
+    seen = []
+
+    class Told(Holder):
+        def metrics(self, prediction):
+            seen.append((self is holder, self.model is holder.model, self.data is holder.data))
+            return super().metrics(prediction)
+
+    holder = Told(Points(8))
+    trainer = make(
+        tmp_path, holder.model, data=holder.data, evaluation=holder.data, metrics=holder.metrics, eval_strategy="epoch"
+    )
+    trainer.train()
+    assert seen == [(False, True, True), (True, True, True)]
+    assert len(holder.calls) == 1
+
+
+class Locked(Kept):
+    """It cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Resettable(Locked):
+    def reset(self):
+        self.rows = 0
+
+
+@pytest.mark.parametrize("kind", [Locked, Resettable])
+def test_a_metric_that_cannot_be_copied_keeps_nothing_of_it(tmp_path, kind):
+    trainer = make(tmp_path, evaluation=Points(9), metrics=kind(), eval_strategy="epoch", metric_for_best_model="rows")
+    trainer.train()
+    assert [entry["eval_rows"] for entry in trainer.state.log_history if "eval_rows" in entry] == [9]
+
+
+def test_callbacks_and_files_know_nothing_of_it(tmp_path):
+    events = []
+
+    class Look(TrainerCallback):
+        def on_prediction_step(self, *args, **kwargs):
+            events.append("prediction")
+
+        def on_train_begin(self, *args, **kwargs):
+            events.append("train")
+
+    def metrics(prediction):
+        events.append(sorted(path.name for path in (tmp_path / "run").rglob("*")))
+        return {}
+
+    trainer = make(
+        tmp_path, callbacks=[Look], evaluation=Points(4), metrics=metrics, eval_strategy="epoch", save_strategy="epoch"
+    )
+    trainer.train()
+    assert events[:2] == [[], "train"]
+    assert events[2] == "prediction"
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+def test_it_can_be_switched_off(tmp_path):
+    sizes = []
+
+    def metrics(prediction):
+        sizes.append(len(prediction.label_ids))
+        return {}
+
+    make(tmp_path, evaluation=Points(20), metrics=metrics, eval_strategy="epoch", eval_rehearsal=False).train()
+    assert sizes == [20]
+    told = str(refused(tmp_path / "on", MetricError, lambda prediction: no_such_name).value)  # noqa: F821
+    assert "skip this check: eval_rehearsal=False" in told
+
+
+class Once(IterableDataset):
+    """A stream that can be read once."""
+
+    def __init__(self):
+        self.rows = iter([Points(30)[index] for index in range(30)])
+
+    def __iter__(self):
+        return self.rows
+
+
+def test_streams_are_not_read_ahead(tmp_path):
+    trainer = make(tmp_path, evaluation=Once(), metrics=Kept(), eval_strategy="epoch", metric_for_best_model="rows")
+    trainer.train()
+    assert [entry["eval_rows"] for entry in trainer.state.log_history if "eval_rows" in entry] == [30]
+
+
+def test_an_evaluation_of_ones_own_is_not_checked(tmp_path):
+    class Own(Trainer):
+        def evaluate(self, *args, **kwargs):
+            return {"eval_own": 1.0}
+
+        def prediction_step(self, *args, **kwargs):
+            raise AssertionError
+
+    args = arguments(tmp_path, eval_strategy="epoch", metric_for_best_model="own")
+    trainer = Own(Net(), args, train_dataset=Points(8), eval_dataset=Points(4), loss_function=cross_entropy)
+    trainer.train()
+    assert trainer.state.best_metric == 1.0
+
+
+def test_without_evaluations_nothing_is_tried(tmp_path):
+    def metrics(prediction):
+        raise AssertionError
+
+    assert make(tmp_path, evaluation=Points(4), metrics=metrics).train().global_step == 5
