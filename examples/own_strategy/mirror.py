@@ -9,7 +9,7 @@ from typing import Any
 from headway.config.strategies import EngineOptions
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import ConfigError
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Capabilities
 from headway.strategies.data_parallel.ddp import DDPStrategy
 

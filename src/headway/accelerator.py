@@ -37,7 +37,7 @@ from headway.memory.oom import EmergencyReserve, is_out_of_memory
 from headway.precision import float8
 from headway.precision.mixed import build_precision
 from headway.runtime import events, process
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.ranks import RankAware
 from headway.runtime.collectives.streams import stream_names
 from headway.runtime.collectives.tree import Tree

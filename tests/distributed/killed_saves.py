@@ -26,7 +26,7 @@ from headway.checkpoint.saving.saver import Saver
 from headway.checkpoint.saving.writer import SavePolicy
 from headway.checkpoint.state import CollectedState
 from headway.runtime import process
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 
 CALLS = ("write", "fsync", "rename", "renameat2", "unlink", "unlinkat", "rmdir", "mkdir")
 VARIANTS = {

@@ -11,7 +11,7 @@ from headway import Accelerator
 from headway.config.strategies import EngineOptions
 from headway.data.sampling.shard import ShardIndex
 from headway.precision.base import Precision
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.strategies.data_parallel.replica import ReplicaStrategy
 
 FOLDER = Path(__file__).parents[2] / "examples" / "own_strategy"

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 from headway import Accelerator
 from headway.runtime import process
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from tests.distributed.ranks import run_ranks
 from tests.unit.data.fakes import Numbers, Stream, joined, prepare, read
 

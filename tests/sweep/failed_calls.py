@@ -30,7 +30,7 @@ from headway.checkpoint.saving.saver import Saver
 from headway.checkpoint.saving.writer import SavePolicy
 from headway.errors import CheckpointError
 from headway.runtime import process
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from tests.distributed.killed_saves import VARIANTS, found_value, save, state, wait_traced
 from tests.sweep.tables import laid_out
 

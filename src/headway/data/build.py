@@ -21,7 +21,7 @@ from headway.data.sampling.rules import LoadingRules, RandomSource, TorchRules
 from headway.data.sampling.shard import BatchSplit, SampleSplit, ShardIndex
 from headway.data.transfer import transfer_to
 from headway.errors import DataError
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 
 
 def prepare_loader(

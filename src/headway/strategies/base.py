@@ -11,7 +11,7 @@ from headway.data.sampling.shard import ShardIndex
 from headway.errors import UnsupportedError
 from headway.precision.base import Precision
 from headway.runtime.collective_log import Step
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 
 Transform = Callable[[torch.nn.Module], torch.nn.Module]

@@ -10,7 +10,7 @@ from headway.config.layout.pipeline import PipelineOptions
 from headway.config.layout.sharding import ShardingOptions
 from headway.config.strategies import EngineOptions
 from headway.errors import ConfigError, UnsupportedError
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Strategy
 from headway.strategies.data_parallel.ddp import DDPStrategy
 from headway.strategies.data_parallel.replica import ReplicaStrategy

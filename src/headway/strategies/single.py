@@ -10,7 +10,7 @@ from headway.data.sampling.shard import ShardIndex
 from headway.errors import CollectiveError, PrepareError
 from headway.precision.base import Precision
 from headway.runtime.collective_log import Step
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Capabilities, Engine, Transform
 from headway.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from headway.weights.moving import move

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from headway.errors import ConfigError, PrepareError, StateError
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Strategy
 from headway.training.windows import AccumulationWindows
 
@@ -159,10 +159,10 @@ class LocalSGD:
             parameter.copy_(mean)
 
 
-def means(values: Iterable[torch.Tensor], door: Collectives) -> Iterator[torch.Tensor]:
+def means(values: Iterable[torch.Tensor], collectives: Collectives) -> Iterator[torch.Tensor]:
     """The mean over the ranks of each tensor, in the order given."""
     for group in _groups(values):
-        yield from door.reduce([each.detach() for each in group], "mean")
+        yield from collectives.reduce([each.detach() for each in group], "mean")
 
 
 def _groups(values: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -9,7 +9,7 @@ import torch
 from headway.data.loader import PreparedLoader
 from headway.errors import MetricError
 from headway.log import get_logger
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.tree import Tree, tensors
 
 log = get_logger(__name__)
@@ -24,7 +24,7 @@ def gather_for_metrics(
         tree: tuples and dicts of tensors or arrays with one row per sample, or lists with one item per sample. A list of
             tensors whose length is not the batch's is a structure; so is one whose tensors have the batch's length.
         loader: the loader whose batch these are; None: nothing is known about padding, everything is joined.
-        collectives: the door.
+        collectives: among the ranks.
         use_gather_object: take every list as one item per sample.
 
     Raises:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from headway.config.compiling import TorchDynamoPlugin
 from headway.config.layout.choice import ResolvedLayout
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.training.windows import AccumulationWindows
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from headway.errors import LossError
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.tree import Tree, tensors
 from headway.runtime.readback import Readback
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from headway.errors import CheckpointError
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.weights.export import order_of, save_weights, untied
 from headway.weights.pieces import ShardCutter, ShardPiece, is_dtensor, is_spread
 from headway.weights.shards import bits, raw_bytes

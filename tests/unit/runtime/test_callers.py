@@ -8,7 +8,7 @@ import torch
 
 from headway.runtime import callers
 from headway.runtime.callers import calling_ranks
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.ranks import RankAware
 from headway.runtime.device import CPU
 from headway.runtime.process import ProcessRuntime

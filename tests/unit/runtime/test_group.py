@@ -11,7 +11,7 @@ from headway.common.sealing import Seal, UnsealedCounter
 from headway.config.strategies import DistributedDataParallelKwargs
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime import group, process
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.control_plane.sealed import SealedStore
 from headway.runtime.ending import ProcessExit, is_uncaught
 from headway.strategies.data_parallel.ddp import check_hook
@@ -89,16 +89,16 @@ def test_bf16_travels_where_the_parameters_engine_is_not_gloo(begin):
 
 
 def test_a_group_of_the_scripts_own_gets_gloo_beside_it(begin, monkeypatch):
-    """With two ranks by torch's word: the door does not ask for engines on one process."""
+    """With two ranks by torch's word: the collectives does not ask for engines on one process."""
     begin("cuda:fake")
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(group, "beside", lambda timeout: dist.new_group(ranks=[0], backend="gloo"))
     runtime = process.start(cpu=True)
     assert runtime.cpu_group is not None
     assert not group.carries_cpu()
-    door = Collectives(runtime)
-    assert door._for(torch.ones(1)) is runtime.cpu_group
-    assert door._for(torch.ones(1, device="meta")) is None
+    collectives = Collectives(runtime)
+    assert collectives._for(torch.ones(1)) is runtime.cpu_group
+    assert collectives._for(torch.ones(1, device="meta")) is None
     process.reset()
     assert dist.is_initialized()  # the script's own stays
     assert runtime.cpu_group not in dist.distributed_c10d._world.pg_map

@@ -10,7 +10,7 @@ from headway.config.layout import outside
 from headway.config.strategies import EngineOptions
 from headway.errors import CollectiveError, ConfigError, UnsupportedError
 from headway.runtime import process
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.strategies.single import SingleStrategy
 from tests.distributed.mirror import FOLDER, write_entry_points, write_package
 from tests.docs.pages import ROOT, blocks

@@ -14,7 +14,7 @@ from headway.config.layout import outside
 from headway.config.strategies import EngineOptions
 from headway.errors import PrepareError, UnsupportedError
 from headway.precision.base import Precision
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Capabilities, Engine, Transform
 from headway.strategies.single import SingleStrategy
 from tests.distributed.mirror import write_package

@@ -31,10 +31,10 @@ def on_doors(count, function):
 def everything(make, count, values=lambda batch: batch, skip=0, use_gather_object=False, **config):
     """What each rank's loop over gather_for_metrics sees, batch after batch."""
 
-    def main(rank, door):
-        loader = prepare(make(), rank, count, door, **config)
+    def main(rank, collectives):
+        loader = prepare(make(), rank, count, collectives, **config)
         loader = loader.skip(skip) if skip else loader
-        return [gather_for_metrics(values(batch), loader, door, use_gather_object) for batch in loader]
+        return [gather_for_metrics(values(batch), loader, collectives, use_gather_object) for batch in loader]
 
     return on_doors(count, main)
 
@@ -179,11 +179,11 @@ def test_a_list_that_may_be_both_is_refused_on_every_rank():
     take = lambda batch: [torch.full((2,), int(i)) for i in batch]  # noqa: E731
     heard = []
 
-    def main(rank, door):
-        loader = prepare(DataLoader(Numbers(4), batch_size=2), rank, 2, door)
+    def main(rank, collectives):
+        loader = prepare(DataLoader(Numbers(4), batch_size=2), rank, 2, collectives)
         for batch in loader:
             try:
-                gather_for_metrics(take(batch), loader, door, False)
+                gather_for_metrics(take(batch), loader, collectives, False)
             except MetricError as error:
                 heard.append(str(error))
 
@@ -201,18 +201,18 @@ def test_a_list_that_may_be_both_is_refused_on_every_rank():
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_loader_inside_a_loader(count):
-    def main(rank, door):
+    def main(rank, collectives):
         active = []
-        outer = prepare(DataLoader(Numbers(7), batch_size=2), rank, count, door, active=active)
-        inner = prepare(DataLoader(Numbers(5), batch_size=3), rank, count, door, active=active)
+        outer = prepare(DataLoader(Numbers(7), batch_size=2), rank, count, collectives, active=active)
+        inner = prepare(DataLoader(Numbers(5), batch_size=3), rank, count, collectives, active=active)
         seen, evaluated = [], []
         for number, batch in enumerate(outer):
             assert active[-1] is outer
             for other in inner:
-                evaluated.append(gather_for_metrics(other, active[-1], door, False))
+                evaluated.append(gather_for_metrics(other, active[-1], collectives, False))
                 if number == 0:
                     break
-            seen.append(gather_for_metrics(batch, active[-1], door, False))
+            seen.append(gather_for_metrics(batch, active[-1], collectives, False))
         return flat(seen), flat(evaluated), active
 
     for seen, evaluated, active in on_doors(count, main):

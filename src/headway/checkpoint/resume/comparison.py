@@ -15,7 +15,7 @@ from headway.checkpoint.state import CollectedState, StatefulObjects
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.precision.base import Precision
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
 from headway.version import __version__

@@ -14,7 +14,7 @@ from headway.checkpoint.format.values import logical
 from headway.checkpoint.rows import ROWS, row_of
 from headway.checkpoint.state import CollectedState, StatefulObjects
 from headway.errors import CheckpointError
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.training.local_sgd import LocalTraining, means
 from headway.training.prepared.prepare import Preparation
 
@@ -25,7 +25,7 @@ class LocalState:
     Args:
         training: which models are and were trained locally.
         preparation: the prepared objects.
-        collectives: the door to the other ranks.
+        collectives: with the other ranks.
     """
 
     def __init__(self, training: LocalTraining, preparation: Preparation, collectives: Collectives) -> None:

@@ -10,7 +10,7 @@ from headway.checkpoint.loading.rollback import LoadRollback
 from headway.checkpoint.resume.marks import WindowSnapshot
 from headway.checkpoint.resume.saved import SavedRun
 from headway.data.loader import PreparedLoader
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 
 
 class LoaderPositions:
@@ -18,7 +18,7 @@ class LoaderPositions:
 
     Args:
         loaders: the prepared loaders; the list grows.
-        collectives: the door to the other ranks.
+        collectives: with the other ranks.
     """
 
     def __init__(self, loaders: Sequence[PreparedLoader], collectives: Collectives) -> None:

@@ -30,7 +30,7 @@ from headway.data.loader import PreparedLoader
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.precision.base import Precision
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.events import notify
 from headway.runtime.process import ProcessRuntime
 from headway.runtime.seed import derive_streams, read_streams, write_streams

@@ -13,7 +13,7 @@ from headway.checkpoint import folders
 from headway.checkpoint.format.manifest import Manifest, read_manifest
 from headway.checkpoint.loading.files import verify
 from headway.errors import CheckpointError
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 
 _PIECE = 16 * 2**20
 

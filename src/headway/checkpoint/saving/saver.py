@@ -38,7 +38,7 @@ from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.runtime import process
 from headway.runtime.callers import SAVE
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.process import ProcessRuntime
 from headway.weights.pieces import is_spread
 
@@ -50,7 +50,7 @@ class Saver:
 
     Args:
         runtime: this process.
-        collectives: the door to the others.
+        collectives: with the other ranks.
         source: whose state it is, for who hears of each commit.
     """
 

@@ -24,7 +24,7 @@ from headway.config.load import UNSET, run_setting
 from headway.data.loader import PreparedLoader
 from headway.errors import ConfigError, UnsupportedError
 from headway.runtime import process
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.ranks import RankAware
 from headway.runtime.device import detect
 from headway.runtime.group import engine_of

@@ -15,7 +15,7 @@ from headway.data.feeds.feed import UNCOUNTABLE, BatchFeed, Delivery, State
 from headway.data.feeds.sharded import compact
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import DataError
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 
 
 class DispatchFeed:

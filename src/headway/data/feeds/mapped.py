@@ -18,7 +18,7 @@ from headway.data.sampling.shard import BatchSplit, EpochStart, RankBatch, Sampl
 from headway.data.sampling.windows import WindowSplit
 from headway.errors import DataError
 from headway.log import get_logger
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.tree import find_batch_size
 from headway.runtime.seed import mix
 

@@ -11,7 +11,7 @@ from typing import Any
 from headway.data.feeds.feed import UNCOUNTABLE
 from headway.data.feeds.stream import Collated, copy_containers
 from headway.errors import DataError
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.tree import map_tensors
 
 

@@ -1,1 +1,1 @@
-"""Nested batches, and the one door for collectives."""
+"""Nested batches, and checked collectives."""

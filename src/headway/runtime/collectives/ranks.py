@@ -9,7 +9,7 @@ import torch
 
 from headway.errors import ConfigError
 from headway.runtime.callers import Passes, only_for
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.partition import split
 from headway.runtime.collectives.tree import Tree
 from headway.runtime.process import ProcessRuntime
@@ -22,7 +22,7 @@ class RankAware:
 
     Args:
         runtime: this process.
-        collectives: the door to the others.
+        collectives: with the other ranks.
     """
 
     def __init__(self, runtime: ProcessRuntime, collectives: Collectives) -> None:

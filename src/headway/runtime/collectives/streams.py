@@ -1,4 +1,4 @@
-"""Random streams made equal on all ranks, through the one door."""
+"""Random streams made equal on all ranks, through checked collectives."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 
 from headway.errors import ConfigError
 from headway.log import get_logger
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.device import is_kind
 from headway.runtime.process import current
 from headway.runtime.seed import digests, mix, read_states, reseed, write_states

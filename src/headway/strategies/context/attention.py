@@ -46,7 +46,7 @@ class WholeSequenceAttention(TorchFunctionMode):
         self.num_calls = 0
 
     def open(self, is_open: bool) -> None:
-        """Blocks stand in the door from here on, or not."""
+        """Attention is taken over from here on, or not."""
         self.is_open = is_open
 
     def note_length(self, length: int) -> None:
@@ -145,18 +145,18 @@ def _in_one_format(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensors
 
 
-_KEY = "_headway_door"
+_KEY = "_headway_attention"
 
 
 class SplitBlock:
-    """Mixed in before a block's class: its forward stands in the door, also where it runs again in backward."""
+    """Mixed in before a block's class: its forward runs in the context, also where it runs again in backward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's own forward, whose attention sees whole sequences."""
-        run, door = super().forward, self.__dict__.get(_KEY)  # type: ignore[misc]
-        if door is None or not door.is_open:
+        run, attention = super().forward, self.__dict__.get(_KEY)  # type: ignore[misc]
+        if attention is None or not attention.is_open:
             return run(*args, **kwargs)
-        with door:
+        with attention:
             return run(*args, **kwargs)
 
 
@@ -166,8 +166,8 @@ def _in_door(bare: Any) -> type:
     return type(bare.__name__, (SplitBlock, bare), added)
 
 
-def put_in(block: torch.nn.Module, door: WholeSequenceAttention) -> None:
-    """Put a block's forward into a door, in the place of an earlier one.
+def put_in(block: torch.nn.Module, attention: WholeSequenceAttention) -> None:
+    """Put the context around a block's forward, in the place of an earlier one.
 
     Raises:
         PrepareError: its class cannot be extended.
@@ -183,11 +183,11 @@ def put_in(block: torch.nn.Module, door: WholeSequenceAttention) -> None:
             block.__class__ = _in_door(kind)
         except TypeError as error:
             raise PrepareError(f"the class {type(block).__qualname__} cannot be extended: {error}") from error
-    block.__dict__[_KEY] = door
+    block.__dict__[_KEY] = attention
 
 
 def take_out(block: torch.nn.Module) -> None:
-    """Take the door away, and give the block its own class back; where another (FSDP's) is on top, it keeps an empty frame."""
+    """Take the context away, and give the block its own class back; where another (FSDP's) is on top, it keeps an empty frame."""
     if not isinstance(block, SplitBlock):
         return
     if SplitBlock in type(block).__bases__:

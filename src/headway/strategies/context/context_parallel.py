@@ -2,13 +2,13 @@
 
 The model is called with whole sequences, alike on all ranks of the axis. Embeddings and positions are computed whole; the first
 block's input is cut (`zigzag`), and so is what the model gives to its blocks beside it: rotary embeddings, position ids, rows of
-masks. Within blocks attention goes through a door (`cut_attention`); everything else is done token by token. Where the model is
+masks. Within blocks attention is taken over (`attention.py`); everything else is done token by token. Where the model is
 given labels, they are cut too, its loss is the sum of the ranks' shares, and logits stay where they are; without labels its
 outputs are joined. Models that compute otherwise after their blocks (a pooled token, a reshape to the whole length) get the last
 block's output joined. In each way a rank has the gradient of its part of the loss: a term of a sum over the ranks.
 
-The first call is rehearsed on a few tokens (`context_check`), whole and cut: that finds which way is right, and makes a model
-that mixes tokens past the door an error and not another result.
+The first call is rehearsed on a few tokens (`check.py`), whole and cut: that finds which way is right, and makes a model
+that mixes tokens otherwise an error and not another result.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from headway.errors import DataError, PrepareError, UnsupportedError
 from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory
 from headway.runtime.collectives import tree
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.strategies.blocks import find_blocks
 from headway.strategies.context import check as context_check
 from headway.strategies.context import ring, zigzag

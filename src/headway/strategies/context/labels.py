@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from headway.config.layout.context import TorchContextParallelConfig
 from headway.errors import DataError, PrepareError
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.strategies.context import check as context_check
 from headway.strategies.context import zigzag
 from headway.strategies.tensor.crossings import SplitAxis

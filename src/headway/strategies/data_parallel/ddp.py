@@ -26,7 +26,7 @@ from headway.errors import HeadwayError, StateError, UnsupportedError
 from headway.memory.batch_size import attempt
 from headway.precision.base import Precision
 from headway.runtime import process
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.group import CPU_ENGINE, engine_of
 from headway.strategies.base import Engine, Transform
 from headway.strategies.data_parallel.bucket_order import order_of, take_order

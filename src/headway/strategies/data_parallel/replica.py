@@ -14,7 +14,7 @@ import torch
 from headway.config.strategies import DDPCommunicationHookType, DistributedDataParallelKwargs
 from headway.errors import PrepareError, UnsupportedError
 from headway.precision.base import Precision
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Engine, Transform
 from headway.strategies.single import SingleStrategy
 

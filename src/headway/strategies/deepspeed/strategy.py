@@ -20,7 +20,7 @@ from headway.errors import ConfigError, PrepareError, StateError, UnsupportedErr
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime import process
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.strategies.base import Capabilities, Engine, Transform
 from headway.strategies.deepspeed.dummies import DummyOptim, DummyScheduler
 from headway.strategies.deepspeed.engine import ZeroEngine, quieten

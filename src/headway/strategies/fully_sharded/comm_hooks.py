@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from headway.errors import CollectiveError
 from headway.runtime.collective_log import CollectiveLog, Step
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.heartbeat.ledger import LedgerEntry
 from headway.strategies.fully_sharded import fsdp_state as gathered
 

@@ -8,7 +8,7 @@ import torch
 
 from headway.common.optional import Later
 from headway.errors import LossError
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 
 if TYPE_CHECKING:
     from torch.distributed import tensor as dtensor

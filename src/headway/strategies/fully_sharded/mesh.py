@@ -25,7 +25,7 @@ from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime import process
 from headway.runtime.collective_log import Step
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.strategies.axes import build_mesh, left
 from headway.strategies.base import Capabilities, Engine, Transform
 from headway.strategies.context import check as context_check

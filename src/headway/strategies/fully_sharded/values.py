@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from headway.errors import PrepareError
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.strategies.fully_sharded import fsdp_state as gathered
 from headway.strategies.fully_sharded import gradients
 

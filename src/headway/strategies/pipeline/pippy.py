@@ -9,7 +9,7 @@ from headway.config.layout.mesh import Layout
 from headway.config.layout.pipeline import PipelineOptions
 from headway.errors import ConfigError
 from headway.runtime import process
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.strategies.pipeline.strategy import PipelineStrategy
 
 

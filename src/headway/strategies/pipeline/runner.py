@@ -18,8 +18,8 @@ from headway.config.layout.pipeline import PipelineOptions
 from headway.errors import CollectiveError, HeadwayError, PeerOutOfMemory, UnsupportedError
 from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.cut import cut_rows
-from headway.runtime.collectives.door import Collectives
 from headway.runtime.collectives.partition import slice_bounds
 from headway.runtime.collectives.tree import Tree, find_batch_size
 from headway.strategies.call_cache import CallCache, signature

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from headway.config.layout.mesh import Layout
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.weights.pieces import ShardPiece, TensorBox, TensorSplit
 
 

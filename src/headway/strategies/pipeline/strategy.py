@@ -18,7 +18,7 @@ from headway.errors import LossError, PrepareError, StateError, UnsupportedError
 from headway.log import get_logger
 from headway.precision.base import Precision
 from headway.runtime import process
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.tree import Tree, find_batch_size
 from headway.strategies.axes import left
 from headway.strategies.base import Capabilities, Engine, Transform

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from headway.errors import PrepareError
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.strategies.fully_sharded import gradients
 from headway.strategies.tensor.crossings import SplitAxis
 

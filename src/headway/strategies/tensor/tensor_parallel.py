@@ -13,7 +13,7 @@ import torch
 from headway.common.optional import Later
 from headway.config.layout.tensor import TensorParallelOptions
 from headway.errors import ConfigError, PrepareError
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.strategies.tensor import gradient_check as agreement
 from headway.strategies.tensor import heads, plans, sequence, styles
 from headway.strategies.tensor.adapters import AdaptedCall

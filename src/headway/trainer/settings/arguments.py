@@ -14,7 +14,7 @@ from headway.common import env
 from headway.config.strategies import ActivationCheckpointing
 from headway.errors import ConfigError
 from headway.runtime import process
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.ranks import RankAware
 from headway.trainer.settings.checking import checked
 from headway.trainer.settings.legacy import UnknownMembers, accepting_other_names

@@ -7,7 +7,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from headway.errors import PrepareError
 from headway.log import get_logger
-from headway.runtime.collectives.door import Collectives, digest
+from headway.runtime.collectives.checked import Collectives, digest
 
 log = get_logger(__name__)
 

@@ -22,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 from headway.errors import ConfigError, NonFiniteError
 from headway.log import get_logger
 from headway.precision.base import Precision
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.events import notify
 from headway.strategies.base import Strategy
 from headway.training.checks.guard import SkippedUpdates

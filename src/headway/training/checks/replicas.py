@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from headway.errors import StateError
 from headway.log import get_logger
 from headway.memory.oom import is_out_of_memory
-from headway.runtime.collectives.door import Collectives, digest
+from headway.runtime.collectives.checked import Collectives, digest
 from headway.strategies.base import Strategy
 from headway.training.checks.row_counts import RowCountCheck
 from headway.training.prepared.objects import PreparedObjects

@@ -7,7 +7,7 @@
     memory runs out on any rank before vote 2: all ranks learn it at their next vote, go back to `begin`,
     and run the batch again in smaller pieces; after vote 2 it ends the run.
 
-A vote is the door's handshake of numbers: legal, because nothing else is in flight, and a rank that calls something else
+A vote is the collectives' handshake of numbers: legal, because nothing else is in flight, and a rank that calls something else
 meanwhile is told so instead of waiting.
 """
 
@@ -21,7 +21,7 @@ from headway.errors import CollectiveError, MemoryExhausted, StateError, Unsuppo
 from headway.log import get_logger
 from headway.memory.oom import free_after, is_out_of_memory
 from headway.runtime.collective_log import VOTE
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.tree import Tree, tensors
 from headway.runtime.events import notify
 from headway.runtime.readback import Readback

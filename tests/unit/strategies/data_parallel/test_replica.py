@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.config.strategies import DistributedDataParallelKwargs
 from headway.runtime.collectives import coalesced
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.device import CPU
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.data_parallel.replica import ReplicaStrategy

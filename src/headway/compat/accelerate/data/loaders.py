@@ -13,7 +13,7 @@ from headway.data.loader import LoaderEvents, PreparedLoader
 from headway.data.sampling.draws import LoaderStream
 from headway.data.sampling.shard import ShardIndex
 from headway.errors import ConfigError, UnsupportedError
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.training.run import AcceleratorRun
 
 

@@ -7,7 +7,7 @@ import torch
 
 from headway.compat.accelerate.data.batches import recursively_apply
 from headway.data.loader import PreparedLoader
-from headway.runtime.collectives.door import Collectives
+from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.tree import Tree, tensors
 
 
@@ -17,7 +17,7 @@ def is_per_sample(tree: Tree, loader: PreparedLoader | None, collectives: Collec
     Args:
         tree: True where it holds anything but tensors.
         loader: whose batch it is; None: nothing is known, and any tensor with a dimension will do.
-        collectives: the door.
+        collectives: among the ranks.
     """
     try:
         recursively_apply(lambda tensor: tensor, tree, error_on_other_type=True)

@@ -1,4 +1,4 @@
-"""The one door for collectives: every exchange between ranks passes here, agrees first, then moves bytes.
+"""Checked collectives: every exchange between ranks passes here, agrees first, then moves bytes.
 
 Each call begins with a handshake: one small all-gather over gloo of (operation, a hash of structure and dtypes, up to
 32 numbers such as first dimensions). Ranks that disagree - another operation, another structure - all learn of it
