@@ -116,9 +116,9 @@ def nothing_stays() -> None:
             cut = accelerator.prepare(model)
             assert model.config._attn_implementation == "sdpa"
             losses.append(cut(input_ids=text(2), labels=text(3)).loss.item())
-            assert any("_headway_door" in module.__dict__ for module in model.modules())
+            assert any("_headway_attention" in module.__dict__ for module in model.modules())
             accelerator.free_memory()
-            assert not any("_headway_door" in module.__dict__ for module in model.modules())
+            assert not any("_headway_attention" in module.__dict__ for module in model.modules())
             assert model.config._attn_implementation == "eager"
     assert losses[0] == losses[1]
     model = seeded(0, gpt)
@@ -126,6 +126,6 @@ def nothing_stays() -> None:
         with pytest.raises(PrepareError, match="has no such method"):
             accelerator.prepare(model)
         assert not accelerator.strategy._contexts  # type: ignore[attr-defined]
-        assert not any("_headway_door" in module.__dict__ for module in model.modules())
+        assert not any("_headway_attention" in module.__dict__ for module in model.modules())
         hooks = [hook for block in model.blocks for hook in block._forward_pre_hooks.values()]
         assert not any(isinstance(getattr(hook, "__self__", None), ContextParallel) for hook in hooks)

@@ -1,4 +1,4 @@
-"""The one door on real ranks: what it joins, and that ranks which disagree all hear of it."""
+"""Checked collectives on real ranks: what it joins, and that ranks which disagree all hear of it."""
 
 import collections
 import time

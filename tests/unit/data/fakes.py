@@ -26,7 +26,7 @@ class Meeting:
 
 
 class ThreadCollectives:
-    """The part of the one door that data loading uses, among threads."""
+    """The part of the collectives that data loading uses, among threads."""
 
     def __init__(self, rank, meeting):
         self.rank, self.meeting, self.world_size = rank, meeting, len(meeting.table)

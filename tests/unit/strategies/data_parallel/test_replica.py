@@ -36,7 +36,7 @@ class Watch(TorchDispatchMode):
 
 
 @pytest.fixture
-def door():
+def collectives():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -55,9 +55,9 @@ def parameters(*shapes, memory_format=torch.contiguous_format):
 
 
 @pytest.mark.parametrize("has_gaps", [False, True])
-def test_nothing_large_is_allocated_after_the_vote(door, has_gaps):
+def test_nothing_large_is_allocated_after_the_vote(collectives, has_gaps):
     """Gradients in channels_last, and one that no rank has: both were allocated for in the middle of the exchange."""
-    strategy = ReplicaStrategy(door, DistributedDataParallelKwargs())
+    strategy = ReplicaStrategy(collectives, DistributedDataParallelKwargs())
     trained = parameters(LARGE, LARGE, (64,), memory_format=torch.channels_last)
     before = [parameter.grad.clone() for parameter in trained]
     if has_gaps:
@@ -72,8 +72,8 @@ def test_nothing_large_is_allocated_after_the_vote(door, has_gaps):
     assert (trained[1].grad is None) is has_gaps
 
 
-def test_copies_are_given_back_after_the_exchange(door):
-    strategy = ReplicaStrategy(door, DistributedDataParallelKwargs())
+def test_copies_are_given_back_after_the_exchange(collectives):
+    strategy = ReplicaStrategy(collectives, DistributedDataParallelKwargs())
     trained = parameters(LARGE, memory_format=torch.channels_last)
     for _ in range(2):
         strategy.ready(trained)
@@ -82,9 +82,9 @@ def test_copies_are_given_back_after_the_exchange(door):
     assert buckets._copies == {}
 
 
-def test_an_engine_that_can_gets_all_large_tensors_in_one_launch(door, monkeypatch):
+def test_an_engine_that_can_gets_all_large_tensors_in_one_launch(collectives, monkeypatch):
     """The fake engine does not say that it can, as NCCL does: the one function that asks is stubbed."""
-    strategy = ReplicaStrategy(door, DistributedDataParallelKwargs())
+    strategy = ReplicaStrategy(collectives, DistributedDataParallelKwargs())
     trained = parameters(*[LARGE] * 6, (64,))
     counts = []
     for can in (False, True):
@@ -96,14 +96,14 @@ def test_an_engine_that_can_gets_all_large_tensors_in_one_launch(door, monkeypat
     assert counts == [["allreduce_"] * 7, ["allreduce_coalesced_"]]
 
 
-def test_types_are_launched_apart(door, monkeypatch):
+def test_types_are_launched_apart(collectives, monkeypatch):
     monkeypatch.setattr(coalesced, "can_coalesce", lambda group, device: True)
     with Watch() as watch:
-        door.sum_in_place([torch.ones(3), torch.ones(2, dtype=torch.int64), torch.ones(4), torch.ones(0)])
+        collectives.sum_in_place([torch.ones(3), torch.ones(2, dtype=torch.int64), torch.ones(4), torch.ones(0)])
     assert watch.launched == ["allreduce_coalesced_", "allreduce_"]
 
 
-def test_broadcasts_are_bracketed(door, monkeypatch):
+def test_broadcasts_are_bracketed(collectives, monkeypatch):
     monkeypatch.setattr(coalesced, "can_coalesce", lambda group, device: True)
     began = []
     real = coalesced._coalescing_manager
@@ -111,10 +111,10 @@ def test_broadcasts_are_bracketed(door, monkeypatch):
         coalesced, "_coalescing_manager", lambda *args, **more: began.append(args) or real(*args, **more)
     )
     with Watch() as watch:
-        door.broadcast_in_place([torch.ones(3), torch.ones(4)])
+        collectives.broadcast_in_place([torch.ones(3), torch.ones(4)])
     assert watch.launched == ["broadcast_"] * 2
     assert began == [(None, torch.device("cpu"))]
 
 
-def test_gloo_and_the_fake_engine_are_asked(door):
+def test_gloo_and_the_fake_engine_are_asked(collectives):
     assert not coalesced.can_coalesce(None, torch.device("cpu"))
