@@ -48,7 +48,7 @@ from headway.strategies.build import choose_strategy
 from headway.strategies.deepspeed import plugin as deepspeed
 from headway.tracking.base import Tracker
 from headway.tracking.record import RunRecorder, TrackerKwargs
-from headway.training.checks.bypass import build_lookout
+from headway.training.checks.bypass import build_bypass_detector
 from headway.training.checks.guard import NonFiniteNotice, SkippedUpdates, StepGuard
 from headway.training.checks.replicas import ReplicaCheck
 from headway.training.checks.row_counts import RowCountCheck
@@ -242,8 +242,8 @@ class Accelerator(RankAware):
         process.at_end(self._preparation.release)
         self._whole_weights = WholeWeights(self.strategy, runtime)
         runtime.scope.own(RNGReader).index = self.strategy.data_shard.index
-        self._lookout = runtime.scope.own(build_lookout)
-        self._membership = self._lookout.join(self._training_step)
+        self._bypasses = runtime.scope.own(build_bypass_detector)
+        self._membership = self._bypasses.join(self._training_step)
         scope.own(EmergencyReserve).fill()
         scope.own(traces.Hook).add(_use_of_memory)
 
@@ -702,7 +702,7 @@ class Accelerator(RankAware):
             )
         chosen = loader if loader is not None else self._training_step.windows.loader
         if chosen is None:
-            self._lookout.look_for_loader(self._training_step)
+            self._bypasses.look_for_loader(self._training_step)
         return gather_for_metrics(input_data, chosen, self._readers, use_gather_object)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

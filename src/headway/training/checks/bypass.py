@@ -126,7 +126,7 @@ class BypassDetector:
             )
 
 
-def build_lookout() -> BypassDetector:
+def build_bypass_detector() -> BypassDetector:
     """The one of this process's runtime, with which it ends."""
     return BypassDetector(process.current().scope.own(AcceleratorRegistry))
 
