@@ -27,7 +27,7 @@ const c10::DispatchKeySet CPU(c10::DispatchKey::CPU);
 bool has_values = true;  // or costs alone
 
 struct Kernel {
-  c10::KernelFunction original;
+  c10::SafeKernelFunction original;
   Rule rule;
   bool is_computed;  // the CPU has it, or a special
 };
@@ -362,7 +362,7 @@ void install(bool computes) {
     if (name.name.rfind("aten::linalg_", 0) == 0 || name.name.rfind("aten::_linalg_", 0) == 0) rule.is_replaced = true;
     const bool is_computed = rule.special || op->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU);
     if (!is_computed) rule.is_replaced = false;
-    kernels()[toString(name)] = {op->getComputedKernelForDispatchKey(c10::DispatchKey::CUDA).kernelFunction(), rule, is_computed};
+    kernels().insert_or_assign(toString(name), Kernel{op->getComputedKernelForDispatchKey(c10::DispatchKey::CUDA), rule, is_computed});
     handles->push_back(dispatcher.registerImpl(name, c10::DispatchKey::CUDA, c10::KernelFunction::makeFromBoxedFunction<&kernel>(), std::nullopt, nullptr, "tests/simulated_cuda"));
   }
 }
