@@ -89,6 +89,8 @@ class Bench:
                 if shutil.which("g++")
                 else "left out: torch.compile needs a C++ compiler on a CPU, and there is none"
             )
+        if self.is_simulated and os.environ.get("SIMULATED_CUDA_VALUES") != "0":
+            return "left out: Triton's kernels compute nothing on the simulated runtime, which has values here"
         return "" if importlib.util.find_spec("triton") else "left out: triton is not installed"
 
     @property
