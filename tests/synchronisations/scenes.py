@@ -195,7 +195,7 @@ def two_ranks(fake: FakeDevice) -> list[Any]:
     training.__dict__.update(_accelerator=exchange, _events=SimpleNamespace(callbacks=callbacks, control=control))
     fake.start_over()
     loss = task.loss(OfTwo())  # type: ignore[arg-type]
-    training._agree()
+    training._synchronize_control()
     return [fake.num_waits, control.flags(), loss.item()]
 
 
