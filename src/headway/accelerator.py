@@ -41,6 +41,7 @@ from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.ranks import RankAware
 from headway.runtime.collectives.streams import stream_names
 from headway.runtime.collectives.tree import Tree
+from headway.runtime.control_plane.attendance import Attendance
 from headway.runtime.control_plane.control import note_progress
 from headway.runtime.heartbeat import file as pulse
 from headway.runtime.seed import RNGReader
@@ -239,6 +240,7 @@ class Accelerator(RankAware):
 
     def _take_part(self, runtime: process.ProcessRuntime) -> None:
         """Be known to this process: what ends with it is let go of then."""
+        runtime.scope.own(Attendance).start(runtime)
         process.at_end(self._preparation.release)
         self._whole_weights = WholeWeights(self.strategy, runtime)
         runtime.scope.own(RNGReader).index = self.strategy.data_shard.index
@@ -272,6 +274,7 @@ class Accelerator(RankAware):
         is_watched = pulse.is_watched() or runtime.world_size > 1
         moments = StepHooks(begun=[note_progress] if is_watched else [], phases=scope.own(events.Listeners).to_phases)
         if runtime.world_size > 1:
+            moments.begun.append(runtime.scope.own(Attendance).count_micro_batch)
             self._compare_ranks(prepared, windows, moments, cuts_batches, isinstance(policy, WeightedMean))
         parts = windows, prepared, self.strategy, self.precision, policy, guard, moments
         return replay.PieceStep(*parts, self.clock, runtime) if cuts_batches else WholeStep(*parts)

@@ -250,15 +250,17 @@ def alone() -> None:
     model, x, _ = make()
     model = accelerator.prepare(model)
     if accelerator.is_main_process:
-        with pytest.raises(UnsupportedError, match=r"on rank 0 only, under `if accelerator.is_main_process:`"):
+        with pytest.raises(UnsupportedError, match=r"on rank 0 only: rank 1 has gone on to .*test_parts.py:"):
             model(x)
+    accelerator.wait_for_everyone()
 
     @accelerator.on_main_process
     def show() -> None:
-        with pytest.raises(UnsupportedError, match=r"on rank 0 only, @accelerator.on_main_process"):
+        with pytest.raises(UnsupportedError, match=r"on rank 0 only"), torch.no_grad():
             model(x)
 
     show()
+    accelerator.wait_for_everyone()
     for _ in range(2):  # each rank its own way, but all of them
         if accelerator.is_main_process:
             out = model(x)
@@ -287,10 +289,11 @@ def weights_alone(folder: str) -> None:
     model, _, _ = make()
     model = accelerator.prepare(model)
     if accelerator.is_main_process:
-        with pytest.raises(UnsupportedError, match=r"^save_model\(\) is called at .* on rank 0 only, .*whole weights"):
+        with pytest.raises(UnsupportedError, match=r"^save_model\(\) is called at .* on rank 0 only: .*whole weights"):
             accelerator.save_model(model, folder)
         with pytest.raises(UnsupportedError, match=r"^get_state_dict\(\) is called at .* on rank 0 only"):
             accelerator.get_state_dict(model)
+    accelerator.wait_for_everyone()
     accelerator.save_model(model, folder)
     assert bool(accelerator.get_state_dict(model)) == accelerator.is_main_process
 

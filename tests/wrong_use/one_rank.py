@@ -63,11 +63,13 @@ def breaks_alone(s: Script) -> None:
 
 @row(
     "a batch that one rank alone leaves out by `continue`",
-    error("on rank 0 only"),
     single=None,
     ddp=warning("different places of their data"),
+    fsdp=HANGS,
+    tp=error("read different batches"),
 )
 def continues_alone(s: Script) -> None:
+    s.hurry()
     accelerator, model, optimizer, loader = s.prepared()
     for index, (inputs, targets) in enumerate(loader):
         if accelerator.process_index == 1 and index == 0:
@@ -99,7 +101,7 @@ def prepares_alone(s: Script) -> None:
     train(accelerator, *parts)
 
 
-@row("one object more prepared on one rank", HANGS, single=None, fsdp=CRASHES)
+@row("one object more prepared on one rank", error("on rank 1 only: rank 0 has gone on to"), single=None, ddp=HANGS)
 def prepares_more(s: Script) -> None:
     s.hurry()
     accelerator = s.start()

@@ -12,7 +12,7 @@ from tests.wrong_use.script import Script, net, train
 section = Section("Saving and loading")
 row = section.row
 
-LONE = error("on rank 0 only, under `if accelerator.is_main_process:`")
+LONE = error("on rank 0 only")
 """Where each rank holds a part of the model."""
 
 
@@ -37,7 +37,7 @@ def save_model_alone(s: Script) -> Any:
 
 @row(
     "`accelerator.save_state` under `if accelerator.is_main_process:`",
-    error("accelerator.is_main_process"),
+    LONE,
     single=EQUAL,
     ddp=warning("random streams of the other ranks"),
 )

@@ -6,7 +6,7 @@ import torch
 
 from headway.common.callsite import way
 from headway.errors import UnsupportedError
-from headway.runtime.callers import calling_ranks
+from headway.runtime.control_plane.attendance import Attendance
 from headway.runtime.process import ProcessRuntime
 
 _DEPTH = 12
@@ -14,7 +14,7 @@ _DEPTH = 12
 
 
 class RankConditionalCallCheck:
-    """Looks, at the first call from each place, whether the conditions around it keep other ranks away.
+    """Asks, at the first call from each place, whether the other ranks come to it.
 
     Args:
         runtime: this process.
@@ -33,7 +33,9 @@ class RankConditionalCallCheck:
             UnsupportedError: other ranks do not come here.
         """
         if not torch.compiler.is_compiling():  # it cannot trace a walk up the stack
-            self.check(f"{type(model).__name__} is called", "a forward")
+            # An evaluation of one rank must not be taken for the others' next step.
+            action = "a forward" if torch.is_grad_enabled() else "a forward without gradients"
+            self.check(f"{type(model).__name__} is called", action)
 
     def check(self, call: str, action: str) -> None:
         """A call begins that needs all ranks.
@@ -45,15 +47,15 @@ class RankConditionalCallCheck:
         Raises:
             UnsupportedError: other ranks do not come here.
         """
+        attendance = self._runtime.scope.own(Attendance)
+        attendance.count_call(action)
         key = way(_DEPTH)
         if key in self._seen:
             return
         self._seen.add(key)
-        callers = calling_ranks(self._runtime)
-        if len(callers.ranks) < self._runtime.world_size:
-            who = f"rank{'s' if len(callers.ranks) > 1 else ''} {', '.join(map(str, callers.ranks))}"
+        attended = attendance.who_is_here()
+        if attended.elsewhere:
             raise UnsupportedError(
-                f"{call} at {callers.call_site} on {who} only, {callers.reason}: under the {self._strategy} strategy each "
-                f"rank holds a part of the model, and {action} needs all parts. Call it on every rank, "
-                "and put only the code that uses the result under the condition"
+                f"{call} {attended}. Under the {self._strategy} strategy each rank holds a part of the model, and {action} needs "
+                "all parts. Call it on every rank, and put only the code that uses the result under the condition"
             )

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from headway.errors import ConfigError
-from headway.runtime.callers import calling_ranks
 from headway.runtime.conditional_calls import RankConditionalCallCheck
+from headway.runtime.control_plane.attendance import Attendance
 from headway.runtime.process import ProcessRuntime
 from headway.strategies.base import Strategy
 from headway.weights.export import save_pickled, save_weights
@@ -41,7 +41,7 @@ class WholeWeights:
     def save(self, model: torch.nn.Module, folder: str | Path, max_shard_size: int | str, is_safe: bool) -> None:
         """Write the weights from rank 0: as safetensors, or pickled in one file; where all ranks call it, they go on together.
 
-        Under `if accelerator.is_main_process:` nobody is waited for, and the rank that is let pass writes whole copies.
+        Under `if accelerator.is_main_process:` the rank that comes writes whole copies, when the others have gone on.
 
         Raises:
             UnsupportedError: as for `state_dict`.
@@ -52,14 +52,14 @@ class WholeWeights:
         tensors = dict(self._strategy.export_state(model))
         if is_safe:
             _refuse_objects(tensors)
-        callers = calling_ranks(self._runtime).ranks
+        attended = self._runtime.scope.own(Attendance).who_comes("save_model")
         if is_safe and any(map(is_spread, tensors.values())):
             save_gathered(tensors.items(), folder, max_shard_size, everyone)
         else:
             tensors = whole_state(tensors.items(), everyone)
-            if self._runtime.rank == callers[0]:
+            if self._runtime.rank == attended.ranks[0]:
                 save_weights(tensors.items(), folder, max_shard_size) if is_safe else save_pickled(tensors, folder)
-        if len(callers) == self._runtime.world_size:
+        if not attended.elsewhere:
             everyone.barrier()
 
     def _begin(self, model: torch.nn.Module, call: str) -> None:

@@ -21,7 +21,7 @@ from headway.config.preemption import Preemption
 from headway.config.run import ProjectConfiguration
 from headway.errors import CheckpointError, ConfigError, StateError
 from headway.log import get_logger
-from headway.runtime.callers import Callers, calling_ranks
+from headway.runtime.control_plane.attendance import SAVE, Attendance, Attended
 from headway.training.hooks import StepHooks
 
 if TYPE_CHECKING:
@@ -109,26 +109,24 @@ class Checkpoints:
     def save(self, output_dir: str | Path | None, is_blocking: bool, metric: float | None) -> Path:
         """Commit a checkpoint, on all ranks or on the one that was let pass; returns its folder."""
         runtime = self._run.runtime
-        callers = calling_ranks(runtime)
-        if len(callers.ranks) == runtime.world_size or callers.ranks[0] not in (0, runtime.rank):
+        attended = runtime.scope.own(Attendance).who_comes(SAVE)
+        if not attended.elsewhere:
             return self._commit(output_dir, is_blocking, metric)
-        if callers.ranks[0] == runtime.rank:
-            self._tell_alone(callers)
+        if attended.ranks[0] == runtime.rank:
+            self._tell_alone(attended)
             return self._commit(output_dir, is_blocking, metric, is_alone=True)
-        # Such as the first process of another machine: rank 0 writes.
+        # Such as the first process of another machine: the first of those that came writes.
         folder = self.place.folder_for(output_dir)
         self.place.iteration += self.place.is_automatic
         return folder
 
-    def _tell_alone(self, callers: Callers) -> None:
+    def _tell_alone(self, attended: Attended) -> None:
         if not self._has_told_alone:
             self._has_told_alone = True
             log.warning(
-                "save_state at %s is called on rank %d only, %s: the checkpoint holds everything but the random streams%s of the "
-                "other ranks, which get new ones after a resume. To keep theirs too, call it on every rank",
-                callers.call_site,
-                callers.ranks[0],
-                callers.reason,
+                "save_state is called %s. The checkpoint holds everything but the random streams%s of the other ranks, which get "
+                "new ones after a resume. To keep theirs too, call it on every rank",
+                attended,
                 " and the optimizer states (of local SGD)" if self._run.has_parted else "",
                 main_process_only=False,
             )
@@ -149,7 +147,7 @@ class Checkpoints:
         if not is_blocking:
             self._check_steps()
         if not is_alone:  # some ranks may have saved without the others
-            place.iteration = run.saver.meet(place.iteration)
+            place.iteration = run.saver.largest(place.iteration)
         folder = place.folder_for(output_dir)
         if not is_alone and not place.is_automatic:
             folder = run.saver.agree_on(folder)
@@ -306,14 +304,14 @@ class Checkpoints:
         """Take a checkpoint up, after prepare: all of it or nothing; every rank calls it.
 
         Raises:
-            StateError: the conditions around the call keep other ranks away.
+            StateError: other ranks go on without it.
         """
         meant = check_changed(changed)
-        callers = calling_ranks(self._run.runtime)
-        if len(callers.ranks) < self._run.runtime.world_size:
+        attended = self._run.runtime.scope.own(Attendance).who_comes("load_state")
+        if attended.elsewhere:
             raise StateError(
-                f"load_state is called at {callers.call_site} on rank {callers.ranks[0]} only, {callers.reason}: every rank takes up "
-                "its own part of the state, and all check that it fits. Call it on every rank, outside conditions on the rank"
+                f"load_state is called {attended}. Every rank takes up its own part of the state, and all check that it fits: call "
+                "it on every rank, outside conditions on the rank"
             )
         self._run.saver.wait()
         folder = self.place.to_load(input_dir)

@@ -37,7 +37,6 @@ from headway.common import scope
 from headway.errors import CheckpointError
 from headway.log import get_logger
 from headway.runtime import process
-from headway.runtime.callers import SAVE
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.process import ProcessRuntime
 from headway.weights.pieces import is_spread
@@ -108,10 +107,6 @@ class Saver:
         """Let others save into the folder, where nothing is being written."""
         if not self.is_busy:
             scope.own(Locks).release(parent)
-
-    def meet(self, number: int) -> int:
-        """Begin a save of all ranks: the largest of their numbers, as some may have saved without the others."""
-        return int(max(row[0] for row in self._collectives.gather_numbers([number], SAVE)))
 
     def save(
         self,

@@ -13,7 +13,7 @@ from typing import Any
 from headway.common.units import format_seconds
 from headway.launch.watch import frames as stacks
 from headway.launch.watch.views import LATE, CollectiveCall, RankView
-from headway.runtime.callers import SAVE, missed_save
+from headway.runtime.control_plane.attendance import SAVE
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,10 @@ def text(verdict: HangDiagnosis) -> str:
     lines = [headline(verdict)]
     saving = [view for view in verdict.waiting if view.operation == SAVE]
     if saving and len(saving) < verdict.world_size:
-        lines.append(f"  {missed_save(_ranks(saving), where(saving[0]))}")
+        lines.append(
+            f"  save_state was called on {_ranks(saving)} only, at {where(saving[0])}: call it on every rank, outside conditions "
+            "on the rank"
+        )
     if not verdict.waiting:
         lines += [line for view in verdict.missing for line in _about_lingering(view)]
     for view in verdict.missing if verdict.waiting else ():

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from headway.errors import CollectiveError, ConfigError
-from headway.runtime.callers import SAVE, missed_save
 from headway.runtime.collective_log import VOTE, CollectiveLog, Step
 from headway.runtime.collectives.coalesced import start_all
 from headway.runtime.collectives.tree import Tree, map_tensors, structure, tensors
+from headway.runtime.control_plane.attendance import Attendance
 from headway.runtime.group import MARGIN, carries_cpu, part
 from headway.runtime.heartbeat.ledger import CollectiveLedger, LedgerEntry
 from headway.runtime.process import ProcessRuntime
@@ -29,7 +29,7 @@ _HEADER = 3
 _FOLDS: dict[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "min": min, "max": max}
 # torch 2.13 renamed it.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_OPERATIONS = ("numbers", "gather", "reduce", "broadcast", "pad", "objects", "object", "barrier", SAVE, VOTE)
+_OPERATIONS = ("numbers", "gather", "reduce", "broadcast", "pad", "objects", "object", "barrier", VOTE)
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _CARRIED = frozenset(
     {
@@ -89,6 +89,7 @@ class Collectives:
         self.group = group
         self.place = place
         self._trail = runtime.scope.own(CollectiveLog)
+        self._attendance = runtime.scope.own(Attendance)
         self._num_splits = 0
         self._cpu_group = runtime.cpu_group if group is None else group
         is_joined = dist.is_initialized() and not is_alone
@@ -359,6 +360,8 @@ class Collectives:
     def _start(self, operation: str, signature: str, numbers: Sequence[float]) -> PendingHandshake:
         if len(numbers) > NUM_SLOTS:
             raise CollectiveError(f"{len(numbers)} numbers in one handshake; it holds {NUM_SLOTS}")
+        if self.group is None:
+            self._attendance.count_exchange()
         entry = self.ledger.record(operation, signature)
         self._trail.note(self.place, "numbers", operation, signature, len(numbers))
         slots = [float(_OPERATIONS.index(operation)), digest(signature), float(len(numbers)), *numbers]
@@ -422,10 +425,6 @@ class Collectives:
             f"  rank {self._global_rank(rank)}: {operation} #{entry.sequence} at {site} of {signature or 'nothing'}"
             for rank, (operation, site, signature, _) in enumerate(lines)
         )
-        saving = [rank for rank, (operation, *_) in enumerate(lines) if operation == SAVE]
-        if saving and len(saving) < len(lines):
-            who = f"rank{'s' if len(saving) > 1 else ''} {', '.join(map(str, saving))}"
-            raise CollectiveError(f"{missed_save(who, lines[saving[0]][1])}\n{told}")
         raise CollectiveError(
             "ranks called collectives that do not fit together:\n"
             f"{told}\nEvery rank must make the same calls in the same order, with equal structures, dtypes and shapes "

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 
 from headway.errors import ConfigError
-from headway.runtime.callers import Passes, only_for
 from headway.runtime.collectives.checked import Collectives
 from headway.runtime.collectives.partition import split
 from headway.runtime.collectives.tree import Tree
@@ -86,26 +85,26 @@ class RankAware:
 
     def on_main_process(self, function: Function | None = None) -> Any:
         """Decorator: run on rank 0 only; the other ranks get None."""
-        return self._only(function, "on_main_process", lambda rank, _: rank == 0)
+        return self._only(function, lambda rank, _: rank == 0)
 
     def on_local_main_process(self, function: Function | None = None) -> Any:
         """Decorator: run on the first process of each machine only; the others get None."""
-        return self._only(function, "on_local_main_process", lambda _, local: local == 0)
+        return self._only(function, lambda _, local: local == 0)
 
     def on_last_process(self, function: Function | None = None) -> Any:
         """Decorator: run on the highest rank only; the others get None."""
         last = self.num_processes - 1
-        return self._only(function, "on_last_process", lambda rank, _: rank == last)
+        return self._only(function, lambda rank, _: rank == last)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Any:
         """Decorator: run on rank `process_index` only; the others get None."""
         wanted = self._index(process_index, self.num_processes, "process_index")
-        return self._only(function, "on_process", lambda rank, _: rank == wanted)
+        return self._only(function, lambda rank, _: rank == wanted)
 
     def on_local_process(self, function: Function | None = None, local_process_index: int | None = None) -> Any:
         """Decorator: run on that local rank of each machine only; the others get None."""
         wanted = self._index(local_process_index, self.runtime.local_world_size, "local_process_index")
-        return self._only(function, "on_local_process", lambda _, local: local == wanted)
+        return self._only(function, lambda _, local: local == wanted)
 
     @staticmethod
     def _index(index: int | None, count: int, name: str) -> int:
@@ -113,16 +112,13 @@ class RankAware:
             raise ConfigError(f"{name}={index!r}; give a number from 0 to {count - 1}")
         return index
 
-    def _only(self, function: Function | None, name: str, passes: Passes) -> Any:
+    def _only(self, function: Function | None, passes: Callable[[int, int], bool]) -> Any:
         if function is None:  # used as @accelerator.on_...(): called with options first
-            return partial(self._only, name=name, passes=passes)
+            return partial(self._only, passes=passes)
 
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not passes(self.process_index, self.local_process_index):
-                return None
-            with only_for(name, passes):
-                return function(*args, **kwargs)
+            return function(*args, **kwargs) if passes(self.process_index, self.local_process_index) else None
 
         return run
 

@@ -26,6 +26,7 @@ from headway.common import scope
 from headway.errors import ControlPlaneError
 from headway.log import get_logger
 from headway.runtime import process
+from headway.runtime.control_plane.attendance import Attendance
 from headway.runtime.control_plane.control import Control, current
 from headway.runtime.control_plane.store import first_line, named
 from headway.runtime.heartbeat import file as pulse
@@ -179,6 +180,8 @@ class StopAgreement:
     def _arrive(self, where: str) -> bool:
         """Are all ranks here? The one that comes last says so, or the one that has waited for too long."""
         control, verdict = self._control, self._key(f"{self._round}/verdict")
+        # Another rank may wait for this one in a save that it makes alone.
+        process.current().scope.own(Attendance).count_call("stopping")
         control.set(self._key(f"{self._round}/{control.rank}"), where.encode())
         if control.count(self._key(f"{self._round}/count")) == control.world_size:
             keys = [self._key(f"{self._round}/{rank}") for rank in range(control.world_size)]

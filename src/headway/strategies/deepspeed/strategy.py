@@ -56,6 +56,7 @@ class DeepSpeedStrategy(SingleStrategy):
         whole_gradients=False,
         optimizer_state=False,
         scales_losses=True,
+        lone_pieces=False,
     )
 
     def __init__(self, collectives: Collectives, plugin: DeepSpeedPlugin, options: EngineOptions) -> None:

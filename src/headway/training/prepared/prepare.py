@@ -110,7 +110,9 @@ class Preparation:
         self._lone = (
             None if self._strategy.capabilities.lone_forward else RankConditionalCallCheck(runtime, self._strategy.name)
         )
-        lone: Sequence[prepared_model.Look] = () if self._lone is None else (self._lone,)
+        # Stages of a pipeline are called one after the other, and agree by themselves.
+        is_joint = not self._strategy.capabilities.lone_pieces
+        lone: Sequence[prepared_model.Look] = (self._lone,) if self._lone is not None and is_joint else ()
         self._looks = (*lone, *step.moments.before_forward)
         attempt.register(self)
 

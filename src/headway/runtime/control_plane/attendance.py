@@ -1,0 +1,243 @@
+"""Which ranks come to a call that not all of them may make, such as a save: they are asked over the control plane.
+
+Each process counts what all ranks pass alike: exchanges of everyone, micro-batches, calls that need everyone. Who comes to
+such a call says so there, and waits for the others. A rank that stands at the same count is here; one that is further, or
+whose script is over, does not come: a thread of it says so while somebody waits::
+
+    rank 0   ... micro-batch 7   save_state: says "7, first call", waits ...................... alone, and saves
+    rank 1   ... micro-batch 7 ............ micro-batch 8   waits for rank 0's gradients
+    its thread                                               "8, train.py:24"
+
+Where two calls could be meant, as rank 0 comes to one line and rank 1 to another with nothing in between, they are taken to be one.
+"""
+
+import itertools
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from headway.common import scope
+from headway.common.callsite import Frame, users_frame
+from headway.errors import ControlPlaneError
+from headway.log import get_logger
+from headway.runtime import process
+from headway.runtime.control_plane.control import Control, current
+from headway.runtime.control_plane.store import first_line, named
+from headway.runtime.heartbeat import file as pulse
+from headway.runtime.heartbeat import thread as heartbeat
+
+SAVE = "save_state"
+"""How a save is called where ranks wait for others to come to it."""
+
+_LOOK = 0.2
+"""Seconds between looks whether somebody waits."""
+
+_SOON = 0.02
+"""Seconds between answers while somebody does."""
+
+_TOGETHER = 0.1
+"""Seconds for all ranks to come to a call before each of those that have not is looked at."""
+
+_READ = timedelta(seconds=30)
+
+log = get_logger(__name__)
+
+Place = tuple[int, int, int, str]
+"""Exchanges of all ranks so far, micro-batches begun since the last of them, calls that need everyone since then; the last call."""
+
+_ENDED: Place = (sys.maxsize, 0, 0, "")
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Who makes a call.
+
+    Attributes:
+        ranks: those that do, in order; this one is among them.
+        call_site: the user's line.
+        elsewhere: where the others have gone on to; empty where all ranks make it.
+    """
+
+    ranks: tuple[int, ...]
+    call_site: str
+    elsewhere: str = ""
+
+    def __str__(self) -> str:
+        """`at train.py:31 on rank 0 only: rank 1 has gone on to train.py:24`."""
+        return f"at {self.call_site} on {named(self.ranks)} only: {self.elsewhere}"
+
+
+class Attendance:
+    """This process's count, and what it tells of it."""
+
+    def __init__(self) -> None:
+        self._place: Place = (0, 0, 0, "")
+        self._told: list[object] = []
+        self._control: Control | None = None
+        self._name = ""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="headway-attendance", daemon=True)
+
+    def start(self, runtime: process.ProcessRuntime) -> None:
+        """Answer the other ranks until the runtime ends; where it does so already, nothing changes."""
+        if runtime.world_size == 1 or self._control is not None:
+            return
+        self._control = current()
+        self._name = str(next(scope.own(_starts)))
+        heartbeat.before_shutdown(self.stop)
+        process.at_end(self.stop)
+        process.at_end(self.count_group, is_engine=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Come to no more calls, and tell so."""
+        self._over.set()
+        self._thread.join(5)
+
+    # ---------------------------------------------------------------- counting
+
+    def count_group(self) -> None:
+        """The process group ends, perhaps in the middle of an exchange that some ranks have begun; what follows is counted anew."""
+        self._place = (((self._place[0] >> 32) + 1) << 32, 0, 0, "")
+
+    def count_exchange(self) -> None:
+        """An exchange of all ranks begins."""
+        self._place = (self._place[0] + 1, 0, 0, "")
+
+    def count_micro_batch(self, window: int, number: int) -> None:
+        """A micro-batch begins."""
+        self._place = (self._place[0], self._place[1] + 1, 0, "")
+
+    def count_call(self, name: str) -> None:
+        """A call begins that all ranks make.
+
+        Args:
+            name: what is called.
+        """
+        exchanges, batches, calls, _ = self._place
+        self._place = (exchanges, batches, calls + 1, name)
+
+    # ---------------------------------------------------------------- asking
+
+    def who_comes(self, name: str) -> Attended:
+        """Which ranks make the call that begins here; waits until each has come to it or gone past.
+
+        Args:
+            name: what is called, the same on all ranks.
+        """
+        self.count_call(name)
+        return self.who_is_here()
+
+    def who_is_here(self) -> Attended:
+        """The same for a call that has been counted."""
+        control, site = self._control, _users_line()
+        if control is None:
+            return Attended((0,), site)
+        own = pulse.own()
+        own.set_transfer(self._place[-1])
+        try:
+            return self._ask(control, site)
+        finally:
+            own.set_transfer("")
+
+    def _ask(self, control: Control, site: str) -> Attended:
+        key = self._key(str(self._place))
+        control.set(f"{key}/{control.rank}", b"")
+        if control.count(f"{key}/count") == control.world_size:
+            control.set(f"{key}/all", b"")
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < _TOGETHER:
+            if control.has(f"{key}/all"):
+                return Attended(tuple(range(control.world_size)), site)
+            time.sleep(min(_SOON, waited / 20))
+        control.count(self._key("waiting"))
+        try:
+            gone = self._find_absent(control, key)
+        finally:
+            control.count(self._key("waiting"), -1)
+        ranks = tuple(rank for rank in range(control.world_size) if rank not in gone)
+        return Attended(ranks, site, "; ".join(f"{named([rank])} {gone[rank]}" for rank in sorted(gone)))
+
+    def _find_absent(self, control: Control, key: str) -> dict[int, str]:
+        """The ranks that have gone on, with where to."""
+        gone: dict[int, str] = {}
+        sequence = _sequence()
+        exchanges, batches, calls, _ = self._place
+        undecided = [rank for rank in range(control.world_size) if rank != control.rank]
+        while undecided and not control.has(f"{key}/all"):
+            for rank in list(undecided):
+                place, number, where = self._answer(control, rank)
+                # Looked for last: who has come goes on with all that have.
+                if place == self._place or control.has(f"{key}/{rank}"):
+                    undecided.remove(rank)
+                # The second: it is in a collective that the script calls in torch itself.
+                elif place[:3] >= self._place[:3] or (
+                    place[:3] == (exchanges, batches, calls - 1) and number > sequence
+                ):
+                    undecided.remove(rank)
+                    gone[rank] = where
+            time.sleep(_SOON)
+        return gone
+
+    def _answer(self, control: Control, rank: int) -> tuple[Place, int, str]:
+        """What a rank has told last: its place, how many collectives of torch's it has entered, and where it was."""
+        key = self._key(f"at/{rank}")
+        if not control.has(key):
+            return (0, 0, 0, ""), 0, ""
+        place, number, site = json.loads(control.get(key, _READ))
+        ended = place[0] == _ENDED[0]
+        return tuple(place), number, "has come to the end of its script" if ended else f"has gone on to {site}"
+
+    # ---------------------------------------------------------------- answering
+
+    def _run(self) -> None:
+        assert self._control is not None
+        is_asked = False
+        try:
+            while not self._over.wait(_SOON if is_asked else _LOOK):
+                is_asked = self._control.count(self._key("waiting"), 0) > 0
+                if is_asked:
+                    self._tell(self._control, self._place)
+            self._tell(self._control, _ENDED)
+        except (ControlPlaneError, RuntimeError) as error:  # torch's DistError among them: its host is gone
+            log.debug("this rank answers no more: %s", first_line(error))
+
+    def _tell(self, control: Control, place: Place) -> None:
+        """Make known where this rank is, if that is news."""
+        told = [place, _sequence()]
+        if told != self._told:
+            self._told = told
+            site = _users_line(sys._current_frames().get(threading.main_thread().ident or 0))
+            control.set(self._key(f"at/{control.rank}"), json.dumps([*told, site]).encode())
+
+    def _key(self, name: str) -> str:
+        return f"calls/{self._name}/{name}"
+
+
+def _users_line(frame: FrameType | None = None) -> str:
+    """`train.py:12 in main`; of the caller where no frame is given."""
+    users = users_frame(frame)
+    return "an unknown place" if users is None else str(Frame.of(users))
+
+
+def _sequence() -> int:
+    """How many collectives this process has entered in torch's default group."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    try:
+        engines: list[Any] = [] if group is None else [group._get_backend(kind) for kind in group._device_types]
+        return sum(int(engine._get_sequence_number_for_group()) for engine in engines)
+    except RuntimeError:  # one that does not count
+        return 0
+
+
+def _starts() -> Iterator[int]:
+    """Numbers for the runtimes of this process: ranks begin them alike."""
+    return itertools.count()
